@@ -1,0 +1,144 @@
+"""What a forward pass keeps for its backward, and how high memory rises: the two figures of a recompute segment.
+
+Kept bytes are exact on any device: they are counted, not sampled. ``kept_tensors`` listens through
+``torch.autograd.graph.saved_tensors_hooks``; ``peak_memory`` reads the allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["Kept", "Peak", "kept_tensors", "peak_memory"]
+
+
+@dataclass
+class Kept:
+    """What autograd saved: ``tensors`` holds one (shape, dtype, nbytes) per storage, in the order they were saved.
+
+    shape and dtype are those of the first tensor saved from that storage; nbytes is the size of the whole storage,
+    which is what stays allocated when a small view of it is saved.
+    """
+
+    tensors: list[tuple[torch.Size, torch.dtype, int]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all storages in ``tensors``."""
+        return sum(nbytes for _, _, nbytes in self.tensors)
+
+
+@dataclass
+class Peak:
+    """``bytes``: the highest allocation above what was allocated on entry; 0 until the block is left."""
+
+    bytes: int = 0
+
+
+def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with a storage of their own that ``tensor`` is made of: itself, unless a wrapper or sparse."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _dense_parts(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        yield tensor
+    elif tensor.layout == torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        raise TypeError(f"kept_tensors: cannot size a tensor of layout {tensor.layout}")
+
+
+@contextlib.contextmanager
+def kept_tensors(exclude: Iterable[torch.Tensor] = ()) -> Iterator[Kept]:
+    """Counts the bytes that a forward pass keeps for its backward, each storage once.
+
+    ::
+
+        with kept_tensors(exclude=model.parameters()) as kept:
+            loss = model(x)
+        loss.backward()
+        kept.bytes, kept.tensors
+
+    exclude: tensors (usually parameters and buffers) whose storages, and so all views of them, are not counted; a cast
+    copy of a parameter is another storage and is counted. Any device, any dtype; DTensor and other wrapper subclasses
+    count by their local parts.
+
+    What is saved inside the block is counted when it is saved, also if its graph is dropped before the block is left,
+    so run the forward only. Tensors that a Function puts on ``ctx`` itself instead of ``ctx.save_for_backward`` are
+    invisible to autograd's hooks; so is what ``torch.utils.checkpoint`` discards, which is the point of it.
+
+    The graph is left as it would be: no cycle (a saved output is stored detached) and no tensor outlives its graph.
+    Hooks switch off autograd's check for in-place changes between forward and backward; it is done here instead and
+    raises RuntimeError in backward.
+    """
+    kept = Kept()
+    # a weak reference keeps the address of a dead storage from being reused, so a key never stands for two storages
+    seen: set[StorageWeakRef] = set()
+    for tensor in exclude:
+        seen.update(StorageWeakRef(part.untyped_storage()) for part in _dense_parts(tensor))
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        for part in _dense_parts(tensor):
+            storage = part.untyped_storage()
+            key = StorageWeakRef(storage)
+            if key not in seen:
+                seen.add(key)
+                kept.tensors.append((part.shape, part.dtype, storage.nbytes()))
+        # returning the tensor itself would tie a saved output to its own grad_fn: a cycle that frees nothing
+        return tensor.detach(), tensor._version
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield kept
+    finally:
+        seen.clear()
+
+
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            f"kept_tensors: a tensor of shape {tuple(tensor.shape)} needed for backward was changed in place after "
+            f"it was saved: it is at version {tensor._version}, version {version} was saved"
+        )
+    return tensor
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device | str) -> Iterator[Peak]:
+    """Measures how far memory on ``device`` rises inside the block above what was allocated on entry.
+
+    CUDA: ``max_memory_allocated`` (the caching allocator's peak counter is reset). CPU: the sum of the allocations and
+    frees of torch's CPU allocator that ``torch.profiler`` records, so private buffers of BLAS libraries are not in it
+    and neither is memory that was allocated before the block and freed in it; the profiler slows the block down, so
+    never time it. Raises ValueError for any other device.
+    """
+    device = torch.device(device)
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.bytes = torch.cuda.max_memory_allocated(device) - before
+    elif device.type == "cpu":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield peak
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        level = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            level += event.nbytes()
+            peak.bytes = max(peak.bytes, level)
+    else:
+        raise ValueError(f"peak_memory: wanted a cuda or cpu device but got {device}")

@@ -1,0 +1,138 @@
+"""ckptkern.memory: what forward keeps is counted exactly, and counting changes nothing about the graph."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from ckptkern.memory import kept_tensors, peak_memory
+
+
+def test_each_storage_is_counted_once_at_its_whole_size():
+    base = torch.randn(10, 4, requires_grad=True)
+    with kept_tensors() as kept:
+        y = base[:2].sin() + base[4:6].cos() + base[:2].exp()
+    # sin and cos keep views of base's one storage, exp keeps its output of [2, 4]
+    assert kept.bytes == 10 * 4 * 4 + 2 * 4 * 4
+    assert [nbytes for _, _, nbytes in kept.tensors] == [160, 32]
+    assert kept.tensors[1][:2] == (torch.Size([2, 4]), torch.float32)
+    y.sum().backward()
+    reference = base.detach()
+    expected = torch.zeros_like(reference)
+    expected[:2] += reference[:2].cos() + reference[:2].exp()
+    expected[4:6] -= reference[4:6].sin()
+    torch.testing.assert_close(base.grad, expected)
+
+
+def test_excluded_parameters_and_their_views_are_skipped():
+    linear = torch.nn.Linear(8, 6)
+    x = torch.randn(3, 8, requires_grad=True)
+    with kept_tensors(exclude=linear.parameters()) as kept:
+        F.linear(x, linear.weight.view(6, 8)[:4])
+    assert kept.tensors == [(torch.Size([3, 8]), torch.float32, 3 * 8 * 4)]
+    with kept_tensors() as kept:
+        F.linear(x, linear.weight)
+    assert kept.bytes == 3 * 8 * 4 + 6 * 8 * 4
+
+
+def test_a_cast_weight_is_counted():
+    linear = torch.nn.Linear(8, 6, bias=False)
+    x = torch.randn(3, 8, requires_grad=True)
+    with kept_tensors(exclude=linear.parameters()) as kept, torch.autocast("cpu", dtype=torch.bfloat16):
+        linear(x)
+    assert kept.bytes == 3 * 8 * 2 + 6 * 8 * 2
+
+
+def test_checkpoint_keeps_only_the_inputs_of_its_segment():
+    x = torch.randn(5, 7, requires_grad=True)
+    with kept_tensors() as kept:
+        y = checkpoint(lambda t: t.sin().exp().tanh(), x, use_reentrant=False)
+    assert kept.bytes == 5 * 7 * 4
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(x.sin().exp().tanh().sum(), x)[0])
+
+
+def test_a_reused_address_is_another_storage():
+    with kept_tensors() as kept:
+        for _ in range(20):
+            # every graph is dropped at once, so the allocator gives the next one the same addresses
+            torch.ones(1000, requires_grad=True).exp()
+    assert kept.bytes == 20 * 4000
+
+
+def test_graph_dies_by_reference_counting_alone():
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(1000, requires_grad=True)
+        with kept_tensors() as kept:
+            y = x.exp()
+        storage = StorageWeakRef(y.untyped_storage())
+        del y
+        assert storage.expired()
+        assert kept.bytes == 4000
+    finally:
+        gc.enable()
+
+
+def test_in_place_change_is_still_an_error():
+    x = torch.randn(4, requires_grad=True)
+    with kept_tensors():
+        y = x.exp()
+        z = y.sum()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match=r"shape \(4,\).*version 1, version 0 was saved"):
+        z.backward()
+
+
+def test_second_order_passes_through():
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    with kept_tensors():
+        (g,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(g.sum(), x)
+    torch.testing.assert_close(second, x.sin().exp() * (x.cos() ** 2 - x.sin()))
+
+
+def test_sparse_parts_are_counted():
+    sparse = torch.eye(6).to_sparse()
+    x = torch.randn(6, 3, requires_grad=True)
+    with kept_tensors() as kept:
+        torch.sparse.mm(sparse, x)
+    assert kept.bytes == 2 * 6 * 8 + 6 * 4
+
+
+def test_peak_on_cpu_is_the_allocator_peak():
+    with peak_memory("cpu") as peak:
+        a = torch.empty(1 << 20, dtype=torch.uint8)
+        b = torch.empty(1 << 21, dtype=torch.uint8)
+        del a
+        c = torch.empty(1 << 18, dtype=torch.uint8)
+        del b, c
+    assert peak.bytes == 3 << 20
+
+
+def test_peak_of_a_step_counts_saved_tensors_and_gradients():
+    x = torch.randn(1 << 16, requires_grad=True)
+    with peak_memory("cpu") as peak:
+        x.exp().sum().backward()
+    # exp's output, its gradient (expanded, then dx = dy * y) and nothing else of that size
+    assert 2 * 4 * (1 << 16) <= peak.bytes < 2 * 4 * (1 << 16) + 1024
+
+
+def test_peak_refuses_other_devices():
+    with pytest.raises(ValueError, match="wanted a cuda or cpu device but got meta"), peak_memory("meta"):
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu():
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    with peak_memory("cuda") as peak, kept_tensors() as kept:
+        y = x.exp()
+    assert kept.bytes == peak.bytes == 4 << 20
+    y.sum().backward()
