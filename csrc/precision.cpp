@@ -1,0 +1,320 @@
+#include "precision.h"
+
+#include <ATen/Context.h>
+#include <c10/core/Device.h>
+#include <c10/util/irange.h>
+
+#include <list>
+#include <mutex>
+#include <vector>
+
+namespace ckptkern {
+namespace {
+
+using at::Float32Backend;
+using at::Float32Op;
+using at::Float32Precision;
+
+constexpr auto& kDeviceTypes = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
+
+// One setting of the process. `read` gives the value in effect, which is what a snapshot compares;
+// `raw` what has to be written to restore the setting itself, where that is another thing.
+struct Setting {
+  int8_t (*read)();
+  int8_t (*raw)();
+  void (*write)(int8_t);
+};
+
+// --- fp32 precision. torch resolves (backend, op) through (backend, all) and (generic, all), and its
+// getter tells only the resolved value. Only the newer interface is used: once it has been written,
+// reading the older flags raises.
+
+Float32Precision resolved(Float32Backend backend, Float32Op op) {
+  return at::globalContext().float32Precision(backend, op);
+}
+
+void set_float32(Float32Backend backend, Float32Op op, Float32Precision precision) {
+  at::globalContext().setFloat32Precision(backend, op, precision);
+}
+
+// From torch 2.12 on an untouched conv or rnn holds DEFAULT: tf32 unless a parent is set.
+template <class E>
+constexpr auto untouched_value(int) -> decltype(E::DEFAULT) {
+  return E::DEFAULT;
+}
+template <class E>
+constexpr E untouched_value(...) {
+  return E::NONE;
+}
+
+template <Float32Backend B, Float32Op O>
+int8_t read_float32() {
+  const Float32Precision precision = resolved(B, O);
+  // "Not set" runs as IEEE. Written as IEEE it does so under any parent.
+  return static_cast<int8_t>(precision == Float32Precision::NONE ? Float32Precision::IEEE : precision);
+}
+
+template <Float32Backend B, Float32Op O>
+void write_float32(int8_t precision) {
+  set_float32(B, O, static_cast<Float32Precision>(precision));
+}
+
+// True if (backend, op) takes its value from (parent_backend, all): it follows when that one moves.
+// Leaves the parent at TF32.
+bool follows(Float32Backend backend, Float32Op op, Float32Backend parent_backend) {
+  set_float32(parent_backend, Float32Op::ALL, Float32Precision::IEEE);
+  const Float32Precision under_ieee = resolved(backend, op);
+  set_float32(parent_backend, Float32Op::ALL, Float32Precision::TF32);
+  return under_ieee != resolved(backend, op);
+}
+
+// What (B, O) itself holds, found by moving its parents for a moment. Runs only when the setting is
+// about to be overwritten, so an inherited value stays inherited after the guard.
+template <Float32Backend B, Float32Op O>
+int8_t raw_float32() {
+  const Float32Precision generic = resolved(Float32Backend::GENERIC, Float32Op::ALL);
+  Float32Precision all = resolved(B, Float32Op::ALL);
+  Float32Precision own = resolved(B, O);
+  if (follows(B, Float32Op::ALL, Float32Backend::GENERIC)) {
+    all = Float32Precision::NONE;
+  }
+  if (follows(B, O, B)) {
+    set_float32(Float32Backend::GENERIC, Float32Op::ALL, Float32Precision::NONE);
+    set_float32(B, Float32Op::ALL, Float32Precision::NONE);
+    own = resolved(B, O) == Float32Precision::NONE ? Float32Precision::NONE : untouched_value<Float32Precision>(0);
+  }
+  set_float32(B, Float32Op::ALL, all);
+  set_float32(Float32Backend::GENERIC, Float32Op::ALL, generic);
+  return static_cast<int8_t>(own);
+}
+
+template <Float32Backend B, Float32Op O>
+constexpr Setting float32_setting() {
+  return {read_float32<B, O>, raw_float32<B, O>, write_float32<B, O>};
+}
+
+// --- reductions and accumulation
+
+template <at::CuBLASReductionOption (at::Context::*Get)() const, void (at::Context::*Set)(bool, bool)>
+constexpr Setting reduction_setting() {
+  constexpr auto read = +[]() -> int8_t { return static_cast<int8_t>((at::globalContext().*Get)()); };
+  return {read, read, +[](int8_t value) {
+            const auto option = static_cast<at::CuBLASReductionOption>(value);
+            (at::globalContext().*Set)(
+                option == at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK,
+                option != at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK);
+          }};
+}
+
+template <bool (at::Context::*Get)() const, void (at::Context::*Set)(bool)>
+constexpr Setting flag_setting() {
+  constexpr auto read = +[]() -> int8_t { return (at::globalContext().*Get)(); };
+  return {read, read, +[](int8_t value) { (at::globalContext().*Set)(value != 0); }};
+}
+
+// --- deterministic mode: bit 0 on, bit 1 warn only
+
+int8_t read_deterministic() {
+  const at::Context& context = at::globalContext();
+  return static_cast<int8_t>(
+      (context.deterministicAlgorithms() ? 1 : 0) | (context.deterministicAlgorithmsWarnOnly() ? 2 : 0));
+}
+
+void write_deterministic(int8_t value) {
+  at::globalContext().setDeterministicAlgorithms((value & 1) != 0, (value & 2) != 0);
+}
+
+constexpr std::size_t kDeterministic = 11;
+constexpr std::array<Setting, kProcessSettings> kSettings = {{
+    float32_setting<Float32Backend::CUDA, Float32Op::MATMUL>(),
+    float32_setting<Float32Backend::CUDA, Float32Op::CONV>(),
+    float32_setting<Float32Backend::CUDA, Float32Op::RNN>(),
+    float32_setting<Float32Backend::MKLDNN, Float32Op::MATMUL>(),
+    float32_setting<Float32Backend::MKLDNN, Float32Op::CONV>(),
+    float32_setting<Float32Backend::MKLDNN, Float32Op::RNN>(),
+    reduction_setting<&at::Context::allowFP16ReductionCuBLAS, &at::Context::setAllowFP16ReductionCuBLAS>(),
+    reduction_setting<&at::Context::allowBF16ReductionCuBLAS, &at::Context::setAllowBF16ReductionCuBLAS>(),
+    flag_setting<&at::Context::allowFP16AccumulationCuBLAS, &at::Context::setAllowFP16AccumulationCuBLAS>(),
+    flag_setting<&at::Context::allowFP16ReductionCPU, &at::Context::setAllowFP16ReductionCPU>(),
+    flag_setting<&at::Context::allowFP16BF16ReductionMathSDP, &at::Context::setAllowFP16BF16ReductionMathSDP>(),
+    {read_deterministic, read_deterministic, write_deterministic},
+}};
+
+std::size_t float32_index(const std::string& backend, const std::string& op) {
+  TORCH_CHECK(
+      (backend == "cuda" || backend == "mkldnn") && (op == "matmul" || op == "conv" || op == "rnn"),
+      "fp32_precision: backend must be 'cuda' or 'mkldnn' and op 'matmul', 'conv' or 'rnn' but they are '",
+      backend,
+      "' and '",
+      op,
+      "'");
+  return (backend == "cuda" ? 0 : 3) + (op == "matmul" ? 0 : op == "conv" ? 1 : 2);
+}
+
+ProcessState current_process_state() {
+  ProcessState state;
+  for (const auto i : c10::irange(kProcessSettings)) {
+    state[i] = kSettings[i].read();
+  }
+  return state;
+}
+
+// The raw values that one guard overwrote and owes back; kUntouched where it overwrote nothing.
+constexpr int8_t kUntouched = -1;
+using Debt = std::list<ProcessState>::iterator;
+
+void repay(const ProcessState& debt) {
+  for (const auto i : c10::irange(kProcessSettings)) {
+    if (debt[i] != kUntouched) {
+      kSettings[i].write(debt[i]);
+    }
+  }
+}
+
+// Guards of all threads that may owe something, oldest first.
+struct Ledger {
+  std::mutex mutex;
+  std::list<ProcessState> debts;
+
+  // No entry where nothing differs and no other guard is open.
+  std::optional<Debt> enter(const ProcessState& wanted) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const ProcessState now = current_process_state();
+    if (now == wanted && debts.empty()) {
+      return std::nullopt;
+    }
+    ProcessState debt;
+    debt.fill(kUntouched);
+    try {
+      for (const auto i : c10::irange(kProcessSettings)) {
+        if (now[i] != wanted[i]) {
+          const int8_t owed = kSettings[i].raw();
+          kSettings[i].write(wanted[i]); // a flag that this CPU does not support raises here
+          debt[i] = owed;
+        }
+      }
+    } catch (...) {
+      repay(debt);
+      throw;
+    }
+    return debts.insert(debts.end(), debt);
+  }
+
+  void exit(Debt debt) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto later = std::next(debt);
+    if (later == debts.end()) {
+      repay(*debt);
+    } else { // a younger guard of another thread is still open: it repays in our place
+      for (const auto i : c10::irange(kProcessSettings)) {
+        if ((*debt)[i] != kUntouched) {
+          (*later)[i] = (*debt)[i];
+        }
+      }
+    }
+    debts.erase(debt);
+  }
+};
+
+Ledger& ledger() {
+  static Ledger instance;
+  return instance;
+}
+
+struct Frame {
+  const Precision* owner;
+  std::optional<AutocastState> outer;
+  std::optional<Debt> debt;
+  bool nested; // counted as an autocast region
+};
+
+std::vector<Frame>& frames() {
+  thread_local std::vector<Frame> instance;
+  return instance;
+}
+
+} // namespace
+
+AutocastState AutocastState::current() {
+  AutocastState state;
+  for (const auto i : c10::irange(kDeviceTypes.size())) {
+    state.dtype[i] = at::autocast::get_autocast_dtype(kDeviceTypes[i]);
+    state.enabled |= static_cast<uint32_t>(at::autocast::is_autocast_enabled(kDeviceTypes[i])) << i;
+  }
+  state.cache = at::autocast::is_autocast_cache_enabled();
+  return state;
+}
+
+bool AutocastState::operator==(const AutocastState& other) const {
+  return enabled == other.enabled && cache == other.cache && dtype == other.dtype;
+}
+
+void AutocastState::replace(const AutocastState& now) const {
+  for (const auto i : c10::irange(kDeviceTypes.size())) {
+    if (dtype[i] != now.dtype[i]) {
+      at::autocast::set_autocast_dtype(kDeviceTypes[i], dtype[i]);
+    }
+    const bool wanted = (enabled >> i & 1) != 0;
+    if (wanted != ((now.enabled >> i & 1) != 0)) {
+      at::autocast::set_autocast_enabled(kDeviceTypes[i], wanted);
+    }
+  }
+  if (cache != now.cache) {
+    at::autocast::set_autocast_cache_enabled(cache);
+  }
+}
+
+Precision::Precision() : autocast_(AutocastState::current()), process_(current_process_state()) {}
+
+void Precision::enter() const {
+  Frame frame{this, std::nullopt, ledger().enter(process_), autocast_.enabled != 0};
+  const AutocastState now = AutocastState::current();
+  if (!(now == autocast_)) {
+    autocast_.replace(now);
+    frame.outer = now;
+  }
+  if (frame.nested) {
+    at::autocast::increment_nesting();
+  }
+  frames().push_back(frame);
+}
+
+void Precision::exit() const {
+  TORCH_CHECK(
+      !frames().empty() && frames().back().owner == this,
+      "Precision: guards must be left by the thread that entered them, last entered first");
+  const Frame frame = frames().back();
+  frames().pop_back();
+  if (frame.outer) {
+    // What the body itself has changed is undone too, so compare with what is set now.
+    frame.outer->replace(AutocastState::current());
+  }
+  // As torch.autocast: the cache of cast weights does not outlive the outermost region. On autograd's
+  // thread, which is in none, it would keep them for good.
+  if (frame.nested && at::autocast::decrement_nesting() == 0) {
+    at::autocast::clear_cache();
+  }
+  if (frame.debt) {
+    ledger().exit(*frame.debt);
+  }
+}
+
+std::optional<at::ScalarType> Precision::autocast_dtype(const std::string& device_type) const {
+  const at::DeviceType type = c10::Device(device_type).type();
+  for (const auto i : c10::irange(kDeviceTypes.size())) {
+    if (kDeviceTypes[i] == type && (autocast_.enabled >> i & 1) != 0) {
+      return autocast_.dtype[i];
+    }
+  }
+  return std::nullopt;
+}
+
+std::string Precision::fp32_precision(const std::string& backend, const std::string& op) const {
+  return at::precision2str(static_cast<Float32Precision>(process_[float32_index(backend, op)]));
+}
+
+bool Precision::deterministic() const {
+  return (process_[kDeterministic] & 1) != 0;
+}
+
+} // namespace ckptkern

@@ -1,0 +1,53 @@
+// What decides the precision of a recomputed operation: taken in forward, put back around backward.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace ckptkern {
+
+// Autocast belongs to a thread. Entries follow at::autocast's own list of device types.
+struct AutocastState {
+  std::array<at::ScalarType, at::autocast::_AUTOCAST_SUPPORTED_DEVICES.size()> dtype;
+  uint32_t enabled = 0; // bit i: device type i
+  bool cache = false;
+
+  static AutocastState current();
+  bool operator==(const AutocastState& other) const;
+  // Makes this state current, given the one that is.
+  void replace(const AutocastState& now) const;
+};
+
+// Settings of the whole process, one small integer each: the fp32 precision of matmul, conv and rnn
+// (CUDA and oneDNN), reduced-precision reduction and accumulation, deterministic mode.
+constexpr std::size_t kProcessSettings = 12;
+using ProcessState = std::array<int8_t, kProcessSettings>;
+
+// A snapshot of all of the above, taken by the constructor. enter() makes it current and exit() gives
+// back what was current before. Re-entrant, and usable from any thread. Where guards of several threads
+// overlap, whatever the order in which they leave, the process ends with the settings from before the
+// first of them.
+class Precision {
+ public:
+  Precision();
+
+  void enter() const;
+  // Raises unless this is the guard that this thread entered last.
+  void exit() const;
+
+  // The dtype that autocast casts to on this device type; nullopt where autocast was off.
+  std::optional<at::ScalarType> autocast_dtype(const std::string& device_type) const;
+  // "ieee", "tf32", "bf16", ... for backend "cuda" or "mkldnn" and op "matmul", "conv" or "rnn".
+  std::string fp32_precision(const std::string& backend, const std::string& op) const;
+  bool deterministic() const;
+
+ private:
+  AutocastState autocast_;
+  ProcessState process_;
+};
+
+} // namespace ckptkern
