@@ -1,0 +1,180 @@
+"""Activations on a tile: y = act(z) and dz = dy * act'(z), in float32.
+
+| name | act(z) | act'(z) |
+|---|---|---|
+| relu | max(z, 0), NaN stays | [not z <= 0]: 0 at 0, as torch |
+| relu2 | relu(z)^2 | 2 relu(z) |
+| gelu | z Phi(z), Phi(z) = (1 + erf(z/sqrt 2))/2 | Phi(z) + z phi(z) |
+| gelu_tanh | z s(2u), u = sqrt(2/pi)(z + 0.044715 z^3), s = sigmoid | s + 2 z s (1 - s) u' |
+| silu | z s(z) | s (1 + z (1 - s)) |
+| identity | z | 1 |
+
+gelu_tanh uses (1 + tanh u)/2 = s(2u): the interpreter has no tanh. Every act maps 0 to 0: padding stays zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .philox import dropout_tile
+from .tile import INTERPRETER, arch_of, cast, launch, rows_of, widen
+
+ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "identity")
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gelu_tanh_gate(z):
+    return _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))  # 2 sqrt(2/pi)
+
+
+@triton.jit
+def _gelu_cdf(z):
+    return 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
+
+
+@triton.jit
+def act(z, ACT: tl.constexpr):
+    """act(z), float32 in and out."""
+    if ACT == "relu":
+        return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == "relu2":
+        r = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return r * r
+    elif ACT == "gelu":
+        return z * _gelu_cdf(z)
+    elif ACT == "gelu_tanh":
+        return z * _gelu_tanh_gate(z)
+    elif ACT == "silu":
+        return z * _sigmoid(z)
+    else:
+        tl.static_assert(ACT == "identity", "unknown activation")
+        return z
+
+
+@triton.jit
+def act_grad(z, dy, ACT: tl.constexpr):
+    """dy * act'(z), float32 in and out."""
+    if ACT == "relu":
+        return tl.where(z <= 0.0, 0.0, dy)
+    elif ACT == "relu2":
+        return dy * 2.0 * tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == "gelu":
+        pdf = 0.3989422804014327 * tl.exp(-0.5 * z * z)  # 1/sqrt(2 pi)
+        return dy * (_gelu_cdf(z) + z * pdf)
+    elif ACT == "gelu_tanh":
+        s = _gelu_tanh_gate(z)
+        du = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+        return dy * (s + z * s * (1.0 - s) * du)
+    elif ACT == "silu":
+        s = _sigmoid(z)
+        return dy * s * (1.0 + z * (1.0 - s))
+    else:
+        tl.static_assert(ACT == "identity", "unknown activation")
+        return dy
+
+
+@triton.jit
+def pack_bits(bit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """bool [M, N] -> uint8 [M, N/8]: bit j of byte i is column 8 i + j."""
+    weights = (1 << tl.arange(0, 8)).to(tl.int32)
+    bits = bit.to(tl.int32).reshape(BLOCK_M, BLOCK_N // 8, 8)
+    return tl.sum(bits * weights[None, None, :], axis=2).to(tl.uint8)
+
+
+@triton.jit
+def load_tile(ptr, stride_m, offs_m, offs_n, mask):
+    return tl.load(ptr + offs_m.to(tl.int64)[:, None] * stride_m + offs_n[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, stride_m, offs_m, offs_n, mask, value):
+    """Rounds a float32 tile to the pointer's type and stores it; returns what was stored."""
+    rounded = cast(value, ptr.dtype.element_ty)
+    tl.store(ptr + offs_m.to(tl.int64)[:, None] * stride_m + offs_n[None, :], rounded, mask=mask)
+    return rounded
+
+
+@triton.jit
+def store_column_sum(ptr, pid_m, offs_n, N, value, mask):
+    """One row of bias-gradient partial sums, [tile rows, N] float32. The caller adds the rows up: no atomics."""
+    total = tl.sum(tl.where(mask, widen(value), 0.0), axis=0)
+    tl.store(ptr + pid_m.to(tl.int64) * N + offs_n, total, mask=offs_n < N)
+
+
+@triton.jit
+def _act_bwd_kernel(
+    dy_ptr, kept_ptr, dz_ptr, db_ptr, M, N, stride_dym, stride_keptm, stride_dzm,
+    ACT: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dz = dy * act'(z), db partial rows. kept is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
+    pid_m = tl.program_id(0)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    dy = widen(load_tile(dy_ptr, stride_dym, offs_m, offs_n, mask))
+    if BITS:
+        byte = tl.load(kept_ptr + offs_m.to(tl.int64)[:, None] * stride_keptm + (offs_n >> 3)[None, :], mask=mask, other=0)
+        dz = tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0)
+    else:
+        dz = act_grad(widen(load_tile(kept_ptr, stride_keptm, offs_m, offs_n, mask)), dy, ACT)
+    dz = store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
+    if db_ptr is not None:
+        store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
+
+
+@triton.jit
+def _dropout_kernel(
+    x_ptr, y_ptr, state_ptr, threshold, scale, row_base, M, N, stride_xm, stride_ym,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y = keep * scale * x. Its own backward: dx = keep * scale * dy."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    x = widen(load_tile(x_ptr, stride_xm, offs_m, offs_n, mask))
+    y = dropout_tile(x, state_ptr, threshold, scale, row_base + offs_m, offs_n)
+    store_tile(y_ptr, stride_ym, offs_m, offs_n, mask, y)
+
+
+def _blocks(x: torch.Tensor) -> dict:
+    if arch_of(x) == INTERPRETER:
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, enable_fp_fusion=False)
+    return dict(BLOCK_M=32, BLOCK_N=128, num_warps=4, enable_fp_fusion=False)
+
+
+def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
+    """dz = dy * act'(kept) [M, N] and db = sum of dz's rows, float32 [N] (None unless asked for).
+
+    kept: z [M, N], relu's y, or with `bits` relu's mask uint8 [M, ceil(N/8)].
+    """
+    M, N = dy.shape
+    dy, kept = rows_of(dy), rows_of(kept)
+    dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
+    blocks = _blocks(dy)
+    grid = (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"]))
+    partial = torch.empty((grid[0], N), dtype=torch.float32, device=dy.device) if db else None
+    if M and N:
+        launch(
+            _act_bwd_kernel, grid, dy, kept, dz, partial, M, N, dy.stride(0), kept.stride(0), dz.stride(0),
+            ACT=activation, BITS=bits, **blocks,
+        )  # fmt: skip
+    return dz, partial.sum(0) if db else None
+
+
+def dropout(x, state, threshold: int, scale: float, *, row_base: int = 0, blocks: dict | None = None):
+    """keep * scale * x for x [M, N]; the mask is that of rows row_base.. of the logical tensor (philox.py)."""
+    M, N = x.shape
+    x = rows_of(x)
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    blocks = blocks or _blocks(x)
+    if M and N:
+        grid = (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"]))
+        launch(_dropout_kernel, grid, x, y, state, threshold, scale, row_base, M, N, x.stride(0), y.stride(0), **blocks)
+    return y

@@ -1,0 +1,355 @@
+"""MLP and gated MLP: the hidden layer's backward from x alone.
+
+    MLP        z = x w1^T + b1;  h = dropout(act(z));          y = h w2^T + b2
+    gated MLP  g = x wg^T + bg;  u = x wu^T + bu;  h = dropout(act(g) u);  y = h wd^T + bd
+    backward   dh = dy w2;  MLP: dz = dh' act'(z)   gated: dg = dh' u act'(g), du = dh' act(g)   (dh' = dropout'(dh))
+
+The dual-product kernels form z (or g, u) and dh of one tile side by side and write h and dz once; the other route
+(`linear_fwd` of z, then `linear.act_grad`) reads z back once more but runs wider tiles. The products that remain
+(y, dW1, dW2, dx) are plain and go to cuBLAS.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .elementwise import act, act_grad, load_tile, store_column_sum, store_tile
+from .linear import (
+    NO_DROPOUT, grid_of, hidden_grad_tile, hidden_tile, partial_rows, preact_tile, row_stride,
+)  # fmt: skip
+from .philox import dropout_tile
+from .tile import arch_of, cast, halves, launch, product_tile, program_tile, rows_of, tile_for, widen
+
+
+@triton.jit
+def _mlp_bwd_store(
+    acc_z, acc_dh, b_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m, n0, M, N,
+    stride_hm, stride_dzm, ACT: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    BLOCK_N: tl.constexpr = acc_z.shape[1]
+    if SUB > 1:
+        z_left, z_right = halves(acc_z)
+        dh_left, dh_right = halves(acc_dh)
+        _mlp_bwd_store(
+            z_left, dh_left, b_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
+            n0, M, N, stride_hm, stride_dzm, ACT, SUB // 2,
+        )  # fmt: skip
+        _mlp_bwd_store(
+            z_right, dh_right, b_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
+            n0 + BLOCK_N // 2, M, N, stride_hm, stride_dzm, ACT, SUB // 2,
+        )  # fmt: skip
+    else:
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        rows = row_base + offs_m
+        z = preact_tile(acc_z, b_ptr, offs_n, N, dz_ptr.dtype.element_ty)
+        if h_ptr is not None:
+            h = hidden_tile(z, state_ptr, threshold, scale, rows, offs_n, ACT)
+            tl.store(h_ptr + offs_m.to(tl.int64)[:, None] * stride_hm + offs_n[None, :], h, mask=mask)
+        dz = hidden_grad_tile(z, acc_dh, state_ptr, threshold, scale, rows, offs_n, ACT)
+        dz = store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
+        if db_ptr is not None:
+            store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
+
+
+@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+def _mlp_bwd_kernel(
+    x_ptr, w1_ptr, b1_ptr, dy_ptr, w2_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, M, N, K, D,
+    stride_xm, stride_w1n, stride_dym, stride_w2k, stride_hm, stride_dzm,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """x [M, K], w1 [N, K], dy [M, D], w2 [D, N] -> h, dz [M, N], db partial rows."""
+    pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc_z = product_tile(
+        x_ptr, stride_xm, w1_ptr, 1, stride_w1n, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
+    )  # fmt: skip
+    acc_dh = product_tile(
+        dy_ptr, stride_dym, w2_ptr, stride_w2k, 1, offs_m, offs_n, M, N, D, BLOCK_K, EVEN_D, PRECISION
+    )  # fmt: skip
+    _mlp_bwd_store(
+        acc_z, acc_dh, b1_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
+        pid_n * BLOCK_N, M, N, stride_hm, stride_dzm, ACT, SUB,
+    )  # fmt: skip
+
+
+@triton.jit
+def gated_tile(g, u, state_ptr, threshold, scale, rows, cols, ACT: tl.constexpr):
+    """h = dropout(round(act(g) u)) in g's type."""
+    h = cast(act(widen(g), ACT) * widen(u), g.dtype)
+    if state_ptr is not None:
+        h = cast(dropout_tile(widen(h), state_ptr, threshold, scale, rows, cols), g.dtype)
+    return h
+
+
+@triton.jit
+def _gated_fwd_store(
+    acc_g, acc_u, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, offs_m, n0, M, N,
+    stride_hm, stride_gm, stride_um, ACT: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    BLOCK_N: tl.constexpr = acc_g.shape[1]
+    if SUB > 1:
+        g_left, g_right = halves(acc_g)
+        u_left, u_right = halves(acc_u)
+        _gated_fwd_store(
+            g_left, u_left, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, offs_m,
+            n0, M, N, stride_hm, stride_gm, stride_um, ACT, SUB // 2,
+        )  # fmt: skip
+        _gated_fwd_store(
+            g_right, u_right, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, offs_m,
+            n0 + BLOCK_N // 2, M, N, stride_hm, stride_gm, stride_um, ACT, SUB // 2,
+        )  # fmt: skip
+    else:
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        rows64 = offs_m.to(tl.int64)[:, None]
+        g = preact_tile(acc_g, bg_ptr, offs_n, N, h_ptr.dtype.element_ty)
+        u = preact_tile(acc_u, bu_ptr, offs_n, N, h_ptr.dtype.element_ty)
+        h = gated_tile(g, u, state_ptr, threshold, scale, row_base + offs_m, offs_n, ACT)
+        tl.store(h_ptr + rows64 * stride_hm + offs_n[None, :], h, mask=mask)
+        if g_ptr is not None:
+            tl.store(g_ptr + rows64 * stride_gm + offs_n[None, :], g, mask=mask)
+            tl.store(u_ptr + rows64 * stride_um + offs_n[None, :], u, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+def _gated_fwd_kernel(
+    x_ptr, wg_ptr, bg_ptr, wu_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, M, N, K,
+    stride_xm, stride_wgn, stride_wun, stride_hm, stride_gm, stride_um,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc_g = product_tile(
+        x_ptr, stride_xm, wg_ptr, 1, stride_wgn, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
+    )  # fmt: skip
+    acc_u = product_tile(
+        x_ptr, stride_xm, wu_ptr, 1, stride_wun, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
+    )  # fmt: skip
+    _gated_fwd_store(
+        acc_g, acc_u, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, offs_m,
+        pid_n * BLOCK_N, M, N, stride_hm, stride_gm, stride_um, ACT, SUB,
+    )  # fmt: skip
+
+
+@triton.jit
+def gated_grad_store(
+    g, u, dh, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m, offs_n,
+    M, N, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr,
+):  # fmt: skip
+    """From g, u (storage type) and dh (float32): h, dg, du and the bias partial rows, each written once."""
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    rows = row_base + offs_m
+    if h_ptr is not None:
+        h = gated_tile(g, u, state_ptr, threshold, scale, rows, offs_n, ACT)
+        tl.store(h_ptr + offs_m.to(tl.int64)[:, None] * stride_hm + offs_n[None, :], h, mask=mask)
+    if state_ptr is not None:
+        dh = dropout_tile(dh, state_ptr, threshold, scale, rows, offs_n)
+    du = store_tile(du_ptr, stride_dum, offs_m, offs_n, mask, dh * act(widen(g), ACT))
+    if dbu_ptr is not None:
+        store_column_sum(dbu_ptr, pid_m, offs_n, N, du, mask)
+    dg = store_tile(dg_ptr, stride_dgm, offs_m, offs_n, mask, act_grad(widen(g), dh * widen(u), ACT))
+    if dbg_ptr is not None:
+        store_column_sum(dbg_ptr, pid_m, offs_n, N, dg, mask)
+
+
+@triton.jit
+def _gated_bwd_store(
+    acc_g, acc_u, acc_dh, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale,
+    row_base, pid_m, offs_m, n0, M, N, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    BLOCK_N: tl.constexpr = acc_g.shape[1]
+    if SUB > 1:
+        g_left, g_right = halves(acc_g)
+        u_left, u_right = halves(acc_u)
+        dh_left, dh_right = halves(acc_dh)
+        _gated_bwd_store(
+            g_left, u_left, dh_left, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold,
+            scale, row_base, pid_m, offs_m, n0, M, N, stride_hm, stride_dgm, stride_dum, ACT, SUB // 2,
+        )  # fmt: skip
+        _gated_bwd_store(
+            g_right, u_right, dh_right, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr,
+            threshold, scale, row_base, pid_m, offs_m, n0 + BLOCK_N // 2, M, N, stride_hm, stride_dgm, stride_dum,
+            ACT, SUB // 2,
+        )  # fmt: skip
+    else:
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        g = preact_tile(acc_g, bg_ptr, offs_n, N, dg_ptr.dtype.element_ty)
+        u = preact_tile(acc_u, bu_ptr, offs_n, N, dg_ptr.dtype.element_ty)
+        gated_grad_store(
+            g, u, acc_dh, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m,
+            offs_m, offs_n, M, N, stride_hm, stride_dgm, stride_dum, ACT,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+def _gated_bwd_kernel(
+    x_ptr, wg_ptr, bg_ptr, wu_ptr, bu_ptr, dy_ptr, wd_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr,
+    state_ptr, threshold, scale, row_base, M, N, K, D,
+    stride_xm, stride_wgn, stride_wun, stride_dym, stride_wdk, stride_hm, stride_dgm, stride_dum,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """x [M, K], wg and wu [N, K], dy [M, D], wd [D, N] -> h, dg, du [M, N]. dh comes last: its tile is the shortest-lived."""
+    pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc_g = product_tile(
+        x_ptr, stride_xm, wg_ptr, 1, stride_wgn, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
+    )  # fmt: skip
+    acc_u = product_tile(
+        x_ptr, stride_xm, wu_ptr, 1, stride_wun, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
+    )  # fmt: skip
+    acc_dh = product_tile(
+        dy_ptr, stride_dym, wd_ptr, stride_wdk, 1, offs_m, offs_n, M, N, D, BLOCK_K, EVEN_D, PRECISION
+    )  # fmt: skip
+    _gated_bwd_store(
+        acc_g, acc_u, acc_dh, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale,
+        row_base, pid_m, offs_m, pid_n * BLOCK_N, M, N, stride_hm, stride_dgm, stride_dum, ACT, SUB,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gated_act_grad_store(
+    acc, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
+    n0, M, N, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    if SUB > 1:
+        left, right = halves(acc)
+        _gated_act_grad_store(
+            left, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m,
+            offs_m, n0, M, N, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT, SUB // 2,
+        )  # fmt: skip
+        _gated_act_grad_store(
+            right, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base,
+            pid_m, offs_m, n0 + BLOCK_N // 2, M, N, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT,
+            SUB // 2,
+        )  # fmt: skip
+    else:
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        g = load_tile(g_ptr, stride_gm, offs_m, offs_n, mask)
+        u = load_tile(u_ptr, stride_um, offs_m, offs_n, mask)
+        gated_grad_store(
+            g, u, acc, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
+            offs_n, M, N, stride_hm, stride_dgm, stride_dum, ACT,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+def _gated_act_grad_kernel(
+    dy_ptr, wd_ptr, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base,
+    M, N, K, stride_dym, stride_wdk, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """dh = dy wd (dy [M, K], wd [K, N]), then as in _gated_bwd_kernel from stored g and u."""
+    pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = product_tile(
+        dy_ptr, stride_dym, wd_ptr, stride_wdk, 1, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
+    )  # fmt: skip
+    _gated_act_grad_store(
+        acc, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m,
+        offs_m, pid_n * BLOCK_N, M, N, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT, SUB,
+    )  # fmt: skip
+
+
+def mlp_bwd(
+    x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, db=False,
+    tile=None,
+):  # fmt: skip
+    """The dual product. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N]
+    -> (dz [M, N], h [M, N] or None, db1 float32 [N] or None)."""
+    M, K = x.shape
+    N, D = w1.shape[0], dy.shape[1]
+    x, w1, dy, w2 = rows_of(x), rows_of(w1), rows_of(dy), rows_of(w2)
+    tile = tile or tile_for("dual", arch_of(x), x, w1, dy, w2)
+    dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    h = torch.empty_like(dz) if keep_h else None
+    partial = partial_rows(M, N, tile, x) if db else None
+    if M and N:
+        launch(
+            _mlp_bwd_kernel, grid_of(M, N, tile), x, w1, b1, dy, w2, h, dz, partial, *dropout, row_base, M, N, K, D,
+            x.stride(0), w1.stride(0), dy.stride(0), w2.stride(0), row_stride(h), dz.stride(0),
+            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )  # fmt: skip
+    return dz, h, partial.sum(0) if db else None
+
+
+def gated_fwd(
+    x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_gu=False, tile=None
+):
+    """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> (h [M, N], g or None, u or None)."""
+    M, K = x.shape
+    N = wg.shape[0]
+    x, wg, wu = rows_of(x), rows_of(wg), rows_of(wu)
+    tile = tile or tile_for("dual", arch_of(x), x, wg, wu)
+    h = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    g, u = (torch.empty_like(h), torch.empty_like(h)) if keep_gu else (None, None)
+    if M and N:
+        launch(
+            _gated_fwd_kernel, grid_of(M, N, tile), x, wg, bg, wu, bu, h, g, u, *dropout, row_base, M, N, K,
+            x.stride(0), wg.stride(0), wu.stride(0), h.stride(0), row_stride(g), row_stride(u),
+            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return h, g, u
+
+
+def gated_bwd(
+    x, wg, bg, wu, bu, dy, wd, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True,
+    dbg=False, dbu=False, tile=None,
+):  # fmt: skip
+    """The triple product. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]
+    -> (dg, du [M, N], h or None, dbg, dbu float32 [N] or None)."""
+    M, K = x.shape
+    N, D = wg.shape[0], dy.shape[1]
+    x, wg, wu, dy, wd = rows_of(x), rows_of(wg), rows_of(wu), rows_of(dy), rows_of(wd)
+    tile = tile or tile_for("triple", arch_of(x), x, wg, wu, dy, wd)
+    dg = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    du = torch.empty_like(dg)
+    h = torch.empty_like(dg) if keep_h else None
+    partial_g = partial_rows(M, N, tile, x) if dbg else None
+    partial_u = partial_rows(M, N, tile, x) if dbu else None
+    if M and N:
+        launch(
+            _gated_bwd_kernel, grid_of(M, N, tile), x, wg, bg, wu, bu, dy, wd, h, dg, du, partial_g, partial_u,
+            *dropout, row_base, M, N, K, D,
+            x.stride(0), wg.stride(0), wu.stride(0), dy.stride(0), wd.stride(0), row_stride(h), dg.stride(0),
+            du.stride(0), ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0,
+            EVEN_D=D % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None
+
+
+def gated_act_grad(
+    dy, wd, g, u, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False, dbu=False,
+    tile=None,
+):  # fmt: skip
+    """The same outputs as `gated_bwd` from stored g and u [M, N]: one product, dh = dy wd."""
+    M, K = dy.shape
+    N = wd.shape[1]
+    dy, wd, g, u = rows_of(dy), rows_of(wd), rows_of(g), rows_of(u)
+    tile = tile or tile_for("gated_act_grad", arch_of(dy), dy, wd, g, u)
+    dg = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
+    du = torch.empty_like(dg)
+    h = torch.empty_like(dg) if keep_h else None
+    partial_g = partial_rows(M, N, tile, dy) if dbg else None
+    partial_u = partial_rows(M, N, tile, dy) if dbu else None
+    if M and N:
+        launch(
+            _gated_act_grad_kernel, grid_of(M, N, tile), dy, wd, g, u, h, dg, du, partial_g, partial_u,
+            *dropout, row_base, M, N, K,
+            dy.stride(0), wd.stride(0), g.stride(0), u.stride(0), row_stride(h), dg.stride(0), du.stride(0),
+            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None

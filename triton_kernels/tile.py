@@ -1,0 +1,191 @@
+"""What every kernel stands on: the tile choice, the matrix-product tile, and `dot`/`cast` that are right everywhere.
+
+A product tile accumulates in float32 over ascending K in steps of BLOCK_K, without split-K, so that an element's bits
+do not depend on BLOCK_M, BLOCK_N or the number of warps: forward and recompute may use different tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+class Tile(NamedTuple):
+    """A launch configuration. SUB splits the epilogue into SUB column slices, which frees accumulator registers."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+    SUB: int = 1
+
+    def launch_options(self) -> dict:
+        return dict(
+            BLOCK_M=self.BLOCK_M,
+            BLOCK_N=self.BLOCK_N,
+            BLOCK_K=self.BLOCK_K,
+            SUB=self.SUB,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            enable_fp_fusion=False,  # a fused multiply-add in one caller and not in another would differ in the last bit
+        )
+
+
+INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so that small tests have ragged edges
+
+# (kernel, architecture) -> the tile per shape class: 16-bit rows, float32 rows, and rows whose length is no multiple of
+# 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be smaller). Every entry
+# passes the compile gate without a spill: python -m ckptkern.benchmarks.gate
+TILES: dict[tuple[str, int], dict[str, Tile]] = {
+    ("linear", 90): {
+        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2)
+    },
+    ("linear", 80): {
+        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+    },
+    ("act_grad", 90): {
+        "16": Tile(128, 128, 64, 8, 4, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+    },
+    ("act_grad", 80): {
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+    },
+    ("dual", 90): {
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+    },
+    ("dual", 80): {
+        "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+    },
+    ("triple", 90): {
+        "16": Tile(128, 64, 64, 8, 3), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+    },
+    ("triple", 80): {
+        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+    },
+    ("gated_act_grad", 90): {
+        "16": Tile(128, 128, 64, 8, 4, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+    },
+    ("gated_act_grad", 80): {
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
+    },
+}  # fmt: skip
+# One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.
+INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
+
+
+def tile_for(kernel: str, arch: int, *operands: torch.Tensor) -> Tile:
+    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER): a pure function of the operands' shapes and dtype."""
+    if arch == INTERPRETER:
+        return INTERPRETED_TILE
+    dtype = operands[0].dtype
+    aligned = all(x.stride(0) * dtype.itemsize % 16 == 0 and x.shape[1] % 16 == 0 for x in operands)
+    shape_class = ("32" if dtype.itemsize == 4 else "16") if aligned else "ragged"
+    return TILES[kernel, 90 if 90 <= arch < 100 else 80][shape_class]
+
+
+@functools.cache
+def device_arch(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def arch_of(x: torch.Tensor) -> int:
+    """Architecture that serves tensor `x`: its CUDA device's capability, or INTERPRETER for a CPU tensor."""
+    return device_arch(x.device.index) if x.is_cuda else INTERPRETER
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself when its rows are contiguous, else a contiguous copy. Kernels want an inner stride of 1."""
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def launch(kernel, grid, *args, **kwargs) -> None:
+    """Launch on the device of the first tensor argument: Triton itself launches on the current device (triton#2441)."""
+    device = args[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*args, **kwargs)
+    else:
+        kernel[grid](*args, **kwargs)
+
+
+@triton.jit
+def widen(x):
+    """x as float32. The interpreter's own bf16 conversion is wrong for subnormals, so there it shifts the bits."""
+    if INTERPRET and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """float32 -> storage type, to nearest even. The interpreter's own fp32 -> bf16 truncates, so there it rounds bits."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b in float32. The interpreter multiplies raw bf16 bit patterns, so there both operands are widened."""
+    if INTERPRET:
+        a = widen(a)
+        b = widen(b)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=tl.float32)
+
+
+@triton.jit
+def product_tile(
+    a_ptr, stride_am, b_ptr, stride_bk, stride_bn, offs_m, offs_n, M, N, K,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sum_k a[m, k] b[k, n] for rows offs_m and columns offs_n, float32. a's inner stride is 1; b's strides are free."""
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m = offs_m < M
+    mask_n = offs_n < N
+    a_ptrs = a_ptr + offs_m.to(tl.int64)[:, None] * stride_am + offs_k[None, :]
+    b_ptrs = b_ptr + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn
+    acc = tl.zeros((offs_m.shape[0], offs_n.shape[0]), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=mask_m[:, None], other=0.0)
+            b = tl.load(b_ptrs, mask=mask_n[None, :], other=0.0)
+        else:
+            mask_k = offs_k < K - k
+            a = tl.load(a_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
+        acc = dot(a, b, acc, PRECISION)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * stride_bk
+    return acc
+
+
+@triton.jit
+def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tile row, tile column) of this program, in groups of 8 tile rows so that neighbours share operands in L2."""
+    GROUP_M: tl.constexpr = 8
+    pid = tl.program_id(0)
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    first = pid // (GROUP_M * num_n) * GROUP_M
+    size = tl.minimum(num_m - first, GROUP_M)
+    pid_in_group = pid % (GROUP_M * num_n)
+    return first + pid_in_group % size, pid_in_group // size
+
+
+@triton.jit
+def halves(acc):
+    """[M, N] -> its left and right [M, N/2]."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    return acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
