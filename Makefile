@@ -1,0 +1,56 @@
+# Two commands do all the set-up on a machine with Python >= 3.10 (with venv), a C++ compiler and make:
+# `make demo` and `make test`. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format gate bench test-matrix gpu clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+install: $(STAMP) ## .venv with the pinned environment, and ckptkern in it (editable)
+
+# Rebuilt only when one of these is newer than the last installation.
+$(STAMP): requirements-dev.txt setup.py pyproject.toml $(wildcard csrc/*)
+	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ckptkern needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+demo: $(STAMP) ## train a small GPT three ways, side by side; writes demo_output/. ARGS="--dropout 0.1"
+	$(PY) -m ckptkern demo $(ARGS)
+
+test: $(STAMP) ## the test suite. ARGS="tests/test_state.py -k philox"
+	$(VENV)/bin/pytest $(ARGS)
+
+lint: $(STAMP) ## ruff: lint and format, changing nothing
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(STAMP) ## ruff: fix and format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, memory and instructions
+	$(PY) -m ckptkern.benchmarks.gate --all
+
+bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
+	$(PY) -m ckptkern bench $(ARGS)
+
+test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (downloads about 5 GB each)
+	.ci/test-matrix $(PY) $(ARGS)
+
+# No venv, no network: whatever torch PYTHON has. Runs from the build folder, where ckptkern is whole
+# (in the source tree triton_kernels and benchmarks lie beside it).
+gpu: ## GPU tests, then benchmarks, with PYTHON's own torch: make gpu OUT=DIR [CASES=mlp,stack] [PYTHON=python3]
+	@test -n "$(OUT)" || { echo "make gpu: name the folder for the results: make gpu OUT=DIR [CASES=...]"; exit 2; }
+	.ci/gpu "$(abspath $(OUT))" "$(CASES)" $(PYTHON)
+
+clean: ## remove builds and caches, not .venv
+	rm -rf build dist *.egg-info ckptkern/_C.*.so .pytest_cache .ruff_cache
+	@rm -f $(STAMP)
