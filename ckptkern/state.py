@@ -140,18 +140,14 @@ def _keep_mask_torch(
     total_rows: int,
 ) -> Tensor:
     """csrc/philox.cpp in int64 tensor operations: one Philox call per 8 elements, then a reordering."""
-
-    def uint32(start: int, stop: int) -> Tensor:
-        return torch.arange(start, stop, device=state.device) & _LOW
-
     row_block, row_block_end = row_base // 16, -(-(row_base + rows) // 16)
     col_block, col_block_end = col_base // 32, -(-(col_base + cols) // 32)
     plane = torch.arange(plane_base, plane_base + planes, device=state.device)[:, None]
     row_blocks = torch.arange(row_block, row_block_end, device=state.device)
     # c1 [planes, 8 * row blocks, 1], c0 [8 * column blocks]
     c1 = 8 * (plane * -(-total_rows // 16) + row_blocks)[:, :, None] + torch.arange(8, device=state.device)
-    c1 = c1.reshape(planes, -1, 1) & _LOW
-    c0 = uint32(8 * col_block, 8 * col_block_end)
+    c1 = c1.flatten(1)[:, :, None] & _LOW
+    c0 = torch.arange(8 * col_block, 8 * col_block_end, device=state.device) & _LOW
     c2, c3 = state[1] & _LOW, (state[1] >> 32) & _LOW
     k0, k1 = state[0] & _LOW, (state[0] >> 32) & _LOW
     for _ in range(10):

@@ -37,15 +37,9 @@ void set_float32(Float32Backend backend, Float32Op op, Float32Precision precisio
   at::globalContext().setFloat32Precision(backend, op, precision);
 }
 
-// From torch 2.12 on an untouched conv or rnn holds DEFAULT: tf32 unless a parent is set.
-template <class E>
-constexpr auto untouched_value(int) -> decltype(E::DEFAULT) {
-  return E::DEFAULT;
-}
-template <class E>
-constexpr E untouched_value(...) {
-  return E::NONE;
-}
+// From torch 2.13 on an untouched conv or rnn holds an internal default that cannot be written: TF32,
+// unless a parent is set. This stands for it.
+constexpr int8_t kImplicit = 100;
 
 template <Float32Backend B, Float32Op O>
 int8_t read_float32() {
@@ -68,24 +62,31 @@ bool follows(Float32Backend backend, Float32Op op, Float32Backend parent_backend
   return under_ieee != resolved(backend, op);
 }
 
+template <Float32Backend B>
+int8_t raw_float32_parent() {
+  const Float32Precision generic = resolved(Float32Backend::GENERIC, Float32Op::ALL);
+  const Float32Precision own = resolved(B, Float32Op::ALL);
+  const bool inherits = follows(B, Float32Op::ALL, Float32Backend::GENERIC);
+  set_float32(Float32Backend::GENERIC, Float32Op::ALL, generic);
+  return static_cast<int8_t>(inherits ? Float32Precision::NONE : own);
+}
+
 // What (B, O) itself holds, found by moving its parents for a moment. Runs only when the setting is
-// about to be overwritten, so an inherited value stays inherited after the guard.
+// about to be overwritten, so that an inherited value is inherited again after the guard.
 template <Float32Backend B, Float32Op O>
 int8_t raw_float32() {
   const Float32Precision generic = resolved(Float32Backend::GENERIC, Float32Op::ALL);
-  Float32Precision all = resolved(B, Float32Op::ALL);
-  Float32Precision own = resolved(B, O);
-  if (follows(B, Float32Op::ALL, Float32Backend::GENERIC)) {
-    all = Float32Precision::NONE;
-  }
+  const auto parent = static_cast<Float32Precision>(raw_float32_parent<B>());
+  auto own = static_cast<int8_t>(resolved(B, O));
   if (follows(B, O, B)) {
     set_float32(Float32Backend::GENERIC, Float32Op::ALL, Float32Precision::NONE);
     set_float32(B, Float32Op::ALL, Float32Precision::NONE);
-    own = resolved(B, O) == Float32Precision::NONE ? Float32Precision::NONE : untouched_value<Float32Precision>(0);
+    const Float32Precision alone = resolved(B, O);
+    own = alone == Float32Precision::NONE ? static_cast<int8_t>(alone) : kImplicit;
   }
-  set_float32(B, Float32Op::ALL, all);
+  set_float32(B, Float32Op::ALL, parent);
   set_float32(Float32Backend::GENERIC, Float32Op::ALL, generic);
-  return static_cast<int8_t>(own);
+  return own;
 }
 
 template <Float32Backend B, Float32Op O>
@@ -124,6 +125,8 @@ void write_deterministic(int8_t value) {
   at::globalContext().setDeterministicAlgorithms((value & 1) != 0, (value & 2) != 0);
 }
 
+constexpr std::size_t kCudaConv = 1;
+constexpr std::size_t kCudaRnn = 2;
 constexpr std::size_t kDeterministic = 11;
 constexpr std::array<Setting, kProcessSettings> kSettings = {{
     float32_setting<Float32Backend::CUDA, Float32Op::MATMUL>(),
@@ -159,40 +162,63 @@ ProcessState current_process_state() {
   return state;
 }
 
-// The raw values that one guard overwrote and owes back; kUntouched where it overwrote nothing.
+// The raw values that one guard overwrote and owes back; kUntouched where it overwrote nothing. The last
+// entry is (cuda, all).
 constexpr int8_t kUntouched = -1;
-using Debt = std::list<ProcessState>::iterator;
+constexpr std::size_t kCudaAll = kProcessSettings;
+using Debt = std::array<int8_t, kProcessSettings + 1>;
 
-void repay(const ProcessState& debt) {
+void write_cuda_all(int8_t precision) {
+  set_float32(Float32Backend::CUDA, Float32Op::ALL, static_cast<Float32Precision>(precision));
+}
+
+// Makes `wanted` current and notes in `debt` what it overwrites, also when a write raises.
+void impose(const ProcessState& wanted, Debt& debt) {
+  // What cannot be written back must not be overwritten: an implicit setting is moved by its parent. All
+  // implicit settings agree on the parent, in the snapshot as now, for nothing can become implicit.
+  for (const auto i : {kCudaConv, kCudaRnn}) {
+    if (kSettings[i].read() != wanted[i] && kSettings[i].raw() == kImplicit) {
+      debt[kCudaAll] = raw_float32_parent<Float32Backend::CUDA>();
+      write_cuda_all(wanted[i]);
+    }
+  }
+  for (const auto i : c10::irange(kProcessSettings)) {
+    if (kSettings[i].read() != wanted[i]) {
+      const int8_t owed = kSettings[i].raw();
+      kSettings[i].write(wanted[i]); // a flag that this CPU does not support raises here
+      debt[i] = owed;
+    }
+  }
+}
+
+void repay(const Debt& debt) {
   for (const auto i : c10::irange(kProcessSettings)) {
     if (debt[i] != kUntouched) {
       kSettings[i].write(debt[i]);
     }
   }
+  if (debt[kCudaAll] != kUntouched) {
+    write_cuda_all(debt[kCudaAll]);
+  }
 }
 
 // Guards of all threads that may owe something, oldest first.
 struct Ledger {
+  using Entry = std::list<Debt>::iterator;
+
   std::mutex mutex;
-  std::list<ProcessState> debts;
+  std::list<Debt> debts;
 
   // No entry where nothing differs and no other guard is open.
-  std::optional<Debt> enter(const ProcessState& wanted) {
+  std::optional<Entry> enter(const ProcessState& wanted) {
     const std::lock_guard<std::mutex> lock(mutex);
-    const ProcessState now = current_process_state();
-    if (now == wanted && debts.empty()) {
+    if (debts.empty() && current_process_state() == wanted) {
       return std::nullopt;
     }
-    ProcessState debt;
+    Debt debt;
     debt.fill(kUntouched);
     try {
-      for (const auto i : c10::irange(kProcessSettings)) {
-        if (now[i] != wanted[i]) {
-          const int8_t owed = kSettings[i].raw();
-          kSettings[i].write(wanted[i]); // a flag that this CPU does not support raises here
-          debt[i] = owed;
-        }
-      }
+      impose(wanted, debt);
     } catch (...) {
       repay(debt);
       throw;
@@ -200,19 +226,19 @@ struct Ledger {
     return debts.insert(debts.end(), debt);
   }
 
-  void exit(Debt debt) {
+  void exit(Entry entry) {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto later = std::next(debt);
+    const auto later = std::next(entry);
     if (later == debts.end()) {
-      repay(*debt);
+      repay(*entry);
     } else { // a younger guard of another thread is still open: it repays in our place
-      for (const auto i : c10::irange(kProcessSettings)) {
-        if ((*debt)[i] != kUntouched) {
-          (*later)[i] = (*debt)[i];
+      for (const auto i : c10::irange(entry->size())) {
+        if ((*entry)[i] != kUntouched) {
+          (*later)[i] = (*entry)[i];
         }
       }
     }
-    debts.erase(debt);
+    debts.erase(entry);
   }
 };
 
@@ -224,7 +250,7 @@ Ledger& ledger() {
 struct Frame {
   const Precision* owner;
   std::optional<AutocastState> outer;
-  std::optional<Debt> debt;
+  std::optional<Ledger::Entry> debt;
   bool nested; // counted as an autocast region
 };
 

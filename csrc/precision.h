@@ -28,7 +28,7 @@ constexpr std::size_t kProcessSettings = 12;
 using ProcessState = std::array<int8_t, kProcessSettings>;
 
 // A snapshot of all of the above, taken by the constructor. enter() makes it current and exit() gives
-// back what was current before. Re-entrant, and usable from any thread. Where guards of several threads
+// back what enter() changed. Re-entrant, and usable from any thread. Where guards of several threads
 // overlap, whatever the order in which they leave, the process ends with the settings from before the
 // first of them.
 class Precision {

@@ -1,0 +1,30 @@
+"""Kernels run in Triton's interpreter, except under `pytest -m gpu` on a machine with CUDA."""
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A kernel is interpreted or compiled from its decoration on, so this precedes every import of ours.
+    on_gpu = config.option.markexpr == "gpu" and torch.cuda.is_available()
+    if not on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        reason = "needs a CUDA device"
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        reason = "this run interprets the kernels: use pytest -m gpu"
+    else:
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
