@@ -1,0 +1,16 @@
+"""Dropout that keeps 16 bytes for backward instead of a mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+
+class Dropout(torch.nn.Dropout):
+    """torch.nn.Dropout whose mask is drawn again in backward. `inplace` copies the result back into the input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = ops.dropout(input, self.p, self.training)
+        return input.copy_(output) if self.inplace and output is not input else output

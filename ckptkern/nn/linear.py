@@ -1,0 +1,81 @@
+"""Linear with an activation in its epilogue, and stacks of them that are one segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..ops._common import check_statics, parse_bytes
+
+
+class Linear(torch.nn.Linear):
+    """y = act(x weight^T + bias): torch.nn.Linear and, with `activation`, the activation after it as one op.
+
+    activation: None or "identity", "relu", "relu2", "gelu", "gelu_tanh", "silu". recompute: see ckptkern.linear_act.
+    x [..., in_features] -> [..., out_features]; weight [out_features, in_features], bias [out_features].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        activation: str | None = None,
+        recompute: str = "selective",
+    ):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation or "identity"
+        self.recompute = recompute
+        check_statics(type(self).__name__, self.activation, recompute)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.linear_act(input, self.weight, self.bias, self.activation, recompute=self.recompute)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}, recompute={self.recompute!r}"
+
+
+class LinearStack(torch.nn.Module):
+    """k Linear + activation layers of the given widths as ONE segment that keeps only its input.
+
+    features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
+    workspace: bytes of transient memory in backward. See ckptkern.linear_stack.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[int],
+        activation: str = "relu",
+        bias: bool = True,
+        *,
+        recompute: str = "full",
+        workspace: int | str | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        features = list(features)
+        if len(features) < 2:
+            raise ValueError(f"LinearStack: features needs at least two widths, the input's first, but is {features}")
+        check_statics("LinearStack", activation, recompute)
+        parse_bytes("LinearStack", workspace)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(k, n, bias, device, dtype) for k, n in zip(features, features[1:], strict=False)
+        )
+        self.activation, self.recompute, self.workspace = activation, recompute, workspace
+
+    def forward(self, input: Tensor) -> Tensor:
+        biases = None if self.layers[0].bias is None else [layer.bias for layer in self.layers]
+        return ops.linear_stack(
+            input, [layer.weight for layer in self.layers], biases, self.activation, recompute=self.recompute,
+            workspace=self.workspace,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, recompute={self.recompute!r}, workspace={self.workspace!r}"

@@ -1,0 +1,91 @@
+"""MLP and gated MLP blocks that keep their input and rebuild the hidden layer in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..ops._common import check_statics, parse_bytes
+
+
+class MLP(torch.nn.Module):
+    """y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as of two nn.Linear.
+
+    hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
+    recompute, workspace: see ckptkern.mlp.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        *,
+        recompute: str = "full",
+        workspace: int | str | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        check_statics(type(self).__name__, activation, recompute, dropout)
+        parse_bytes(type(self).__name__, workspace)
+        hidden_features = 4 * in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        self.fc1 = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
+        self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.mlp(
+            input, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.activation, self.dropout,
+            training=self.training, recompute=self.recompute, workspace=self.workspace,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return (
+            f"activation={self.activation!r}, dropout={self.dropout}, recompute={self.recompute!r}, "
+            f"workspace={self.workspace!r}"
+        )
+
+
+class GatedMLP(torch.nn.Module):
+    """y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging Face's Llama.
+
+    recompute, workspace: see ckptkern.gated_mlp.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: str = "silu",
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        recompute: str = "full",
+        workspace: int | str | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        check_statics(type(self).__name__, activation, recompute, dropout)
+        parse_bytes(type(self).__name__, workspace)
+        out_features = in_features if out_features is None else out_features
+        self.gate_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.down_proj = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
+        self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.gated_mlp(
+            input, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, self.activation, self.dropout,
+            gate_bias=self.gate_proj.bias, up_bias=self.up_proj.bias, down_bias=self.down_proj.bias,
+            training=self.training, recompute=self.recompute, workspace=self.workspace,
+        )  # fmt: skip
+
+    extra_repr = MLP.extra_repr

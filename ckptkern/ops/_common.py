@@ -1,0 +1,316 @@
+"""What all ops share: the choice of backend and level, checks with messages, token chunks and weight gradients."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .. import eager, state
+
+ACTIVATIONS = tuple(eager.ACTIVATIONS)
+LEVELS = ("none", "selective", "full")
+BACKENDS = ("auto", "eager", "triton")
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_log = logging.getLogger("ckptkern")
+
+
+class _Choice:
+    """The requested backend, process-wide as torch's own backend flags are. torch.compile guards on an attribute of an
+    object and compiles again when it changes; on a ContextVar it breaks the graph, on a thread-local it does not look.
+    """
+
+    def __init__(self):
+        self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
+
+
+_choice = _Choice()
+
+
+# -- backend --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Choose the backend of the ops called inside: "auto", "eager" or "triton".
+
+    "auto" (also the default of the environment variable CKPTKERN_BACKEND) takes Triton kernels for CUDA tensors that
+    they cover and PyTorch ops for the rest; "triton" raises where a kernel does not cover the case. The choice is made
+    in forward and kept for backward. Raises ValueError for another name.
+    """
+    _check_choice("backend", "name", name, BACKENDS)
+    outer, _choice.backend = _choice.backend, name
+    try:
+        yield
+    finally:
+        _choice.backend = outer
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    _log.info("eager backend: %s", reason)
+
+
+@functools.cache
+def triton_missing() -> str | None:
+    """Why the Triton backend cannot run at all on this installation, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed (pip install triton)"
+    return None
+
+
+@functools.cache
+def _interpreting() -> bool:
+    if triton_missing():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _old_device(index: int) -> str | None:
+    if torch.version.hip:
+        return "the kernels are tuned for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"the kernels need compute capability 8.0, device {index} has {major}.{minor}"
+
+
+def _not_covered(x: Tensor) -> str | None:
+    """Why the kernels do not cover `x`, or None."""
+    if x.dtype not in KERNEL_DTYPES:
+        return f"the kernels cover float16, bfloat16 and float32, not {x.dtype}"
+    if missing := triton_missing():
+        return missing
+    if x.is_cuda:
+        return _old_device(x.device.index if x.device.index is not None else torch.cuda.current_device())
+    if x.device.type == "cpu" and _interpreting():
+        return None
+    return f"the kernels run on CUDA tensors, not on {x.device.type}"
+
+
+def choose_backend(op: str, x: Tensor) -> str:
+    """The backend that serves `x`: "eager" or "triton"."""
+    name = _choice.backend
+    if name not in BACKENDS:
+        _check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
+    if name == "eager" or (name == "auto" and not x.is_cuda):
+        return "eager"
+    reason = _not_covered(x)
+    if reason is None:
+        return "triton"
+    if name == "triton":
+        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
+    _log_once(reason)
+    return "eager"
+
+
+def primitives(name: str) -> ModuleType:
+    """The functions that the ops are written in: `ckptkern.eager`, or the launchers of the same names."""
+    if name == "eager":
+        return eager
+    from .. import triton_kernels  # imports triton: only here, on first use
+
+    return triton_kernels
+
+
+def matmul_precision(x: Tensor) -> str:
+    """Input precision of float32 products: "tf32" where torch's own setting allows it, else "ieee".
+
+    torch.compile cannot trace the setting, so a compiled graph carries "auto" and its ops read it when they run.
+    """
+    if not x.is_cuda or x.dtype != torch.float32:
+        return "ieee"
+    if torch.compiler.is_compiling():
+        return "auto"
+    return read_precision()
+
+
+def read_precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+# -- level ----------------------------------------------------------------------------------------------------------
+
+
+def _inside_checkpoint() -> bool:
+    """Is this call itself a part of something that will be, or is being, recomputed?
+
+    torch's non-reentrant checkpoint is seen by its saved-tensor hooks, in forward and in recompute; every reentrant
+    one by running forward inside a backward pass. Recomputing inside a recompute costs GEMMs and keeps nothing less.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def choose_level(recompute: str) -> str:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return recompute
+    return "none" if _inside_checkpoint() else recompute
+
+
+# -- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_choice(op: str, what: str, value, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
+    _check_choice(op, "activation", activation, ACTIVATIONS)
+    _check_choice(op, "recompute", recompute, LEVELS)
+    check_probability(op, dropout_p)
+
+
+def check_probability(op: str, p: float) -> None:
+    if isinstance(p, Tensor) or not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p}")
+
+
+def check_input(op: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: input must be a Tensor, not {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{op}: input must be floating point, not {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"{op}: input must have at least one dimension, (..., in_features), but is a scalar")
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"{op}: input must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
+
+
+def check_weight(op: str, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, in_features: int, source: str) -> None:
+    """`weight` [N, in_features] and `bias` [N] fit an input with `in_features` features that comes from `source`."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, not {type(weight).__name__}")
+    if weight.dim() != 2:
+        raise ValueError(f"{op}: {name} must be [out_features, in_features], but has shape {tuple(weight.shape)}")
+    if weight.shape[1] != in_features:
+        raise ValueError(f"{op}: {source} has {in_features} features but {name} has in_features={weight.shape[1]}")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"{op}: the bias of {name} must have shape ({weight.shape[0]},), one value for each of its out_features, "
+            f"but has shape {tuple(bias.shape)}"
+        )
+    for what, tensor in ((name, weight), (f"the bias of {name}", bias)):
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
+            raise ValueError(f"{op}: input is on {x.device} but {what} is on {tensor.device}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{op}: {what} must be floating point, not {tensor.dtype}")
+
+
+def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """x in the compute dtype: autocast's inside autocast, else its own, which the parameters must then share."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device_type))
+    for parameter in parameters:
+        if parameter is not None and parameter.dtype != x.dtype:
+            raise TypeError(
+                f"{op}: input is {x.dtype} but a parameter is {parameter.dtype}; use one dtype, or torch.autocast"
+            )
+    return x
+
+
+# -- tokens and weight gradients ------------------------------------------------------------------------------------
+
+_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DEFAULT_WORKSPACE = 2**30
+CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
+
+
+def parse_bytes(op: str, value: int | str | None) -> int:
+    """workspace in bytes: an int, or a string such as "64MiB"; None is the default of 1 GiB."""
+    if value is None:
+        return DEFAULT_WORKSPACE
+    if isinstance(value, str):
+        number = value.strip().rstrip("BbIiKkMmGg").strip()
+        unit = value.strip()[len(number) :].strip().upper() or "B"
+        try:
+            return int(float(number) * _UNITS[unit])
+        except (ValueError, KeyError):
+            pass
+    elif isinstance(value, int) and value > 0:
+        return value
+    raise ValueError(f"{op}: workspace must be a positive number of bytes or a string like '64MiB', not {value!r}")
+
+
+def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[int, int]]:
+    """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each."""
+    size = max(workspace // max(bytes_per_row, 1) // CHUNK_ROWS, 1) * CHUNK_ROWS
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)] or [(0, 0)]
+
+
+class WeightGrad:
+    """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype."""
+
+    def __init__(self, dtype: torch.dtype, chunks: int):
+        self.dtype, self.chunks, self.total = dtype, chunks, None
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """a [m, N], b [m, K] -> total [N, K]."""
+        a = a.t()
+        if a.dtype in (torch.float32, torch.float64) or (self.chunks == 1 and a.dtype == self.dtype):
+            self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
+        elif a.is_cuda:  # a 16-bit product with a float32 result
+            if self.total is None:
+                self.total = torch.mm(a, b, out_dtype=torch.float32)
+            else:
+                self.total = torch.addmm(self.total, a, b, out_dtype=torch.float32)
+        elif self.chunks == 1:
+            self.total = torch.mm(a, b)
+        else:
+            part = torch.mm(a.float(), b.float())
+            self.total = part if self.total is None else self.total.add_(part)
+
+    def result(self) -> Tensor:
+        return self.total.to(self.dtype)
+
+
+class BiasGrad:
+    """Sum over chunks of float32 partial sums, rounded once."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.total = dtype, None
+
+    def add(self, part: Tensor) -> None:
+        self.total = part if self.total is None else self.total.add_(part)
+
+    def result(self) -> Tensor:
+        return self.total.to(self.dtype)
+
+
+def column_sum(dy: Tensor) -> Tensor:
+    return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
+
+
+def rows_2d(x: Tensor) -> Tensor:
+    """[..., K] -> [rows, K]; a view where the strides allow it."""
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def cast_parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return parameter if parameter is None else parameter.to(dtype)
+
+
+def dropout_arguments(rng: Tensor | None, p: float) -> tuple[Tensor | None, int, float]:
+    """(state, threshold, scale) as the primitives take them."""
+    return (None, 0, 1.0) if rng is None else (rng, *state.threshold_scale(p))
+
+
+def draw_state(x: Tensor, p: float, training: bool) -> Tensor | None:
+    """The 16 bytes that dropout keeps, or None where nothing is dropped."""
+    return state.draw(x) if training and p > 0.0 else None

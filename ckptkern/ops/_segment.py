@@ -1,0 +1,296 @@
+"""The factory that every op is made with: one description of a segment becomes two library ops and two Functions.
+
+A segment is (inputs) -> output, with some tensors kept in between. From its description come
+- `ckptkern::NAME_fwd(inputs, statics) -> (y, kept...)` and `ckptkern::NAME_bwd(dy, inputs, kept, statics, needs) ->
+  gradients`, raw functional library ops with fakes, vmap rules and FLOP formulas, so that torch.compile, FLOP counters
+  and selective checkpointing see them;
+- a classic autograd Function for eager mode, the quickest on the host;
+- a `setup_context` Function with a generated vmap rule for torch.compile and torch.func;
+- a Function over the backward op, whose own backward differentiates the plain PyTorch composite: second order is right.
+
+`needs` is a bitmask over the inputs; what it leaves out costs no GEMM. Op bodies run with autocast off and cast weights
+inside, so that a cast copy never lives from forward to backward; the public function casts x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .. import state
+from ._common import read_precision
+
+LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
+
+
+class Segment:
+    """What an op is. Subclasses give the class attributes and the methods; `build()` makes it callable.
+
+    name      the op's word
+    inputs    schema of its inputs, the one that is read as rows of tokens first
+    kept      schema of what backward takes besides dy and the inputs
+    statics   schema of the non-tensor arguments: level, backend, precision and so on
+    results   schema of forward's results, y first; grads: schema of backward's
+    """
+
+    name: str
+    inputs: str
+    kept: str
+    statics: str
+    results: str
+    grads: str
+
+    # -- what subclasses define -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def forward(*args):
+        """(*inputs, *statics) -> (y, kept...); `empty(0)` for what is not kept at this level."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward(dy, *args):
+        """(dy, *inputs, *kept, *statics, needs) -> a gradient per input, `empty(0)` where it is not needed."""
+        raise NotImplementedError
+
+    @staticmethod
+    def forward_fake(*args):
+        raise NotImplementedError
+
+    @staticmethod
+    def backward_fake(dy, *args):
+        raise NotImplementedError
+
+    @staticmethod
+    def composite(*args):
+        """(*inputs, *statics) -> y in differentiable PyTorch ops: the definition of second-order gradients."""
+        raise NotImplementedError
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs) -> list:
+        """What backward is given after dy: the flat inputs, then what is kept; None where backward does not look."""
+        raise NotImplementedError
+
+    @staticmethod
+    def forward_flops(*args, out_val=None) -> int:
+        """Multiply-adds times two, as torch counts them: matrix products only."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward_flops(dy, *args, out_val=None) -> int:
+        raise NotImplementedError
+
+    # -- how flat lists of tensors become the ops' arguments: these defaults serve ops without list arguments ------
+
+    @classmethod
+    def arguments(cls, tensors: tuple) -> tuple:
+        """The forward op's inputs from the Function's flat tensors."""
+        return tensors
+
+    @classmethod
+    def backward_arguments(cls, saved: tuple, statics: tuple) -> tuple:
+        """The backward op's inputs and kept tensors from the flat list that `saved` made."""
+        return saved
+
+    @classmethod
+    def input_count(cls, saved: tuple, statics: tuple) -> int:
+        """How many of `saved` are inputs."""
+        return cls.inputs.count(",") + 1
+
+    @classmethod
+    def flat(cls, results) -> tuple:
+        """Flat tensors from the results of either op."""
+        return tuple(results)
+
+    @classmethod
+    def missing_input(cls, dy: Tensor) -> Tensor:
+        """Stands in for an input that was not kept when the composite is differentiated."""
+        raise RuntimeError(
+            f"{cls.name}: second-order gradients need the input, which was not kept because the weight that reads it "
+            f"is frozen; use recompute='full'"
+        )
+
+
+def needed(needs: int, index: int) -> bool:
+    return bool(needs >> index & 1)
+
+
+def absent(like: Tensor) -> Tensor:
+    """The empty tensor that stands for «not wanted» in an op's results."""
+    return like.new_empty(0)
+
+
+def _present(tensors) -> int:
+    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point())
+
+
+def _loop_over_batch(op):
+    """A vmap rule that calls the op per sample: gradients of weights are per sample, so nothing could be shared."""
+
+    def rule(info, in_dims, *args):
+        def sample(i):
+            def pick(arg, dim):
+                if isinstance(arg, (list, tuple)):
+                    dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(arg)
+                    return [pick(a, d) for a, d in zip(arg, dims, strict=True)]
+                return arg if dim is None or not isinstance(arg, Tensor) else arg.select(dim, i)
+
+            return op(*(pick(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
+
+        def stack(column):
+            if isinstance(column[0], Tensor):
+                return torch.stack(column), 0
+            stacked = [stack(list(inner)) for inner in zip(*column, strict=True)]
+            kind = type(column[0])
+            return kind(value for value, _ in stacked), kind(dim for _, dim in stacked)
+
+        return stack([sample(i) for i in range(info.batch_size)])
+
+    return rule
+
+
+def _second_order(segment, dy, saved, statics, needs, cotangents):
+    """d/d(dy, inputs) of <cotangents, backward(dy, inputs)>, from the composite's own second derivative."""
+    inputs = list(saved[: segment.input_count(saved, statics)])
+    if inputs[0] is None:
+        inputs[0] = segment.missing_input(dy)
+    wanted = [i for i in range(len(inputs)) if needed(needs, i)]
+    variables = [i for i, t in enumerate(inputs) if t is not None and t.is_floating_point()]
+
+    def first_order(dy, *values):
+        filled = list(inputs)
+        for i, value in zip(variables, values, strict=True):
+            filled[i] = value
+
+        def y(*some):
+            arguments = list(filled)
+            for i, value in zip(wanted, some, strict=True):
+                arguments[i] = value
+            return segment.composite(*segment.arguments(tuple(arguments)), *statics)
+
+        return torch.func.vjp(y, *(filled[i] for i in wanted))[1](dy)
+
+    _, pull = torch.func.vjp(first_order, dy, *(inputs[i] for i in variables))
+    picked = [cotangents[i] for i in wanted]
+    results = pull(tuple(torch.zeros_like(inputs[i]) if c is None else c for i, c in zip(wanted, picked, strict=True)))
+    grads = [None] * len(saved)
+    for i, grad in zip(variables, results[1:], strict=True):
+        grads[i] = grad if saved[i] is not None else None
+    return results[0], grads
+
+
+def _with_precision(args: tuple, from_end: int) -> tuple:
+    """args with a precision of "auto" (a compiled graph's) read from torch's setting."""
+    if args[-from_end] != "auto":
+        return args
+    return (*args[:-from_end], read_precision(), *args[len(args) - from_end + 1 :])
+
+
+def build(segment: type[Segment]):
+    """Register the segment's ops; returns `apply(statics, tensors) -> y`."""
+    name = segment.name
+    static_names = [static.split()[-1] for static in segment.statics.split(", ")]
+    statics_count = len(static_names)
+    LIBRARY.define(f"{name}_fwd({segment.inputs}, {segment.statics}) -> {segment.results}")
+    optional = segment.inputs.replace("Tensor ", "Tensor? ")
+    kept = f"{segment.kept}, " if segment.kept else ""
+    LIBRARY.define(f"{name}_bwd(Tensor dy, {optional}, {kept}{segment.statics}, int needs) -> {segment.grads}")
+    packet = torch.ops.ckptkern
+    fwd, bwd = getattr(packet, f"{name}_fwd").default, getattr(packet, f"{name}_bwd").default
+
+    precision_from_end = static_names[::-1].index("precision") + 1
+
+    def forward(*args):
+        with torch._C._DisableAutocast():
+            return segment.forward(*_with_precision(args, precision_from_end))
+
+    def backward(*args):
+        with torch._C._DisableAutocast():
+            return segment.backward(*_with_precision(args, precision_from_end + 1))
+
+    LIBRARY.impl(f"{name}_fwd", forward, "CompositeExplicitAutograd")
+    LIBRARY.impl(f"{name}_bwd", backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ckptkern::{name}_fwd", segment.forward_fake, lib=LIBRARY)
+    torch.library.register_fake(f"ckptkern::{name}_bwd", segment.backward_fake, lib=LIBRARY)
+    torch.library.register_vmap(f"ckptkern::{name}_fwd", _loop_over_batch(fwd), lib=LIBRARY)
+    torch.library.register_vmap(f"ckptkern::{name}_bwd", _loop_over_batch(bwd), lib=LIBRARY)
+    register_flop_formula(getattr(packet, f"{name}_fwd"), get_raw=True)(segment.forward_flops)
+    register_flop_formula(getattr(packet, f"{name}_bwd"), get_raw=True)(segment.backward_flops)
+    unpruned = (1 << 62) - 1
+
+    class Backward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(needs, *args):
+            statics, dy, saved = args[:statics_count], args[statics_count], args[statics_count + 1 :]
+            return segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, needs))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.needs, ctx.statics = inputs[0], inputs[1 : 1 + statics_count]
+            ctx.save_for_backward(*inputs[1 + statics_count :])
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            dy, *saved = ctx.saved_tensors
+            ddy, grads = _second_order(segment, dy, saved, ctx.statics, ctx.needs, cotangents)
+            return (None,) * (1 + statics_count) + (ddy, *grads)
+
+    def gradients(dy, saved, statics, needs):
+        """One gradient per input, None where not needed; with a graph of their own only when one is being made."""
+        if torch.is_grad_enabled():
+            grads = Backward.apply(needs, *statics, dy, *saved)
+        else:
+            grads = segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, needs))
+        return tuple(g if needs >> i & 1 else None for i, g in enumerate(grads))
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, statics, *tensors):
+            outputs = segment.flat(fwd(*segment.arguments(tensors), *statics))
+            ctx.needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[1:]) if need)
+            ctx.statics = statics
+            ctx.precision = state.Precision()
+            ctx.save_for_backward(*segment.saved(tensors, outputs, statics, ctx.needs))
+            return outputs[0]
+
+        @staticmethod
+        def backward(ctx, dy):
+            with ctx.precision:
+                return (None, *gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs))
+
+    class Functional(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(needs, *args):
+            statics, tensors = args[:statics_count], args[statics_count:]
+            return segment.flat(fwd(*segment.arguments(tensors), *statics))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.statics, tensors = inputs[1 : 1 + statics_count], inputs[1 + statics_count :]
+            ctx.needs = inputs[0] & _present(tensors)
+            ctx.mark_non_differentiable(*output[1:])
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*segment.saved(tensors, output, ctx.statics, ctx.needs))
+
+        @staticmethod
+        def backward(ctx, dy, *_):
+            grads = gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs)
+            return (None,) * (1 + statics_count) + grads
+
+    for function, suffix in ((Eager, ""), (Functional, "Functional"), (Backward, "Backward")):
+        function.__name__ = function.__qualname__ = segment.__name__ + suffix + "Function"
+
+    def apply(statics: tuple, *tensors) -> Tensor:
+        if torch._C._are_functorch_transforms_active():
+            return Functional.apply(unpruned, *statics, *tensors)[0]
+        if torch.compiler.is_compiling():
+            needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
+            return Functional.apply(needs, *statics, *tensors)[0]
+        return Eager.apply(statics, *tensors)
+
+    return apply

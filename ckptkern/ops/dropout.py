@@ -1,0 +1,75 @@
+"""dropout: keeps 16 bytes of state for backward, and draws the mask again there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ._common import (
+    check_input, check_probability, choose_backend, draw_state, dropout_arguments, primitives, rows_2d,
+)  # fmt: skip
+from ._segment import Segment, absent, build
+
+
+class Dropout(Segment):
+    name = "dropout"
+    inputs = "Tensor x, Tensor rng"
+    kept = ""
+    statics = "float p, str backend, str precision"
+    results = "Tensor[]"
+    grads = "Tensor[]"
+
+    @staticmethod
+    def forward(x, rng, p, backend, precision):
+        return [primitives(backend).dropout(rows_2d(x), *dropout_arguments(rng, p)).view(x.shape)]
+
+    @staticmethod
+    def forward_fake(x, rng, p, backend, precision):
+        return [x.new_empty(x.shape)]
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs):
+        return [None, tensors[1]]
+
+    @staticmethod
+    def backward(dy, x, rng, p, backend, precision, needs):
+        return [*Dropout.forward(dy, rng, p, backend, precision), absent(dy)]
+
+    @staticmethod
+    def backward_fake(dy, x, rng, p, backend, precision, needs):
+        return [dy.new_empty(dy.shape), dy.new_empty(0)]
+
+    @staticmethod
+    def composite(x, rng, p, backend, precision):
+        return eager.composite_dropout(x, dropout_arguments(rng, p))
+
+    @classmethod
+    def missing_input(cls, dy):
+        return torch.zeros_like(dy)  # dropout is linear: its gradient does not depend on x
+
+    @staticmethod
+    def forward_flops(*args, out_val=None):
+        return 0
+
+    @staticmethod
+    def backward_flops(dy, *args, out_val=None):
+        return 0
+
+
+_apply = build(Dropout)
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Zeroes each element with probability p and scales the others by 1/(1-p), as torch.nn.functional.dropout.
+
+    x [..., n], any floating dtype. p is rounded to k/65536. Kept for backward: 16 bytes, drawn from torch's generator
+    (torch.manual_seed reproduces them). Returns x itself where p is 0 or training is false.
+    Raises ValueError for p outside [0, 1], TypeError for an input that is not floating point.
+    """
+    check_probability("dropout", p)
+    if not training or p == 0.0:
+        return x
+    check_input("dropout", x)
+    rng = draw_state(x, p, training)
+    return _apply((float(p), choose_backend("dropout", x), "ieee"), x, rng)

@@ -1,0 +1,200 @@
+"""gated_mlp: y = dropout(act(x wg^T) * (x wu^T)) wd^T (SwiGLU, GEGLU, ...) as one segment."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ._common import (
+    BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
+    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, rows_2d,
+    token_chunks,
+)  # fmt: skip
+from ._segment import Segment, absent, build, needed
+
+X, WG, BG, WU, BU, WD, BD = range(7)
+# As for mlp (ops/mlp.py): up to this many features the triple product, above it g and u first, then one product.
+TRIPLE_MAX_FEATURES = 1024
+
+
+class GatedMLP(Segment):
+    name = "gated_mlp"
+    inputs = (
+        "Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, "
+        "Tensor? down_bias, Tensor? rng"
+    )
+    kept = "Tensor? g, Tensor? u, Tensor? h"
+    statics = "str activation, float dropout_p, str recompute, str backend, str precision, int workspace"
+    results = "(Tensor y, Tensor g, Tensor u, Tensor h)"
+    grads = "(Tensor dx, Tensor dwg, Tensor dbg, Tensor dwu, Tensor dbu, Tensor dwd, Tensor dbd, Tensor none)"
+
+    @staticmethod
+    def forward(x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, backend, precision, workspace):
+        wg, bg, wu, bu, wd, bd = (cast_parameter(t, x.dtype) for t in (wg, bg, wu, bu, wd, bd))
+        keep_gu, keep_h = recompute != "full", recompute == "none"
+        h, g, u = primitives(backend).gated_fwd(
+            rows_2d(x), wg, bg, wu, bu, activation, precision, dropout=dropout_arguments(rng, dropout_p),
+            keep_gu=keep_gu,
+        )  # fmt: skip
+        y = eager.product(h, wd, bd).view(*x.shape[:-1], wd.shape[0])
+        return y, g if keep_gu else absent(x), u if keep_gu else absent(x), h if keep_h else absent(x)
+
+    @staticmethod
+    def forward_fake(x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, *statics):
+        hidden = (x.shape[:-1].numel(), wg.shape[0])
+        keep_gu, keep_h = recompute != "full", recompute == "none"
+        return (
+            x.new_empty((*x.shape[:-1], wd.shape[0])),
+            x.new_empty(hidden if keep_gu else 0),
+            x.new_empty(hidden if keep_gu else 0),
+            x.new_empty(hidden if keep_h else 0),
+        )
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs):
+        recompute = statics[2]
+        x, *others = tensors
+        keeps_x = recompute == "full" or needed(needs, WG) or needed(needs, WU)
+        g_u = outputs[1:3] if recompute != "full" else (None, None)
+        return [x if keeps_x else None, *others, *g_u, outputs[3] if recompute == "none" else None]
+
+    @staticmethod
+    def backward(
+        dy, x, wg, bg, wu, bu, wd, bd, rng, g, u, h, activation, dropout_p, recompute, backend, precision, workspace,
+        needs,
+    ):  # fmt: skip
+        p, like, lead, dtype = primitives(backend), dy, dy.shape[:-1], dy.dtype
+        dy, x = rows_2d(dy), None if x is None else rows_2d(x)
+        M, hidden, features = dy.shape[0], wg.shape[0], wg.shape[1]
+        wg_, bg_, wu_, bu_, wd_ = (cast_parameter(t, dtype) for t in (wg, bg, wu, bu, wd))
+        dropout = dropout_arguments(rng, dropout_p)
+        need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
+        chunks = token_chunks(M, 5 * hidden * dy.element_size(), workspace)
+        weight_grads = {i: WeightGrad(w.dtype, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)}
+        bias_grads = {i: BiasGrad(b.dtype) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
+        dx = dy.new_empty((M, features)) if needed(needs, X) else absent(like)
+        for start, stop in chunks if need_gate or needed(needs, WD) else ():
+            rows = slice(start, stop)
+            x_rows, dy_rows = None if x is None else x[rows], dy[rows]
+            options = dict(dropout=dropout, row_base=start)
+            h_rows = None if h is None else h[rows]
+            keep_h = h is None and needed(needs, WD)
+            if not need_gate and (h is not None or g is None):
+                if h is None:
+                    h_rows = p.gated_fwd(x_rows, wg_, bg_, wu_, bu_, activation, precision, **options)[0]
+            else:
+                wanted = dict(keep_h=keep_h, dbg=BG in bias_grads, dbu=BU in bias_grads)
+                if g is None and (backend == "eager" or max(features, wd.shape[0]) <= TRIPLE_MAX_FEATURES):
+                    dg, du, made, dbg, dbu = p.gated_bwd(
+                        x_rows, wg_, bg_, wu_, bu_, dy_rows, wd_, activation, precision, **wanted, **options
+                    )
+                else:
+                    if g is None:
+                        g_rows = p.linear_fwd(x_rows, wg_, bg_, "identity", precision)[0]
+                        u_rows = p.linear_fwd(x_rows, wu_, bu_, "identity", precision)[0]
+                    else:
+                        g_rows, u_rows = g[rows], u[rows]
+                    dg, du, made, dbg, dbu = p.gated_act_grad(
+                        dy_rows, wd_, g_rows, u_rows, activation, precision, **wanted, **options
+                    )
+                h_rows = made if keep_h else h_rows
+                for i, part in ((BG, dbg), (BU, dbu)):
+                    if i in bias_grads:
+                        bias_grads[i].add(part)
+                for i, dz in ((WG, dg), (WU, du)):
+                    if i in weight_grads:
+                        weight_grads[i].add(dz, x_rows)
+                if needed(needs, X):
+                    torch.mm(dg, wg_, out=dx[rows])
+                    dx[rows].addmm_(du, wu_)
+            if WD in weight_grads:
+                weight_grads[WD].add(dy_rows, h_rows)
+        grads = {i: grad.result() for i, grad in (weight_grads | bias_grads).items()}
+        if needed(needs, X):
+            grads[X] = dx.view(*lead, features)
+        if needed(needs, BD):
+            grads[BD] = column_sum(dy).to(bd.dtype)
+        return tuple(grads[i] if i in grads else absent(like) for i in range(8))
+
+    @staticmethod
+    def backward_fake(dy, x, wg, bg, wu, bu, wd, bd, rng, g, u, h, *statics_and_needs):
+        needs = statics_and_needs[-1]
+        dx = dy.new_empty((*dy.shape[:-1], wg.shape[1]) if needed(needs, X) else 0)
+        return dx, *(
+            t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0)
+            for i, t in enumerate((wg, bg, wu, bu, wd, bd, rng), 1)
+        )
+
+    @staticmethod
+    def composite(x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, *statics):
+        wg, bg, wu, bu, wd, bd = (cast_parameter(t, x.dtype) for t in (wg, bg, wu, bu, wd, bd))
+        linear = torch.nn.functional.linear
+        h = eager.act(linear(x, wg, bg), activation) * linear(x, wu, bu)
+        return linear(eager.composite_dropout(h, dropout_arguments(rng, dropout_p)), wd, bd)
+
+    @staticmethod
+    def forward_flops(x, wg, bg, wu, bu, wd, *args, out_val=None):
+        return 2 * x.shape[:-1].numel() * (2 * wg.numel() + wd.numel())
+
+    @staticmethod
+    def backward_flops(dy, x, wg, bg, wu, bu, wd, bd, rng, g, u, h, *statics_and_needs, out_val=None):
+        needs = statics_and_needs[-1]
+        need_gate = any(needed(needs, i) for i in (X, WG, BG, WU, BU))
+        rebuild = 2 * (g is None and (need_gate or needed(needs, WD)))
+        inner = rebuild + 2 * needed(needs, X) + needed(needs, WG) + needed(needs, WU)
+        return 2 * dy.shape[:-1].numel() * (inner * wg.numel() + (need_gate + needed(needs, WD)) * wd.numel())
+
+
+_apply = build(GatedMLP)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str = "silu",
+    dropout_p: float = 0.0,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    training: bool = True,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> Tensor:
+    """y = dropout(act(g) * u) down_weight^T + down_bias, g = x gate_weight^T + gate_bias, u = x up_weight^T + up_bias.
+
+    x [..., d], gate_weight and up_weight [h, d], down_weight [e, h], biases [h], [h], [e] or None -> y [..., e] in x's
+    dtype (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. SwiGLU is
+    activation="silu", GEGLU "gelu" (Shazeer 2020, arXiv 2002.05202).
+
+    dropout_p, training: dropout of the hidden layer, replayed in backward from 16 bytes; p is rounded to k/65536.
+    recompute: what is kept for backward besides parameters, and the products run, forward + backward:
+
+        "none"       x, g, u, h    9
+        "selective"  x, g, u       9
+        "full"       x            11
+
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
+    Raises ValueError (shapes, activation, level, probability, workspace), TypeError (dtypes), RuntimeError (backend).
+    """
+    op = "gated_mlp"
+    check_statics(op, activation, recompute, dropout_p)
+    check_input(op, x)
+    check_weight(op, "gate_weight", gate_weight, gate_bias, x, x.shape[-1], "input")
+    check_weight(op, "up_weight", up_weight, up_bias, x, x.shape[-1], "input")
+    if up_weight.shape != gate_weight.shape:
+        raise ValueError(
+            f"{op}: gate_weight and up_weight must have one shape, but have {tuple(gate_weight.shape)} and "
+            f"{tuple(up_weight.shape)}"
+        )
+    check_weight(op, "down_weight", down_weight, down_bias, x, gate_weight.shape[0], "the hidden layer")
+    x = cast_input(op, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
+    rng = draw_state(x, dropout_p, training)
+    statics = (
+        activation, float(dropout_p), choose_level(recompute), choose_backend(op, x), matmul_precision(x),
+        parse_bytes(op, workspace),
+    )  # fmt: skip
+    return _apply(statics, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, rng)

@@ -1,0 +1,153 @@
+"""linear_act: y = act(x w^T + b) as one segment."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ._common import (
+    BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
+    choose_level, column_sum, matmul_precision, primitives, rows_2d,
+)  # fmt: skip
+from ._segment import Segment, absent, build, needed
+
+X, W, B = range(3)
+
+
+def preactivation_kept(activation: str, recompute: str) -> tuple[bool, bool]:
+    """(keep z, keep relu's 1-bit mask). At "none" relu keeps its own output, which the next layer keeps anyway."""
+    if activation == "identity" or recompute == "full":
+        return False, False
+    if activation == "relu":
+        return False, recompute == "selective"
+    return True, False
+
+
+class LinearAct(Segment):
+    name = "linear_act"
+    inputs = "Tensor x, Tensor weight, Tensor? bias"
+    kept = "Tensor? z, Tensor? bits"
+    statics = "str activation, str recompute, str backend, str precision"
+    results = "(Tensor y, Tensor z, Tensor bits)"
+    grads = "(Tensor dx, Tensor dw, Tensor db)"
+
+    @staticmethod
+    def forward(x, w, b, activation, recompute, backend, precision):
+        keep_z, keep_bits = preactivation_kept(activation, recompute)
+        w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
+        if activation == "identity":  # no epilogue that would pay for a kernel of ours
+            y, z, bits = eager.product(rows_2d(x), w, b), None, None
+        else:
+            y, z, bits = primitives(backend).linear_fwd(
+                rows_2d(x), w, b, activation, precision, keep_z=keep_z, keep_bits=keep_bits
+            )
+        return (
+            y.view(*x.shape[:-1], w.shape[0]),
+            z if keep_z else absent(x),
+            bits if keep_bits else x.new_empty(0, dtype=torch.uint8),
+        )
+
+    @staticmethod
+    def forward_fake(x, w, b, activation, recompute, backend, precision):
+        keep_z, keep_bits = preactivation_kept(activation, recompute)
+        M, N = x.shape[:-1].numel(), w.shape[0]
+        return (
+            x.new_empty((*x.shape[:-1], N)),
+            x.new_empty((M, N) if keep_z else 0),
+            x.new_empty((M, (N + 7) // 8) if keep_bits else 0, dtype=torch.uint8),
+        )
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs):
+        activation, recompute = statics[:2]
+        keep_z, keep_bits = preactivation_kept(activation, recompute)
+        x, w, b = tensors
+        rebuild = recompute == "full" and activation != "identity"
+        keeps_y = activation == "relu" and recompute == "none"
+        return [
+            x if rebuild or needed(needs, W) else None,
+            w,
+            b,
+            outputs[0] if keeps_y else outputs[1] if keep_z else None,
+            outputs[2] if keep_bits else None,
+        ]
+
+    @staticmethod
+    def backward(dy, x, w, b, z, bits, activation, recompute, backend, precision, needs):
+        p, like, lead = primitives(backend), dy, dy.shape[:-1]
+        dy, x = rows_2d(dy), None if x is None else rows_2d(x)
+        w_, b_ = cast_parameter(w, dy.dtype), cast_parameter(b, dy.dtype)
+        need_db = needed(needs, B)
+        if activation == "identity":
+            dz, db = dy, column_sum(dy) if need_db else None
+        elif bits is not None:
+            dz, db = p.act_bwd(dy, bits, activation, bits=True, db=need_db)
+        elif z is not None:
+            dz, db = p.act_bwd(dy, rows_2d(z), activation, db=need_db)
+        else:
+            dz, db = p.linear_bwd(x, w_, b_, dy, activation, precision, db=need_db)
+        dw, bias_grad = WeightGrad(w.dtype, 1), BiasGrad(w.dtype if b is None else b.dtype)
+        if needed(needs, W):
+            dw.add(dz, x)
+        if need_db:
+            bias_grad.add(db)
+        return (
+            torch.mm(dz, w_).view(*lead, w.shape[1]) if needed(needs, X) else absent(like),
+            dw.result() if needed(needs, W) else absent(like),
+            bias_grad.result() if need_db else absent(like),
+        )
+
+    @staticmethod
+    def backward_fake(dy, x, w, b, z, bits, *statics_and_needs):
+        needs = statics_and_needs[-1]
+        dx = dy.new_empty((*dy.shape[:-1], w.shape[1]) if needed(needs, X) else 0)
+        return dx, *(
+            t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0) for i, t in ((W, w), (B, b))
+        )
+
+    @staticmethod
+    def composite(x, w, b, activation, recompute, backend, precision):
+        return eager.act(
+            torch.nn.functional.linear(x, cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)), activation
+        )
+
+    @staticmethod
+    def forward_flops(x, w, *args, out_val=None):
+        return 2 * x.shape[:-1].numel() * w.numel()
+
+    @staticmethod
+    def backward_flops(dy, x, w, b, z, bits, activation, *statics_and_needs, out_val=None):
+        needs = statics_and_needs[-1]
+        rebuild = activation != "identity" and z is None and bits is None
+        return 2 * dy.shape[:-1].numel() * w.numel() * (rebuild + needed(needs, X) + needed(needs, W))
+
+
+_apply = build(LinearAct)
+
+
+def linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "relu", *, recompute: str = "selective"
+) -> Tensor:
+    """y = act(x weight^T + bias).
+
+    x [..., k], weight [n, k], bias [n] or None -> y [..., n] in x's dtype (autocast's inside torch.autocast).
+    float16, bfloat16, float32; float64 in PyTorch ops.
+
+    activation: relu, relu2, gelu (erf), gelu_tanh, silu or identity.
+    recompute: what is kept for backward besides parameters, and the products run, forward + backward (identity keeps x
+    at every level):
+
+                     relu                                     others    products
+        "none"       x, y (no memory of its own in a chain)   x, z      3
+        "selective"  x, 1 bit an element                      x, z      3
+        "full"       x                                        x         4
+
+    Raises ValueError (shapes, activation, level), TypeError (dtypes), RuntimeError (backend).
+    """
+    check_statics("linear_act", activation, recompute)
+    check_input("linear_act", x)
+    check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
+    x = cast_input("linear_act", x, weight, bias)
+    statics = (activation, choose_level(recompute), choose_backend("linear_act", x), matmul_precision(x))
+    return _apply(statics, x, weight, bias)

@@ -1,0 +1,262 @@
+"""linear_stack: k layers of Linear + activation as one segment: only its input lives until backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ._common import (
+    BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
+    choose_level, matmul_precision, parse_bytes, primitives, rows_2d, token_chunks,
+)  # fmt: skip
+from ._segment import Segment, absent, build, needed
+
+X = 0
+
+
+def _kept(activation: str, recompute: str) -> tuple[bool, bool]:
+    """(keep every layer's h (relu) or z (others), keep the 1-bit mask of the last layer)."""
+    return recompute != "full", recompute == "full" and activation == "relu"
+
+
+def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [cast_parameter(t, dtype) for t in tensors]
+
+
+def _narrow_width(backend: str, recompute: str, x: Tensor, weights: Sequence[Tensor]) -> int | None:
+    """Padded width of a chain that fits one kernel, or None: then each layer is a kernel."""
+    if backend == "eager" or recompute != "full":
+        return None
+    return primitives(backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
+
+
+class LinearStack(Segment):
+    """Flat tensors: x, L weights, L biases (None where there are none)."""
+
+    name = "linear_stack"
+    inputs = "Tensor x, Tensor[] weights, Tensor[] biases"
+    kept = "Tensor? bits, Tensor[] hidden"
+    statics = "str activation, str recompute, str backend, str precision, int workspace"
+    results = "(Tensor y, Tensor bits, Tensor[] hidden)"
+    grads = "(Tensor dx, Tensor[] dw, Tensor[] db)"
+
+    @classmethod
+    def arguments(cls, tensors):
+        L = (len(tensors) - 1) // 2
+        return tensors[0], list(tensors[1 : L + 1]), [b for b in tensors[L + 1 :] if b is not None]
+
+    @classmethod
+    def input_count(cls, saved, statics):
+        per_layer = 3 if _kept(*statics[:2])[0] else 2
+        return (len(saved) - 2) // per_layer * 2 + 1
+
+    @classmethod
+    def backward_arguments(cls, saved, statics):
+        count = cls.input_count(saved, statics)
+        return *cls.arguments(saved[:count]), saved[count], list(saved[count + 1 :])
+
+    @classmethod
+    def flat(cls, results):
+        first, second, third = results
+        return (first, *second, *third) if isinstance(second, list) else (first, second, *third)
+
+    @staticmethod
+    def forward(x, weights, biases, activation, recompute, backend, precision, workspace):
+        p, rows = primitives(backend), rows_2d(x)
+        keep_hidden, keep_bits = _kept(activation, recompute)
+        out_features = weights[-1].shape[0]
+        width = _narrow_width(backend, recompute, x, weights)
+        hidden = []
+        if width is not None:
+            packed = p.pack_stack(weights, biases, width, x.dtype)
+            y, bits = p.stack_fwd(rows, *packed, out_features, activation, precision, keep_bits=keep_bits)
+        else:
+            weights, biases = _cast_all(weights, x.dtype), _cast_all(biases, x.dtype) or [None] * len(weights)
+            y, last = rows, len(weights) - 1
+            for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+                y, z, bits = p.linear_fwd(
+                    y, w, b, activation, precision, keep_z=keep_hidden and activation != "relu",
+                    keep_bits=keep_bits and i == last,
+                )  # fmt: skip
+                if activation != "relu" and keep_hidden:
+                    hidden.append(z.clone() if z is y else z)
+                elif keep_hidden and i != last:
+                    hidden.append(y)
+        y = y.view(*x.shape[:-1], out_features)
+        return y, bits if keep_bits else x.new_empty(0, dtype=torch.uint8), hidden
+
+    @staticmethod
+    def forward_fake(x, weights, biases, activation, recompute, *statics):
+        keep_hidden, keep_bits = _kept(activation, recompute)
+        M, N = x.shape[:-1].numel(), weights[-1].shape[0]
+        kept = (weights[:-1] if activation == "relu" else weights) if keep_hidden else []
+        return (
+            x.new_empty((*x.shape[:-1], N)),
+            x.new_empty((M, (N + 7) // 8) if keep_bits else 0, dtype=torch.uint8),
+            [x.new_empty((M, w.shape[0])) for w in kept],
+        )
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs):
+        keep_hidden, keep_bits = _kept(*statics[:2])
+        y, bits, *hidden = outputs
+        if keep_hidden and statics[0] == "relu":
+            hidden.append(y)
+        return [*tensors, bits if keep_bits else None, *hidden]
+
+    @staticmethod
+    def backward(dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, needs):
+        p, L, like = primitives(backend), len(weights), dy
+        M, out_features = dy.shape[:-1].numel(), weights[-1].shape[0]
+        dy, rows = rows_2d(dy), rows_2d(x)
+        width = _narrow_width(backend, recompute, x, weights)
+        need_dw = [needed(needs, 1 + i) for i in range(L)]
+        need_db = [needed(needs, 1 + L + i) for i in range(L)]
+        if width is not None:
+            packed = p.pack_stack(weights, biases, width, x.dtype)
+            dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
+            dws = [
+                dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
+                if need_dw[i] else absent(like) for i, w in enumerate(weights)
+            ]  # fmt: skip
+            dbs = [
+                db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else absent(like)
+                for i, w in enumerate(weights)
+            ]
+            return absent(like) if dx is None else dx.view(x.shape), dws, dbs
+        ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
+        stored = [h.reshape(M, -1) for h in hidden]
+        chunks = token_chunks(M, sum(w.shape[0] for w in weights) * 2 * dy.element_size(), workspace)
+        weight_grads = [WeightGrad(w.dtype, len(chunks)) for w in weights]
+        bias_grads = [BiasGrad(b.dtype) for b in biases] or [None] * L
+        dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else absent(like)
+        lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)
+        relu = activation == "relu"
+        for start, stop in chunks if lowest < L else ():
+            part = slice(start, stop)
+            dy_rows = dy[part]
+            # kept[i]: layer i's h (relu) or z (others) for i < L - 1; layer L - 1 is rebuilt in its tile, or has its mask
+            if stored:
+                kept = [h[part] for h in stored]
+                h_last = kept[L - 2] if relu and L > 1 else None
+                dz, db = p.act_bwd(dy_rows, kept[L - 1], activation, db=need_db[L - 1])
+            else:
+                kept, h = [], rows[part]
+                for w, b in zip(ws[:-1], bs[:-1], strict=True):
+                    h, z, _ = p.linear_fwd(h, w, b, activation, precision, keep_z=not relu)
+                    kept.append(h if relu else z)
+                h_last = h
+                if bits is not None:
+                    dz, db = p.act_bwd(dy_rows, bits[part], activation, bits=True, db=need_db[L - 1])
+                else:
+                    dz, db = p.linear_bwd(h, ws[-1], bs[-1], dy_rows, activation, precision, db=need_db[L - 1])
+            for i in range(L - 1, lowest - 1, -1):
+                if need_db[i]:
+                    bias_grads[i].add(db)
+                if i == 0:
+                    if need_dw[0]:
+                        weight_grads[0].add(dz, rows[part])
+                    if needed(needs, X):
+                        torch.mm(dz, ws[0], out=dx[part])
+                    break
+                h = kept[i - 1] if relu else h_last if i == L - 1 else None
+                dz_below = None
+                if i > lowest or (h is None and need_dw[i]):
+                    dz_below, made, db = p.act_grad(
+                        dz, ws[i], kept[i - 1], activation, precision, keep_h=h is None and need_dw[i],
+                        h_over_z=not stored, db=need_db[i - 1],
+                    )  # fmt: skip
+                    h = made if h is None else h
+                if need_dw[i]:
+                    weight_grads[i].add(dz, h)
+                dz = dz_below
+        return (
+            dx.view(x.shape) if needed(needs, X) else dx,
+            [grad.result() if need else absent(like) for grad, need in zip(weight_grads, need_dw, strict=True)],
+            [grad.result() if need else absent(like) for grad, need in zip(bias_grads, need_db, strict=True)],
+        )
+
+    @staticmethod
+    def backward_fake(dy, x, weights, biases, bits, hidden, *statics_and_needs):
+        needs, L = statics_and_needs[-1], len(weights)
+        return (
+            dy.new_empty(x.shape if needed(needs, X) else 0),
+            [w.new_empty(w.shape) if needed(needs, 1 + i) else dy.new_empty(0) for i, w in enumerate(weights)],
+            [
+                biases[i].new_empty(biases[i].shape) if needed(needs, 1 + L + i) else dy.new_empty(0)
+                for i in range(L)
+            ],
+        )
+
+    @staticmethod
+    def composite(x, weights, biases, activation, *statics):
+        for w, b in zip(_cast_all(weights, x.dtype), _cast_all(biases, x.dtype) or [None] * len(weights), strict=True):
+            x = eager.act(torch.nn.functional.linear(x, w, b), activation)
+        return x
+
+    @staticmethod
+    def forward_flops(x, weights, *args, out_val=None):
+        return 2 * x.shape[:-1].numel() * sum(w.numel() for w in weights)
+
+    @staticmethod
+    def backward_flops(dy, x, weights, biases, bits, hidden, activation, *statics_and_needs, out_val=None):
+        needs, L = statics_and_needs[-1], len(weights)
+        lowest = 0 if needed(needs, X) else min(
+            (i for i in range(L) if needed(needs, 1 + i) or needed(needs, 1 + L + i)), default=L
+        )  # fmt: skip
+        rebuilt = [] if hidden or lowest == L else weights[:-1] if bits is not None else weights
+        chain = [w for i, w in enumerate(weights) if i > lowest or needed(needs, X)]
+        own = [w for i, w in enumerate(weights) if needed(needs, 1 + i)]
+        return 2 * dy.shape[:-1].numel() * sum(w.numel() for group in (rebuilt, chain, own) for w in group)
+
+
+_apply = build(LinearStack)
+
+
+def linear_stack(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None = None,
+    activation: str = "relu",
+    *,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> Tensor:
+    """k layers h <- act(h w_l^T + b_l), starting from x, as ONE segment.
+
+    x [..., n_0], weights: k tensors [n_{l+1}, n_l], biases: k tensors [n_{l+1}] or None -> y [..., n_k] in x's dtype
+    (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. Chains whose widths are all
+    <= 64 run in one kernel forward and one backward.
+
+    activation: relu, relu2, gelu (erf), gelu_tanh, silu or identity, after every layer, the last included.
+    recompute: what is kept for backward besides parameters, and the products run, forward + backward:
+
+        "none", "selective"  every h (relu) or x and every z (others)              3k
+        "full"               x, and 1 bit an element of y (relu) / x (others)      4k - 1 / 4k
+
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
+    Raises ValueError (shapes, activation, level, workspace), TypeError (dtypes), RuntimeError (backend).
+    """
+    op = "linear_stack"
+    check_statics(op, activation, recompute)
+    check_input(op, x)
+    weights = list(weights)
+    biases = [None] * len(weights) if biases is None else list(biases)
+    if not weights:
+        raise ValueError(f"{op}: at least one weight is needed")
+    if len(biases) != len(weights):
+        raise ValueError(f"{op}: {len(weights)} weights need as many biases, but {len(biases)} came")
+    if any(b is None for b in biases) and any(b is not None for b in biases):
+        raise ValueError(f"{op}: either every layer has a bias or none has")
+    features = x.shape[-1]
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        check_weight(op, f"weights[{i}]", w, b, x, features, "input" if i == 0 else f"weights[{i - 1}]'s output")
+        features = w.shape[0]
+    x = cast_input(op, x, *weights, *biases)
+    statics = (
+        activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), parse_bytes(op, workspace)
+    )  # fmt: skip
+    return _apply(statics, x, *weights, *biases)

@@ -1,0 +1,206 @@
+"""mlp: y = dropout(act(x w1^T + b1)) w2^T + b2 as one segment that keeps its input and rebuilds the rest in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ._common import (
+    BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
+    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, rows_2d,
+    token_chunks,
+)  # fmt: skip
+from ._segment import Segment, absent, build, needed
+
+X, W1, B1, W2, B2 = range(5)
+# The dual product saves one pass over z and dh (4 M h bytes), but its 128-wide tile costs 10-15 % of two products:
+# worth it up to a reduction of about 1024. A model of the H100, not yet a measurement.
+DUAL_MAX_FEATURES = 1024
+
+
+def hidden_activation_kept(activation: str, recompute: str) -> tuple[bool, bool]:
+    """(keep z, keep h) of an MLP's hidden layer. For relu, h gives both dW2 and the mask."""
+    if recompute == "full":
+        return False, False
+    if activation == "relu":
+        return False, True
+    return True, recompute == "none"
+
+
+class MLP(Segment):
+    name = "mlp"
+    inputs = "Tensor x, Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias, Tensor? rng"
+    kept = "Tensor? z, Tensor? h"
+    statics = "str activation, float dropout_p, str recompute, str backend, str precision, int workspace"
+    results = "(Tensor y, Tensor z, Tensor h)"
+    grads = "(Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, Tensor none)"
+
+    @staticmethod
+    def forward(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace):
+        p, dtype, rows = primitives(backend), x.dtype, rows_2d(x)
+        keep_z, keep_h = hidden_activation_kept(activation, recompute)
+        w1, b1, w2, b2 = (cast_parameter(t, dtype) for t in (w1, b1, w2, b2))
+        dropout = dropout_arguments(rng, dropout_p)
+        h, z, _ = p.linear_fwd(rows, w1, b1, activation, precision, dropout=dropout, keep_z=keep_z)
+        y = eager.product(h, w2, b2).view(*x.shape[:-1], w2.shape[0])
+        if activation == "identity" and keep_z and keep_h and rng is None:
+            h = h.clone()  # results of an op may not share memory
+        return y, z if keep_z else absent(x), h if keep_h else absent(x)
+
+    @staticmethod
+    def forward_fake(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace):
+        keep_z, keep_h = hidden_activation_kept(activation, recompute)
+        hidden = (x.shape[:-1].numel(), w1.shape[0])
+        return (
+            x.new_empty((*x.shape[:-1], w2.shape[0])),
+            x.new_empty(hidden if keep_z else 0),
+            x.new_empty(hidden if keep_h else 0),
+        )
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs):
+        keep_z, keep_h = hidden_activation_kept(statics[0], statics[2])
+        x, *others = tensors
+        keeps_x = statics[2] == "full" or needed(needs, W1)
+        return [x if keeps_x else None, *others, outputs[1] if keep_z else None, outputs[2] if keep_h else None]
+
+    @staticmethod
+    def backward(
+        dy, x, w1, b1, w2, b2, rng, z, h, activation, dropout_p, recompute, backend, precision, workspace, needs
+    ):
+        p, dtype = primitives(backend), dy.dtype
+        like, lead = dy, dy.shape[:-1]
+        dy = rows_2d(dy)
+        x = None if x is None else rows_2d(x)
+        M = dy.shape[0]
+        w1_, b1_, w2_ = (cast_parameter(t, dtype) for t in (w1, b1, w2))
+        dropout = dropout_arguments(rng, dropout_p)
+        need_dz = needed(needs, X) or needed(needs, W1) or needed(needs, B1)
+        chunks = token_chunks(M, 3 * w1.shape[0] * dy.element_size(), workspace)
+        dw1, dw2 = WeightGrad(w1.dtype, len(chunks)), WeightGrad(w2.dtype, len(chunks))
+        db1 = BiasGrad(b1.dtype) if needed(needs, B1) else None
+        db2 = column_sum(dy).to(b2.dtype) if needed(needs, B2) else absent(like)
+        dx = dy.new_empty((M, w1.shape[1])) if needed(needs, X) else absent(like)
+        for start, stop in chunks if need_dz or needed(needs, W2) else ():
+            rows = slice(start, stop)
+            x_rows, dy_rows = None if x is None else x[rows], dy[rows]
+            options = dict(dropout=dropout, row_base=start)
+            h_rows = None if h is None else h[rows]
+            keep_h = h is None and needed(needs, W2)
+            if not need_dz and z is None:
+                if h is None:
+                    h_rows = p.linear_fwd(x_rows, w1_, b1_, activation, precision, **options)[0]
+            else:
+                if z is not None:
+                    dz, made, db = p.act_grad(
+                        dy_rows, w2_, z[rows], activation, precision, keep_h=keep_h, db=db1 is not None, **options
+                    )
+                elif h is not None:
+                    dz, made, db = p.act_grad(
+                        dy_rows, w2_, h_rows, activation, precision, db=db1 is not None, **options
+                    )
+                elif backend == "eager" or max(w1.shape[1], w2.shape[0]) <= DUAL_MAX_FEATURES:
+                    dz, made, db = p.mlp_bwd(
+                        x_rows, w1_, b1_, dy_rows, w2_, activation, precision, keep_h=keep_h, db=db1 is not None,
+                        **options,
+                    )  # fmt: skip
+                else:
+                    z_rows = p.linear_fwd(x_rows, w1_, b1_, "identity", precision)[0]
+                    dz, made, db = p.act_grad(
+                        dy_rows, w2_, z_rows, activation, precision, keep_h=keep_h, h_over_z=True, db=db1 is not None,
+                        **options,
+                    )  # fmt: skip
+                h_rows = made if keep_h else h_rows
+                if db1 is not None:
+                    db1.add(db)
+                if needed(needs, W1):
+                    dw1.add(dz, x_rows)
+                if needed(needs, X):
+                    torch.mm(dz, w1_, out=dx[rows])
+            if needed(needs, W2):
+                dw2.add(dy_rows, h_rows)
+        return (
+            dx.view(*lead, w1.shape[1]) if needed(needs, X) else dx,
+            dw1.result() if needed(needs, W1) else absent(like),
+            db1.result() if db1 is not None else absent(like),
+            dw2.result() if needed(needs, W2) else absent(like),
+            db2,
+            absent(like),
+        )
+
+    @staticmethod
+    def backward_fake(dy, x, w1, b1, w2, b2, rng, z, h, *statics_and_needs):
+        needs = statics_and_needs[-1]
+        dx = dy.new_empty((*dy.shape[:-1], w1.shape[1]) if needed(needs, X) else 0)
+        return dx, *(
+            t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0)
+            for i, t in ((W1, w1), (B1, b1), (W2, w2), (B2, b2), (5, rng))
+        )
+
+    @staticmethod
+    def composite(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace):
+        w1, b1, w2, b2 = (cast_parameter(t, x.dtype) for t in (w1, b1, w2, b2))
+        h = eager.act(torch.nn.functional.linear(x, w1, b1), activation)
+        h = eager.composite_dropout(h, dropout_arguments(rng, dropout_p))
+        return torch.nn.functional.linear(h, w2, b2)
+
+    @staticmethod
+    def forward_flops(x, w1, b1, w2, *args, out_val=None):
+        return 2 * x.shape[:-1].numel() * (w1.numel() + w2.numel())
+
+    @staticmethod
+    def backward_flops(dy, x, w1, b1, w2, b2, rng, z, h, *statics_and_needs, out_val=None):
+        needs = statics_and_needs[-1]
+        need_dz = needs & 0b111 != 0
+        rebuild = z is None and h is None and needs & 0b1111 != 0
+        products_1 = rebuild + needed(needs, X) + needed(needs, W1)
+        products_2 = need_dz + needed(needs, W2)
+        return 2 * dy.shape[:-1].numel() * (products_1 * w1.numel() + products_2 * w2.numel())
+
+
+_apply = build(MLP)
+
+
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    *,
+    training: bool = True,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> Tensor:
+    """y = dropout(act(x fc1_weight^T + fc1_bias)) fc2_weight^T + fc2_bias.
+
+    x [..., d], fc1_weight [h, d], fc1_bias [h] or None, fc2_weight [e, h], fc2_bias [e] or None -> y [..., e] in x's
+    dtype (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops.
+
+    activation: relu, relu2, gelu (erf), gelu_tanh, silu or identity.
+    dropout_p, training: dropout after the activation, replayed in backward from 16 bytes; p is rounded to k/65536.
+    recompute: what is kept for backward besides parameters, and the products run, forward + backward:
+
+        "none"       x, h (relu); x, z, h (others)     6
+        "selective"  x, h (relu); x, z (others)        6
+        "full"       x                                 7
+
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
+
+    Inside torch.utils.checkpoint the level is "none": the checkpoint already rebuilds the segment.
+    Raises ValueError (shapes, activation, level, probability, workspace), TypeError (dtypes), RuntimeError (backend).
+    """
+    check_statics("mlp", activation, recompute, dropout_p)
+    check_input("mlp", x)
+    check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
+    check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
+    x = cast_input("mlp", x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    rng = draw_state(x, dropout_p, training)
+    statics = (
+        activation, float(dropout_p), choose_level(recompute), choose_backend("mlp", x), matmul_precision(x),
+        parse_bytes("mlp", workspace),
+    )  # fmt: skip
+    return _apply(statics, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, rng)
