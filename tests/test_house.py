@@ -1,0 +1,229 @@
+"""Who may import whom, what gets installed, and what a machine without Triton or torch sees."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ckptkern import state
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"ckptkern": "ckptkern", "triton_kernels": "ckptkern.triton_kernels", "benchmarks": "ckptkern.benchmarks"}
+
+# A part imports parts of lower layers, and its own. "ckptkern" itself is the front door: it imports anything,
+# and nothing of ours imports from it but its version.
+LAYERS = {
+    "_C": 0,
+    "triton_kernels": 0,
+    "memory": 0,
+    "state": 1,
+    "eager": 2,
+    "ops": 3,
+    "nn": 4,
+    "env": 5,
+    "benchmarks": 6,
+    "demo": 6,
+    "__main__": 7,
+}
+TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
+WITH_EXTRAS = {"benchmarks", "demo", "env", "__main__"}
+
+
+class Import(NamedTuple):
+    module: str
+    target: str  # absolute
+    relative: bool
+    lazy: bool  # inside a function
+
+
+def part(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def imports_of(module: str, is_package: bool, source: str, modules: set[str]) -> Iterator[Import]:
+    package = module if is_package else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(module, alias.name, False, lazy)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    above = package.split(".")[: len(package.split(".")) - child.level + 1]
+                    base = ".".join([*above, *filter(None, [child.module])])
+                for alias in child.names:  # `from .. import state` names a module, `from .state import draw` does not
+                    inner = f"{base}.{alias.name}"
+                    yield Import(module, inner if inner in modules else base, child.level > 0, lazy)
+            yield from visit(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    return visit(ast.parse(source), False)
+
+
+def sources() -> dict[str, tuple[bool, str]]:
+    found = {}
+    for folder, name in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inner = path.relative_to(ROOT / folder).with_suffix("").parts
+            is_package = inner[-1] == "__init__"
+            found[".".join([name, *(inner[:-1] if is_package else inner)])] = is_package, path.read_text()
+    return found
+
+
+def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
+    modules = {*tree, "ckptkern._C"}
+    wrong = []
+    for module, (is_package, source) in tree.items():
+        here = part(module)
+        for one in imports_of(module, is_package, source, modules):
+
+            def complain(why: str, one: Import = one) -> None:
+                wrong.append(f"{one.module} imports {one.target}: {why}")
+
+            top = one.target.split(".")[0]
+            if top == "ckptkern":
+                there = part(one.target)
+                if not one.relative:
+                    complain("not relative")
+                if there == "_C" and module != "ckptkern.state":
+                    complain("only state imports the extension")
+                if there == "triton_kernels" != here and not (one.lazy and here in TRITON_ON_FIRST_USE):
+                    complain("kernels are imported on first use, by ops and benchmarks")
+                if here not in ("ckptkern", there) and there != "ckptkern" and LAYERS[there] >= LAYERS[here]:
+                    complain(f"{here} lies no higher than {there}")
+            elif top == "triton":
+                if here != "triton_kernels" and not (one.lazy and here in TRITON_ON_FIRST_USE):
+                    complain("triton is imported on first use, by ops and benchmarks")
+            elif top != "torch" and top not in sys.stdlib_module_names and here not in WITH_EXTRAS:
+                complain("not a dependency")
+    return wrong
+
+
+def test_imports_keep_to_the_layers():
+    tree = sources()
+    assert {part(module) for module in tree} >= {"ckptkern", "state", "ops", "nn", "triton_kernels", "benchmarks"}
+    assert violations(tree) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "why"),
+    [
+        ("ckptkern.eager", "from . import _C", "only state"),
+        ("ckptkern.eager", "from ._C import Precision", "only state"),
+        ("ckptkern.state", "from .ops import mlp", "no higher"),
+        ("ckptkern.ops.mlp", "def f():\n    from ..nn import MLP", "no higher"),
+        ("ckptkern.ops.mlp", "from .. import nn", "no higher"),
+        ("ckptkern.triton_kernels.mlp", "from .. import state", "no higher"),
+        ("ckptkern.ops.mlp", "import triton", "first use"),
+        ("ckptkern.nn.mlp", "def f():\n    import triton.language as tl", "first use"),
+        ("ckptkern.ops.mlp", "from ..triton_kernels import mlp", "first use"),
+        ("ckptkern.ops.mlp", "import ckptkern.state", "not relative"),
+        ("ckptkern.benchmarks.run", "from ckptkern.state import draw", "not relative"),
+        ("ckptkern.ops.mlp", "if True:\n    import numpy", "not a dependency"),
+    ],
+)
+def test_the_walker_sees(module, source, why):
+    tree = dict.fromkeys(("ckptkern", "ckptkern.ops", "ckptkern.nn", "ckptkern.state"), (True, ""))
+    wrong = violations({**tree, module: (False, source)})
+    assert len(wrong) >= 1
+    assert any(why in line for line in wrong), wrong
+
+
+def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_imports_and_runs_without_triton(tmp_path):
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, ckptkern
+x = torch.ones(3, 8, requires_grad=True)
+ckptkern.nn.MLP(8)(x).sum().backward()
+assert x.grad.abs().sum() > 0
+"""
+    result = run_python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+def test_import_loads_no_kernels_and_no_extras(tmp_path):
+    code = """
+import sys
+import torch.utils.flop_counter  # imports triton itself
+before = set(sys.modules)
+import ckptkern
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(new & {"triton", "numpy", "rich", "matplotlib", "pandas"}), "ckptkern.triton_kernels" in sys.modules)
+"""
+    result = run_python(code, tmp_path)
+    assert result.stdout == "[] False\n", result.stdout + result.stderr
+    assert result.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the source tree without what git ignores."""
+    copy = tmp_path_factory.mktemp("source") / "ckptkern"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "demo_output", "*.egg-info", "*.so", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    return copy
+
+
+WITHOUT_TORCH = "import sys, runpy; sys.modules['torch'] = None; sys.argv = {argv}; runpy.run_path('setup.py')"
+
+
+def test_without_torch_the_build_says_to_install_it_first(tree):
+    result = run_python(WITHOUT_TORCH.format(argv=["setup.py", "dist_info"]), tree)
+    assert result.returncode == 1
+    assert "Install torch first" in result.stderr
+    assert "pip install --no-build-isolation ." in result.stderr
+
+
+def test_sdist_holds_all_that_a_build_needs(tree):
+    result = run_python(WITHOUT_TORCH.format(argv=["setup.py", "--quiet", "sdist", "--dist-dir", "sdist"]), tree)
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(next((tree / "sdist").glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = [
+        path.relative_to(ROOT).as_posix()
+        for folder in ("csrc", "ckptkern", "triton_kernels", "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp", ".h", ".typed")
+    ]
+    assert {"csrc/philox.h", "triton_kernels/__init__.py"} <= set(wanted)
+    assert {*wanted, "setup.py", "pyproject.toml", "LICENSE", "README.md"} - names == set()
+
+
+def test_wheel_installs_nothing_at_top_level(tree):
+    # The extension that is already built stands in for compiling it again (40 s). Torch's build_ext takes it
+    # for up to date only if it finds no ninja.
+    platform = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    built = tree / "build" / platform / "ckptkern"
+    built.mkdir(parents=True)
+    shutil.copy(state.extension_info()["path"], built)
+    environment = {**os.environ, "PATH": "", "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", "dist"]
+    pip_wheel = [sys.executable, "-m", "pip", "wheel", *options, "."]
+    result = subprocess.run(pip_wheel, cwd=tree, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    with zipfile.ZipFile(next((tree / "dist").glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+        metadata = wheel.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ckptkern"}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}" in names
+    assert "ckptkern/py.typed" in names
+    assert any(name.startswith("ckptkern/_C.") for name in names)
+    assert "Requires-Dist: torch<2.16,>=2.11" in metadata
