@@ -17,17 +17,23 @@ import triton.language as tl
 
 
 @triton.jit
-def keep_tile(state_ptr, threshold, first_block, rows, cols):
-    """bool [len(rows), len(cols)]. first_block = plane * ceil(rows per plane / 16); 0 for activations."""
+def philox_words(state_ptr, c0, c1):
+    """The four words of each counter (c0, c1, state[1]) under the key state[0]; c0 and c1 are uint32 of one shape."""
     key = tl.load(state_ptr)
     offset = tl.load(state_ptr + 1)
+    c2 = (offset & 0xFFFFFFFF).to(tl.uint32)
+    c3 = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return tl.philox(key, c0, c1, c2 + (c0 & 0), c3 + (c0 & 0))
+
+
+@triton.jit
+def keep_tile(state_ptr, threshold, first_block, rows, cols):
+    """bool [len(rows), len(cols)]. first_block = plane * ceil(rows per plane / 16); 0 for activations."""
     row = rows.to(tl.uint32)[:, None]
     col = cols.to(tl.uint32)[None, :]
     c0 = ((col >> 5) << 3) + (col & 7) + (row & 0)
     c1 = ((first_block + (row >> 4)) << 3) + (row & 7) + (col & 0)
-    c2 = (offset & 0xFFFFFFFF).to(tl.uint32)
-    c3 = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    r0, r1, r2, r3 = tl.philox(key, c0, c1, c2 + (c0 & 0), c3 + (c0 & 0))
+    r0, r1, r2, r3 = philox_words(state_ptr, c0, c1)
     word = (col >> 3) & 3
     value = tl.where(word < 2, tl.where(word == 0, r0, r1), tl.where(word == 2, r2, r3))
     return ((value >> (((row >> 3) & 1) << 4)) & 0xFFFF).to(tl.int32) >= threshold
