@@ -54,7 +54,7 @@ def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 def pack_bits(bit: Tensor) -> Tensor:
     """bool [M, N] -> uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
     M, N = bit.shape
-    bit = F.pad(bit.to(torch.uint8), (0, -N % 8)).view(M, -1, 8)
+    bit = F.pad(bit.to(torch.uint8), (0, -N % 8)).view(M, -(-N // 8), 8)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bit.device)
     return (bit * weights).sum(-1, dtype=torch.uint8)
 
