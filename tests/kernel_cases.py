@@ -1,0 +1,128 @@
+"""The launchers of ckptkern.triton_kernels as a table, and the two rules their results are held to.
+
+A launcher has the arguments and results of the function of the same name in `ckptkern.eager`, so one description serves
+three calls: the kernel, eager PyTorch in the same dtype, and eager PyTorch in float64 as the exact result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ckptkern import eager, state, triton_kernels
+
+ACTIVATIONS = tuple(eager.ACTIVATIONS)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+STATE = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)  # signed 64-bit words with every 16-bit piece in use
+RAGGED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way, and none full
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """inputs: name -> shape in letters, in call order; outputs in order; wants: flags that ask for all of them."""
+
+    name: str
+    inputs: dict[str, str]
+    outputs: tuple[str, ...]
+    wants: tuple[str, ...]
+    dropout: bool
+    product: bool = True  # has a matrix product, so takes a precision and a tile
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def biases(self) -> list[str]:
+        return [name for name in self.inputs if name.startswith("b")]
+
+
+_GATE = {"x": "MK", "wg": "NK", "bg": "N", "wu": "NK", "bu": "N"}
+_GATED_GRADS = {"outputs": ("dg", "du", "h", "dbg", "dbu"), "wants": ("keep_h", "dbg", "dbu"), "dropout": True}
+LAUNCHERS = [
+    Launcher("linear_fwd", {"x": "MK", "w": "NK", "b": "N"}, ("h", "z", "bits"), ("keep_z", "keep_bits"), True),
+    Launcher("linear_bwd", {"x": "MK", "w": "NK", "b": "N", "dh": "MN"}, ("dz", "db"), ("db",), False),
+    Launcher("act_grad", {"dy": "MD", "w": "DN", "z": "MN"}, ("dz", "h", "db"), ("keep_h", "db"), True),
+    Launcher(
+        "mlp_bwd",
+        {"x": "MK", "w1": "NK", "b1": "N", "dy": "MD", "w2": "DN"},
+        ("dz", "h", "db"),
+        ("keep_h", "db"),
+        True,
+    ),
+    Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("keep_gu",), True),
+    Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS),
+    Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS),
+    Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
+]
+BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
+PRODUCTS = [launcher for launcher in LAUNCHERS if launcher.product]
+DROPPING = [launcher for launcher in LAUNCHERS if launcher.dropout]
+
+
+def inputs_of(launcher: Launcher, dtype: torch.dtype, device: str = "cpu", bias: bool = True, **sizes: int) -> dict:
+    """Normal inputs; weights scaled so that every product has entries of size 1."""
+    sizes = RAGGED | sizes
+    tensors = {}
+    for name, letters in launcher.inputs.items():
+        shape = [sizes[letter] for letter in letters]
+        tensor = torch.randn(shape)
+        if name.startswith("w"):
+            tensor /= max(sizes[letters.replace("N", "")], 1) ** 0.5
+        tensors[name] = tensor.to(device, dtype)
+    if not bias:
+        tensors |= dict.fromkeys(launcher.biases)
+    return tensors
+
+
+def dropout_of(p: float, device: str = "cpu") -> tuple[Tensor, int, float]:
+    return torch.tensor(STATE, device=device), *state.threshold_scale(p)
+
+
+def call(launcher: Launcher, backend: ModuleType, tensors: dict, activation: str, **options) -> dict[str, Tensor]:
+    """Every output by name."""
+    options = dict.fromkeys(launcher.wants, True) | options
+    precision = ("ieee",) if launcher.product else ()
+    results = getattr(backend, launcher.name)(*tensors.values(), activation, *precision, **options)
+    return {name: result for name, result in zip(launcher.outputs, results, strict=True) if result is not None}
+
+
+def kernel(launcher: Launcher, tensors: dict, activation: str, **options) -> dict[str, Tensor]:
+    return call(launcher, triton_kernels, tensors, activation, **options)
+
+
+def exact(launcher: Launcher, tensors: dict, activation: str, **options) -> dict[str, Tensor]:
+    wide = {name: None if t is None else t.double() for name, t in tensors.items()}
+    return call(launcher, eager, wide, activation, **options)
+
+
+def error(value: Tensor, reference: Tensor) -> float:
+    """|value - reference| / |reference| in the Frobenius norm; of a zero reference, the absolute error."""
+    reference = reference.double()
+    return ((value.double() - reference).norm() / (reference.norm() or 1.0)).item()
+
+
+def assert_accurate(ours: dict, eagers: dict, references: dict) -> None:
+    """The 2x rule: our error against float64 is at most twice eager PyTorch's own in the same dtype.
+
+    The slack of one float32 rounding serves results in which eager happens to be exact.
+    """
+    assert ours.keys() == eagers.keys() == references.keys()
+    for name, value in ours.items():
+        assert value.dtype == eagers[name].dtype, name
+        assert value.shape == references[name].shape, name
+        if value.dtype == torch.uint8:
+            continue  # bits of z: compared exactly, where z itself is at hand
+        bound = 2 * error(eagers[name], references[name]) + torch.finfo(torch.float32).eps
+        assert error(value, references[name]) <= bound, name
+
+
+def assert_equal(ours: dict, others: dict) -> None:
+    """Equal bits (0 and -0 apart), NaN equal to NaN."""
+    assert ours.keys() == others.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, others[name], rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -1,0 +1,20 @@
+"""Kernels are tested on CPU tensors in Triton's interpreter, and the same tests run on a GPU under `pytest -m gpu`."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN (integers: the largest value), so that whatever a kernel fails to write is seen."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)

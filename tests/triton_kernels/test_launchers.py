@@ -1,0 +1,188 @@
+"""Every launcher against its eager twin and float64: dtypes, activations, flags, shapes, strides, tiles."""
+
+import pytest
+import torch
+from kernel_cases import (
+    ACTIVATIONS,
+    BY_NAME,
+    DROPPING,
+    DTYPES,
+    LAUNCHERS,
+    PRODUCTS,
+    assert_accurate,
+    assert_equal,
+    call,
+    dropout_of,
+    exact,
+    inputs_of,
+    kernel,
+)
+
+from ckptkern import eager
+from ckptkern.triton_kernels.tile import Tile
+
+
+def assert_like_eager(launcher, tensors, activation, tile=None, **options):
+    ours = kernel(launcher, tensors, activation, **options, **({} if tile is None else {"tile": tile}))
+    twin = call(launcher, eager, tensors, activation, **options)
+    assert_accurate(ours, twin, exact(launcher, tensors, activation, **options))
+    if "bits" in ours:
+        assert torch.equal(ours["bits"], eager.pack_bits(~(ours["z"] <= 0)))
+    return ours
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtype_and_activation(launcher, activation, dtype, device):
+    assert_like_eager(launcher, inputs_of(launcher, dtype, device), activation)
+
+
+@pytest.mark.parametrize("launcher", DROPPING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropout(launcher, dtype, device):
+    """Dropout between act and the next product, in forward and back, against eager with the same 16 bytes."""
+    options = {"dropout": dropout_of(0.3, device), "row_base": 48}
+    assert_like_eager(launcher, inputs_of(launcher, dtype, device), "gelu", **options)
+
+
+@pytest.mark.parametrize("launcher", [one for one in LAUNCHERS if one.biases], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_bias(launcher, dtype, device):
+    tensors = inputs_of(launcher, dtype, device, bias=False)
+    ours = assert_like_eager(launcher, tensors, "silu")
+    zeros = {name: tensors["x"].new_zeros(tensors[name.replace("b", "w")].shape[0]) for name in launcher.biases}
+    assert_equal(ours, kernel(launcher, tensors | zeros, "silu"))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_optional_results_do_not_change_the_others(launcher, device):
+    """Each result has the same bits whatever else is asked for, and what is not asked for is None."""
+    tensors = inputs_of(launcher, torch.bfloat16, device)
+    everything = kernel(launcher, tensors, "gelu")
+    for wanted in (None, *launcher.wants):
+        some = kernel(launcher, tensors, "gelu", **{flag: flag == wanted for flag in launcher.wants})
+        assert_equal(some, {name: everything[name] for name in some})
+        assert (len(some) < len(everything)) == (launcher.wants != (wanted,))
+
+
+# Sizes that are no multiple of a tile, one exact tile, one element, and nothing at all in each direction (pitfall 18).
+SIZES = [
+    {"M": 32, "K": 32, "N": 32, "D": 32},
+    {"M": 1, "K": 1, "N": 1, "D": 1},
+    {"M": 33, "K": 65, "N": 1, "D": 3},
+    {"M": 0},
+    {"K": 0},
+    {"D": 0},
+    {"N": 0},
+    {"M": 0, "K": 0, "N": 0, "D": 0},
+]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
+def test_sizes(launcher, sizes, device):
+    assert_like_eager(launcher, inputs_of(launcher, torch.float32, device, **sizes), "gelu")
+
+
+@pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
+@pytest.mark.parametrize("rows", [150, 113])
+def test_groups_of_tile_rows(launcher, rows, device):
+    """10 and 8 tile rows in groups of 8, two tile columns: every tile is computed, none twice in place of another."""
+    tensors = inputs_of(launcher, torch.float32, device, M=rows, K=3, D=5)
+    assert_like_eager(launcher, tensors, "gelu", tile=Tile(16, 32, 16, 4, 1))
+
+
+@pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
+def test_epilogue_slices(launcher, device):
+    """SUB slices of the epilogue write what one slice writes, bit for bit, dropout and bits included."""
+    options = {"dropout": dropout_of(0.5, device)} if launcher.dropout else {}
+    tensors = inputs_of(launcher, torch.bfloat16, device, N=150)
+    whole = assert_like_eager(launcher, tensors, "relu", tile=Tile(64, 128, 32, 4, 1, 1), **options)
+    for sub in (2, 4):
+        tile = Tile(64, 128, 32, 4, 1, sub)
+        assert_equal(kernel(launcher, tensors, "relu", tile=tile, **options), whole)
+
+
+def transposed(x):
+    return x.t().contiguous().t()
+
+
+def padded_rows(x):
+    """Rows 7 elements apart more than they are long, starting at an odd address."""
+    wide = x.new_full((x.shape[0], x.shape[1] + 7), float("nan"))
+    wide[:, 3:-4] = x
+    return wide[:, 3:-4]
+
+
+def every_other(x):
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("layout", [transposed, padded_rows, every_other], ids=lambda f: f.__name__)
+def test_strides(launcher, layout, device):
+    """Pitfalls 16, 17: any strides of any input, biases included, give the bits of contiguous ones."""
+    tensors = inputs_of(launcher, torch.float32, device)
+    strided = {name: layout(t) if t.dim() == 2 or layout is every_other else t for name, t in tensors.items()}
+    assert any(not t.is_contiguous() for t in strided.values())
+    assert_equal(kernel(launcher, strided, "gelu"), kernel(launcher, tensors, "gelu"))
+
+
+@pytest.mark.parametrize("launcher", [one for one in LAUNCHERS if {"dy", "dh"} & one.inputs.keys()], ids=str)
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=str)
+def test_expanded_gradient(launcher, dims, device):
+    """Pitfall 16: a gradient from .sum() has strides (0, 0)."""
+    tensors = inputs_of(launcher, torch.float32, device)
+    name = "dy" if "dy" in tensors else "dh"
+    full = tensors[name]
+    for dim in dims:
+        full = full.narrow(dim, 0, 1)
+    tensors[name] = full.expand(tensors[name].shape)
+    assert all(tensors[name].stride(dim) == 0 for dim in dims)
+    expected = kernel(launcher, tensors | {name: tensors[name].contiguous()}, "gelu")
+    assert_equal(kernel(launcher, tensors, "gelu"), expected)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_inputs_are_left_alone(launcher, device):
+    """Pitfall 27: no launcher writes into what it was given."""
+    tensors = inputs_of(launcher, torch.bfloat16, device)
+    before = {name: t.clone() for name, t in tensors.items()}
+    kernel(launcher, tensors, "gelu")
+    assert_equal(tensors, before)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_ten_runs_are_equal(launcher, device):
+    """Pitfall 26: no atomics, no order that changes between runs."""
+    tensors = inputs_of(launcher, torch.float32, device, M=17, N=33)
+    first = kernel(launcher, tensors, "gelu")
+    for _ in range(9):
+        assert_equal(kernel(launcher, tensors, "gelu"), first)
+
+
+HUGE_ROWS = 9
+HUGE_STRIDE = 2**28 + 16  # elements: row 8 starts beyond 2**31
+
+
+def spread(x):
+    """Rows 2**28 elements apart. Storage is mapped only where it is touched: a page or two a row."""
+    storage = torch.UntypedStorage(((x.shape[0] - 1) * HUGE_STRIDE + x.shape[1]) * x.element_size())
+    view = torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (HUGE_STRIDE, 1))
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "spread_inputs"),
+    [("linear_fwd", ["x", "w"]), ("linear_bwd", ["dh"]), ("act_grad", ["dy", "w", "z"]), ("act_bwd", ["dy", "kept"])],
+)
+def test_offsets_beyond_int32(name, spread_inputs):
+    """Pitfall 19: rows that start more than 2**31 elements after the first."""
+    launcher = BY_NAME[name]
+    tensors = inputs_of(launcher, torch.bfloat16, M=HUGE_ROWS, K=40, N=HUGE_ROWS, D=HUGE_ROWS)
+    far = tensors | {one: spread(tensors[one]) for one in spread_inputs}
+    tile = {"tile": Tile(16, 32, 16, 4, 1)} if launcher.product else {}
+    assert_equal(kernel(launcher, far, "relu", **tile), kernel(launcher, tensors, "relu", **tile))
