@@ -128,7 +128,7 @@ class LinearStack(Segment):
             ]
             return absent(like) if dx is None else dx.view(x.shape), dws, dbs
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
-        stored = [h.reshape(M, -1) for h in hidden]
+        stored = [rows_2d(h) for h in hidden]
         chunks = token_chunks(M, sum(w.shape[0] for w in weights) * 2 * dy.element_size(), workspace)
         weight_grads = [WeightGrad(w.dtype, len(chunks)) for w in weights]
         bias_grads = [BiasGrad(b.dtype) for b in biases] or [None] * L
