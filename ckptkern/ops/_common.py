@@ -302,6 +302,11 @@ def rows_2d(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
+def unflattened(rows: Tensor, lead: torch.Size) -> Tensor:
+    """[rows, K] -> [*lead, K], not a view: autograd refuses to change a Function's result in place if it is one."""
+    return torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[1]))
+
+
 def cast_parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return parameter if parameter is None else parameter.to(dtype)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import eager
 from ._common import (
-    check_input, check_probability, choose_backend, draw_state, dropout_arguments, primitives, rows_2d,
+    check_input, check_probability, choose_backend, draw_state, dropout_arguments, primitives, rows_2d, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build
 
@@ -22,7 +22,8 @@ class Dropout(Segment):
 
     @staticmethod
     def forward(x, rng, p, backend, precision):
-        return [primitives(backend).dropout(rows_2d(x), *dropout_arguments(rng, p)).view(x.shape)]
+        rows = primitives(backend).dropout(rows_2d(x), *dropout_arguments(rng, p))
+        return [unflattened(rows, x.shape[:-1])]
 
     @staticmethod
     def forward_fake(x, rng, p, backend, precision):

@@ -9,7 +9,7 @@ from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
     choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, rows_2d,
-    token_chunks,
+    token_chunks, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -37,7 +37,7 @@ class GatedMLP(Segment):
             rows_2d(x), wg, bg, wu, bu, activation, precision, dropout=dropout_arguments(rng, dropout_p),
             keep_gu=keep_gu,
         )  # fmt: skip
-        y = eager.product(h, wd, bd).view(*x.shape[:-1], wd.shape[0])
+        y = unflattened(eager.product(h, wd, bd), x.shape[:-1])
         return y, g if keep_gu else absent(x), u if keep_gu else absent(x), h if keep_h else absent(x)
 
     @staticmethod
@@ -112,7 +112,7 @@ class GatedMLP(Segment):
                 weight_grads[WD].add(dy_rows, h_rows)
         grads = {i: grad.result() for i, grad in (weight_grads | bias_grads).items()}
         if needed(needs, X):
-            grads[X] = dx.view(*lead, features)
+            grads[X] = unflattened(dx, lead)
         if needed(needs, BD):
             grads[BD] = column_sum(dy).to(bd.dtype)
         return tuple(grads[i] if i in grads else absent(like) for i in range(8))

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, matmul_precision, primitives, rows_2d,
+    choose_level, column_sum, matmul_precision, primitives, rows_2d, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -43,7 +43,7 @@ class LinearAct(Segment):
                 rows_2d(x), w, b, activation, precision, keep_z=keep_z, keep_bits=keep_bits
             )
         return (
-            y.view(*x.shape[:-1], w.shape[0]),
+            unflattened(y, x.shape[:-1]),
             z if keep_z else absent(x),
             bits if keep_bits else x.new_empty(0, dtype=torch.uint8),
         )
@@ -93,7 +93,7 @@ class LinearAct(Segment):
         if need_db:
             bias_grad.add(db)
         return (
-            torch.mm(dz, w_).view(*lead, w.shape[1]) if needed(needs, X) else absent(like),
+            unflattened(torch.mm(dz, w_), lead) if needed(needs, X) else absent(like),
             dw.result() if needed(needs, W) else absent(like),
             bias_grad.result() if need_db else absent(like),
         )

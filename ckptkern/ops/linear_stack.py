@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, matmul_precision, parse_bytes, primitives, rows_2d, token_chunks,
+    choose_level, matmul_precision, parse_bytes, primitives, rows_2d, token_chunks, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -85,8 +85,7 @@ class LinearStack(Segment):
                     hidden.append(z.clone() if z is y else z)
                 elif keep_hidden and i != last:
                     hidden.append(y)
-        y = y.view(*x.shape[:-1], out_features)
-        return y, bits if keep_bits else x.new_empty(0, dtype=torch.uint8), hidden
+        return unflattened(y, x.shape[:-1]), bits if keep_bits else x.new_empty(0, dtype=torch.uint8), hidden
 
     @staticmethod
     def forward_fake(x, weights, biases, activation, recompute, *statics):
@@ -126,7 +125,7 @@ class LinearStack(Segment):
                 db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else absent(like)
                 for i, w in enumerate(weights)
             ]
-            return absent(like) if dx is None else dx.view(x.shape), dws, dbs
+            return absent(like) if dx is None else unflattened(dx, x.shape[:-1]), dws, dbs
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
         stored = [rows_2d(h) for h in hidden]
         chunks = token_chunks(M, sum(w.shape[0] for w in weights) * 2 * dy.element_size(), workspace)
@@ -174,7 +173,7 @@ class LinearStack(Segment):
                     weight_grads[i].add(dz, h)
                 dz = dz_below
         return (
-            dx.view(x.shape) if needed(needs, X) else dx,
+            unflattened(dx, x.shape[:-1]) if needed(needs, X) else dx,
             [grad.result() if need else absent(like) for grad, need in zip(weight_grads, need_dw, strict=True)],
             [grad.result() if need else absent(like) for grad, need in zip(bias_grads, need_db, strict=True)],
         )

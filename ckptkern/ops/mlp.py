@@ -9,7 +9,7 @@ from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
     choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, rows_2d,
-    token_chunks,
+    token_chunks, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -43,7 +43,7 @@ class MLP(Segment):
         w1, b1, w2, b2 = (cast_parameter(t, dtype) for t in (w1, b1, w2, b2))
         dropout = dropout_arguments(rng, dropout_p)
         h, z, _ = p.linear_fwd(rows, w1, b1, activation, precision, dropout=dropout, keep_z=keep_z)
-        y = eager.product(h, w2, b2).view(*x.shape[:-1], w2.shape[0])
+        y = unflattened(eager.product(h, w2, b2), x.shape[:-1])
         if activation == "identity" and keep_z and keep_h and rng is None:
             h = h.clone()  # results of an op may not share memory
         return y, z if keep_z else absent(x), h if keep_h else absent(x)
@@ -121,7 +121,7 @@ class MLP(Segment):
             if needed(needs, W2):
                 dw2.add(dy_rows, h_rows)
         return (
-            dx.view(*lead, w1.shape[1]) if needed(needs, X) else dx,
+            unflattened(dx, lead) if needed(needs, X) else dx,
             dw1.result() if needed(needs, W1) else absent(like),
             db1.result() if db1 is not None else absent(like),
             dw2.result() if needed(needs, W2) else absent(like),
