@@ -8,7 +8,8 @@ A segment is (inputs) -> output, with some tensors kept in between. From its des
 - a `setup_context` Function with a generated vmap rule for torch.compile and torch.func;
 - a Function over the backward op, whose own backward differentiates the plain PyTorch composite: second order is right.
 
-`needs` is a bitmask over the inputs; what it leaves out costs no GEMM. Op bodies run with autocast off and cast weights
+`needs` is a bitmask over the inputs, of any length: the library ops take it in words of 62 bits, because a stack of 31
+layers has more inputs than an int64 has bits. What it leaves out costs no GEMM. Op bodies run with autocast off and cast weights
 inside, so that a cast copy never lives from forward to backward; the public function casts x.
 """
 
@@ -120,6 +121,22 @@ def absent(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
+_WORD = 62
+
+
+def _split(needs: int) -> list[int]:
+    """needs in words of 62 bits, lowest first."""
+    words = [needs & (1 << _WORD) - 1]
+    while needs := needs >> _WORD:
+        words.append(needs & (1 << _WORD) - 1)
+    return words
+
+
+def _joined(args: tuple) -> tuple:
+    """The backward op's args with the words of needs, which come last, as one int."""
+    return *args[:-1], sum(word << _WORD * i for i, word in enumerate(args[-1]))
+
+
 def _present(tensors) -> int:
     return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point())
 
@@ -194,7 +211,7 @@ def build(segment: type[Segment]):
     LIBRARY.define(f"{name}_fwd({segment.inputs}, {segment.statics}) -> {segment.results}")
     optional = segment.inputs.replace("Tensor ", "Tensor? ")
     kept = f"{segment.kept}, " if segment.kept else ""
-    LIBRARY.define(f"{name}_bwd(Tensor dy, {optional}, {kept}{segment.statics}, int needs) -> {segment.grads}")
+    LIBRARY.define(f"{name}_bwd(Tensor dy, {optional}, {kept}{segment.statics}, int[] needs) -> {segment.grads}")
     packet = torch.ops.ckptkern
     fwd, bwd = getattr(packet, f"{name}_fwd").default, getattr(packet, f"{name}_bwd").default
 
@@ -206,17 +223,22 @@ def build(segment: type[Segment]):
 
     def backward(*args):
         with torch._C._DisableAutocast():
-            return segment.backward(*_with_precision(args, precision_from_end + 1))
+            return segment.backward(*_with_precision(_joined(args), precision_from_end + 1))
+
+    def backward_fake(*args):
+        return segment.backward_fake(*_joined(args))
+
+    def backward_flops(*args, out_val=None):
+        return segment.backward_flops(*_joined(args))
 
     LIBRARY.impl(f"{name}_fwd", forward, "CompositeExplicitAutograd")
     LIBRARY.impl(f"{name}_bwd", backward, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ckptkern::{name}_fwd", segment.forward_fake, lib=LIBRARY)
-    torch.library.register_fake(f"ckptkern::{name}_bwd", segment.backward_fake, lib=LIBRARY)
+    torch.library.register_fake(f"ckptkern::{name}_bwd", backward_fake, lib=LIBRARY)
     torch.library.register_vmap(f"ckptkern::{name}_fwd", _loop_over_batch(fwd), lib=LIBRARY)
     torch.library.register_vmap(f"ckptkern::{name}_bwd", _loop_over_batch(bwd), lib=LIBRARY)
     register_flop_formula(getattr(packet, f"{name}_fwd"), get_raw=True)(segment.forward_flops)
-    register_flop_formula(getattr(packet, f"{name}_bwd"), get_raw=True)(segment.backward_flops)
-    unpruned = (1 << 62) - 1
+    register_flop_formula(getattr(packet, f"{name}_bwd"), get_raw=True)(backward_flops)
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -224,7 +246,7 @@ def build(segment: type[Segment]):
         @staticmethod
         def forward(needs, *args):
             statics, dy, saved = args[:statics_count], args[statics_count], args[statics_count + 1 :]
-            return segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, needs))
+            return segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, _split(needs)))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -243,7 +265,7 @@ def build(segment: type[Segment]):
         if torch.is_grad_enabled():
             grads = Backward.apply(needs, *statics, dy, *saved)
         else:
-            grads = segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, needs))
+            grads = segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, _split(needs)))
         return tuple(g if needs >> i & 1 else None for i, g in enumerate(grads))
 
     class Eager(torch.autograd.Function):
@@ -272,7 +294,7 @@ def build(segment: type[Segment]):
         @staticmethod
         def setup_context(ctx, inputs, output):
             ctx.statics, tensors = inputs[1 : 1 + statics_count], inputs[1 + statics_count :]
-            ctx.needs = inputs[0] & _present(tensors)
+            ctx.needs = inputs[0]
             ctx.mark_non_differentiable(*output[1:])
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*segment.saved(tensors, output, ctx.statics, ctx.needs))
@@ -287,7 +309,7 @@ def build(segment: type[Segment]):
 
     def apply(statics: tuple, *tensors) -> Tensor:
         if torch._C._are_functorch_transforms_active():
-            return Functional.apply(unpruned, *statics, *tensors)[0]
+            return Functional.apply(_present(tensors), *statics, *tensors)[0]
         if torch.compiler.is_compiling():
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             return Functional.apply(needs, *statics, *tensors)[0]
