@@ -95,10 +95,9 @@ def load_tile(ptr, stride_m, offs_m, offs_n, mask):
 
 @triton.jit
 def store_tile(ptr, stride_m, offs_m, offs_n, mask, value):
-    """Rounds a float32 tile to the pointer's type and stores it; returns what was stored."""
-    rounded = cast(value, ptr.dtype.element_ty)
-    tl.store(ptr + offs_m.to(tl.int64)[:, None] * stride_m + offs_n[None, :], rounded, mask=mask)
-    return rounded
+    """Stores a tile that is already in the pointer's type."""
+    tl.static_assert(value.dtype == ptr.dtype.element_ty, "cast before storing: sums are taken of what is stored")
+    tl.store(ptr + offs_m.to(tl.int64)[:, None] * stride_m + offs_n[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -124,7 +123,8 @@ def _act_bwd_kernel(
         dz = tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0)
     else:
         dz = act_grad(widen(load_tile(kept_ptr, stride_keptm, offs_m, offs_n, mask)), dy, ACT)
-    dz = store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
+    dz = cast(dz, dz_ptr.dtype.element_ty)
+    store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
     if db_ptr is not None:
         store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
@@ -152,7 +152,8 @@ def _dropout_kernel(
             mask = ((offs_m >= 0) & (offs_m < M))[:, None] & (offs_n < N)[None, :]
             keep = ((words[word] >> (16 * half)) & 0xFFFF).to(tl.int32) >= threshold
             x = widen(load_tile(x_ptr, stride_xm, offs_m, offs_n, mask))
-            store_tile(y_ptr, stride_ym, offs_m, offs_n, mask, tl.where(keep, x * scale, 0.0))
+            y = cast(tl.where(keep, x * scale, 0.0), y_ptr.dtype.element_ty)
+            store_tile(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
 def _blocks(x: torch.Tensor) -> dict:

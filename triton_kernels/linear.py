@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 
 from .elementwise import act, act_grad as act_grad_of, load_tile, pack_bits, store_column_sum, store_tile
-from .philox import dropout_tile
-from .tile import arch_of, cast, halves, launch, product_tile, program_tile, rows_of, tile_for, widen
+from .philox import checked_row_base, dropout_tile
+from .tile import (
+    arch_of, by_slices, cast, launch, product_tile, program_tile, rows_of, slice_offsets, tile_for, widen,
+)  # fmt: skip
 
 
 @triton.jit
@@ -28,44 +30,31 @@ def preact_tile(acc, b_ptr, offs_n, N, dtype: tl.constexpr):
 
 
 @triton.jit
-def hidden_tile(z, state_ptr, threshold, scale, rows, cols, ACT: tl.constexpr):
+def hidden_tile(z, state_ptr, threshold, scale, first_row, first_col, ACT: tl.constexpr):
     """h = dropout(round(act(z))) in z's type."""
     h = cast(act(widen(z), ACT), z.dtype)
     if state_ptr is not None:
-        h = cast(dropout_tile(widen(h), state_ptr, threshold, scale, rows, cols), z.dtype)
+        h = cast(dropout_tile(widen(h), state_ptr, threshold, scale, first_row, first_col), z.dtype)
     return h
 
 
 @triton.jit
 def _linear_fwd_store(
-    acc, b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base,
-    offs_m, n0, M, N, stride_hm, stride_zm, stride_bitsm, ACT: tl.constexpr, SUB: tl.constexpr,
+    acc, n0, b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+    stride_hm, stride_zm, stride_bitsm, ACT: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_M: tl.constexpr = acc.shape[0]
-    BLOCK_N: tl.constexpr = acc.shape[1]
-    if SUB > 1:
-        left, right = halves(acc)
-        _linear_fwd_store(
-            left, b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base,
-            offs_m, n0, M, N, stride_hm, stride_zm, stride_bitsm, ACT, SUB // 2,
-        )  # fmt: skip
-        _linear_fwd_store(
-            right, b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base,
-            offs_m, n0 + BLOCK_N // 2, M, N, stride_hm, stride_zm, stride_bitsm, ACT, SUB // 2,
-        )  # fmt: skip
-    else:
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        z = preact_tile(acc, b_ptr, offs_n, N, h_ptr.dtype.element_ty)
-        if z_ptr is not None:
-            tl.store(z_ptr + offs_m.to(tl.int64)[:, None] * stride_zm + offs_n[None, :], z, mask=mask)
-        if bits_ptr is not None:
-            offs_byte = n0 // 8 + tl.arange(0, BLOCK_N // 8)
-            bits = pack_bits(~(widen(z) <= 0.0), BLOCK_M, BLOCK_N)  # NaN counts as passed, as in torch
-            byte_mask = (offs_m < M)[:, None] & (offs_byte < tl.cdiv(N, 8))[None, :]
-            tl.store(bits_ptr + offs_m.to(tl.int64)[:, None] * stride_bitsm + offs_byte[None, :], bits, mask=byte_mask)
-        h = hidden_tile(z, state_ptr, threshold, scale, row_base + offs_m, offs_n, ACT)
-        tl.store(h_ptr + offs_m.to(tl.int64)[:, None] * stride_hm + offs_n[None, :], h, mask=mask)
+    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
+    z = preact_tile(acc, b_ptr, offs_n, N, h_ptr.dtype.element_ty)
+    if z_ptr is not None:
+        store_tile(z_ptr, stride_zm, offs_m, offs_n, mask, z)
+    if bits_ptr is not None:
+        offs_byte = n0 // 8 + tl.arange(0, acc.shape[1] // 8)
+        bits = pack_bits(~(widen(z) <= 0.0), acc.shape[0], acc.shape[1])  # NaN counts as passed, as in torch
+        store_tile(
+            bits_ptr, stride_bitsm, offs_m, offs_byte, (offs_m < M)[:, None] & (offs_byte < tl.cdiv(N, 8))[None, :], bits
+        )
+    h = hidden_tile(z, state_ptr, threshold, scale, row_base + pid_m * acc.shape[0], n0, ACT)
+    store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
@@ -81,35 +70,24 @@ def _linear_fwd_kernel(
     acc = product_tile(
         x_ptr, stride_xm, w_ptr, 1, stride_wn, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
     )  # fmt: skip
-    _linear_fwd_store(
-        acc, b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base,
-        offs_m, pid_n * BLOCK_N, M, N, stride_hm, stride_zm, stride_bitsm, ACT, SUB,
+    by_slices(
+        (acc,), pid_n * BLOCK_N, _linear_fwd_store,
+        (b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+         stride_hm, stride_zm, stride_bitsm, ACT), SUB,
     )  # fmt: skip
 
 
 @triton.jit
 def _linear_bwd_store(
-    acc, b_ptr, dh_ptr, dz_ptr, db_ptr, pid_m, offs_m, n0, M, N, stride_dhm, stride_dzm,
-    ACT: tl.constexpr, SUB: tl.constexpr,
+    acc, n0, b_ptr, dh_ptr, dz_ptr, db_ptr, pid_m, M, N, stride_dhm, stride_dzm, ACT: tl.constexpr
 ):  # fmt: skip
-    BLOCK_N: tl.constexpr = acc.shape[1]
-    if SUB > 1:
-        left, right = halves(acc)
-        _linear_bwd_store(
-            left, b_ptr, dh_ptr, dz_ptr, db_ptr, pid_m, offs_m, n0, M, N, stride_dhm, stride_dzm, ACT, SUB // 2
-        )
-        _linear_bwd_store(
-            right, b_ptr, dh_ptr, dz_ptr, db_ptr, pid_m, offs_m, n0 + BLOCK_N // 2, M, N, stride_dhm, stride_dzm,
-            ACT, SUB // 2,
-        )  # fmt: skip
-    else:
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        z = preact_tile(acc, b_ptr, offs_n, N, dz_ptr.dtype.element_ty)
-        dh = widen(load_tile(dh_ptr, stride_dhm, offs_m, offs_n, mask))
-        dz = store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, act_grad_of(widen(z), dh, ACT))
-        if db_ptr is not None:
-            store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
+    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
+    z = preact_tile(acc, b_ptr, offs_n, N, dz_ptr.dtype.element_ty)
+    dh = widen(load_tile(dh_ptr, stride_dhm, offs_m, offs_n, mask))
+    dz = cast(act_grad_of(widen(z), dh, ACT), z.dtype)
+    store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
+    if db_ptr is not None:
+        store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -124,47 +102,35 @@ def _linear_bwd_kernel(
     acc = product_tile(
         x_ptr, stride_xm, w_ptr, 1, stride_wn, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
     )  # fmt: skip
-    _linear_bwd_store(
-        acc, b_ptr, dh_ptr, dz_ptr, db_ptr, pid_m, offs_m, pid_n * BLOCK_N, M, N, stride_dhm, stride_dzm, ACT, SUB
-    )
+    by_slices(
+        (acc,), pid_n * BLOCK_N, _linear_bwd_store,
+        (b_ptr, dh_ptr, dz_ptr, db_ptr, pid_m, M, N, stride_dhm, stride_dzm, ACT), SUB,
+    )  # fmt: skip
 
 
 @triton.jit
-def hidden_grad_tile(z, dh, state_ptr, threshold, scale, rows, cols, ACT: tl.constexpr):
+def hidden_grad_tile(z, dh, state_ptr, threshold, scale, first_row, first_col, ACT: tl.constexpr):
     """dz = dropout'(dh) * act'(z) for float32 dh: the mask of forward, drawn again."""
     if state_ptr is not None:
-        dh = dropout_tile(dh, state_ptr, threshold, scale, rows, cols)
+        dh = dropout_tile(dh, state_ptr, threshold, scale, first_row, first_col)
     return act_grad_of(widen(z), dh, ACT)
 
 
 @triton.jit
 def _act_grad_store(
-    acc, z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m, n0, M, N,
-    stride_zm, stride_hm, stride_dzm, ACT: tl.constexpr, SUB: tl.constexpr,
+    acc, n0, z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+    stride_zm, stride_hm, stride_dzm, ACT: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_N: tl.constexpr = acc.shape[1]
-    if SUB > 1:
-        left, right = halves(acc)
-        _act_grad_store(
-            left, z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m, n0, M, N,
-            stride_zm, stride_hm, stride_dzm, ACT, SUB // 2,
-        )  # fmt: skip
-        _act_grad_store(
-            right, z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
-            n0 + BLOCK_N // 2, M, N, stride_zm, stride_hm, stride_dzm, ACT, SUB // 2,
-        )  # fmt: skip
-    else:
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        z = load_tile(z_ptr, stride_zm, offs_m, offs_n, mask)
-        rows = row_base + offs_m
-        dz = hidden_grad_tile(z, acc, state_ptr, threshold, scale, rows, offs_n, ACT)
-        dz = store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
-        if h_ptr is not None:
-            h = hidden_tile(z, state_ptr, threshold, scale, rows, offs_n, ACT)
-            tl.store(h_ptr + offs_m.to(tl.int64)[:, None] * stride_hm + offs_n[None, :], h, mask=mask)
-        if db_ptr is not None:
-            store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
+    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
+    first_row = row_base + pid_m * acc.shape[0]
+    z = load_tile(z_ptr, stride_zm, offs_m, offs_n, mask)
+    dz = cast(hidden_grad_tile(z, acc, state_ptr, threshold, scale, first_row, n0, ACT), z.dtype)
+    store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
+    if h_ptr is not None:
+        h = hidden_tile(z, state_ptr, threshold, scale, first_row, n0, ACT)
+        store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
+    if db_ptr is not None:
+        store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
@@ -181,9 +147,10 @@ def _act_grad_kernel(
     acc = product_tile(
         dy_ptr, stride_dym, w_ptr, stride_wk, 1, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
     )  # fmt: skip
-    _act_grad_store(
-        acc, z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m, pid_n * BLOCK_N, M, N,
-        stride_zm, stride_hm, stride_dzm, ACT, SUB,
+    by_slices(
+        (acc,), pid_n * BLOCK_N, _act_grad_store,
+        (z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+         stride_zm, stride_hm, stride_dzm, ACT), SUB,
     )  # fmt: skip
 
 
@@ -219,7 +186,7 @@ def linear_fwd(
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
     if M and N:
         launch(
-            _linear_fwd_kernel, grid_of(M, N, tile), x, w, b, h, z, bits, *dropout, row_base, M, N, K,
+            _linear_fwd_kernel, grid_of(M, N, tile), x, w, b, h, z, bits, *dropout, checked_row_base(row_base), M, N, K,
             x.stride(0), w.stride(0), h.stride(0), row_stride(z), row_stride(bits),
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
@@ -261,7 +228,7 @@ def act_grad(
     partial = partial_rows(M, N, tile, dy) if db else None
     if M and N:
         launch(
-            _act_grad_kernel, grid_of(M, N, tile), dy, w, z, h, dz, partial, *dropout, row_base, M, N, K,
+            _act_grad_kernel, grid_of(M, N, tile), dy, w, z, h, dz, partial, *dropout, checked_row_base(row_base), M, N, K,
             dy.stride(0), w.stride(0), z.stride(0), row_stride(h), dz.stride(0),
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip

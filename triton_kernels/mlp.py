@@ -19,39 +19,27 @@ from .elementwise import act, act_grad, load_tile, store_column_sum, store_tile
 from .linear import (
     NO_DROPOUT, grid_of, hidden_grad_tile, hidden_tile, partial_rows, preact_tile, row_stride,
 )  # fmt: skip
-from .philox import dropout_tile
-from .tile import arch_of, cast, halves, launch, product_tile, program_tile, rows_of, tile_for, widen
+from .philox import checked_row_base, dropout_tile
+from .tile import (
+    arch_of, by_slices, cast, launch, product_tile, program_tile, rows_of, slice_offsets, tile_for, widen,
+)  # fmt: skip
 
 
 @triton.jit
 def _mlp_bwd_store(
-    acc_z, acc_dh, b_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m, n0, M, N,
-    stride_hm, stride_dzm, ACT: tl.constexpr, SUB: tl.constexpr,
+    acc_z, acc_dh, n0, b_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+    stride_hm, stride_dzm, ACT: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_N: tl.constexpr = acc_z.shape[1]
-    if SUB > 1:
-        z_left, z_right = halves(acc_z)
-        dh_left, dh_right = halves(acc_dh)
-        _mlp_bwd_store(
-            z_left, dh_left, b_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
-            n0, M, N, stride_hm, stride_dzm, ACT, SUB // 2,
-        )  # fmt: skip
-        _mlp_bwd_store(
-            z_right, dh_right, b_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
-            n0 + BLOCK_N // 2, M, N, stride_hm, stride_dzm, ACT, SUB // 2,
-        )  # fmt: skip
-    else:
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        rows = row_base + offs_m
-        z = preact_tile(acc_z, b_ptr, offs_n, N, dz_ptr.dtype.element_ty)
-        if h_ptr is not None:
-            h = hidden_tile(z, state_ptr, threshold, scale, rows, offs_n, ACT)
-            tl.store(h_ptr + offs_m.to(tl.int64)[:, None] * stride_hm + offs_n[None, :], h, mask=mask)
-        dz = hidden_grad_tile(z, acc_dh, state_ptr, threshold, scale, rows, offs_n, ACT)
-        dz = store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
-        if db_ptr is not None:
-            store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
+    offs_m, offs_n, mask = slice_offsets(acc_z, pid_m, n0, M, N)
+    first_row = row_base + pid_m * acc_z.shape[0]
+    z = preact_tile(acc_z, b_ptr, offs_n, N, dz_ptr.dtype.element_ty)
+    if h_ptr is not None:
+        h = hidden_tile(z, state_ptr, threshold, scale, first_row, n0, ACT)
+        store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
+    dz = cast(hidden_grad_tile(z, acc_dh, state_ptr, threshold, scale, first_row, n0, ACT), z.dtype)
+    store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
+    if db_ptr is not None:
+        store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
@@ -71,49 +59,35 @@ def _mlp_bwd_kernel(
     acc_dh = product_tile(
         dy_ptr, stride_dym, w2_ptr, stride_w2k, 1, offs_m, offs_n, M, N, D, BLOCK_K, EVEN_D, PRECISION
     )  # fmt: skip
-    _mlp_bwd_store(
-        acc_z, acc_dh, b1_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
-        pid_n * BLOCK_N, M, N, stride_hm, stride_dzm, ACT, SUB,
+    by_slices(
+        (acc_z, acc_dh), pid_n * BLOCK_N, _mlp_bwd_store,
+        (b1_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N, stride_hm, stride_dzm, ACT),
+        SUB,
     )  # fmt: skip
 
 
 @triton.jit
-def gated_tile(g, u, state_ptr, threshold, scale, rows, cols, ACT: tl.constexpr):
+def gated_tile(g, u, state_ptr, threshold, scale, first_row, first_col, ACT: tl.constexpr):
     """h = dropout(round(act(g) u)) in g's type."""
     h = cast(act(widen(g), ACT) * widen(u), g.dtype)
     if state_ptr is not None:
-        h = cast(dropout_tile(widen(h), state_ptr, threshold, scale, rows, cols), g.dtype)
+        h = cast(dropout_tile(widen(h), state_ptr, threshold, scale, first_row, first_col), g.dtype)
     return h
 
 
 @triton.jit
 def _gated_fwd_store(
-    acc_g, acc_u, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, offs_m, n0, M, N,
-    stride_hm, stride_gm, stride_um, ACT: tl.constexpr, SUB: tl.constexpr,
+    acc_g, acc_u, n0, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+    stride_hm, stride_gm, stride_um, ACT: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_N: tl.constexpr = acc_g.shape[1]
-    if SUB > 1:
-        g_left, g_right = halves(acc_g)
-        u_left, u_right = halves(acc_u)
-        _gated_fwd_store(
-            g_left, u_left, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, offs_m,
-            n0, M, N, stride_hm, stride_gm, stride_um, ACT, SUB // 2,
-        )  # fmt: skip
-        _gated_fwd_store(
-            g_right, u_right, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, offs_m,
-            n0 + BLOCK_N // 2, M, N, stride_hm, stride_gm, stride_um, ACT, SUB // 2,
-        )  # fmt: skip
-    else:
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        rows64 = offs_m.to(tl.int64)[:, None]
-        g = preact_tile(acc_g, bg_ptr, offs_n, N, h_ptr.dtype.element_ty)
-        u = preact_tile(acc_u, bu_ptr, offs_n, N, h_ptr.dtype.element_ty)
-        h = gated_tile(g, u, state_ptr, threshold, scale, row_base + offs_m, offs_n, ACT)
-        tl.store(h_ptr + rows64 * stride_hm + offs_n[None, :], h, mask=mask)
-        if g_ptr is not None:
-            tl.store(g_ptr + rows64 * stride_gm + offs_n[None, :], g, mask=mask)
-            tl.store(u_ptr + rows64 * stride_um + offs_n[None, :], u, mask=mask)
+    offs_m, offs_n, mask = slice_offsets(acc_g, pid_m, n0, M, N)
+    g = preact_tile(acc_g, bg_ptr, offs_n, N, h_ptr.dtype.element_ty)
+    u = preact_tile(acc_u, bu_ptr, offs_n, N, h_ptr.dtype.element_ty)
+    h = gated_tile(g, u, state_ptr, threshold, scale, row_base + pid_m * acc_g.shape[0], n0, ACT)
+    store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
+    if g_ptr is not None:
+        store_tile(g_ptr, stride_gm, offs_m, offs_n, mask, g)
+        store_tile(u_ptr, stride_um, offs_m, offs_n, mask, u)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
@@ -132,60 +106,48 @@ def _gated_fwd_kernel(
     acc_u = product_tile(
         x_ptr, stride_xm, wu_ptr, 1, stride_wun, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
     )  # fmt: skip
-    _gated_fwd_store(
-        acc_g, acc_u, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, offs_m,
-        pid_n * BLOCK_N, M, N, stride_hm, stride_gm, stride_um, ACT, SUB,
+    by_slices(
+        (acc_g, acc_u), pid_n * BLOCK_N, _gated_fwd_store,
+        (bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+         stride_hm, stride_gm, stride_um, ACT), SUB,
     )  # fmt: skip
 
 
 @triton.jit
 def gated_grad_store(
-    g, u, dh, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m, offs_n,
-    M, N, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr,
+    g, u, dh, n0, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+    stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr,
 ):  # fmt: skip
     """From g, u (storage type) and dh (float32): h, dg, du and the bias partial rows, each written once."""
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    rows = row_base + offs_m
+    offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
+    first_row = row_base + pid_m * dh.shape[0]
     if h_ptr is not None:
-        h = gated_tile(g, u, state_ptr, threshold, scale, rows, offs_n, ACT)
-        tl.store(h_ptr + offs_m.to(tl.int64)[:, None] * stride_hm + offs_n[None, :], h, mask=mask)
+        h = gated_tile(g, u, state_ptr, threshold, scale, first_row, n0, ACT)
+        store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
     if state_ptr is not None:
-        dh = dropout_tile(dh, state_ptr, threshold, scale, rows, offs_n)
-    du = store_tile(du_ptr, stride_dum, offs_m, offs_n, mask, dh * act(widen(g), ACT))
+        dh = dropout_tile(dh, state_ptr, threshold, scale, first_row, n0)
+    du = cast(dh * act(widen(g), ACT), u.dtype)
+    store_tile(du_ptr, stride_dum, offs_m, offs_n, mask, du)
     if dbu_ptr is not None:
         store_column_sum(dbu_ptr, pid_m, offs_n, N, du, mask)
-    dg = store_tile(dg_ptr, stride_dgm, offs_m, offs_n, mask, act_grad(widen(g), dh * widen(u), ACT))
+    dg = cast(act_grad(widen(g), dh * widen(u), ACT), g.dtype)
+    store_tile(dg_ptr, stride_dgm, offs_m, offs_n, mask, dg)
     if dbg_ptr is not None:
         store_column_sum(dbg_ptr, pid_m, offs_n, N, dg, mask)
 
 
 @triton.jit
 def _gated_bwd_store(
-    acc_g, acc_u, acc_dh, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale,
-    row_base, pid_m, offs_m, n0, M, N, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr, SUB: tl.constexpr,
+    acc_g, acc_u, acc_dh, n0, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale,
+    row_base, pid_m, M, N, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_N: tl.constexpr = acc_g.shape[1]
-    if SUB > 1:
-        g_left, g_right = halves(acc_g)
-        u_left, u_right = halves(acc_u)
-        dh_left, dh_right = halves(acc_dh)
-        _gated_bwd_store(
-            g_left, u_left, dh_left, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold,
-            scale, row_base, pid_m, offs_m, n0, M, N, stride_hm, stride_dgm, stride_dum, ACT, SUB // 2,
-        )  # fmt: skip
-        _gated_bwd_store(
-            g_right, u_right, dh_right, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr,
-            threshold, scale, row_base, pid_m, offs_m, n0 + BLOCK_N // 2, M, N, stride_hm, stride_dgm, stride_dum,
-            ACT, SUB // 2,
-        )  # fmt: skip
-    else:
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        g = preact_tile(acc_g, bg_ptr, offs_n, N, dg_ptr.dtype.element_ty)
-        u = preact_tile(acc_u, bu_ptr, offs_n, N, dg_ptr.dtype.element_ty)
-        gated_grad_store(
-            g, u, acc_dh, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m,
-            offs_m, offs_n, M, N, stride_hm, stride_dgm, stride_dum, ACT,
-        )  # fmt: skip
+    offs_n = n0 + tl.arange(0, acc_g.shape[1])
+    g = preact_tile(acc_g, bg_ptr, offs_n, N, dg_ptr.dtype.element_ty)
+    u = preact_tile(acc_u, bu_ptr, offs_n, N, dg_ptr.dtype.element_ty)
+    gated_grad_store(
+        g, u, acc_dh, n0, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+        stride_hm, stride_dgm, stride_dum, ACT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
@@ -209,38 +171,25 @@ def _gated_bwd_kernel(
     acc_dh = product_tile(
         dy_ptr, stride_dym, wd_ptr, stride_wdk, 1, offs_m, offs_n, M, N, D, BLOCK_K, EVEN_D, PRECISION
     )  # fmt: skip
-    _gated_bwd_store(
-        acc_g, acc_u, acc_dh, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale,
-        row_base, pid_m, offs_m, pid_n * BLOCK_N, M, N, stride_hm, stride_dgm, stride_dum, ACT, SUB,
+    by_slices(
+        (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _gated_bwd_store,
+        (bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+         stride_hm, stride_dgm, stride_dum, ACT), SUB,
     )  # fmt: skip
 
 
 @triton.jit
 def _gated_act_grad_store(
-    acc, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
-    n0, M, N, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr, SUB: tl.constexpr,
+    acc, n0, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+    stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_N: tl.constexpr = acc.shape[1]
-    if SUB > 1:
-        left, right = halves(acc)
-        _gated_act_grad_store(
-            left, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m,
-            offs_m, n0, M, N, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT, SUB // 2,
-        )  # fmt: skip
-        _gated_act_grad_store(
-            right, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base,
-            pid_m, offs_m, n0 + BLOCK_N // 2, M, N, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT,
-            SUB // 2,
-        )  # fmt: skip
-    else:
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        g = load_tile(g_ptr, stride_gm, offs_m, offs_n, mask)
-        u = load_tile(u_ptr, stride_um, offs_m, offs_n, mask)
-        gated_grad_store(
-            g, u, acc, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, offs_m,
-            offs_n, M, N, stride_hm, stride_dgm, stride_dum, ACT,
-        )  # fmt: skip
+    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
+    g = load_tile(g_ptr, stride_gm, offs_m, offs_n, mask)
+    u = load_tile(u_ptr, stride_um, offs_m, offs_n, mask)
+    gated_grad_store(
+        g, u, acc, n0, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+        stride_hm, stride_dgm, stride_dum, ACT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
@@ -257,9 +206,10 @@ def _gated_act_grad_kernel(
     acc = product_tile(
         dy_ptr, stride_dym, wd_ptr, stride_wdk, 1, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
     )  # fmt: skip
-    _gated_act_grad_store(
-        acc, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m,
-        offs_m, pid_n * BLOCK_N, M, N, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT, SUB,
+    by_slices(
+        (acc,), pid_n * BLOCK_N, _gated_act_grad_store,
+        (g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
+         stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT), SUB,
     )  # fmt: skip
 
 
@@ -278,7 +228,7 @@ def mlp_bwd(
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
         launch(
-            _mlp_bwd_kernel, grid_of(M, N, tile), x, w1, b1, dy, w2, h, dz, partial, *dropout, row_base, M, N, K, D,
+            _mlp_bwd_kernel, grid_of(M, N, tile), x, w1, b1, dy, w2, h, dz, partial, *dropout, checked_row_base(row_base), M, N, K, D,
             x.stride(0), w1.stride(0), dy.stride(0), w2.stride(0), row_stride(h), dz.stride(0),
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
@@ -298,7 +248,7 @@ def gated_fwd(
     g, u = (torch.empty_like(h), torch.empty_like(h)) if keep_gu else (None, None)
     if M and N:
         launch(
-            _gated_fwd_kernel, grid_of(M, N, tile), x, wg, bg, wu, bu, h, g, u, *dropout, row_base, M, N, K,
+            _gated_fwd_kernel, grid_of(M, N, tile), x, wg, bg, wu, bu, h, g, u, *dropout, checked_row_base(row_base), M, N, K,
             x.stride(0), wg.stride(0), wu.stride(0), h.stride(0), row_stride(g), row_stride(u),
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
@@ -323,7 +273,7 @@ def gated_bwd(
     if M and N:
         launch(
             _gated_bwd_kernel, grid_of(M, N, tile), x, wg, bg, wu, bu, dy, wd, h, dg, du, partial_g, partial_u,
-            *dropout, row_base, M, N, K, D,
+            *dropout, checked_row_base(row_base), M, N, K, D,
             x.stride(0), wg.stride(0), wu.stride(0), dy.stride(0), wd.stride(0), row_stride(h), dg.stride(0),
             du.stride(0), ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0,
             EVEN_D=D % tile.BLOCK_K == 0, **tile.launch_options(),
@@ -348,7 +298,7 @@ def gated_act_grad(
     if M and N:
         launch(
             _gated_act_grad_kernel, grid_of(M, N, tile), dy, wd, g, u, h, dg, du, partial_g, partial_u,
-            *dropout, row_base, M, N, K,
+            *dropout, checked_row_base(row_base), M, N, K,
             dy.stride(0), wd.stride(0), g.stride(0), u.stride(0), row_stride(h), dg.stride(0), du.stride(0),
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip

@@ -5,8 +5,9 @@ state int64[2]; key = low, high word of state[0]. For element (row, col) of a lo
     c2, c3 = low, high word of state[1]  word = (col >> 3) & 3, half = (row >> 3) & 1 (0 = low 16 bits)
 An element is kept iff its 16-bit value >= threshold = round(65536 p), and scaled by 65536/(65536 - threshold).
 
-The eight values one thread needs in an MMA tile come from one call, and the compiler merges the duplicate calls of
-this elementwise form. Indices are those of the whole tensor: tile sizes, chunks and shards do not change the mask.
+Written elementwise, a thread that holds eight neighbouring columns (the layout of a coalesced store, which the compiler
+chooses for a product's epilogue) makes a call an element: 62 instructions each in a product's epilogue on sm_90. So
+tiles are built counter by counter. Indices are those of the whole tensor: tile sizes, chunks and shards do not change the mask.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
 """
 
@@ -14,6 +15,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+def checked_row_base(row_base: int) -> int:
+    """row_base, if `keep_tile` can start there: its counters serve blocks of 16 rows."""
+    if row_base % 16:
+        raise ValueError(f"row_base must be a multiple of 16, not {row_base}: a Philox counter serves 16 rows")
+    return row_base
 
 
 @triton.jit
@@ -27,19 +35,24 @@ def philox_words(state_ptr, c0, c1):
 
 
 @triton.jit
-def keep_tile(state_ptr, threshold, first_block, rows, cols):
-    """bool [len(rows), len(cols)]. first_block = plane * ceil(rows per plane / 16); 0 for activations."""
-    row = rows.to(tl.uint32)[:, None]
-    col = cols.to(tl.uint32)[None, :]
-    c0 = ((col >> 5) << 3) + (col & 7) + (row & 0)
-    c1 = ((first_block + (row >> 4)) << 3) + (row & 7) + (col & 0)
-    r0, r1, r2, r3 = philox_words(state_ptr, c0, c1)
-    word = (col >> 3) & 3
-    value = tl.where(word < 2, tl.where(word == 0, r0, r1), tl.where(word == 2, r2, r3))
-    return ((value >> (((row >> 3) & 1) << 4)) & 0xFFFF).to(tl.int32) >= threshold
+def keep_tile(state_ptr, threshold, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """bool [ROWS, COLS] from row first_row (a multiple of 16) and column first_col (of 32) of the whole tensor.
+
+    One Philox call for eight elements: the words of [ROWS/2, COLS/4] counters are joined and permuted into place.
+    """
+    c1 = (first_row // 2 + tl.arange(0, ROWS // 2)).to(tl.uint32)[:, None]
+    c0 = (first_col // 4 + tl.arange(0, COLS // 4)).to(tl.uint32)[None, :]
+    zero = tl.zeros((ROWS // 2, COLS // 4), dtype=tl.uint32)
+    r0, r1, r2, r3 = philox_words(state_ptr, zero + c0, zero + c1)
+    words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # [.., .., i, k]: word 2 i + k
+    low = (words & 0xFFFF).to(tl.int32) >= threshold
+    high = (words >> 16).to(tl.int32) >= threshold
+    keep = tl.join(low.to(tl.int8), high.to(tl.int8)).reshape(ROWS // 16, 8, COLS // 32, 8, 4, 2)
+    return keep.permute(0, 5, 1, 2, 4, 3).reshape(ROWS, COLS) != 0
 
 
 @triton.jit
-def dropout_tile(x, state_ptr, threshold, scale, rows, cols):
-    """keep * scale * x for a float32 tile whose rows and cols count from the origin of the whole tensor."""
-    return tl.where(keep_tile(state_ptr, threshold, 0, rows, cols), x * scale, 0.0)
+def dropout_tile(x, state_ptr, threshold, scale, first_row, first_col):
+    """keep * scale * x for a float32 tile that starts at (first_row, first_col) of the whole tensor."""
+    keep = keep_tile(state_ptr, threshold, first_row, first_col, x.shape[0], x.shape[1])
+    return tl.where(keep, x * scale, 0.0)

@@ -189,3 +189,34 @@ def halves(acc):
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     return acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def by_slices(accs, n0, EPILOGUE: tl.constexpr, args, SUB: tl.constexpr):
+    """EPILOGUE(*accs, n0, *args) on SUB column slices, one after the other: the epilogue of a whole tile would spill."""
+    if SUB > 1:
+        first = halves(accs[0])
+        if len(accs) == 1:
+            left = (first[0],)
+            right = (first[1],)
+        elif len(accs) == 2:
+            second = halves(accs[1])
+            left = (first[0], second[0])
+            right = (first[1], second[1])
+        else:
+            second = halves(accs[1])
+            third = halves(accs[2])
+            left = (first[0], second[0], third[0])
+            right = (first[1], second[1], third[1])
+        by_slices(left, n0, EPILOGUE, args, SUB // 2)
+        by_slices(right, n0 + accs[0].shape[1] // 2, EPILOGUE, args, SUB // 2)
+    else:
+        EPILOGUE(*accs, n0, *args)
+
+
+@triton.jit
+def slice_offsets(acc, pid_m, n0, M, N):
+    """Row and column offsets of an epilogue's slice, and its mask."""
+    offs_m = pid_m * acc.shape[0] + tl.arange(0, acc.shape[0])
+    offs_n = n0 + tl.arange(0, acc.shape[1])
+    return offs_m, offs_n, (offs_m < M)[:, None] & (offs_n < N)[None, :]
