@@ -1,0 +1,402 @@
+"""The ops, declared once for every test: how inputs are made, how each is called, and what it is in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import ckptkern
+from ckptkern import state
+
+LEVELS = ("none", "selective", "full")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = {
+    "relu": F.relu,
+    "relu2": lambda z: F.relu(z).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "silu": F.silu,
+    "identity": lambda z: z,
+}
+SEED = 17
+P = 0.3
+
+Tensors = dict[str, Tensor]
+
+
+class Sizes(NamedTuple):
+    """Shape of an input without its features, and the widths of the layers."""
+
+    lead: tuple[int, ...] = (3, 5)
+    features: int = 7
+    hidden: int = 12
+    out: int = 10
+
+    @property
+    def tokens(self) -> int:
+        return torch.Size(self.lead).numel()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op. `tensors` below are its inputs by name, x first; biases may be missing.
+
+    parameters  (features, hidden, out) -> shapes by name
+    call        (tensors, **options) -> y
+    plain       (tensors, act, drop) -> y in PyTorch ops
+    kept        (activation, level, features, hidden, out) -> (elements, mask bytes) per token that backward needs
+    products    forward and backward GEMMs by level, all inputs trained
+    masked      width of the tensor that dropout acts on, from (features, hidden, out); None: no dropout
+    """
+
+    name: str
+    parameters: Callable[[int, int, int], dict[str, tuple[int, ...]]]
+    call: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
+    kept: Callable[..., tuple[int, int]]
+    products: dict[str, int]
+    options: tuple[str, ...]
+    masked: Callable[[int, int, int], int] | None = None
+
+
+def _linear_act_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
+    if activation == "identity" or level == "full":
+        return d, 0
+    if activation == "relu" and level == "selective":
+        return d, -(-e // 8)
+    return d + e, 0
+
+
+def _linear_stack_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
+    if level == "full":
+        return d, -(-e // 8) if activation == "relu" else 0
+    return d + h + (h + 1) + e, 0
+
+
+def _mlp_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
+    if level == "full":
+        return d, 0
+    return d + h * (2 if level == "none" and activation != "relu" else 1), 0
+
+
+def _gated_mlp_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
+    return d + h * {"none": 3, "selective": 2, "full": 0}[level], 0
+
+
+def _stack_lists(t: Tensors) -> tuple[list[Tensor], list[Tensor] | None]:
+    return [t[f"weight{i}"] for i in range(3)], [t[f"bias{i}"] for i in range(3)] if "bias0" in t else None
+
+
+def _stack_plain(t: Tensors, act: Callable, drop: Callable) -> Tensor:
+    h = t["x"]
+    for i in range(3):
+        h = act(F.linear(h, t[f"weight{i}"], t.get(f"bias{i}")))
+    return h
+
+
+OPS = (
+    Op(
+        "linear_act",
+        parameters=lambda d, h, e: {"weight": (e, d), "bias": (e,)},
+        call=lambda t, **options: ckptkern.linear_act(t["x"], t["weight"], t.get("bias"), **options),
+        plain=lambda t, act, drop: act(F.linear(t["x"], t["weight"], t.get("bias"))),
+        kept=_linear_act_kept,
+        products={"none": 3, "selective": 3, "full": 4},
+        options=("activation", "recompute"),
+    ),
+    Op(
+        "linear_stack",
+        parameters=lambda d, h, e: {
+            **{"weight0": (h, d), "weight1": (h + 1 if h else 0, h), "weight2": (e, h + 1 if h else 0)},
+            **{"bias0": (h,), "bias1": (h + 1 if h else 0,), "bias2": (e,)},
+        },
+        call=lambda t, **options: ckptkern.linear_stack(t["x"], *_stack_lists(t), **options),
+        plain=_stack_plain,
+        kept=_linear_stack_kept,
+        products={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is kept
+        options=("activation", "recompute", "workspace"),
+    ),
+    Op(
+        "mlp",
+        parameters=lambda d, h, e: {
+            "fc1_weight": (h, d),
+            "fc1_bias": (h,),
+            "fc2_weight": (e, h),
+            "fc2_bias": (e,),
+        },
+        call=lambda t, **options: ckptkern.mlp(
+            t["x"], t["fc1_weight"], t.get("fc1_bias"), t["fc2_weight"], t.get("fc2_bias"), **options
+        ),
+        plain=lambda t, act, drop: F.linear(
+            drop(act(F.linear(t["x"], t["fc1_weight"], t.get("fc1_bias")))), t["fc2_weight"], t.get("fc2_bias")
+        ),
+        kept=_mlp_kept,
+        products={"none": 6, "selective": 6, "full": 7},
+        options=("activation", "recompute", "dropout_p", "workspace"),
+        masked=lambda d, h, e: h,
+    ),
+    Op(
+        "gated_mlp",
+        parameters=lambda d, h, e: {
+            "gate_weight": (h, d),
+            "gate_bias": (h,),
+            "up_weight": (h, d),
+            "up_bias": (h,),
+            "down_weight": (e, h),
+            "down_bias": (e,),
+        },
+        call=lambda t, **options: ckptkern.gated_mlp(
+            t["x"],
+            t["gate_weight"],
+            t["up_weight"],
+            t["down_weight"],
+            gate_bias=t.get("gate_bias"),
+            up_bias=t.get("up_bias"),
+            down_bias=t.get("down_bias"),
+            **options,
+        ),
+        plain=lambda t, act, drop: F.linear(
+            drop(
+                act(F.linear(t["x"], t["gate_weight"], t.get("gate_bias")))
+                * F.linear(t["x"], t["up_weight"], t.get("up_bias"))
+            ),
+            t["down_weight"],
+            t.get("down_bias"),
+        ),
+        kept=_gated_mlp_kept,
+        products={"none": 9, "selective": 9, "full": 11},
+        options=("activation", "recompute", "dropout_p", "workspace"),
+        masked=lambda d, h, e: h,
+    ),
+    Op(
+        "dropout",
+        parameters=lambda d, h, e: {},
+        call=lambda t, *, dropout_p: ckptkern.dropout(t["x"], dropout_p),
+        plain=lambda t, act, drop: drop(t["x"]),
+        kept=lambda *_: (0, 0),
+        products={"full": 0},
+        options=("dropout_p",),
+        masked=lambda d, h, e: d,
+    ),
+)
+
+
+def expected_mask(p: float, rows: int, cols: int, seed: int = SEED) -> Tensor:
+    """The mask of the first draw after torch.manual_seed(seed), whose definition tests/test_state.py holds."""
+    generator = torch.Generator().manual_seed(seed)
+    return state.keep_mask(torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator), p, rows, cols)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An op and its options."""
+
+    op: Op
+    activation: str = "relu"
+    recompute: str = "full"
+    dropout_p: float = 0.0
+    workspace: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.op.name]
+        if "activation" in self.op.options:
+            parts += [self.activation, self.recompute]
+        return "-".join([*parts, *(["dropout"] if self.dropout_p else [])])
+
+    def with_(self, **options) -> Setup:
+        return replace(self, **options)
+
+    def call(self, tensors: Tensors) -> Tensor:
+        """The op, drawing from torch's generator as it stands."""
+        return self.op.call(tensors, **{name: getattr(self, name) for name in self.op.options})
+
+    def fused(self, tensors: Tensors) -> Tensor:
+        """The op, its mask `expected_mask`."""
+        torch.manual_seed(SEED)
+        return self.call(tensors)
+
+    def plain(self, tensors: Tensors) -> Tensor:
+        """The same in PyTorch ops, with the same mask."""
+
+        def drop(h: Tensor) -> Tensor:
+            if not self.dropout_p:
+                return h
+            mask = expected_mask(self.dropout_p, h.shape[:-1].numel(), h.shape[-1]).view(h.shape)
+            return h * state.threshold_scale(self.dropout_p)[1] * mask
+
+        return self.op.plain(tensors, ACTIVATIONS[self.activation], drop)
+
+
+def setups(
+    activations: Iterable[str] = ("relu", "gelu"),
+    levels: Iterable[str] = LEVELS,
+    dropout: Sequence[float] = (0.0,),
+    ops: Iterable[str] | None = None,
+) -> list:
+    """pytest parameters: every op × activation × level × dropout. The op dropout comes once, with a probability."""
+
+    def each() -> Iterator[Setup]:
+        for op in OPS:
+            if ops is not None and op.name not in ops:
+                continue
+            if "activation" not in op.options:
+                yield Setup(op, dropout_p=max(dropout) or P)
+                continue
+            for activation in activations:
+                for level in levels:
+                    for p in dropout if op.masked else (0.0,):
+                        yield Setup(op, activation, level, p)
+
+    return [pytest.param(setup, id=str(setup)) for setup in each()]
+
+
+def make(
+    setup: Setup,
+    sizes: Sizes = Sizes(),  # noqa: B008  (a frozen value)
+    dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = True,
+    frozen: Iterable[str] = (),
+    seed: int = 0,
+) -> Tensors:
+    """Inputs by name, x first. All need a gradient but those in `frozen`."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"x": (*sizes.lead, sizes.features), **setup.op.parameters(*sizes[1:])}
+    tensors = {}
+    for name, shape in shapes.items():
+        if "bias" in name and not bias:
+            continue
+        value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if "weight" in name and shape[1]:
+            value = value * (2 / shape[1]) ** 0.5  # He: activations keep their size from layer to layer
+        tensors[name] = value.to(dtype).requires_grad_(name not in frozen)
+    return tensors
+
+
+def clone(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
+    """Leaves of their own with the same values, strides and needs."""
+    return {
+        name: t.detach().to(dtype, copy=True, memory_format=torch.preserve_format).requires_grad_(t.requires_grad)
+        for name, t in tensors.items()
+    }
+
+
+def output_gradient(y: Tensor, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+
+
+def gradients(function: Callable[[Tensors], Tensor], tensors: Tensors, dy: Tensor | None = None) -> Tensors:
+    """{"y": y, name: gradient of <dy, y>} for the tensors that need one; dy is random unless given."""
+    y = function(tensors)
+    wanted = {name: t for name, t in tensors.items() if t.requires_grad}
+    assert y.requires_grad == bool(wanted)
+    if wanted:
+        y.backward(output_gradient(y) if dy is None else dy)
+    grads = {name: t.grad for name, t in wanted.items()}
+    for t in wanted.values():
+        t.grad = None
+    return {"y": y.detach(), **grads}
+
+
+def assert_same(ours: Tensors, theirs: Tensors) -> None:
+    """Bit for bit, dtypes included."""
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert ours[name].dtype == theirs[name].dtype, name
+        assert torch.equal(ours[name], theirs[name]), f"{name}: {(ours[name] - theirs[name]).abs().max()}"
+
+
+def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
+    """Error of each tensor against float64 at most twice eager PyTorch's own, plus half an ulp of the result's norm.
+
+    The half ulp is what rounding the result once may cost, where PyTorch happened to be exact.
+    """
+    assert ours.keys() == eager.keys() == exact.keys()
+    for name, reference in exact.items():
+        assert ours[name] is not None, f"{name} has no gradient"
+        assert (ours[name].dtype, ours[name].shape) == (eager[name].dtype, reference.shape), name
+        error = torch.linalg.vector_norm(ours[name].double() - reference).item()
+        eager_error = torch.linalg.vector_norm(eager[name].double() - reference).item()
+        half_ulp = torch.finfo(eager[name].dtype).eps / 2 * torch.linalg.vector_norm(reference).item()
+        assert error <= 2 * eager_error + half_ulp, f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
+
+
+def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = None) -> None:
+    """Output and gradients of `setup` on `tensors` by the rule of `assert_as_exact`."""
+    ours = gradients(setup.fused, tensors, dy)
+    eager = gradients(setup.plain, tensors, dy)
+    exact = gradients(setup.plain, clone(tensors, torch.float64), None if dy is None else dy.double())
+    assert_as_exact(ours, eager, exact)
+
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_FACTORS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2)}
+_OTHER_PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot", "aten::convolution"}
+
+
+class Watch(TorchDispatchMode):
+    """Sees the aten ops that run, those inside the bodies of ckptkern's ops too.
+
+    flops       multiply-adds times two of all matrix products
+    registered  the same by the formulas that are registered for ckptkern's ops, and aten's outside of them
+    dtypes      (left, right) of every matrix product, in order
+    strings     every string argument of ckptkern's ops, in order: levels, activations, ...
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.flops, self.registered, self.dtypes, self.strings = 0, 0, [], []
+        self.depth = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "ckptkern":
+            self.strings += [arg for arg in args if isinstance(arg, str)]
+            self.depth += 1
+            with self:
+                out = func.redispatch(_CPU, *args, **kwargs)
+            self.depth -= 1
+            if func._overloadpacket in flop_registry:
+                self.registered += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            return out
+        name = func._schema.name
+        assert name not in _OTHER_PRODUCTS, name
+        if name in _FACTORS:
+            left, right = (args[i] for i in _FACTORS[name])
+            flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+            self.flops += flops
+            self.registered += 0 if self.depth else flops
+            self.dtypes.append((left.dtype, right.dtype))
+        return func(*args, **kwargs)
+
+
+def live_tensors() -> int:
+    import gc
+
+    return sum(isinstance(one, Tensor) for one in gc.get_objects())
+
+
+def op_samples(setup: Setup, tensors: Tensors) -> list[tuple]:
+    """(overload, args) of every ckptkern op that a training step runs, as the step calls it."""
+    samples = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "ckptkern" and func._schema.name.endswith(("_fwd", "_bwd")):
+                samples.append((func, args))
+                assert not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(args))
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        gradients(setup.fused, tensors)
+    return samples

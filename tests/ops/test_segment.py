@@ -1,0 +1,579 @@
+"""What the factory promises of every op: what is kept, gradients of any order, products run, autograd's own ways."""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from cases import (
+    ACTIVATIONS,
+    DTYPES,
+    LEVELS,
+    SEED,
+    P,
+    Setup,
+    Sizes,
+    Watch,
+    assert_as_exact,
+    assert_same,
+    check_against_float64,
+    clone,
+    gradients,
+    live_tensors,
+    make,
+    output_gradient,
+    setups,
+)
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckptkern.memory import kept_tensors
+
+RAGGED = {
+    "vector": Sizes(lead=()),
+    "one": Sizes(lead=(1,), features=1, hidden=1, out=1),
+    "3 features": Sizes(lead=(2, 3, 5), features=3),
+    "40 features": Sizes(lead=(17,), features=40, hidden=33, out=9),
+    "no batch": Sizes(lead=(0, 5)),
+    "no sequence": Sizes(lead=(3, 0)),
+    "no features": Sizes(features=0),
+    "no hidden": Sizes(hidden=0),
+    "no outputs": Sizes(out=0),
+}
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def kept_by(setup: Setup, tensors: dict) -> int:
+    with kept_tensors(exclude=[t for name, t in tensors.items() if name != "x"]) as kept:
+        setup.fused(tensors)
+    return kept.bytes
+
+
+def expected_bytes(setup: Setup, sizes: Sizes, itemsize: int) -> int:
+    elements, mask_bytes = setup.op.kept(setup.activation, setup.recompute, *sizes[1:])
+    return sizes.tokens * (elements * itemsize + mask_bytes) + (16 if setup.dropout_p else 0)
+
+
+@pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(0.0, P)))
+def test_kept_bytes_are_the_tables(setup):
+    assert kept_by(setup, make(setup)) == expected_bytes(setup, Sizes(), 4)
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(0.0, P)))
+def test_autocast_keeps_no_cast_weight(setup):
+    """float32 parameters under bf16 autocast: only activations are kept, in two bytes an element, x's cast copy too."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        itemsize = 2 if setup.op.parameters(1, 1, 1) else 4  # dropout alone runs in x's own dtype, as torch's does
+        assert kept_by(setup, make(setup)) == expected_bytes(setup, Sizes(), itemsize)
+
+
+@pytest.mark.parametrize("setup", setups(levels=("none", "selective")))
+def test_a_frozen_first_weight_lets_go_of_the_input(setup):
+    first = {"gate_weight", "up_weight"} if setup.op.name == "gated_mlp" else {*list(make(setup))[1:2]}
+    kept = kept_by(setup, make(setup, frozen=first))
+    input_bytes = Sizes().tokens * Sizes().features * 4
+    if setup.op.name in ("linear_act", "mlp", "gated_mlp"):
+        assert kept == expected_bytes(setup, Sizes(), 4) - input_bytes
+    else:
+        assert kept <= expected_bytes(setup, Sizes(), 4)
+
+
+@pytest.mark.parametrize("setup", setups(levels=("full",)))
+def test_nothing_is_kept_without_a_gradient(setup):
+    frozen = make(setup, frozen=list(make(setup)))
+    assert kept_by(setup, frozen) == 0
+    with torch.no_grad():
+        assert kept_by(setup, make(setup)) == 0
+        assert not setup.fused(make(setup)).requires_grad
+
+
+# -- first order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(0.0, P)))
+def test_gradients_are_as_exact_as_torchs(setup, dtype):
+    check_against_float64(setup, make(setup, dtype=dtype))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("setup", setups(("relu", "silu"), dropout=(P,)))
+def test_ragged_and_empty_shapes(setup, sizes, bias):
+    """Pitfall 18: no tokens, no features, sizes of one."""
+    check_against_float64(setup, make(setup, sizes, torch.bfloat16, bias=bias))
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    return t.mT.contiguous().mT if t.dim() > 1 else t
+
+
+def every_other(t: torch.Tensor) -> torch.Tensor:
+    wide = t.new_zeros(*t.shape[:-1], 2 * t.shape[-1])
+    wide[..., ::2] = t
+    return wide[..., ::2]
+
+
+def inside_a_larger(t: torch.Tensor) -> torch.Tensor:
+    padded = t.new_zeros([size + 3 for size in t.shape])
+    inner = tuple(slice(1, size + 1) for size in t.shape)
+    padded[inner] = t
+    return padded[inner]
+
+
+def leading_dims_swapped(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 2 else t
+
+
+LAYOUTS = (transposed, every_other, inside_a_larger, leading_dims_swapped)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+def test_strided_inputs_and_output_gradients(setup, layout):
+    """Pitfalls 16, 17: x, the weights, the biases and dy may have any strides; results are those of dense tensors."""
+    dense = make(setup)
+    strided = {name: layout(t.detach()).requires_grad_() for name, t in dense.items()}
+    assert any(not t.is_contiguous() for t in strided.values())
+    dy = output_gradient(setup.fused(dense))
+    check_against_float64(setup, strided, layout(dy))
+    assert_same_within_rounding(gradients(setup.fused, strided, layout(dy)), gradients(setup.fused, dense, dy))
+
+
+def assert_same_within_rounding(ours: dict, theirs: dict) -> None:
+    for name, reference in theirs.items():
+        torch.testing.assert_close(ours[name], reference, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+def test_expanded_output_gradients(setup):
+    """Pitfall 16: .sum() sends strides (0, 0), a broadcast one dimension of stride 0."""
+    tensors = make(setup)
+    y = setup.fused(tensors)
+    one = y.new_tensor(0.7)
+    row, column = output_gradient(y)[:1], output_gradient(y)[..., :1]
+    for dy in (one.expand(y.shape), row.expand(y.shape), column.expand(y.shape)):
+        assert 0 in dy.stride()
+        assert_same_within_rounding(
+            gradients(setup.fused, tensors, dy), gradients(setup.fused, tensors, dy.contiguous())
+        )
+        check_against_float64(setup, tensors, dy)
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_expanded_input(setup):
+    tensors = make(setup)
+    row = tensors["x"].detach()[:1, :1]
+    tensors["x"] = row.expand(Sizes().lead + row.shape[-1:]).requires_grad_()
+    assert tensors["x"].stride()[:2] == (0, 0)
+    check_against_float64(setup, tensors)
+
+
+@pytest.mark.parametrize("setup", setups(levels=("full",)))
+def test_gradient_strides_are_the_parameters(setup):
+    """Pitfall 22: .grad of a transposed or dense parameter has the parameter's strides, as optimisers expect."""
+    tensors = {name: transposed(t.detach()).requires_grad_() for name, t in make(setup).items()}
+    setup.fused(tensors).sum().backward()
+    for name, t in tensors.items():
+        assert t.grad.stride() == t.stride(), name
+
+
+@pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(0.0, P)))
+def test_gradcheck(setup):
+    tensors = make(setup, Sizes((2, 2), 3, 4, 2), torch.float64)
+
+    def function(*values):
+        return setup.fused(dict(zip(tensors, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()))
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "silu", "identity"), dropout=(P,)))
+def test_every_level_gives_the_same_bits(setup):
+    """Pitfall 27: the levels differ in what they keep, not in any result, masks included."""
+    tensors = make(setup, dtype=torch.bfloat16)
+    assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_ten_runs_are_bitwise_equal(setup):
+    """Pitfall 26: nothing is tuned, cached or accumulated in the first run."""
+    tensors = make(setup)
+    first = gradients(setup.fused, tensors)
+    for _ in range(9):
+        assert_same(gradients(setup.fused, tensors), first)
+
+
+@pytest.mark.parametrize("setup", setups(ACTIVATIONS))
+def test_micro_batches_add_up_to_the_batch(setup):
+    """Pitfall 25: gradients of four micro-batches, accumulated in .grad, are those of one batch."""
+    if setup.dropout_p:
+        pytest.skip("a micro-batch draws a mask of its own")
+    whole = make(setup, Sizes(lead=(8, 5)))
+    dy = output_gradient(setup.plain(whole))
+
+    def accumulate(function, tensors):
+        tensors = clone(tensors)
+        for rows in torch.arange(8).chunk(4):
+            function({**tensors, "x": tensors["x"][rows]}).backward(dy[rows].to(tensors["x"].dtype))
+        return {name: t.grad for name, t in tensors.items()}
+
+    exact = gradients(setup.plain, clone(whole, torch.float64), dy.double())
+    del exact["y"]
+    assert_as_exact(accumulate(setup.fused, whole), accumulate(setup.plain, whole), exact)
+
+
+# -- frozen inputs and products run ------------------------------------------------------------------------------------
+
+
+def subsets(names: list[str]):
+    for size in range(len(names) + 1):
+        yield from itertools.combinations(names, size)
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+def test_every_subset_of_frozen_inputs(setup):
+    """Pitfalls 23, 24: right gradients, no product more than autograd's own, and the registered FLOPs are those run."""
+    names = list(make(setup))
+    everything = gradients(setup.fused, make(setup))
+    forward = products(setup.fused, make(setup, frozen=names))
+    plain_forward = products(setup.plain, make(setup, frozen=names))
+    assert forward.flops == plain_forward.flops
+    # at "full", forward runs again but for the last layer: whole for linear_act and for a stack without a kept mask
+    last_layer = 2 * Sizes().tokens * Sizes().out * (Sizes().hidden + (setup.op.name == "linear_stack"))
+    if setup.op.name == "linear_act" or (setup.op.name == "linear_stack" and setup.activation != "relu"):
+        last_layer = 0
+    rebuild = forward.flops - last_layer if setup.recompute == "full" else 0
+    if setup.op.name in ("dropout", "linear_act") and setup.activation == "identity":
+        rebuild = 0
+    for frozen in subsets(names):
+        tensors = make(setup, frozen=frozen)
+        seen, plain = products(setup.fused, tensors), products(setup.plain, tensors)
+        for name, gradient in seen.gradients.items():
+            assert torch.equal(gradient, everything[name]), (frozen, name)
+        assert seen.gradients.keys() == {"y", *(set(names) - set(frozen))}
+        extra = seen.flops - plain.flops
+        assert extra in (0, rebuild), f"{frozen} frozen: {extra} FLOPs more than autograd, {rebuild} would rebuild"
+        if plain.flops == plain_forward.flops and setup.op.name in ("mlp", "gated_mlp"):
+            assert extra == 0, "the last bias alone needs no hidden layer"
+        assert seen.registered == seen.flops, frozen
+
+
+def products(function, tensors) -> Watch:
+    with Watch() as watch:
+        watch.gradients = gradients(function, tensors)
+    return watch
+
+
+@pytest.mark.parametrize("setup", setups(ACTIVATIONS))
+def test_number_of_products(setup):
+    """The docstrings' tables. All layers are given the same size, so that FLOPs count products."""
+    sizes = Sizes((4,), 6, 6, 6)
+    tensors = make(setup, sizes)
+    if setup.op.name == "linear_stack":
+        for i in range(3):
+            tensors[f"weight{i}"] = torch.randn(6, 6, requires_grad=True)
+            tensors[f"bias{i}"] = torch.randn(6, requires_grad=True)
+    expected = setup.op.products[setup.recompute]
+    if setup.op.name == "linear_stack" and (setup.activation, setup.recompute) == ("relu", "full"):
+        expected -= 1
+    if setup.op.name == "linear_act" and setup.activation == "identity":
+        expected = 3
+    assert products(setup.fused, tensors).flops == expected * 2 * 4 * 6 * 6
+
+
+@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+def test_flop_counter(setup):
+    """torch's own counter finds the registered formulas."""
+    tensors = make(setup)
+    with FlopCounterMode(display=False) as counter:
+        gradients(setup.fused, tensors)
+    assert counter.get_total_flops() == products(setup.fused, tensors).flops
+    by_op = {str(op).removeprefix("ckptkern."): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    if by_op:
+        assert by_op.keys() == {f"{setup.op.name}_fwd", f"{setup.op.name}_bwd"}
+
+
+# -- second order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(P,)))
+def test_gradgradcheck(setup):
+    """Pitfall 29."""
+    tensors = make(setup, Sizes((2, 2), 3, 4, 2), torch.float64)
+
+    def function(*values):
+        return setup.fused(dict(zip(tensors, values, strict=True)))
+
+    assert torch.autograd.gradgradcheck(function, tuple(tensors.values()), fast_mode=True)
+
+
+def gradient_penalty(function, tensors: dict) -> dict:
+    """Gradients of |dL/dx|^2 + |dL/dparameters|^2: second order in everything."""
+    tensors = clone(tensors)
+    wanted = [t for t in tensors.values() if t.requires_grad]
+    y = function(tensors)
+    first = torch.autograd.grad(y, wanted, output_gradient(y), create_graph=True)
+    sum(g.square().sum() for g in first).backward()
+    return {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in tensors.items() if t.requires_grad}
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), levels=("none", "full")))
+@pytest.mark.parametrize("where", ["x", "parameters"])
+def test_second_order_with_frozen_inputs(setup, where):
+    """Right, or an error where the input that it needs was not kept."""
+    names = list(make(setup))
+    frozen = names[1:] if where == "x" else names[:1]
+    if frozen in ([], names):
+        pytest.skip("dropout has no parameters")
+    tensors = make(setup, dtype=torch.float64, frozen=frozen)
+    expected = gradient_penalty(setup.plain, tensors)
+    if where == "x" and setup.recompute == "none" and setup.op.name in ("linear_act", "mlp", "gated_mlp"):
+        with pytest.raises(RuntimeError, match=f"{setup.op.name}: second-order gradients need the input"):
+            gradient_penalty(setup.fused, tensors)
+        return
+    actual = gradient_penalty(setup.fused, tensors)
+    assert actual.keys() == expected.keys()
+    assert_same_within_rounding(actual, expected)
+
+
+@pytest.mark.parametrize("setup", setups(("identity",), ops=["linear_act"]))
+def test_second_order_of_a_linear_layer_with_a_frozen_weight(setup):
+    """A linear map's gradient does not depend on its input, so nothing is missing for the second order."""
+    tensors = make(setup, dtype=torch.float64, frozen=["weight", "bias"])
+
+    def penalty(function):
+        x, scale = tensors["x"], torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        y = function({**tensors, "x": x})
+        (first,) = torch.autograd.grad(y, x, scale * torch.ones_like(y), create_graph=True)
+        return torch.autograd.grad(first.square().sum(), scale)[0]
+
+    torch.testing.assert_close(penalty(setup.fused), penalty(setup.plain))
+
+
+@pytest.mark.parametrize("setup", setups(("silu",), levels=("full",), dropout=(P,)))
+def test_third_order(setup):
+    tensors = make(setup, Sizes((2,), 3, 4, 2), torch.float64)
+
+    def third(function):
+        x = tensors["x"]
+        y = function(tensors)
+        (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((first**2).sum(), x, create_graph=True)
+        return torch.autograd.grad((second**2).sum(), list(tensors.values()), allow_unused=True)
+
+    for ours, theirs in zip(third(setup.fused), third(setup.plain), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_second_backward_through_a_retained_graph(setup):
+    """Pitfall 28."""
+    tensors = make(setup)
+    y = setup.fused(tensors)
+    dy, inputs = output_gradient(y), list(tensors.values())
+    first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    second = torch.autograd.grad(y, inputs, dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, inputs, dy)
+
+
+@pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
+def test_changes_between_forward_and_backward_are_caught(setup):
+    """x and every weight, but where backward does not read them: dropout does not read x."""
+    for name in make(setup):
+        if "bias" in name:
+            continue
+        tensors = make(setup)
+        y = setup.fused(tensors)
+        with torch.no_grad():
+            tensors[name].add_(1)
+        if setup.op.name == "dropout":
+            y.sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def keeps_its_output(setup: Setup) -> bool:
+    level = {"linear_act": ("none",), "linear_stack": ("none", "selective")}.get(setup.op.name, ())
+    return setup.activation == "relu" and setup.recompute in level
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+def test_output_changed_in_place(setup):
+    """Pitfall 31: right where the output is not kept, an error where it is (relu at "none", as torch.relu)."""
+    tensors = make(setup)
+    dy = output_gradient(setup.fused(tensors))
+    if keeps_its_output(setup):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(lambda t: setup.fused(t).mul_(3), tensors, dy)
+    else:
+        changed = gradients(lambda t: setup.fused(t).mul_(3), tensors, dy)
+        assert_same(changed, gradients(lambda t: setup.fused(t) * 3, tensors, dy))
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+def test_nothing_saved_or_given_is_overwritten(setup):
+    """Pitfall 27: exp keeps its result, which is the op's input; dy belongs to the caller."""
+    before = make(setup)
+
+    def through_exp(function):
+        tensors = clone(before)
+        y = function({**tensors, "x": tensors["x"].exp()})
+        dy = output_gradient(y)
+        kept_dy = dy.clone()
+        y.backward(dy)
+        assert torch.equal(dy, kept_dy)
+        for name, t in tensors.items():
+            assert torch.equal(t, before[name]), name
+        return {name: t.grad for name, t in tensors.items()}
+
+    assert_same_within_rounding(through_exp(setup.fused), through_exp(setup.plain))
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_memory_is_flat_without_the_garbage_collector(setup):
+    """Pitfall 30: fifty steps leave no tensor behind, and dropping a graph frees its output and input."""
+    tensors = make(setup)
+
+    def step():
+        x = tensors["x"] * 1
+        y = setup.call({**tensors, "x": x})
+        y.square().mean().backward()
+        return weakref.ref(x), weakref.ref(y)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            step()
+        before = live_tensors()
+        for _ in range(47):
+            dead = step()
+        assert live_tensors() == before
+        assert [ref() for ref in dead] == [None, None]
+        dropped = weakref.ref(setup.call({**tensors, "x": tensors["x"] * 1}))
+        assert dropped() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
+def test_inference_mode_then_training(setup):
+    """Pitfall 34: inference leaves nothing behind that training trips over."""
+    tensors = make(setup)
+    expected = gradients(setup.fused, tensors)
+    with torch.inference_mode():
+        y = setup.fused(tensors)
+        assert y.is_inference()
+    assert torch.equal(y, expected["y"])
+    assert_same(gradients(setup.fused, tensors), expected)
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_saved_tensors_on_the_cpu(setup):
+    """Saved tensors go through hooks: save_on_cpu stores copies, and backward works from them."""
+    tensors = make(setup)
+
+    def offloaded(t):
+        with torch.autograd.graph.save_on_cpu():
+            return setup.fused(t)
+
+    assert_same(gradients(offloaded, tensors), gradients(setup.fused, tensors))
+
+
+@pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
+def test_every_saved_tensor_is_unpacked_once(setup):
+    """Pitfalls 28, 36: hooks of checkpointing and sharding fire once for each saved tensor."""
+    packed, unpacked = [], []
+
+    def unpack(entry):
+        unpacked.append(entry[0])
+        return entry[1]
+
+    def pack(t):
+        packed.append(len(packed))
+        return packed[-1], t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = setup.fused(make(setup))
+    y.sum().backward()
+    assert len(packed) > 0
+    assert sorted(unpacked) == packed
+
+
+@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+def test_forward_mode_is_refused(setup):
+    tensors = make(setup)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors["x"], torch.ones_like(tensors["x"]))
+        with pytest.raises((RuntimeError, NotImplementedError), match="forward"):
+            setup.fused({**tensors, "x": dual})
+
+
+# -- inside torch.utils.checkpoint -------------------------------------------------------------------------------------
+
+
+def levels_of(watch: Watch) -> list[str]:
+    return [level for level in watch.strings if level in LEVELS]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_inside_a_checkpoint(setup, reentrant):
+    """The same gradients and masks; what is rebuilt anyway is not rebuilt twice: no product more than without us."""
+    tensors = make(setup)
+
+    def checkpointed(function):
+        def run(t):
+            # sin keeps y, so that plain PyTorch's recompute too runs to the end of the segment
+            return checkpoint(
+                lambda *v: function(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=reentrant
+            )
+
+        return run
+
+    ours = products(seeded(checkpointed(setup.call)), tensors)
+    assert_same(ours.gradients, gradients(lambda t: setup.fused(t).sin(), tensors))
+    assert ours.flops <= products(checkpointed(setup.plain), tensors).flops
+    levels = levels_of(ours)
+    if "recompute" in setup.op.options:
+        # backward runs at the level of the recomputed forward; a reentrant first forward keeps nothing at any level
+        assert levels[1:] == ["none", "none"]
+        assert levels[0] == (setup.recompute if reentrant else "none")
+
+
+def seeded(function):
+    def run(t):
+        torch.manual_seed(SEED)
+        return function(t)
+
+    return run
+
+
+@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+def test_checkpoint_under_autocast(setup):
+    """Pitfall 11: no cast that is made in forward and missing in recompute, or the other way round."""
+    tensors = make(setup)
+
+    def checkpointed(t):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            setup.call(t)  # fills whatever cache there is
+            torch.manual_seed(SEED)
+            return checkpoint(lambda *v: setup.call(dict(zip(t, v, strict=True))), *t.values(), use_reentrant=False)
+
+    def direct(t):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return setup.fused(t)
+
+    assert_same(gradients(checkpointed, tensors), gradients(direct, tensors))
