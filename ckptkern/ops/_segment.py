@@ -104,8 +104,8 @@ class Segment:
         return tuple(results)
 
     @classmethod
-    def missing_input(cls, dy: Tensor) -> Tensor:
-        """Stands in for an input that was not kept when the composite is differentiated."""
+    def missing_input(cls, dy: Tensor, saved: tuple, statics: tuple) -> Tensor:
+        """Stands in for an input that was not kept when the composite is differentiated; raises if gradients need it."""
         raise RuntimeError(
             f"{cls.name}: second-order gradients need the input, which was not kept because the weight that reads it "
             f"is frozen; use recompute='full'"
@@ -170,7 +170,7 @@ def _second_order(segment, dy, saved, statics, needs, cotangents):
     """d/d(dy, inputs) of <cotangents, backward(dy, inputs)>, from the composite's own second derivative."""
     inputs = list(saved[: segment.input_count(saved, statics)])
     if inputs[0] is None:
-        inputs[0] = segment.missing_input(dy)
+        inputs[0] = segment.missing_input(dy, saved, statics)
     wanted = [i for i in range(len(inputs)) if needed(needs, i)]
     variables = [i for i, t in enumerate(inputs) if t is not None and t.is_floating_point()]
 
@@ -263,6 +263,8 @@ def build(segment: type[Segment]):
     def gradients(dy, saved, statics, needs):
         """One gradient per input, None where not needed; with a graph of their own only when one is being made."""
         if torch.is_grad_enabled():
+            if saved[0] is None and needed(needs, 0):  # else the gradient of x would come without a graph to x
+                segment.missing_input(dy, saved, statics)
             grads = Backward.apply(needs, *statics, dy, *saved)
         else:
             grads = segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, _split(needs)))

@@ -46,7 +46,7 @@ class Dropout(Segment):
         return eager.composite_dropout(x, dropout_arguments(rng, p))
 
     @classmethod
-    def missing_input(cls, dy):
+    def missing_input(cls, dy, saved, statics):
         return torch.zeros_like(dy)  # dropout is linear: its gradient does not depend on x
 
     @staticmethod
