@@ -88,7 +88,7 @@ class MLP(Segment):
             options = dict(dropout=dropout, row_base=start)
             h_rows = None if h is None else h[rows]
             keep_h = h is None and needed(needs, W2)
-            if not need_dz and z is None:
+            if not need_dz and (h is not None or z is None):
                 if h is None:
                     h_rows = p.linear_fwd(x_rows, w1_, b1_, activation, precision, **options)[0]
             else:
