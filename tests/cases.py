@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import ckptkern
 from ckptkern import state
 
 LEVELS = ("none", "selective", "full")
+LAYERS = ("linear_act", "linear_stack", "mlp", "gated_mlp")  # ops with parameters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = {
     "relu": F.relu,
@@ -381,9 +383,7 @@ class Watch(TorchDispatchMode):
 
 
 def live_tensors() -> int:
-    import gc
-
-    return sum(isinstance(one, Tensor) for one in gc.get_objects())
+    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
 
 
 def op_samples(setup: Setup, tensors: Tensors) -> list[tuple]:
