@@ -6,6 +6,9 @@ Same saved sets, same dropout masks, same rounding points: z is rounded, act(z) 
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -145,3 +148,160 @@ def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
     mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, 0, 0, M)
     return torch.where(mask.view(h.shape), h * scale, 0)
 
+
+
+class AttentionCore(NamedTuple):
+    """Everything of an attention core but q, k and v: shared by forward, recompute and backward, on both backends.
+
+    mask: int8 (0 = hidden) or float, [B or 1, H or 1, Sq or 1, Sk or 1]; slopes float32 [B or 1, H] (ALiBi);
+    dropout = (state, threshold, scale); window = (left, right), None for no bound; causal is (None, 0).
+    cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D].
+    """
+
+    scale: float
+    precision: str
+    window: tuple[int | None, int | None] = (None, None)
+    mask: Tensor | None = None
+    slopes: Tensor | None = None
+    dropout: Dropout = NO_DROPOUT
+    plane_base: int = 0
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    max_q: int = 0
+    max_k: int = 0
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _heads(x: Tensor, H: int) -> Tensor:
+    """k or v with every head repeated for the query heads that read it."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
+
+
+def attention_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
+    """s [B, H, Sq, Sk] in float32 (float64 for float64), -inf where row i may not see column j."""
+    s = torch.matmul(_wide(q), _wide(_heads(k, q.shape[1])).transpose(-1, -2)) * core.scale
+    i = torch.arange(q.shape[2], device=q.device)[:, None]
+    j = torch.arange(k.shape[2], device=q.device)[None, :]
+    if core.slopes is not None:
+        s = s - core.slopes.to(s.dtype)[:, :, None, None] * (i - j).abs()
+    if core.mask is not None:
+        s = s.masked_fill(core.mask == 0, -math.inf) if core.mask.dtype == torch.int8 else s + core.mask.to(s.dtype)
+    left, right = core.window
+    if left is not None:
+        s = s.masked_fill(j < i - left, -math.inf)
+    if right is not None:
+        s = s.masked_fill(j > i + right, -math.inf)
+    return s
+
+
+def _attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
+    state, threshold, _ = core.dropout
+    if state is None:
+        return None
+    B, H, Sq, _ = q.shape
+    keep = torch.ops.ckptkern.keep_mask.default(
+        state, threshold, B * H, Sq, k.shape[2], core.plane_base, 0, 0, core.max_q or Sq
+    )
+    return keep.view(B, H, Sq, k.shape[2])
+
+
+def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+    """o in differentiable PyTorch ops. Rows that see nothing give zeros and zero gradients."""
+    s = attention_scores(q, k, core)
+    hidden = s == -math.inf
+    p = torch.softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1).masked_fill(hidden, 0.0)
+    keep = _attention_keep(q, k, core)
+    if keep is not None:
+        p = torch.where(keep, p * core.dropout[2], 0.0)
+    return torch.matmul(p.to(v.dtype), _heads(v, q.shape[1]))
+
+
+def _flash_covers(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
+    """Does aten's flash attention for the CPU compute this core? It returns o and lse, and its backward takes them."""
+    return (
+        q.device.type == "cpu"
+        and q.dtype != torch.float16
+        and core.mask is None and core.slopes is None and core.dropout[0] is None
+        and core.window in ((None, None), (None, 0))
+        and 0 not in (*q.shape, *k.shape)
+    )  # fmt: skip
+
+
+def _packed(function, core: AttentionCore, query_like: tuple, key_like: tuple, result_rows: tuple):
+    """Runs `function(query-like..., key-like..., core)` on each packed sequence and joins its results along the rows."""
+    cu_q, cu_k = core.cu_q.tolist(), core.cu_k.tolist()
+    B = len(cu_q) - 1
+    results = []
+    for b in range(B):
+        rows, cols = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        own = core._replace(
+            cu_q=None, cu_k=None, plane_base=core.plane_base + b * query_like[0].shape[1],
+            slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
+        )  # fmt: skip
+        results.append(
+            function(*(x[:, :, rows] for x in query_like), *(x[:, :, cols] for x in key_like), own)
+        )
+    joined = []
+    for column, like in zip(zip(*results, strict=True), result_rows, strict=True):
+        joined.append(None if column[0] is None else torch.cat(column, 2) if column else like)
+    return tuple(joined)
+
+
+def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
+    if core.cu_q is not None:
+        if do is None:
+            o, lse = _packed(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v), (q, q[..., 0]))
+            return o, lse, None
+        return _packed(lambda q, do, k, v, c: attn_fwd(q, k, v, c, do=do), core, (q, do), (k, v), (q, q, q))
+    if _flash_covers(q, k, core):
+        H = q.shape[1]
+        o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, _heads(k, H), _heads(v, H), 0.0, core.window[1] is not None, scale=core.scale
+        )
+    else:
+        s = attention_scores(q, k, core)
+        lse = torch.logsumexp(s, -1)
+        p = torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
+        keep = _attention_keep(q, k, core)
+        if keep is not None:
+            p = torch.where(keep, p * core.dropout[2], 0.0)
+        o = torch.matmul(p.to(v.dtype), _heads(v, q.shape[1]))
+    return o, lse, None if do is None else attn_delta(o, do, core)
+
+
+def attn_delta(o, do, core: AttentionCore):
+    return (_wide(o) * _wide(do)).sum(-1)
+
+
+def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, o=None):
+    """`o` lets aten's flash backward serve on the CPU; without it gradients are formed from lse and delta."""
+    if core.cu_q is not None:
+
+        def one(q, do, lse, delta, k, v, own):
+            return attn_bwd(q, k, v, do, lse, delta, own, need_dq=need_dq, need_dkv=need_dkv)
+
+        # query-like and key-like results are joined along different rows, each in its own order
+        cu_q, cu_k = core.cu_q.tolist(), core.cu_k.tolist()
+        return _packed(one, core, (q, do, lse, delta), (k, v), (q, k, v)) if cu_q and cu_k else (q, k, v)
+    H, H_kv = q.shape[1], k.shape[1]
+    if o is not None and _flash_covers(q, k, core):
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, _heads(k, H), _heads(v, H), o, lse, 0.0, core.window[1] is not None, scale=core.scale
+        )
+    else:
+        p = torch.exp(attention_scores(q, k, core) - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
+        dp = torch.matmul(_wide(do), _wide(_heads(v, H)).transpose(-1, -2))
+        keep = _attention_keep(q, k, core)
+        dropped = p
+        if keep is not None:
+            dropped, dp = torch.where(keep, p * core.dropout[2], 0.0), torch.where(keep, dp * core.dropout[2], 0.0)
+        ds = p * (dp - delta[..., None])
+        dq = (torch.matmul(ds, _wide(_heads(k, H))) * core.scale).to(q.dtype) if need_dq else None
+        dk = torch.matmul(ds.transpose(-1, -2), _wide(q)) * core.scale
+        dv = torch.matmul(dropped.transpose(-1, -2), _wide(do))
+    if H != H_kv:
+        dk, dv = (x.unflatten(1, (H_kv, H // H_kv)).sum(2) for x in (dk, dv))
+    return (dq if need_dq else None), *((dk.to(k.dtype), dv.to(v.dtype)) if need_dkv else (None, None))

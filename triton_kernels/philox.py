@@ -56,3 +56,21 @@ def dropout_tile(x, state_ptr, threshold, scale, first_row, first_col):
     """keep * scale * x for a float32 tile that starts at (first_row, first_col) of the whole tensor."""
     keep = keep_tile(state_ptr, threshold, first_row, first_col, x.shape[0], x.shape[1])
     return tl.where(keep, x * scale, 0.0)
+
+
+@triton.jit
+def keep_elements(state_ptr, threshold, first_block, row, col):
+    """bool, of the shape that row and col broadcast to: the mask written elementwise.
+
+    Where row and col lie in an MMA layout, one thread's elements share calls and the compiler merges them (attention
+    scores); in a layout of eight neighbouring columns a thread it does not, and `keep_tile` is the one to take.
+    first_block = plane * ceil(rows per plane / 16).
+    """
+    row = row.to(tl.uint32)
+    col = col.to(tl.uint32)
+    c0 = ((col >> 5) << 3) + (col & 7) + (row & 0)
+    c1 = ((first_block + (row >> 4)) << 3) + (row & 7) + (col & 0)
+    r0, r1, r2, r3 = philox_words(state_ptr, c0, c1)
+    word = (col >> 3) & 3
+    value = tl.where(word < 2, tl.where(word == 0, r0, r1), tl.where(word == 2, r2, r3))
+    return ((value >> (((row >> 3) & 1) << 4)) & 0xFFFF).to(tl.int32) >= threshold

@@ -1,0 +1,576 @@
+"""Flash attention that can be run again: forward with LSE, and a deterministic backward from q, k, v and LSE.
+
+    s_ij = scale q_i k_j [- slope |i - j|] [+ mask_ij];  p = softmax_j(s);  o = dropout(p) v;  lse_i = log sum_j exp(s_ij)
+    dv = dropout(p)^T do;  dp = dropout'(do v^T);  ds = p (dp - delta);  delta_i = sum_d o_id do_id
+    dq = scale ds k;  dk = scale ds^T q
+
+Row i may see column j where i - LEFT <= j <= i + RIGHT (a negative bound is none); causal is RIGHT = 0, aligned top-left
+as in torch's scaled_dot_product_attention. A row that sees nothing gives o = 0, lse = -inf, and zero gradients.
+At recompute="full" backward runs the forward kernel again, which also writes delta: the same tile function, the same
+bits. No atomics: dk and dv belong to one program, dq to another, so ten runs give ten times the same bits.
+Sources: Dao, arXiv 2307.08691 (the algorithm); Press et al., arXiv 2108.12409 (ALiBi).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .philox import keep_elements
+from .tile import INTERPRETER, arch_of, cast, dot, launch, widen
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(ptr, stride_s, offs_s, S, D, HEAD_D: tl.constexpr):
+    """[len(offs_s), HEAD_D] rows of one head, zeros outside of S rows and D columns."""
+    offs_d = tl.arange(0, HEAD_D)
+    mask = (offs_s < S)[:, None]
+    if HEAD_D != D:
+        mask = mask & (offs_d < D)[None, :]
+    return tl.load(ptr + offs_s.to(tl.int64)[:, None] * stride_s + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, stride_s, offs_s, S, D, HEAD_D: tl.constexpr, value):
+    offs_d = tl.arange(0, HEAD_D)
+    mask = (offs_s < S)[:, None] & (offs_d < D)[None, :]
+    value = cast(value, ptr.dtype.element_ty)
+    tl.store(ptr + offs_s.to(tl.int64)[:, None] * stride_s + offs_d[None, :], value, mask=mask)
+    return value
+
+
+@triton.jit
+def score_tile(
+    qk, i, j, Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, left, right,
+):  # fmt: skip
+    """s in units of log 2, -inf where i may not see j. i and j broadcast: [BM, 1] and [1, BN], or transposed."""
+    s = qk * (scale * LOG2E)
+    if slope is not None:
+        s -= (slope * LOG2E) * tl.abs(i - j).to(tl.float32)
+    if mask_ptr is not None:
+        inside = (i < Sq) & (j < Sk)
+        offsets = i.to(tl.int64) * stride_maskq + j.to(tl.int64) * stride_maskk
+        if mask_ptr.dtype.element_ty == tl.int8:
+            s = tl.where(tl.load(mask_ptr + offsets, mask=inside, other=0) != 0, s, float("-inf"))
+        else:
+            s += widen(tl.load(mask_ptr + offsets, mask=inside, other=0.0)) * LOG2E
+    if EDGE:
+        seen = j < Sk
+        if LEFT:
+            seen = seen & (j >= i - left)
+        if RIGHT:
+            seen = seen & (j <= i + right)
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def column_phases(m0, Sk, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """(lo, full_lo, full_hi, hi) of the column tiles that rows m0.. see: those in [full_lo, full_hi) need no edge mask."""
+    lo = 0
+    full_lo = 0
+    hi = Sk
+    full_hi = Sk
+    if LEFT:
+        lo = tl.maximum(m0 - left, 0) // BLOCK_N * BLOCK_N
+        full_lo = tl.cdiv(tl.maximum(m0 + BLOCK_M - 1 - left, 0), BLOCK_N) * BLOCK_N
+    if RIGHT:
+        hi = tl.minimum(Sk, tl.maximum(m0 + BLOCK_M + right, 0))
+        full_hi = tl.minimum(Sk, tl.maximum(m0 + right + 1, 0))
+    full_hi = full_hi // BLOCK_N * BLOCK_N
+    full_lo = tl.minimum(full_lo, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+    return lo, full_lo, tl.maximum(full_hi, full_lo), hi
+
+
+@triton.jit
+def _fwd_steps(
+    acc, total, top, q, k_ptr, v_ptr, stride_ks, stride_vs, offs_m, lo, hi, Sq, Sk, scale, slope,
+    mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the column tiles in [lo, hi)."""
+    for start in range(lo, hi, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, stride_ks, offs_n, Sk, D, HEAD_D)
+        qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
+        s = score_tile(
+            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
+            LEFT, RIGHT, EDGE, left, right,
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(s, axis=1))
+        # a row that has seen nothing yet has top = -inf: exp2(-inf - -inf) would be NaN
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - shift[:, None])
+        correction = tl.exp2(top - shift)
+        total = total * correction + tl.sum(p, axis=1)
+        if state_ptr is not None:
+            p = tl.where(keep_elements(state_ptr, threshold, first_block, offs_m[:, None], offs_n[None, :]), p, 0.0)
+        v = load_rows(v_ptr, stride_vs, offs_n, Sk, D, HEAD_D)
+        acc = dot(cast(p, v.dtype), v, acc * correction[:, None], PRECISION)
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def _sequence(cu_ptr, b, S):
+    """(first row, length) of sequence b: packed by cu_ptr int32 [B + 1], or (0, S)."""
+    if cu_ptr is not None:
+        start = tl.load(cu_ptr + b).to(tl.int64)
+        return start, (tl.load(cu_ptr + b + 1) - start).to(tl.int32)
+    else:
+        return b * 0, S
+
+
+@triton.jit
+def _slope(slopes_ptr, b, h, stride_slopeb):
+    if slopes_ptr is not None:
+        return tl.load(slopes_ptr + b * stride_slopeb + h)
+    else:
+        return None
+
+
+@triton.jit
+def _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh):
+    if mask_ptr is not None:
+        return mask_ptr + b * stride_maskb + h * stride_maskh
+    else:
+        return None
+
+
+@triton.jit
+def _first_block(plane_base, b, h, H, Sq):
+    """Where the plane of (b, h) starts among the mask's blocks of 16 rows (philox.py)."""
+    return ((plane_base + b * H + h) * tl.cdiv(Sq, 16)).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right"])
+def _attn_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, o_ptr, lse_ptr, delta_ptr,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_maskb, stride_maskh, stride_maskq, stride_maskk, stride_slopeb,
+    stride_dob, stride_doh, stride_dos, stride_ob, stride_oh, stride_os, stride_lseb, stride_lseh,
+    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """o and lse; with do_ptr also delta = rowsum(o do). Tiles of a head are neighbours, the longest causal ones first."""
+    pid = tl.program_id(0)
+    m0 = (tiles - 1 - pid % tiles) * BLOCK_M
+    b = (pid // tiles // H).to(tl.int64)
+    h = (pid // tiles % H).to(tl.int64)
+    row0, Sq_b = _sequence(cuq_ptr, b, Sq)
+    col0, Sk_b = _sequence(cuk_ptr, b, Sk)
+    if m0 < Sq_b:
+        k_head_ptr = k_ptr + b * stride_kb + h // GROUP * stride_kh + col0 * stride_ks
+        v_head_ptr = v_ptr + b * stride_vb + h // GROUP * stride_vh + col0 * stride_vs
+        slope = _slope(slopes_ptr, b, h, stride_slopeb)
+        head_mask_ptr = _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh)
+        first_block = _first_block(plane_base, b, h, H, Sq)
+        offs_m = m0 + tl.arange(0, BLOCK_M)
+        q = load_rows(q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs, stride_qs, offs_m, Sq_b, D, HEAD_D)
+        acc = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        lo, full_lo, full_hi, hi = column_phases(m0, Sk_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+        if LEFT:
+            acc, total, top = _fwd_steps(
+                acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, offs_m, lo, full_lo, Sq_b, Sk_b,
+                scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
+                D, HEAD_D, LEFT, RIGHT, True, PRECISION, BLOCK_N,
+            )  # fmt: skip
+        acc, total, top = _fwd_steps(
+            acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, offs_m, full_lo, full_hi, Sq_b, Sk_b,
+            scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
+            D, HEAD_D, LEFT, RIGHT, False, PRECISION, BLOCK_N,
+        )  # fmt: skip
+        acc, total, top = _fwd_steps(
+            acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, offs_m, full_hi, hi, Sq_b, Sk_b,
+            scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
+            D, HEAD_D, LEFT, RIGHT, True, PRECISION, BLOCK_N,
+        )  # fmt: skip
+        empty = total == 0.0
+        acc *= (keep_scale / tl.where(empty, 1.0, total))[:, None]
+        lse = tl.where(empty, float("-inf"), top * LN2 + tl.log(tl.where(empty, 1.0, total)))
+        o = store_rows(
+            o_ptr + b * stride_ob + h * stride_oh + row0 * stride_os, stride_os, offs_m, Sq_b, D, HEAD_D, acc
+        )
+        row_ptrs = b * stride_lseb + h * stride_lseh + row0 + offs_m
+        tl.store(lse_ptr + row_ptrs, lse, mask=offs_m < Sq_b)
+        if do_ptr is not None:
+            do = load_rows(
+                do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, stride_dos, offs_m, Sq_b, D, HEAD_D
+            )
+            tl.store(delta_ptr + row_ptrs, tl.sum(widen(o) * widen(do), axis=1), mask=offs_m < Sq_b)
+
+
+@triton.jit(do_not_specialize=["Sq", "H", "tiles"])
+def _delta_kernel(
+    o_ptr, do_ptr, cuq_ptr, delta_ptr, Sq, H, tiles, stride_ob, stride_oh, stride_os,
+    stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh,
+    D: tl.constexpr, HEAD_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(o do), from a stored o."""
+    pid = tl.program_id(0)
+    b = (pid // tiles // H).to(tl.int64)
+    h = (pid // tiles % H).to(tl.int64)
+    row0, Sq_b = _sequence(cuq_ptr, b, Sq)
+    offs_m = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = load_rows(o_ptr + b * stride_ob + h * stride_oh + row0 * stride_os, stride_os, offs_m, Sq_b, D, HEAD_D)
+    do = load_rows(do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, stride_dos, offs_m, Sq_b, D, HEAD_D)
+    tl.store(
+        delta_ptr + b * stride_lseb + h * stride_lseh + row0 + offs_m, tl.sum(widen(o) * widen(do), axis=1),
+        mask=offs_m < Sq_b,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_row_values(ptr, offs_m, S, other):
+    return tl.load(ptr + offs_m, mask=offs_m < S, other=other)
+
+
+@triton.jit
+def probability_tile(s, lse):
+    """p = exp(s - lse) for s in units of log 2; lse broadcasts. A row that saw nothing has p = 0."""
+    return tl.exp2(s - tl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+
+
+@triton.jit
+def _dkdv_steps(
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_dos, offs_n, lo, hi, Sq, Sk,
+    scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dk / scale and dv of a column tile from the row tiles in [lo, hi). Scores are transposed: [BLOCK_N, BLOCK_M]."""
+    for start in range(lo, hi, BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        q = load_rows(q_ptr, stride_qs, offs_m, Sq, D, HEAD_D)
+        do = load_rows(do_ptr, stride_dos, offs_m, Sq, D, HEAD_D)
+        lse = _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))
+        delta = _load_row_values(delta_ptr, offs_m, Sq, 0.0)
+        qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
+        s = score_tile(
+            qk, offs_m[None, :], offs_n[:, None], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
+            LEFT, RIGHT, True, left, right,
+        )  # fmt: skip
+        p = probability_tile(s, lse[None, :])
+        dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
+        if state_ptr is not None:
+            keep = keep_elements(state_ptr, threshold, first_block, offs_m[None, :], offs_n[:, None])
+            dropped = tl.where(keep, p * keep_scale, 0.0)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        else:
+            dropped = p
+        dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = dot(cast(ds, q.dtype), q, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def row_range(n0, Sq, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """[lo, hi) of the rows that see any of the columns n0.., lo a multiple of BLOCK_M."""
+    lo = 0
+    hi = Sq
+    if RIGHT:
+        lo = tl.maximum(n0 - right, 0) // BLOCK_M * BLOCK_M
+    if LEFT:
+        hi = tl.minimum(Sq, tl.maximum(n0 + BLOCK_N + left, 0))
+    return lo, hi
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right"])
+def _attn_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_maskb, stride_maskh, stride_maskq, stride_maskk, stride_slopeb,
+    stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh,
+    stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
+    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One column tile of one k/v head: it owns dk and dv, and sums over the GROUP query heads that read it."""
+    pid = tl.program_id(0)
+    n0 = pid % tiles * BLOCK_N
+    H_kv = H // GROUP
+    b = (pid // tiles // H_kv).to(tl.int64)
+    h_kv = (pid // tiles % H_kv).to(tl.int64)
+    row0, Sq_b = _sequence(cuq_ptr, b, Sq)
+    col0, Sk_b = _sequence(cuk_ptr, b, Sk)
+    if n0 < Sk_b:
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr + b * stride_kb + h_kv * stride_kh + col0 * stride_ks, stride_ks, offs_n, Sk_b, D, HEAD_D)
+        v = load_rows(v_ptr + b * stride_vb + h_kv * stride_vh + col0 * stride_vs, stride_vs, offs_n, Sk_b, D, HEAD_D)
+        dk = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
+        dv = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
+        lo, hi = row_range(n0, Sq_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+        for member in range(GROUP):
+            h = h_kv * GROUP + member
+            q_head_ptr = q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs
+            do_head_ptr = do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos
+            lse_head_ptr = lse_ptr + b * stride_lseb + h * stride_lseh + row0
+            delta_head_ptr = delta_ptr + b * stride_lseb + h * stride_lseh + row0
+            slope = _slope(slopes_ptr, b, h, stride_slopeb)
+            head_mask_ptr = _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh)
+            first_block = _first_block(plane_base, b, h, H, Sq)
+            dk, dv = _dkdv_steps(
+                dk, dv, k, v, q_head_ptr, do_head_ptr, lse_head_ptr, delta_head_ptr, stride_qs, stride_dos, offs_n,
+                lo, hi, Sq_b, Sk_b, scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right,
+                state_ptr, threshold, keep_scale, first_block, D, HEAD_D, LEFT, RIGHT, PRECISION, BLOCK_M,
+            )  # fmt: skip
+        store_rows(
+            dk_ptr + b * stride_dkb + h_kv * stride_dkh + col0 * stride_dks, stride_dks, offs_n, Sk_b, D, HEAD_D, dk * scale
+        )
+        store_rows(dv_ptr + b * stride_dvb + h_kv * stride_dvh + col0 * stride_dvs, stride_dvs, offs_n, Sk_b, D, HEAD_D, dv)
+
+
+@triton.jit
+def _dq_steps(
+    dq, q, do, lse, delta, k_ptr, v_ptr, stride_ks, stride_vs, offs_m, lo, hi, Sq, Sk,
+    scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dq / scale of a row tile from the column tiles in [lo, hi)."""
+    for start in range(lo, hi, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, stride_ks, offs_n, Sk, D, HEAD_D)
+        v = load_rows(v_ptr, stride_vs, offs_n, Sk, D, HEAD_D)
+        qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
+        s = score_tile(
+            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
+            LEFT, RIGHT, True, left, right,
+        )  # fmt: skip
+        p = probability_tile(s, lse[:, None])
+        dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
+        if state_ptr is not None:
+            keep = keep_elements(state_ptr, threshold, first_block, offs_m[:, None], offs_n[None, :])
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = dot(cast(ds, k.dtype), k, dq, PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right"])
+def _attn_dq_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_maskb, stride_maskh, stride_maskq, stride_maskk, stride_slopeb,
+    stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh, stride_dqb, stride_dqh, stride_dqs,
+    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One row tile of one query head: it owns dq."""
+    pid = tl.program_id(0)
+    m0 = (tiles - 1 - pid % tiles) * BLOCK_M
+    b = (pid // tiles // H).to(tl.int64)
+    h = (pid // tiles % H).to(tl.int64)
+    row0, Sq_b = _sequence(cuq_ptr, b, Sq)
+    col0, Sk_b = _sequence(cuk_ptr, b, Sk)
+    if m0 < Sq_b:
+        k_head_ptr = k_ptr + b * stride_kb + h // GROUP * stride_kh + col0 * stride_ks
+        v_head_ptr = v_ptr + b * stride_vb + h // GROUP * stride_vh + col0 * stride_vs
+        slope = _slope(slopes_ptr, b, h, stride_slopeb)
+        head_mask_ptr = _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh)
+        first_block = _first_block(plane_base, b, h, H, Sq)
+        offs_m = m0 + tl.arange(0, BLOCK_M)
+        q = load_rows(q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs, stride_qs, offs_m, Sq_b, D, HEAD_D)
+        do = load_rows(do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, stride_dos, offs_m, Sq_b, D, HEAD_D)
+        row_ptrs = b * stride_lseb + h * stride_lseh + row0
+        lse = _load_row_values(lse_ptr + row_ptrs, offs_m, Sq_b, float("-inf"))
+        delta = _load_row_values(delta_ptr + row_ptrs, offs_m, Sq_b, 0.0)
+        dq = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
+        lo, _, _, hi = column_phases(m0, Sk_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+        dq = _dq_steps(
+            dq, q, do, lse, delta, k_head_ptr, v_head_ptr, stride_ks, stride_vs, offs_m, lo, hi, Sq_b, Sk_b,
+            scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale,
+            first_block, D, HEAD_D, LEFT, RIGHT, PRECISION, BLOCK_N,
+        )  # fmt: skip
+        store_rows(
+            dq_ptr + b * stride_dqb + h * stride_dqh + row0 * stride_dqs, stride_dqs, offs_m, Sq_b, D, HEAD_D, dq * scale
+        )
+
+
+class AttentionTile(NamedTuple):
+    """BLOCK_M rows of q by BLOCK_N rows of k and v."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+    def launch_options(self) -> dict:
+        return dict(
+            BLOCK_M=self.BLOCK_M, BLOCK_N=self.BLOCK_N, num_warps=self.num_warps, num_stages=self.num_stages,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+# (kernel, architecture) -> {(bytes per element, padded head dim): tile}; the next larger head dim serves. All pass the
+# compile gate without a spill.
+TILES = {
+    ("fwd", 90): {(2, 64): (128, 128, 8, 3), (2, 128): (128, 64, 8, 3), (2, 256): (64, 64, 8, 2),
+                  (4, 64): (64, 64, 8, 2), (4, 128): (64, 32, 8, 2), (4, 256): (32, 32, 8, 1)},
+    ("fwd", 80): {(2, 64): (128, 64, 8, 3), (2, 128): (128, 32, 8, 3), (2, 256): (64, 32, 8, 2),
+                  (4, 64): (64, 64, 8, 2), (4, 128): (64, 32, 8, 2), (4, 256): (32, 32, 8, 1)},
+    ("dkdv", 90): {(2, 64): (64, 128, 8, 2), (2, 128): (64, 64, 8, 2), (2, 256): (64, 32, 8, 2),
+                   (4, 64): (32, 64, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
+    ("dkdv", 80): {(2, 64): (32, 128, 8, 2), (2, 128): (64, 64, 8, 1), (2, 256): (32, 32, 8, 1),
+                   (4, 64): (32, 64, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
+    ("dq", 90): {(2, 64): (128, 64, 8, 2), (2, 128): (128, 64, 8, 2), (2, 256): (64, 64, 8, 2),
+                 (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (32, 16, 8, 1)},
+    ("dq", 80): {(2, 64): (128, 64, 8, 2), (2, 128): (64, 64, 8, 2), (2, 256): (64, 32, 8, 2),
+                 (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (32, 16, 8, 1)},
+}  # fmt: skip
+INTERPRETED_TILE = AttentionTile(32, 32, 4, 1)
+
+
+def attention_tile(kernel: str, arch: int, dtype: torch.dtype, head_dim: int) -> AttentionTile:
+    """A pure function of the kernel, the architecture, the dtype and the head dim."""
+    if arch == INTERPRETER:
+        return INTERPRETED_TILE
+    padded = max(padded_head_dim(head_dim), 64)
+    return AttentionTile(*TILES[kernel, 90 if 90 <= arch < 100 else 80][dtype.itemsize, padded])
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two >= 16 that a head dim is padded to in registers."""
+    return max(triton.next_power_of_2(head_dim), 16)
+
+
+def _geometry(q, k, core):
+    """(B, H, Sq, Sk, GROUP): lengths are maxima when sequences are packed. core: ckptkern.eager.AttentionCore."""
+    H, H_kv = q.shape[1], k.shape[1]
+    if core.cu_q is not None:
+        return core.cu_q.shape[0] - 1, H, core.max_q, core.max_k, H // H_kv
+    return q.shape[0], H, q.shape[2], k.shape[2], H // H_kv
+
+
+def _strides(x, packed: bool) -> tuple[int, int, int]:
+    """(batch, head, row) strides; packed sequences share one batch."""
+    return (0 if packed else x.stride(0)), x.stride(1), x.stride(2)
+
+
+def _mask_strides(mask) -> tuple[int, int, int, int]:
+    if mask is None:
+        return 0, 0, 0, 0
+    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+
+
+def _slope_stride(slopes) -> int:
+    return 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0)
+
+
+def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def empty_heads(q: torch.Tensor) -> torch.Tensor:
+    """Room for o [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; no view of anything."""
+    B, H, S, D = q.shape
+    return torch.empty_strided((B, H, S, D), (S * H * D, D, H * D, 1), dtype=q.dtype, device=q.device)
+
+
+def _common(q, k, core):
+    B, H, Sq, Sk, group = _geometry(q, k, core)
+    left, right = core.window
+    D = q.shape[-1]
+    flags = dict(
+        D=D, HEAD_D=padded_head_dim(D), GROUP=group, LEFT=left is not None, RIGHT=right is not None,
+        PRECISION=core.precision,
+    )  # fmt: skip
+    return B, H, Sq, Sk, left or 0, right or 0, flags
+
+
+def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
+    """(o like q, lse float32 [B, H, Sq] ([1, H, total] when packed), delta like lse or None).
+
+    q [B, H, Sq, D], k, v [B, H_kv, Sk, D], any strides with an inner stride of 1. With `do` (recompute) also
+    delta = rowsum(o do).
+    """
+    q, k, v = inner_contiguous(q), inner_contiguous(k), inner_contiguous(v)
+    B, H, Sq, Sk, left, right, flags = _common(q, k, core)
+    packed = core.cu_q is not None
+    o = empty_heads(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    delta = None if do is None else torch.empty_like(lse)
+    do = None if do is None else inner_contiguous(do)
+    tile = tile or attention_tile("fwd", arch_of(q), q.dtype, q.shape[-1])
+    tiles = triton.cdiv(Sq, tile.BLOCK_M)
+    if B * H * tiles and q.shape[-1]:
+        launch(
+            _attn_fwd_kernel, (B * H * tiles,), q, k, v, core.mask, core.slopes, core.dropout[0], core.cu_q, core.cu_k,
+            do, o, lse, delta, Sq, Sk, H, tiles, core.scale, core.dropout[1], core.dropout[2], core.plane_base,
+            left, right, *_strides(q, packed), *_strides(k, packed), *_strides(v, packed), *_mask_strides(core.mask),
+            _slope_stride(core.slopes), *((0, 0, 0) if do is None else _strides(do, packed)), *_strides(o, packed),
+            0 if packed else lse.stride(0), lse.stride(1), **flags, **tile.launch_options(),
+        )  # fmt: skip
+    return o, lse, delta
+
+
+def attn_delta(o, do, core):
+    """delta = rowsum(o do), float32 [B, H, Sq], from a stored o."""
+    o, do = inner_contiguous(o), inner_contiguous(do)
+    B, H, Sq, *_ = _geometry(o, o, core)
+    packed = core.cu_q is not None
+    delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
+    D = o.shape[-1]
+    BLOCK_M = 32
+    tiles = triton.cdiv(Sq, BLOCK_M)
+    if B * H * tiles and D:
+        launch(
+            _delta_kernel, (B * H * tiles,), o, do, core.cu_q, delta, Sq, H, tiles, *_strides(o, packed),
+            *_strides(do, packed), 0 if packed else delta.stride(0), delta.stride(1),
+            D=D, HEAD_D=padded_head_dim(D), BLOCK_M=BLOCK_M, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return delta
+
+
+def attn_bwd(
+    q, k, v, do, lse, delta, core, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None, tiles: tuple | None = None
+):  # fmt: skip
+    """(dq, dk, dv), written into the given tensors (views of a packed dqkv, say) or into new ones.
+
+    need_dq, need_dkv: what is not needed is None and its kernel does not run. tiles: (dkdv tile, dq tile).
+    """
+    q, k, v, do = (inner_contiguous(t) for t in (q, k, v, do))
+    B, H, Sq, Sk, left, right, flags = _common(q, k, core)
+    packed = core.cu_q is not None
+    dq = (empty_heads(q) if dq is None else dq) if need_dq else None
+    dk = (empty_heads(k) if dk is None else dk) if need_dkv else None
+    dv = (empty_heads(v) if dv is None else dv) if need_dkv else None
+    tile_kv, tile_q = tiles or (
+        attention_tile("dkdv", arch_of(q), q.dtype, q.shape[-1]), attention_tile("dq", arch_of(q), q.dtype, q.shape[-1])
+    )  # fmt: skip
+    inputs = (q, k, v, core.mask, core.slopes, core.dropout[0], core.cu_q, core.cu_k, do, lse, delta)
+    strides = (
+        *_strides(q, packed), *_strides(k, packed), *_strides(v, packed), *_mask_strides(core.mask),
+        _slope_stride(core.slopes), *_strides(do, packed), 0 if packed else lse.stride(0), lse.stride(1),
+    )  # fmt: skip
+
+    def scalars(count):
+        return (
+            Sq, Sk, H, count, core.scale, core.dropout[1], core.dropout[2], core.plane_base, left, right
+        )  # fmt: skip
+
+    count = triton.cdiv(Sk, tile_kv.BLOCK_N)
+    if need_dkv and B * k.shape[1] * count and q.shape[-1]:
+        launch(
+            _attn_dkdv_kernel, (B * k.shape[1] * count,), *inputs, dk, dv, *scalars(count), *strides,
+            *_strides(dk, packed), *_strides(dv, packed), **flags, **tile_kv.launch_options(),
+        )  # fmt: skip
+    count = triton.cdiv(Sq, tile_q.BLOCK_M)
+    if need_dq and B * H * count and q.shape[-1]:
+        launch(
+            _attn_dq_kernel, (B * H * count,), *inputs, dq, *scalars(count), *strides, *_strides(dq, packed),
+            **flags, **tile_q.launch_options(),
+        )  # fmt: skip
+    return dq, dk, dv
