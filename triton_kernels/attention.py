@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .philox import keep_elements
+from .philox import keep_scores
 from .tile import INTERPRETER, arch_of, cast, dot, launch, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -91,12 +91,13 @@ def column_phases(m0, Sk, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def _fwd_steps(
-    acc, total, top, q, k_ptr, v_ptr, stride_ks, stride_vs, offs_m, lo, hi, Sq, Sk, scale, slope,
+    acc, total, top, q, k_ptr, v_ptr, stride_ks, stride_vs, m0, lo, hi, Sq, Sk, scale, slope,
     mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
     D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the column tiles in [lo, hi)."""
+    """Online softmax over the column tiles of [lo, hi); lo is a multiple of BLOCK_N."""
+    offs_m = m0 + tl.arange(0, q.shape[0])
     for start in range(lo, hi, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr, stride_ks, offs_n, Sk, D, HEAD_D)
@@ -112,7 +113,8 @@ def _fwd_steps(
         correction = tl.exp2(top - shift)
         total = total * correction + tl.sum(p, axis=1)
         if state_ptr is not None:
-            p = tl.where(keep_elements(state_ptr, threshold, first_block, offs_m[:, None], offs_n[None, :]), p, 0.0)
+            keep = keep_scores(state_ptr, threshold, first_block, m0, start, q.shape[0], BLOCK_N, False)
+            p = tl.where(keep, p, 0.0)
         v = load_rows(v_ptr, stride_vs, offs_n, Sk, D, HEAD_D)
         acc = dot(cast(p, v.dtype), v, acc * correction[:, None], PRECISION)
         top = new_top
@@ -182,17 +184,17 @@ def _attn_fwd_kernel(
         lo, full_lo, full_hi, hi = column_phases(m0, Sk_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
         if LEFT:
             acc, total, top = _fwd_steps(
-                acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, offs_m, lo, full_lo, Sq_b, Sk_b,
+                acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, lo, full_lo, Sq_b, Sk_b,
                 scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
                 D, HEAD_D, LEFT, RIGHT, True, PRECISION, BLOCK_N,
             )  # fmt: skip
         acc, total, top = _fwd_steps(
-            acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, offs_m, full_lo, full_hi, Sq_b, Sk_b,
+            acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, full_lo, full_hi, Sq_b, Sk_b,
             scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
             D, HEAD_D, LEFT, RIGHT, False, PRECISION, BLOCK_N,
         )  # fmt: skip
         acc, total, top = _fwd_steps(
-            acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, offs_m, full_hi, hi, Sq_b, Sk_b,
+            acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, full_hi, hi, Sq_b, Sk_b,
             scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
             D, HEAD_D, LEFT, RIGHT, True, PRECISION, BLOCK_N,
         )  # fmt: skip
@@ -244,11 +246,12 @@ def probability_tile(s, lse):
 
 @triton.jit
 def _dkdv_steps(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_dos, offs_n, lo, hi, Sq, Sk,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_dos, n0, lo, hi, Sq, Sk,
     scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
     D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dk / scale and dv of a column tile from the row tiles in [lo, hi). Scores are transposed: [BLOCK_N, BLOCK_M]."""
+    offs_n = n0 + tl.arange(0, k.shape[0])
     for start in range(lo, hi, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr, stride_qs, offs_m, Sq, D, HEAD_D)
@@ -263,7 +266,7 @@ def _dkdv_steps(
         p = probability_tile(s, lse[None, :])
         dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
         if state_ptr is not None:
-            keep = keep_elements(state_ptr, threshold, first_block, offs_m[None, :], offs_n[:, None])
+            keep = keep_scores(state_ptr, threshold, first_block, start, n0, BLOCK_M, k.shape[0], True)
             dropped = tl.where(keep, p * keep_scale, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         else:
@@ -322,7 +325,7 @@ def _attn_dkdv_kernel(
             head_mask_ptr = _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh)
             first_block = _first_block(plane_base, b, h, H, Sq)
             dk, dv = _dkdv_steps(
-                dk, dv, k, v, q_head_ptr, do_head_ptr, lse_head_ptr, delta_head_ptr, stride_qs, stride_dos, offs_n,
+                dk, dv, k, v, q_head_ptr, do_head_ptr, lse_head_ptr, delta_head_ptr, stride_qs, stride_dos, n0,
                 lo, hi, Sq_b, Sk_b, scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right,
                 state_ptr, threshold, keep_scale, first_block, D, HEAD_D, LEFT, RIGHT, PRECISION, BLOCK_M,
             )  # fmt: skip
@@ -334,11 +337,12 @@ def _attn_dkdv_kernel(
 
 @triton.jit
 def _dq_steps(
-    dq, q, do, lse, delta, k_ptr, v_ptr, stride_ks, stride_vs, offs_m, lo, hi, Sq, Sk,
+    dq, q, do, lse, delta, k_ptr, v_ptr, stride_ks, stride_vs, m0, lo, hi, Sq, Sk,
     scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
     D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq / scale of a row tile from the column tiles in [lo, hi)."""
+    offs_m = m0 + tl.arange(0, q.shape[0])
     for start in range(lo, hi, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr, stride_ks, offs_n, Sk, D, HEAD_D)
@@ -351,7 +355,7 @@ def _dq_steps(
         p = probability_tile(s, lse[:, None])
         dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
         if state_ptr is not None:
-            keep = keep_elements(state_ptr, threshold, first_block, offs_m[:, None], offs_n[None, :])
+            keep = keep_scores(state_ptr, threshold, first_block, m0, start, q.shape[0], BLOCK_N, False)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         dq = dot(cast(ds, k.dtype), k, dq, PRECISION)
@@ -390,7 +394,7 @@ def _attn_dq_kernel(
         dq = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
         lo, _, _, hi = column_phases(m0, Sk_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
         dq = _dq_steps(
-            dq, q, do, lse, delta, k_head_ptr, v_head_ptr, stride_ks, stride_vs, offs_m, lo, hi, Sq_b, Sk_b,
+            dq, q, do, lse, delta, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, lo, hi, Sq_b, Sk_b,
             scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale,
             first_block, D, HEAD_D, LEFT, RIGHT, PRECISION, BLOCK_N,
         )  # fmt: skip
@@ -400,7 +404,7 @@ def _attn_dq_kernel(
 
 
 class AttentionTile(NamedTuple):
-    """BLOCK_M rows of q by BLOCK_N rows of k and v."""
+    """BLOCK_M rows of q (a multiple of 16) by BLOCK_N rows of k and v (of 32): the blocks of the dropout mask."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -426,9 +430,9 @@ TILES = {
     ("dkdv", 80): {(2, 64): (32, 128, 8, 2), (2, 128): (64, 64, 8, 1), (2, 256): (32, 32, 8, 1),
                    (4, 64): (32, 64, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
     ("dq", 90): {(2, 64): (128, 64, 8, 2), (2, 128): (128, 64, 8, 2), (2, 256): (64, 64, 8, 2),
-                 (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (32, 16, 8, 1)},
+                 (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
     ("dq", 80): {(2, 64): (128, 64, 8, 2), (2, 128): (64, 64, 8, 2), (2, 256): (64, 32, 8, 2),
-                 (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (32, 16, 8, 1)},
+                 (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
 }  # fmt: skip
 INTERPRETED_TILE = AttentionTile(32, 32, 4, 1)
 

@@ -59,18 +59,30 @@ def dropout_tile(x, state_ptr, threshold, scale, first_row, first_col):
 
 
 @triton.jit
-def keep_elements(state_ptr, threshold, first_block, row, col):
-    """bool, of the shape that row and col broadcast to: the mask written elementwise.
+def keep_scores(
+    state_ptr, threshold, first_block, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """bool [ROWS, COLS] (or its transpose) from row first_row (a multiple of 16) and column first_col (of 32).
 
-    Where row and col lie in an MMA layout, one thread's elements share calls and the compiler merges them (attention
-    scores); in a layout of eight neighbouring columns a thread it does not, and `keep_tile` is the one to take.
+    The mask written elementwise: in the layout of a matrix product's result the eight elements of a call lie in one
+    thread, and the compiler merges the equal calls, because all that varies inside the tile is built from lane numbers
+    and constants. In a layout of eight neighbouring columns a thread it cannot; there `keep_tile` is the one to take.
     first_block = plane * ceil(rows per plane / 16).
     """
-    row = row.to(tl.uint32)
-    col = col.to(tl.uint32)
-    c0 = ((col >> 5) << 3) + (col & 7) + (row & 0)
-    c1 = ((first_block + (row >> 4)) << 3) + (row & 7) + (col & 0)
+    row = tl.arange(0, ROWS).to(tl.uint32)
+    col = tl.arange(0, COLS).to(tl.uint32)
+    if TRANSPOSED:
+        row = row[None, :]
+        col = col[:, None]
+    else:
+        row = row[:, None]
+        col = col[None, :]
+    base0 = tl.to_tensor(first_col // 4).to(tl.uint32)
+    base1 = (first_block << 3) + tl.to_tensor(first_row // 2).to(tl.uint32)
+    c0 = ((col >> 5) << 3) + (col & 7) + (row & 0) + base0
+    c1 = ((row >> 4) << 3) + (row & 7) + (col & 0) + base1
     r0, r1, r2, r3 = philox_words(state_ptr, c0, c1)
-    word = (col >> 3) & 3
+    word = ((col >> 3) & 3) + (row & 0)
     value = tl.where(word < 2, tl.where(word == 0, r0, r1), tl.where(word == 2, r2, r3))
     return ((value >> (((row >> 3) & 1) << 4)) & 0xFFFF).to(tl.int32) >= threshold

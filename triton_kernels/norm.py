@@ -1,0 +1,128 @@
+"""LayerNorm and RMSNorm over rows [M, D]: forward, and backward from x alone.
+
+    layer: mu = mean(x), r = rsqrt(mean((x - mu)^2) + eps), h = (x - mu) r      rms: r = rsqrt(mean(x^2) + eps), h = x r
+    norm_fwd    xn = h * weight + bias; optionally of s = round(x + addend)
+    norm_bwd    g = dxn * weight
+                layer: dx = r (g - mean(g) - h mean(g h))                       rms: dx = r (g - h mean(g h))
+                dweight = sum_m dxn h, dbias = sum_m dxn
+
+All in float32 with one rounding at the end. mu and r are rebuilt from x and never kept: forward and backward share
+`normalized_tile` and the shape of its tile, so the rebuilt h has the bits of the first. A program holds whole rows in
+registers, so that x is read once. Rows of up to 16384 elements do not spill; longer ones work, slowly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .elementwise import load_tile, store_tile
+from .tile import INTERPRETER, arch_of, cast, launch, rows_of, widen
+
+
+class RowTile(NamedTuple):
+    """BLOCK_M whole rows, padded to BLOCK_D columns. HELD: backward sums dweight and dbias in registers."""
+
+    BLOCK_M: int
+    BLOCK_D: int
+    num_warps: int
+    HELD: bool
+
+    def launch_options(self) -> dict:
+        return dict(BLOCK_M=self.BLOCK_M, BLOCK_D=self.BLOCK_D, num_warps=self.num_warps, enable_fp_fusion=False)
+
+
+def row_tile(D: int) -> RowTile:
+    """The tile for rows of D elements: 16 elements a thread (32 in the longest rows), whatever the dtype."""
+    BLOCK_D = max(16, triton.next_power_of_2(D))
+    return RowTile(
+        BLOCK_M=max(1, 4096 // BLOCK_D), BLOCK_D=BLOCK_D, num_warps=8 if BLOCK_D <= 4096 else 16, HELD=BLOCK_D <= 8192
+    )
+
+
+# Programs of a backward launch, each with one row of partial weight gradients: what fits the card at once (16 warps on
+# each of 108 and 132 multiprocessors), by architecture and not by device, so that every card of a kind sums alike.
+def programs(arch: int, num_warps: int) -> int:
+    return 3 if arch == INTERPRETER else (132 if 90 <= arch < 100 else 108) * 16 // num_warps
+
+
+@triton.jit
+def normalized_tile(x, mask_m, mask, eps, D, RMS: tl.constexpr):
+    """h [M, D] and r [M] of float32 rows x whose padding is zero. Padded rows give zeros, for eps = 0 too."""
+    if not RMS:
+        x = tl.where(mask, x - (tl.sum(x, axis=1) / D)[:, None], 0.0)
+    r = tl.where(mask_m, tl.rsqrt(tl.sum(x * x, axis=1) / D + eps), 0.0)
+    return x * r[:, None], r
+
+
+@triton.jit
+def normalized_grad_tile(h, r, g, D, RMS: tl.constexpr):
+    """dx [M, D] from g, the gradient of h. g is zero in the padding."""
+    dx = g - h * (tl.sum(g * h, axis=1) / D)[:, None]
+    if not RMS:
+        dx -= (tl.sum(g, axis=1) / D)[:, None]
+    return dx * r[:, None]
+
+
+@triton.jit(do_not_specialize=["M", "eps"])
+def _norm_fwd_kernel(
+    x_ptr, addend_ptr, weight_ptr, bias_ptr, xn_ptr, sum_ptr, M, D,
+    stride_xm, stride_addendm, stride_xnm, stride_summ, eps,
+    RMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_m = offs_m < M
+    mask_d = offs_d < D
+    mask = mask_m[:, None] & mask_d[None, :]
+    x = load_tile(x_ptr, stride_xm, offs_m, offs_d, mask)
+    if addend_ptr is not None:
+        x = cast(widen(x) + widen(load_tile(addend_ptr, stride_addendm, offs_m, offs_d, mask)), x.dtype)
+        if sum_ptr is not None:
+            store_tile(sum_ptr, stride_summ, offs_m, offs_d, mask, x)
+    xn, _ = normalized_tile(widen(x), mask_m, mask, eps, D, RMS)
+    if weight_ptr is not None:
+        xn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
+    if bias_ptr is not None:
+        xn += widen(tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
+    store_tile(xn_ptr, stride_xnm, offs_m, offs_d, mask, cast(xn, xn_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["M", "tiles", "eps"])
+def _norm_bwd_kernel(
+    dxn_ptr, x_ptr, weight_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, D, tiles,
+    stride_dxnm, stride_xm, stride_residualm, stride_dxm, eps,
+    RMS: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Each program walks `tiles` tiles of rows, and writes one row of dweight_ptr and dbias_ptr [programs, D]."""
+    pid = tl.program_id(0)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    dweight_ptrs = dweight_ptr + pid.to(tl.int64) * D + offs_d if dweight_ptr is not None else None
+    dbias_ptrs = dbias_ptr + pid.to(tl.int64) * D + offs_d if dbias_ptr is not None else None
+    dweight = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    dbias = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for tile in tl.range(pid * tiles, (pid + 1) * tiles, num_stages=STAGES):
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & mask_d[None, :]
+        x = widen(load_tile(x_ptr, stride_xm, offs_m, offs_d, mask))
+        dxn = widen(load_tile(dxn_ptr, stride_dxnm, offs_m, offs_d, mask))
+        h, r = normalized_tile(x, mask_m, mask, eps, D, RMS)
+        if dweight_ptr is not None:
+            dweight += dxn * h
+        if dbias_ptr is not None:
+            dbias += dxn
+        if weight_ptr is not None:
+            dxn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
+        dx = normalized_grad_tile(h, r, dxn, D, RMS)
+        if residual_ptr is not None:
+            dx += widen(load_tile(residual_ptr, stride_residualm, offs_m, offs_d, mask))
+        store_tile(dx_ptr, stride_dxm, offs_m, offs_d, mask, cast(dx, dx_ptr.dtype.element_ty))
+    if dweight_ptr is not None:
+        tl.store(dweight_ptrs, tl.sum(dweight, axis=0), mask=mask_d)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptrs, tl.sum(dbias, axis=0), mask=mask_d)
