@@ -100,9 +100,9 @@ def arch_of(x: torch.Tensor) -> int:
     return device_arch(x.device.index) if x.is_cuda else INTERPRETER
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself when its rows are contiguous, else a contiguous copy. Kernels want an inner stride of 1."""
-    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` itself when its rows are contiguous, else a contiguous copy; None stays None. Kernels want an inner stride of 1."""
+    return x if x is None or x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
 def launch(kernel, grid, *args, **kwargs) -> None:
