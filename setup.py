@@ -35,6 +35,7 @@ def extension_arguments() -> dict:
 
 
 setup(
+    license="MIT",
     # `triton_kernels` and `benchmarks` must never be installed under these names at top level: the first
     # belongs to triton-lang's own package.
     packages=[

@@ -306,6 +306,8 @@ def test_vmap_of_keep_mask_equals_a_loop():
 
 
 def test_opcheck():
+    # What keeps torch's partitioner from drawing again in backward.
+    assert torch.Tag.nondeterministic_seeded in torch.ops.ckptkern.rng_state.default.tags
     torch.library.opcheck(torch.ops.ckptkern.rng_state, (torch.empty(0),))
     torch.library.opcheck(torch.ops.ckptkern.keep_mask, (torch.tensor(KEY_STREAM), 1000, 3, 37, 70, 2, 5, 9, 60))
 

@@ -179,7 +179,7 @@ def linear_fwd(
     """
     M, K = x.shape
     N = w.shape[0]
-    x, w = rows_of(x), rows_of(w)
+    x, w, b = rows_of(x), rows_of(w), rows_of(b)
     tile = tile or tile_for("linear", arch_of(x), x, w)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
     z = torch.empty_like(h) if keep_z else None
@@ -197,7 +197,7 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
     """dz = dh * act'(x w^T + b) [M, N], and db = sum of dz's rows (float32 [N]; None unless asked for)."""
     M, K = x.shape
     N = w.shape[0]
-    x, w, dh = rows_of(x), rows_of(w), rows_of(dh)
+    x, w, b, dh = rows_of(x), rows_of(w), rows_of(b), rows_of(dh)
     tile = tile or tile_for("linear", arch_of(x), x, w)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partial = partial_rows(M, N, tile, x) if db else None

@@ -221,7 +221,7 @@ def mlp_bwd(
     -> (dz [M, N], h [M, N] or None, db1 float32 [N] or None)."""
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
-    x, w1, dy, w2 = rows_of(x), rows_of(w1), rows_of(dy), rows_of(w2)
+    x, w1, b1, dy, w2 = map(rows_of, (x, w1, b1, dy, w2))
     tile = tile or tile_for("dual", arch_of(x), x, w1, dy, w2)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     h = torch.empty_like(dz) if keep_h else None
@@ -242,7 +242,7 @@ def gated_fwd(
     """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> (h [M, N], g or None, u or None)."""
     M, K = x.shape
     N = wg.shape[0]
-    x, wg, wu = rows_of(x), rows_of(wg), rows_of(wu)
+    x, wg, bg, wu, bu = map(rows_of, (x, wg, bg, wu, bu))
     tile = tile or tile_for("dual", arch_of(x), x, wg, wu)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
     g, u = (torch.empty_like(h), torch.empty_like(h)) if keep_gu else (None, None)
@@ -263,7 +263,7 @@ def gated_bwd(
     -> (dg, du [M, N], h or None, dbg, dbu float32 [N] or None)."""
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
-    x, wg, wu, dy, wd = rows_of(x), rows_of(wg), rows_of(wu), rows_of(dy), rows_of(wd)
+    x, wg, bg, wu, bu, dy, wd = map(rows_of, (x, wg, bg, wu, bu, dy, wd))
     tile = tile or tile_for("triple", arch_of(x), x, wg, wu, dy, wd)
     dg = torch.empty((M, N), dtype=x.dtype, device=x.device)
     du = torch.empty_like(dg)

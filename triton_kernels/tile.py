@@ -63,7 +63,7 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
     },
     ("triple", 90): {
-        "16": Tile(128, 64, 64, 8, 3), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
     },
     ("triple", 80): {
         "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
@@ -100,9 +100,9 @@ def arch_of(x: torch.Tensor) -> int:
     return device_arch(x.device.index) if x.is_cuda else INTERPRETER
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself when its rows are contiguous, else a contiguous copy. Kernels want an inner stride of 1."""
-    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` itself when its rows are contiguous, else a contiguous copy; None stays None. Kernels want an inner stride of 1."""
+    return x if x is None or x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
 def launch(kernel, grid, *args, **kwargs) -> None:

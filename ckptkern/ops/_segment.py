@@ -314,6 +314,9 @@ def build(segment: type[Segment]):
             return Functional.apply(_present(tensors), *statics, *tensors)[0]
         if torch.compiler.is_compiling():
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
+            if not needs or not torch.is_grad_enabled():
+                # Dynamo, where nothing needs a gradient, hands a ctx to a forward(*args) that takes none
+                return segment.flat(fwd(*segment.arguments(tensors), *statics))[0]
             return Functional.apply(needs, *statics, *tensors)[0]
         return Eager.apply(statics, *tensors)
 

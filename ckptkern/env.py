@@ -1,0 +1,186 @@
+"""``python -m ckptkern env``: what a bug report or a benchmark result needs to say about the machine.
+
+Nothing here raises: what cannot be had is named as missing, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__
+
+GIB = 1 << 30
+
+
+def collect() -> dict[str, Any]:
+    """Everything that is printed, as data that json can write."""
+    return {
+        "versions": _versions(),
+        "system": _system(),
+        "devices": _devices(),
+        "extension": _extension(),
+        "backends": _backends(),
+        "fp32_precision": _fp32_precision(),
+        "sdpa": _sdpa(),
+    }
+
+
+def _or_missing(function: Callable[[], Any]) -> Callable[[], Any]:
+    """A probe whose failure is part of the answer."""
+
+    @functools.wraps(function)
+    def probe() -> Any:
+        try:
+            return function()
+        except Exception as error:  # a broken driver or a half-installed package raises anything
+            return {"missing": f"{type(error).__name__}: {error}"}
+
+    return probe
+
+
+def _package_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@_or_missing
+def _versions() -> dict[str, str]:
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "ckptkern": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _package_version("triton"),
+        "numpy": _package_version("numpy"),
+        "CUDA": torch.version.cuda or "none: torch was built without it",
+        "cuDNN": str(cudnn or "none"),
+        "NVIDIA driver": _driver(),
+    }
+
+
+def _driver() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown: no nvidia-smi"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    lines = answer.stdout.split()
+    return lines[0] if answer.returncode == 0 and lines else "unknown: nvidia-smi failed"
+
+
+@_or_missing
+def _system() -> dict[str, Any]:
+    return {
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "CPUs": os.cpu_count(),
+        "torch threads": torch.get_num_threads(),
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+@_or_missing
+def _devices() -> dict[str, dict[str, Any]]:
+    devices = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = {
+            "name": properties.name,
+            "compute capability": f"{properties.major}.{properties.minor}",
+            "memory GiB": round(properties.total_memory / GIB, 1),
+            "multiprocessors": properties.multi_processor_count,
+        }
+    return devices or {"cuda": {"missing": "torch sees no CUDA device"}}
+
+
+@_or_missing
+def _extension() -> dict[str, str]:
+    from . import state
+
+    info = dict(state.extension_info())
+    path = Path(info.pop("path"))
+    return {"file": path.name, **info, "compiler": _compiler(path)}
+
+
+def _compiler(library: Path) -> str:
+    """What the library's ELF .comment section says, as both gcc and clang write it."""
+    found = re.findall(rb"GCC: \([^)\0]*\) [\w.]+|[\w ]*clang version [\w.]+", library.read_bytes())
+    return ", ".join(sorted({name.decode() for name in found})) or "unknown"
+
+
+@_or_missing
+def _backends() -> dict[str, str]:
+    from .ops import _common as ops
+
+    answer = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
+    for device in ("cpu", "cuda"):
+        if device == "cuda" and not torch.cuda.is_available():
+            answer[device] = "no device"
+            continue
+        try:
+            answer[device] = ops.choose_backend("env", torch.empty(0, device=device))
+            with ops.backend("triton"):
+                ops.choose_backend("env", torch.empty(0, device=device))
+        except RuntimeError as error:  # "env: backend('triton') was asked for, but ..."
+            answer[device] = f"{answer.get(device, 'none')} ({str(error).partition('but ')[2]})"
+    return answer
+
+
+@_or_missing
+def _fp32_precision() -> dict[str, str]:
+    backends = torch.backends
+    return {
+        "all": backends.fp32_precision,
+        "cuda matmul": backends.cuda.matmul.fp32_precision,
+        "cuDNN conv": backends.cudnn.conv.fp32_precision,
+        "CPU matmul": backends.mkldnn.matmul.fp32_precision,
+    }
+
+
+@_or_missing
+def _sdpa() -> dict[str, bool]:
+    cuda = torch.backends.cuda
+    return {
+        "flash": cuda.flash_sdp_enabled(),
+        "memory efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "cuDNN": cuda.cudnn_sdp_enabled(),
+    }
+
+
+def lines(data: dict[str, Any], indent: int = 0) -> list[str]:
+    """data as indented plain text, one value a line."""
+    result = []
+    for name, value in data.items():
+        if isinstance(value, dict):
+            result += [" " * indent + f"{name}", *lines(value, indent + 2)]
+        else:
+            result.append(" " * indent + f"{name}: {value}")
+    return result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``python -m ckptkern env``."""
+    parser.description = "Print versions, devices, the state of the extension and the backends that would be used."
+    parser.add_argument("--json", action="store_true", help="print JSON instead of plain text")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints and returns 0, whatever is missing."""
+    data = collect()
+    print(json.dumps(data, indent=2) if args.json else "\n".join(lines(data)))
+    return 0

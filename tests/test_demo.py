@@ -1,0 +1,269 @@
+"""``python -m ckptkern demo`` end to end at a tiny size, and what its comparison rests on."""
+
+import csv
+import json
+import math
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ckptkern import __main__, demo
+
+TINY = ("--device=cpu", "--dtype=fp32", "--steps=6", "--batch-size=2", "--seq-len=16")
+TINY += ("--layers=2", "--d-model=16", "--heads=2", "--threads=1")
+
+
+def run_demo(out, *arguments):
+    return __main__.main(["demo", *TINY, "--out", str(out), *arguments])
+
+
+def losses_by_way(out):
+    losses = {}
+    with (out / "losses.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            losses.setdefault(row["way"], []).append(float(row["loss"]))
+    return losses
+
+
+def config(**changes):
+    settings = {"steps": 4, "batch_size": 2, "seq_len": 16, "layers": 2, "d_model": 16, "heads": 2, "lr": 1e-3}
+    settings |= {"device": "cpu", "dtype": "fp32", "dropout": 0.0, "activation": "gelu", "recompute": "full", "seed": 0}
+    return demo.Config(**(settings | {"ways": demo.WAYS} | changes))
+
+
+def test_end_to_end(tmp_path, capsys):
+    assert run_demo(tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    for text in ("train", "held-out", "kept", "peak", "ms per", "ratio", "of 6", *demo.WAYS):
+        assert text in printed
+
+    losses = losses_by_way(tmp_path / "out")
+    assert tuple(losses) == demo.WAYS
+    for way in demo.WAYS:
+        assert len(losses[way]) == 6
+        assert losses[way][-1] < losses[way][0] < 1.1 * math.log(256)
+        torch.testing.assert_close(losses[way], losses["torch"], rtol=demo.AGREEMENT, atol=0.0)
+
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {"date", "settings", "text", "table", "agreement", "environment"} <= results.keys()
+    assert results["environment"]["versions"]["torch"] == torch.__version__
+    assert [row["way"] for row in results["table"]] == list(demo.WAYS)
+    assert all(agreement["limited"] for agreement in results["agreement"])
+    plain, checkpointed, ours = results["table"]
+    # plain keeps z and h of every MLP, 4d each; ckptkern at "full" keeps neither, checkpoint only block inputs
+    assert (plain["kept_mib"] - ours["kept_mib"]) * demo.MIB == 2 * (2 * 16) * 8 * 16 * 4
+    assert checkpointed["kept_mib"] < ours["kept_mib"]
+    assert checkpointed["peak_mib"] < ours["peak_mib"] < plain["peak_mib"]
+    assert plain["ratio"] == 1.0
+
+    png = (tmp_path / "out" / "demo.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) > 20_000
+
+
+def test_curves_that_disagree_fail(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(demo.ACTIVATIONS, "gelu", F.relu)
+    assert run_demo(tmp_path) == 1
+    captured = capsys.readouterr()
+    assert "the loss curves do not agree" in captured.err
+    assert "more than the limit of 0.001" in captured.out
+    assert "checkpoint against torch: equal bit for bit (within" in captured.out
+
+
+def test_a_loss_that_is_not_a_number_fails():
+    runs = [
+        demo.Run(way, None, None, None, None, losses=[1.0, last])
+        for way, last in (("torch", 2.0), ("torch.utils.checkpoint", 2.0), ("ckptkern", math.nan))
+    ]
+    same, broken = demo.agreements(config(), runs)
+    assert not same.failed
+    assert broken.failed
+
+
+def test_dropout_is_replayed(tmp_path, capsys):
+    losses = {}
+    for level in ("full", "none"):
+        assert run_demo(tmp_path / level, "--dropout", "0.2", "--recompute", level) == 0
+        losses[level] = losses_by_way(tmp_path / level)
+    assert "no limit: their dropout masks come from different random streams" in capsys.readouterr().out
+    assert losses["full"]["torch"] == losses["full"]["torch.utils.checkpoint"]
+    assert losses["full"]["torch"] != losses["full"]["ckptkern"]
+    # a mask that backward drew anew would give other gradients, so other losses from the second step on
+    torch.testing.assert_close(losses["full"]["ckptkern"], losses["none"]["ckptkern"], rtol=1e-5, atol=0.0)
+
+    assert run_demo(tmp_path / "none", "--dropout", "0.2", "--seed", "1") == 0
+    other = losses_by_way(tmp_path / "none")
+    assert other["ckptkern"] != losses["full"]["ckptkern"]
+
+
+@pytest.mark.parametrize("activation", sorted(demo.ACTIVATIONS))
+def test_every_activation_agrees(tmp_path, activation):
+    assert run_demo(tmp_path, "--activation", activation, "--ways", "torch", "ckptkern") == 0
+    assert set(losses_by_way(tmp_path)) == {"torch", "ckptkern"}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_trains(tmp_path, capsys, dtype):
+    assert run_demo(tmp_path, "--dtype", dtype, "--steps", "4") == 0
+    assert "no limit: only fp32 on a CPU has one" in capsys.readouterr().out
+    for losses in losses_by_way(tmp_path).values():
+        assert all(map(math.isfinite, losses))
+        torch.testing.assert_close(losses, losses_by_way(tmp_path)["torch"], rtol=0.02, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--heads 3", "--d-model: wanted a multiple of --heads 3 but got 16"),
+        ("--dropout 1.5", "--dropout: wanted a probability in [0, 1) but got 1.5"),
+        ("--steps 0", "--steps: wanted at least 1 but got 0"),
+        ("--batch-size -2", "--batch-size: wanted at least 1 but got -2"),
+        ("--threads 0", "--threads: wanted at least 1 but got 0"),
+        ("--lr 0", "--lr: wanted a positive learning rate but got 0.0"),
+        ("--ways torch torch", "--ways: wanted each way once but got torch torch"),
+        ("--seq-len 100000000", "bytes but got 100000000"),
+    ],
+)
+def test_arguments_that_make_no_sense(tmp_path, capsys, arguments, message):
+    assert run_demo(tmp_path / "out", *arguments.split()) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is there")
+def test_a_missing_gpu_is_named(tmp_path, capsys):
+    assert run_demo(tmp_path, "--device", "cuda") == 2
+    assert "--device: wanted cuda but torch sees no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--ways", "jax"], ["--activation", "tanh"], ["--dtype", "fp8"], ["--frames", "3"]]
+)
+def test_unknown_choices_are_refused(tmp_path, capsys, arguments):
+    with pytest.raises(SystemExit) as exit_:
+        run_demo(tmp_path, *arguments)
+    assert exit_.value.code == 2
+    assert arguments[-1] in capsys.readouterr().err
+
+
+def test_nothing_is_on_both_sides_of_the_split():
+    corpus = demo.load_corpus()
+    assert corpus.train_files
+    assert corpus.held_out_files
+    groups = [
+        {path.split("/")[0].removesuffix(".py") for path in files}
+        for files in (corpus.train_files, corpus.held_out_files)
+    ]
+    assert not groups[0] & groups[1]
+    assert 0.02 < len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out)) < 0.4
+    again = demo.load_corpus()
+    assert torch.equal(corpus.train, again.train)
+    assert torch.equal(corpus.held_out, again.held_out)
+
+
+def tree(root, files):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(text)
+
+
+def test_corpus_takes_sorted_source_files_once(tmp_path):
+    train, held_out = (
+        next(n for n in map(str, range(1000)) if demo.is_held_out(f"m{n}.py") is part) for part in (False, True)
+    )
+    first, second = f"m{train}/a.py", f"m{train}/sub/b.py"
+    tree(
+        tmp_path,
+        {
+            second: b"two",
+            first: b"one",
+            f"m{held_out}.py": b"held",
+            f"m{held_out}/again.py": b"one",
+            "empty.py": b"",
+            "site-packages/other.py": b"installed",
+            f"m{train}/tests/test_a.py": b"test",
+            f"m{train}/data.txt": b"text",
+        },
+    )
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
+    corpus = demo.load_corpus(tmp_path)
+    texts = {path: (tmp_path / path).read_bytes() for path in corpus.train_files + corpus.held_out_files}
+    assert sorted(texts.values()) == [b"held", b"one", b"two"]
+    for files, text in ((corpus.train_files, corpus.train), (corpus.held_out_files, corpus.held_out)):
+        assert list(files) == sorted(files)
+        assert bytes(text.tolist()) == b"".join(texts[path] for path in files)
+
+
+def test_corpus_stops_at_its_limit():
+    corpus = demo.load_corpus(max_bytes=1_000_000)
+    assert 500_000 < len(corpus.train) + len(corpus.held_out) <= 1_000_000
+
+
+def test_no_text_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="wanted Python source files below"):
+        demo.load_corpus(tmp_path)
+
+
+def test_batches_come_from_the_seed_and_targets_are_the_next_bytes():
+    text = torch.arange(200, dtype=torch.uint8)
+    batches, again, other = (list(demo.training_batches(config(seed=seed), text)) for seed in (3, 3, 4))
+    assert len(batches) == 4
+    for (tokens, targets), (tokens_again, _) in zip(batches, again, strict=True):
+        assert torch.equal(tokens, tokens_again)
+        assert tokens.shape == (2, 16)
+        assert torch.equal(targets, tokens + 1)
+    assert not torch.equal(batches[0][0], other[0][0])
+    held_out = demo.held_out_batches(config(), text, batches=3)
+    assert [tokens.shape for tokens, _ in held_out] == [(2, 16)] * 3
+    assert held_out[0][0][0, 0] == 0
+    assert held_out[-1][1][-1, -1] == 199
+
+
+def test_the_way_changes_layers_and_not_the_state_dict():
+    runs = demo.start_runs(config())
+    first = runs[0].model.state_dict()
+    for run in runs[1:]:
+        state = run.model.state_dict()
+        assert list(state) == list(first)
+        assert all(torch.equal(state[name], first[name]) for name in first)
+    types = [type(run.model.blocks[0].mlp).__module__.split(".")[:2] for run in runs]
+    assert types == [["ckptkern", "demo"], ["ckptkern", "demo"], ["ckptkern", "nn"]]
+
+
+def test_learning_rate_warms_up_and_decays():
+    (run,) = demo.start_runs(config(steps=100, ways=("torch",)))
+    rates = []
+    for _ in range(100):
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        run.optimizer.step()
+        run.schedule.step()
+    assert rates[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(1e-4, rel=0.05)
+
+
+def test_threads_are_chosen_and_given_back(monkeypatch):
+    outer = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with demo.cpu_threads(None, config()) as threads:
+            assert threads in (1, 2)
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+        with demo.cpu_threads(1, config()) as threads:
+            assert torch.get_num_threads() == threads == 1
+        assert torch.get_num_threads() == 2
+
+        linear = F.linear
+
+        def spinning(*tensors):  # as if a second thread had no core to run on
+            time.sleep(0.002 * (torch.get_num_threads() - 1))
+            return linear(*tensors)
+
+        monkeypatch.setattr(F, "linear", spinning)
+        with demo.cpu_threads(None, config()) as threads:
+            assert threads == 1
+    finally:
+        torch.set_num_threads(outer)

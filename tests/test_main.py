@@ -1,0 +1,128 @@
+"""``python -m ckptkern``: the commands, their help, and ``env``."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ckptkern
+from ckptkern import __main__, env, state
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        __main__.main(["--help"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    for name, (_, summary, _) in __main__.COMMANDS.items():
+        assert name in printed
+        assert summary in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("command", sorted(__main__.COMMANDS))
+def test_help_of_a_command(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        __main__.main([command, "--help"])
+    assert exit_.value.code == 0
+    assert f"python -m ckptkern {command}" in capsys.readouterr().out
+
+
+def test_demo_help_shows_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["demo", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "(default: 600 on a CPU, 600 on a GPU)" in printed
+    assert "(default: fp32 on a CPU, bf16 on a GPU)" in printed
+    assert "(default: gelu)" in printed
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"]])
+def test_no_or_another_command_is_a_usage_error(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        __main__.main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: python -m ckptkern" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["--version"])
+    assert capsys.readouterr().out.strip() == f"ckptkern {ckptkern.__version__}"
+
+
+@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+def test_a_missing_package_is_named_with_its_extra(package, capsys, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith("ckptkern.demo") or name.split(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as exit_:
+        __main__.main(["demo", "--help"])
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert f"{package} is not installed" in message
+    assert "pip install 'ckptkern[demo]'" in message
+
+
+def test_a_missing_module_of_ours_is_no_missing_extra(monkeypatch):
+    monkeypatch.setitem(__main__.COMMANDS, "demo", (".no_such_module", "", "demo"))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        __main__.main(["demo"])
+
+
+def test_env_as_a_command_and_as_json():
+    answer = subprocess.run(
+        [sys.executable, "-m", "ckptkern", "env", "--json"], capture_output=True, text=True, check=True
+    )
+    assert answer.stderr == ""
+    data = json.loads(answer.stdout)
+    assert list(data) == ["versions", "system", "devices", "extension", "backends", "fp32_precision", "sdpa"]
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["versions"]["ckptkern"] == ckptkern.__version__
+    assert data["extension"]["built for torch"] == torch.__version__
+    assert data["backends"]["cpu"].startswith("eager")
+    assert set(data["sdpa"]) == {"flash", "memory efficient", "math", "cuDNN"}
+    assert "missing" not in data["fp32_precision"]
+
+
+def test_env_imports_no_extra():
+    program = (
+        "import sys; from ckptkern.__main__ import main; main(['env']);"
+        "print([name for name in ('rich', 'matplotlib', 'pandas') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "[]"
+
+
+def test_env_prints_one_value_a_line(capsys):
+    assert __main__.main(["env"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert f"  torch: {torch.__version__}" in printed
+    assert "extension" in printed
+
+
+def test_env_names_what_is_missing(capsys, monkeypatch):
+    def broken():
+        raise ImportError("it was built for another torch")
+
+    monkeypatch.setattr(state, "extension_info", broken)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 / 0)
+    data = env.collect()
+    assert data["extension"] == {"missing": "ImportError: it was built for another torch"}
+    assert data["devices"] == {"missing": "ZeroDivisionError: division by zero"}
+    assert data["versions"]["torch"] == torch.__version__
+    json.dumps(data)
+
+
+@pytest.mark.parametrize(("name", "answer"), [("eager", "eager ("), ("triton", "none ("), ("quick", "ValueError")])
+def test_env_says_what_the_environment_variable_leads_to(name, answer):
+    environment = os.environ | {"CKPTKERN_BACKEND": name}
+    environment.pop("TRITON_INTERPRET", None)
+    run = subprocess.run(
+        [sys.executable, "-m", "ckptkern", "env", "--json"], capture_output=True, text=True, check=True, env=environment
+    )
+    backends = json.loads(run.stdout)["backends"]
+    assert answer in backends.get("cpu", backends.get("missing"))

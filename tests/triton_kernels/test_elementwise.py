@@ -1,0 +1,139 @@
+"""Activations over the whole range of each dtype; relu's backward from z, y and bits; the dropout kernel."""
+
+import pytest
+import torch
+from kernel_cases import ACTIVATIONS, BY_NAME, DTYPES, dropout_of, inputs_of, kernel
+
+from ckptkern import eager, triton_kernels
+from ckptkern.triton_kernels.tile import Tile
+
+
+def values(dtype, device):
+    """All 16-bit patterns of the dtype; of float32 as many, spread over all exponents."""
+    low = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    if dtype is torch.float32:
+        return (low << 16 | torch.randint(0, 2**16, low.shape).to(torch.int32)).view(dtype).to(device)
+    return low.to(torch.int16).view(dtype).to(device)
+
+
+def _gelu_cdf(z):
+    return torch.special.erfc(-z * 0.5**0.5) / 2
+
+
+def _tanh_gate(z):
+    return torch.sigmoid((8 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))
+
+
+# act(z) in float64, without the cancellation of 1 + erf and 1 + tanh; act'(z) is autograd's.
+EXACT = {
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z) ** 2,
+    "gelu": lambda z: z * _gelu_cdf(z),
+    "gelu_tanh": lambda z: z * _tanh_gate(z),
+    "silu": lambda z: z * torch.sigmoid(z),
+    "identity": lambda z: z * 1,
+}
+
+
+def same(a, b):
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def assert_accurate_in_every_binade(ours, eagers, exact, z):
+    """The 2x rule, for the greatest error among all z of one sign and exponent, plus an ulp of the greatest result.
+
+    Where z or PyTorch's own result is NaN or infinite, ours is PyTorch's or the exact one.
+    """
+    finite = z.isfinite() & eagers.isfinite()
+    assert (same(ours, eagers) | same(ours, exact.to(z.dtype)))[~finite].all()
+    eps = torch.finfo(eagers.dtype).eps
+    ours, eagers, exact, z = (t[finite].double() for t in (ours, eagers, exact, z))
+    binade = torch.where(z == 0, 0, z.abs().log2().floor() + 200).long() + 400 * (z < 0)
+
+    def greatest(values):
+        return torch.zeros(800, dtype=torch.double, device=z.device).scatter_reduce_(0, binade, values.abs(), "amax")
+
+    bound = 2 * greatest(eagers - exact) + greatest(exact) * eps
+    worst = greatest(ours - exact)
+    assert (worst <= bound).all(), f"errors of z near {z[((worst > bound)[binade])][:3].tolist()}"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_range(activation, dtype, device):
+    """act(z), act'(z) and relu's mask through the launchers: with K = 0 the pre-activation is the bias itself.
+
+    ReLU's gradient is 0 at 0, and NaN passes through, as in torch.
+    """
+    z = values(dtype, device)
+    nothing, dh = (z.new_empty(1, 0), z.new_empty(z.numel(), 0)), torch.ones_like(z)
+    tile = {"tile": Tile(1, 65536, 1, 4, 1)} if device == "cpu" else {}
+    h, kept, bits = triton_kernels.linear_fwd(*nothing, z, activation, "ieee", keep_z=True, keep_bits=True, **tile)
+    dz, _ = triton_kernels.linear_bwd(*nothing, z, dh[None], activation, "ieee", **tile)
+    assert same(kept[0], z).all()
+    assert torch.equal(bits, eager.pack_bits(~(z <= 0)[None]))
+    wide = z.double().requires_grad_()
+    exact = EXACT[activation](wide)
+    (slope,) = torch.autograd.grad(exact.sum(), wide)
+    assert_accurate_in_every_binade(h[0], eager.act(z, activation), exact.detach(), z)
+    assert_accurate_in_every_binade(dz[0], eager.act_grad_of(dh, z, activation), slope, z)
+
+
+SPECIAL = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", ["z", "y", "bits"])
+def test_relu_backward_of_special_values(dtype, kept, device):
+    """Every dy meets every z: dy passes, NaN and infinities included, exactly where torch lets it pass.
+
+    From z, from relu's own output (the tensor that the next layer keeps) and from the 1-bit mask alike.
+    """
+    special = torch.tensor(SPECIAL, device=device).to(dtype)
+    dy, z = (t.contiguous() for t in torch.meshgrid(special, special, indexing="ij"))
+    expected = torch.autograd.grad(torch.relu(z.requires_grad_()), z, dy)[0]
+    z = z.detach()
+    given = {"z": z, "y": torch.relu(z), "bits": eager.pack_bits(~(z <= 0))}[kept]
+    dz, db = triton_kernels.act_bwd(dy, given, "relu", bits=kept == "bits", db=True)
+    assert torch.equal(dz.isnan(), expected.isnan())
+    assert torch.equal(dz.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(db.isnan(), expected.float().sum(0).isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_gradient_is_a_float32_sum_of_the_stored_rows(dtype, device):
+    """db adds what dz stores, in float32, and rows beyond M add nothing: ones sum to M exactly, 300 in 16 bits too."""
+    dy = torch.ones(300, 9, device=device, dtype=dtype)
+    dz, db = triton_kernels.act_bwd(dy, torch.ones_like(dy), "relu", db=True)
+    assert torch.equal(dz, dy)
+    assert db.dtype == torch.float32
+    assert db.tolist() == [300.0] * 9
+    launcher = BY_NAME["act_bwd"]
+    ours = kernel(launcher, inputs_of(launcher, dtype, device, M=77), "gelu")
+    torch.testing.assert_close(ours["db"], ours["dz"].double().sum(0).float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.3, 1 / 65536, 1.0])
+@pytest.mark.parametrize("row_base", [0, 5, 48])
+def test_dropout_is_eager_dropout(dtype, p, row_base, device):
+    """Bit for bit: same mask from any first row, same rounding of scale * x. What is dropped is 0, NaN or not."""
+    x = torch.randn(45, 70, device=device).to(dtype)
+    x[7] = float("nan")
+    ours = triton_kernels.dropout(x, *dropout_of(p, device), row_base=row_base)
+    expected = eager.dropout(x.cpu(), *dropout_of(p), row_base=row_base).to(device)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    assert p < 1 or not ours.any()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (1, 1), (17, 33)], ids=str)
+def test_dropout_of_any_shape_and_strides(shape, device):
+    x = torch.randn(shape, device=device)
+    expected = eager.dropout(x.cpu(), *dropout_of(0.5)).to(device)
+    wide = torch.randn(shape[0], shape[1] + 3, device=device)
+    wide[:, 2:-1] = x
+    for view in (x, x.t().contiguous().t(), wide[:, 2:-1]):
+        assert torch.equal(triton_kernels.dropout(view, *dropout_of(0.5, device)), expected)
+    row = x[:1].expand(shape)
+    expected = eager.dropout(row.cpu(), *dropout_of(0.5)).to(device)
+    assert torch.equal(triton_kernels.dropout(row, *dropout_of(0.5, device)), expected)

@@ -1,0 +1,175 @@
+"""tile.py: rounding and products that are right in the interpreter too, and the choice of a tile."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernel_cases import DTYPES, error
+
+from ckptkern import eager
+from ckptkern.triton_kernels.elementwise import pack_bits
+from ckptkern.triton_kernels.tile import INTERPRETER, TILES, Tile, cast, dot, rows_of, tile_for, widen
+
+BLOCK = 4096
+
+
+@triton.jit
+def _cast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, cast(tl.load(x_ptr + offs), y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _widen_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, widen(tl.load(x_ptr + offs)))
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, c_ptr, acc_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :], tl.arange(0, K)
+    a = tl.load(a_ptr + m * K + k[None, :])
+    b = tl.load(b_ptr + k[:, None] * N + n)
+    tl.store(c_ptr + m * N + n, dot(a, b, tl.load(acc_ptr + m * N + n), "ieee"))
+
+
+@triton.jit
+def _pack_kernel(bit_ptr, bits_ptr, M: tl.constexpr, N: tl.constexpr):
+    m = tl.arange(0, M)[:, None]
+    bit = tl.load(bit_ptr + m * N + tl.arange(0, N)[None, :]) != 0
+    tl.store(bits_ptr + m * (N // 8) + tl.arange(0, N // 8)[None, :], pack_bits(bit, M, N))
+
+
+def through(kernel, x, dtype):
+    assert x.numel() % BLOCK == 0
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    kernel[(x.numel() // BLOCK,)](x, y, BLOCK=BLOCK)
+    return y
+
+
+def bits_of(x):
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def assert_same_bits(ours, theirs):
+    """Bits where the value is a number; NaN where it is NaN (which of its bit patterns is nobody's promise)."""
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(bits_of(ours)[~ours.isnan()], bits_of(theirs)[~theirs.isnan()])
+
+
+def float32_patterns(device):
+    """Every upper half with the lower halves round which bf16 rounding turns, and 2**20 random patterns."""
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    random = torch.randint(-(2**31), 2**31, (2**20,)).to(torch.int32)
+    return torch.cat([(high[:, None] | low).flatten(), random]).view(torch.float32).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cast_rounds_as_torch(dtype, device):
+    """To nearest even, subnormals, overflow to inf and NaN included (the interpreter's own fp32 -> bf16 truncates)."""
+    x = float32_patterns(device)
+    assert_same_bits(through(_cast_kernel, x, dtype), x.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_widen_is_exact(dtype, device):
+    """All 65,536 patterns (the interpreter's own bf16 -> fp32 is wrong for subnormals)."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    assert_same_bits(through(_widen_kernel, x, torch.float32), x.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dot(dtype, device):
+    """Integers are exact in any order; normal numbers are as accurate as a float32 product of the same operands."""
+    M, N, K = 32, 64, 128
+    for draw in (lambda *shape: torch.randint(-8, 9, shape).float(), torch.randn):
+        a, b, acc = (draw(*shape).to(device) for shape in ((M, K), (K, N), (M, N)))
+        a, b = a.to(dtype), b.to(dtype)
+        c = torch.empty_like(acc)
+        _dot_kernel[(1,)](a, b, c, acc, M, N, K)
+        reference = torch.addmm(acc.double(), a.double(), b.double())
+        own = error(torch.addmm(acc, a.float(), b.float()), reference)
+        assert error(c, reference) <= 2 * own, (dtype, own)
+
+
+def test_pack_bits_is_the_eager_layout(device):
+    bit = torch.rand(16, 64, device=device) < 0.5
+    bits = torch.empty(16, 8, dtype=torch.uint8, device=device)
+    _pack_kernel[(1,)](bit.to(torch.uint8), bits, 16, 64)
+    assert torch.equal(bits, eager.pack_bits(bit))
+    assert torch.equal(eager.unpack_bits(bits, 64), bit)
+    one = torch.zeros(16, 64, device=device, dtype=torch.uint8)
+    one[3, 13] = 1
+    _pack_kernel[(1,)](one, bits, 16, 64)
+    assert bits.nonzero().tolist() == [[3, 1]]
+    assert bits[3, 1] == 1 << 5
+
+
+# --- the choice of a tile
+
+KERNELS = sorted({kernel for kernel, _ in TILES})
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_tile_depends_on_shape_class_dtype_and_architecture_alone(kernel, arch):
+    table = TILES[kernel, 90 if arch == 90 else 80]
+    for dtype, shape_class in [(torch.float16, "16"), (torch.bfloat16, "16"), (torch.float32, "32")]:
+        operands = meta(64, 32, dtype=dtype), meta(4096, 1024, dtype=dtype)
+        same = torch.randn(64, 32).to(dtype), torch.zeros(128, 16, dtype=dtype)
+        assert tile_for(kernel, arch, *operands) == tile_for(kernel, arch, *same) == table[shape_class]
+
+
+@pytest.mark.parametrize(
+    ("view", "ragged"),
+    [
+        (lambda: meta(7, 64), False),  # rows need no multiple
+        (lambda: meta(64, 72)[:, :64], False),  # rows 144 bytes apart
+        (lambda: meta(64, 65), True),
+        (lambda: meta(64, 68)[:, :64], True),  # 136 bytes apart
+        (lambda: meta(64, 128)[:, :24], True),  # a row of one tile and a half: its mask is not contiguous in 16s
+        (lambda: meta(64, 1), True),
+    ],
+    ids=["aligned", "padded", "odd row", "odd stride", "half tile", "one column"],
+)
+def test_aligned_and_ragged(view, ragged):
+    """A row that no 16-byte copy fits makes the whole launch ragged, whichever operand it is in."""
+    table = TILES["linear", 90]
+    for operands in itertools.permutations([meta(64, 64), view()]):
+        assert tile_for("linear", 90, *operands) == table["ragged" if ragged else "16"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_interpreted_tile_is_one_for_all(kernel):
+    """Forward and recompute must share it there: numpy's product promises no equal bits between block shapes."""
+    shapes = [(meta(64, 64),), (meta(3, 5), meta(1, 1)), (meta(64, 64, dtype=torch.float32),)]
+    assert len({tile_for(kernel, INTERPRETER, *operands) for operands in shapes}) == 1
+
+
+@pytest.mark.parametrize(("kernel", "arch"), sorted(TILES), ids=str)
+def test_shipped_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
+    """Slices of the epilogue start at multiples of 32 columns (philox.py); sm_90 dots are at least 64 wide in M, N."""
+    assert set(TILES[kernel, arch]) == {"16", "32", "ragged"}
+    for tile in TILES[kernel, arch].values():
+        assert isinstance(tile, Tile)
+        assert tile.BLOCK_M % 16 == 0
+        assert tile.BLOCK_N // tile.SUB % 32 == 0
+        assert arch < 90 or min(tile.BLOCK_M, tile.BLOCK_N) >= 64
+        assert tile.launch_options()["enable_fp_fusion"] is False
+
+
+def test_rows_of_copies_only_where_columns_have_strides():
+    x = torch.randn(6, 10)
+    for view in (x, x[::2], x[:, 3:7], x[:1].expand(5, -1), x[:0].t(), x.new_empty(0, 3)):
+        assert rows_of(view) is view
+    for view in (x.t(), x[:, ::2], x[:, :1].expand(-1, 5)):
+        copy = rows_of(view)
+        assert copy.stride(-1) == 1
+        assert torch.equal(copy, view)
