@@ -171,6 +171,18 @@ class AttentionCore(NamedTuple):
     max_k: int = 0
 
 
+def empty_heads(q: Tensor) -> Tensor:
+    """Room for a [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; no view of anything."""
+    B, H, S, D = q.shape
+    return q.new_empty_strided((B, H, S, D), (S * H * D, D, H * D, 1))
+
+
+def as_heads(x: Tensor) -> Tensor:
+    """x in the memory layout of `empty_heads`, itself if it has it: what an op returns does not depend on the backend."""
+    B, H, S, D = x.shape
+    return x if x.stride() == (S * H * D, D, H * D, 1) and x._base is None else empty_heads(x).copy_(x)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -210,6 +222,8 @@ def _attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
 
 def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """o in differentiable PyTorch ops. Rows that see nothing give zeros and zero gradients."""
+    if core.cu_q is not None:
+        return _packed(lambda q, k, v, c: (attention_composite(q, k, v, c),), core, (q,), (k, v), (q,))[0]
     s = attention_scores(q, k, core)
     hidden = s == -math.inf
     p = torch.softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1).masked_fill(hidden, 0.0)
@@ -219,7 +233,7 @@ def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) ->
     return torch.matmul(p.to(v.dtype), _heads(v, q.shape[1]))
 
 
-def _flash_covers(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
+def flash_covers(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
     """Does aten's flash attention for the CPU compute this core? It returns o and lse, and its backward takes them."""
     return (
         q.device.type == "cpu"
@@ -256,7 +270,7 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
             o, lse = _packed(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v), (q, q[..., 0]))
             return o, lse, None
         return _packed(lambda q, do, k, v, c: attn_fwd(q, k, v, c, do=do), core, (q, do), (k, v), (q, q, q))
-    if _flash_covers(q, k, core):
+    if flash_covers(q, k, core):
         H = q.shape[1]
         o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, _heads(k, H), _heads(v, H), 0.0, core.window[1] is not None, scale=core.scale
@@ -287,7 +301,7 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
         cu_q, cu_k = core.cu_q.tolist(), core.cu_k.tolist()
         return _packed(one, core, (q, do, lse, delta), (k, v), (q, k, v)) if cu_q and cu_k else (q, k, v)
     H, H_kv = q.shape[1], k.shape[1]
-    if o is not None and _flash_covers(q, k, core):
+    if o is not None and flash_covers(q, k, core):
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, _heads(k, H), _heads(v, H), o, lse, 0.0, core.window[1] is not None, scale=core.scale
         )

@@ -91,18 +91,26 @@ def _norm_fwd_kernel(
     store_tile(xn_ptr, stride_xnm, offs_m, offs_d, mask, cast(xn, xn_ptr.dtype.element_ty))
 
 
+@triton.jit
+def add_rows(ptrs, mask_d, value):
+    """Adds the column sums of `value` to a row that this program alone reads and writes."""
+    total = tl.load(ptrs, mask=mask_d, other=0.0) + tl.sum(value, axis=0)
+    tl.debug_barrier()  # the store may deal columns to threads in another way than the load
+    tl.store(ptrs, total, mask=mask_d)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["M", "tiles", "eps"])
 def _norm_bwd_kernel(
     dxn_ptr, x_ptr, weight_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, D, tiles,
     stride_dxnm, stride_xm, stride_residualm, stride_dxm, eps,
     RMS: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each program walks `tiles` tiles of rows, and writes one row of dweight_ptr and dbias_ptr [programs, D]."""
+    """Each program walks `tiles` tiles of rows, and adds up one row of dweight_ptr and dbias_ptr [programs, D]."""
     pid = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    dweight_ptrs = dweight_ptr + pid.to(tl.int64) * D + offs_d if dweight_ptr is not None else None
-    dbias_ptrs = dbias_ptr + pid.to(tl.int64) * D + offs_d if dbias_ptr is not None else None
+    partial = pid.to(tl.int64) * D + offs_d
     dweight = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     for tile in tl.range(pid * tiles, (pid + 1) * tiles, num_stages=STAGES):
@@ -112,17 +120,73 @@ def _norm_bwd_kernel(
         x = widen(load_tile(x_ptr, stride_xm, offs_m, offs_d, mask))
         dxn = widen(load_tile(dxn_ptr, stride_dxnm, offs_m, offs_d, mask))
         h, r = normalized_tile(x, mask_m, mask, eps, D, RMS)
-        if dweight_ptr is not None:
-            dweight += dxn * h
-        if dbias_ptr is not None:
-            dbias += dxn
+        if HELD:
+            if dweight_ptr is not None:
+                dweight += dxn * h
+            if dbias_ptr is not None:
+                dbias += dxn
         if weight_ptr is not None:
             dxn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
         dx = normalized_grad_tile(h, r, dxn, D, RMS)
         if residual_ptr is not None:
             dx += widen(load_tile(residual_ptr, stride_residualm, offs_m, offs_d, mask))
         store_tile(dx_ptr, stride_dxm, offs_m, offs_d, mask, cast(dx, dx_ptr.dtype.element_ty))
-    if dweight_ptr is not None:
-        tl.store(dweight_ptrs, tl.sum(dweight, axis=0), mask=mask_d)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptrs, tl.sum(dbias, axis=0), mask=mask_d)
+        if not HELD:
+            dxn = widen(load_tile(dxn_ptr, stride_dxnm, offs_m, offs_d, mask))  # again: kept until here it would spill
+            if dweight_ptr is not None:
+                add_rows(dweight_ptr + partial, mask_d, dxn * h)
+            if dbias_ptr is not None:
+                add_rows(dbias_ptr + partial, mask_d, dxn)
+    if HELD:
+        if dweight_ptr is not None:
+            tl.store(dweight_ptr + partial, tl.sum(dweight, axis=0), mask=mask_d)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=mask_d)
+
+
+def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype, *, addend=None, keep_sum: bool = False):
+    """xn [M, D] in out_dtype, of x [M, D] and weight, bias [D] or None in any dtypes. kind: "layer" or "rms".
+
+    addend [M, D]: the norm is that of s = round(x + addend) in x's dtype, so that `norm_bwd` of s has forward's
+    statistics. keep_sum: (xn, s).
+    """
+    M, D = x.shape
+    x, addend = rows_of(x), None if addend is None else rows_of(addend)
+    weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
+    xn = torch.empty((M, D), dtype=out_dtype, device=x.device)
+    total = torch.empty((M, D), dtype=x.dtype, device=x.device) if keep_sum else None
+    tile = row_tile(D)
+    if M and D:
+        launch(
+            _norm_fwd_kernel, (triton.cdiv(M, tile.BLOCK_M),), x, addend, weight, bias, xn, total, M, D, x.stride(0),
+            D if addend is None else addend.stride(0), D, D, eps, RMS=kind == "rms", **tile.launch_options(),
+        )  # fmt: skip
+    return (xn, total) if keep_sum else xn
+
+
+def norm_bwd(
+    dxn, x, weight, eps: float, kind: str, *, residual=None, need_dweight: bool = False, need_dbias: bool = False
+):  # fmt: skip
+    """dx [M, D] in x's dtype, dweight and dbias float32 [D] (None unless needed), from dxn and x [M, D].
+
+    residual [M, D]: a gradient that flows around the norm, added before dx is rounded.
+    """
+    M, D = x.shape
+    dxn, x, residual = (None if one is None else rows_of(one) for one in (dxn, x, residual))
+    weight = None if weight is None else weight.contiguous()
+    dx = torch.empty((M, D), dtype=x.dtype, device=x.device)
+    tile = row_tile(D)
+    tiles = triton.cdiv(M, tile.BLOCK_M)
+    per_program = triton.cdiv(tiles, programs(arch_of(x), tile.num_warps))
+    rows = triton.cdiv(tiles, max(per_program, 1))
+    make = torch.empty if tile.HELD else torch.zeros
+    dweight, dbias = (
+        make((rows, D), dtype=torch.float32, device=x.device) if need else None for need in (need_dweight, need_dbias)
+    )
+    if M and D:
+        launch(
+            _norm_bwd_kernel, (rows,), dxn, x, weight, residual, dx, dweight, dbias, M, D, per_program,
+            dxn.stride(0), x.stride(0), D if residual is None else residual.stride(0), D, eps,
+            RMS=kind == "rms", HELD=tile.HELD, STAGES=2, **tile.launch_options(),
+        )  # fmt: skip
+    return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)

@@ -1,10 +1,13 @@
 """The public functions: one file an op, each a description of a segment and the function that checks and calls it."""
 
 from ._common import backend
+from .attention import scaled_dot_product_attention, varlen_attn
 from .dropout import dropout
 from .gated_mlp import gated_mlp
 from .linear_act import linear_act
 from .linear_stack import linear_stack
 from .mlp import mlp
 
-__all__ = ["backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp"]
+__all__ = [
+    "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp", "scaled_dot_product_attention", "varlen_attn",
+]  # fmt: skip

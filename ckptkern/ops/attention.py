@@ -1,0 +1,300 @@
+"""scaled_dot_product_attention and varlen_attn: flash attention that keeps q, k, v, o and the logsumexp."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import eager
+from ._common import (
+    check_input, check_probability, choose_backend, draw_state, dropout_arguments, matmul_precision, primitives,
+)  # fmt: skip
+from ._segment import Segment, absent, build, needed
+
+Q, K, V = range(3)
+
+
+def core_of(
+    scale, precision, left, right, mask=None, slopes=None, rng=None, dropout_p=0.0, cu_q=None, cu_k=None, max_q=0,
+    max_k=0,
+) -> eager.AttentionCore:  # fmt: skip
+    """The core from an op's flat arguments; a bound of -1 is none."""
+    window = (None if left < 0 else left, None if right < 0 else right)
+    return eager.AttentionCore(
+        scale, precision, window, mask, slopes, dropout_arguments(rng, dropout_p), 0, cu_q, cu_k, max_q, max_k
+    )
+
+
+class Attention(Segment):
+    name = "attention"
+    inputs = (
+        "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? slopes, Tensor? rng, Tensor? cu_q, Tensor? cu_k"
+    )
+    kept = "Tensor? out, Tensor? lse"
+    statics = (
+        "float dropout_p, float scale, int left, int right, SymInt max_q, SymInt max_k, str backend, str precision"
+    )
+    results = "(Tensor out, Tensor lse)"
+    grads = "Tensor[]"
+
+    @staticmethod
+    def _core(mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision):
+        return core_of(scale, precision, left, right, mask, slopes, rng, dropout_p, cu_q, cu_k, max_q, max_k)
+
+    @staticmethod
+    def forward(q, k, v, mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, backend, precision):
+        core = Attention._core(
+            mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision
+        )  # fmt: skip
+        out, lse, _ = primitives(backend).attn_fwd(q, k, v, core)
+        return eager.as_heads(out), lse
+
+    @staticmethod
+    def forward_fake(q, k, v, *others):
+        return eager.empty_heads(q), q.new_empty(
+            q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
+        )
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs):
+        return [*tensors, *outputs]
+
+    @staticmethod
+    def backward(
+        do, q, k, v, mask, slopes, rng, cu_q, cu_k, out, lse, dropout_p, scale, left, right, max_q, max_k, backend,
+        precision, needs,
+    ):  # fmt: skip
+        p = primitives(backend)
+        core = Attention._core(
+            mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision
+        )  # fmt: skip
+        grads = attention_grads(
+            p, q, k, v, do, out, lse, core, need_dq=needed(needs, Q), need_dkv=needed(needs, K) or needed(needs, V)
+        )
+        return [
+            eager.as_heads(g) if needed(needs, i) else absent(do) for i, g in enumerate(grads)
+        ] + [absent(do) for _ in range(5)]  # fmt: skip
+
+    @staticmethod
+    def backward_fake(do, q, k, v, *others):
+        needs = others[-1]
+        return [
+            eager.empty_heads(t) if needed(needs, i) else do.new_empty(0) for i, t in enumerate((q, k, v))
+        ] + [do.new_empty(0) for _ in range(5)]  # fmt: skip
+
+    @staticmethod
+    def composite(q, k, v, mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, *others):
+        core = Attention._core(mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, "ieee")
+        return eager.attention_composite(q, k, v, core)
+
+    @staticmethod
+    def forward_flops(q, k, v, *others, out_val=None):
+        return attention_flops(q.shape, k.shape, 2)
+
+    @staticmethod
+    def backward_flops(do, q, k, v, *others, out_val=None):
+        needs = others[-1]
+        return attention_flops(q.shape, k.shape, 5 if needs & 0b111 == 0b111 else 3 if needs & 0b110 == 0 else 4)
+
+
+def attention_grads(p, q, k, v, do, out, lse, core, *, need_dq=True, need_dkv=True):
+    """(dq, dk, dv) from a kept o and lse, by the backend's quickest way."""
+    if p is eager:
+        delta = None if eager.flash_covers(q, k, core) else eager.attn_delta(out, do, core)
+        return eager.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, o=out)
+    return p.attn_bwd(q, k, v, do, lse, p.attn_delta(out, do, core), core, need_dq=need_dq, need_dkv=need_dkv)
+
+
+def attention_flops(q_shape, k_shape, products: int) -> int:
+    """`products` products of [Sq, D] x [D, Sk] a head, as torch's counter has it: masks do not shorten it."""
+    B, H, Sq, D = q_shape
+    return products * 2 * B * H * Sq * k_shape[2] * D
+
+
+_apply = build(Attention)
+
+
+def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int, int]:
+    """(left, right) with -1 for no bound."""
+    if window_size is None:
+        return -1, -1
+    if len(window_size) != 2 or any(not isinstance(side, int) or side < -1 for side in window_size):
+        raise ValueError(f"{op}: window_size must be (left, right), each -1 (no bound) or >= 0, not {window_size!r}")
+    return int(window_size[0]), int(window_size[1])
+
+
+def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
+    """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]: int8 (0 = hidden) or float."""
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
+    wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
+    shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
+        raise ValueError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
+    attn_mask = attn_mask.view(torch.int8) if attn_mask.dtype == torch.bool else attn_mask
+    return attn_mask.reshape(shape)
+
+
+def _cast_qkv(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_input(f"{op}: {name}", tensor)
+        if tensor.device != query.device:
+            raise ValueError(f"{op}: query is on {query.device} but {name} is on {tensor.device}")
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"{op}: query, key and value must have one dtype, but have {query.dtype}, {key.dtype} and {value.dtype}"
+        )
+    return query, key, value
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
+
+    query [B, H, Sq, D], key and value [B, H or H_kv, Sk, D] -> [B, H, Sq, D]; fewer dimensions and more batch
+    dimensions as in torch. float16, bfloat16, float32; float64 in PyTorch ops. Kept for backward: q, k, v, the output,
+    the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
+
+    attn_mask: bool (True = keep) or additive, broadcastable to [B, H, Sq, Sk]. Its gradient, if wanted, is formed in
+    PyTorch ops. is_causal aligns top-left. window_size = (left, right): row i sees i - left <= j <= i + right, -1 is no
+    bound. alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as in torch.
+    A row that sees nothing gives zeros and zero gradients.
+    Raises ValueError (shapes), TypeError (dtypes), RuntimeError (attn_mask together with is_causal; backend).
+    """
+    op = "scaled_dot_product_attention"
+    check_probability(op, dropout_p)
+    query, key, value = _cast_qkv(op, query, key, value)
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(f"{op}: Explicit attn_mask should not be set when is_causal=True")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise ValueError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
+    lead, attn_mask = query.shape[:-2], attn_mask
+    if not query.dim() == key.dim() == value.dim() == 4:
+        query, key, value, attn_mask = _to_four_dims(query, key, value, attn_mask)
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
+    query, key, value = _broadcast_batch(op, query, key, value)
+    H, H_kv = query.shape[1], key.shape[1]
+    if value.shape[1] != H_kv or (H != H_kv and (not enable_gqa or H_kv == 0 or H % H_kv)):
+        raise ValueError(
+            f"{op}: query has {H} heads, key {H_kv} and value {value.shape[1]}; fewer key and value heads need "
+            f"enable_gqa=True and must divide those of query"
+        )
+    D, D_v = query.shape[-1], value.shape[-1]
+    scale = 1.0 / math.sqrt(D) if scale is None and D else 1.0 if scale is None else scale
+    if D != D_v:  # zeros add nothing to a score and make columns that are cut off again
+        query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
+        value = F.pad(value, (0, max(D - D_v, 0)))
+    left, right = check_window(op, window_size)
+    if is_causal:
+        right = 0
+    if attn_mask is not None:
+        attn_mask = as_mask(op, attn_mask, query, key.shape[2])
+    slopes = None
+    if alibi_slopes is not None:
+        if alibi_slopes.shape not in ((H,), (1, H), (query.shape[0], H)):
+            raise ValueError(f"{op}: alibi_slopes must be [H={H}] or [B, H], but has shape {tuple(alibi_slopes.shape)}")
+        slopes = alibi_slopes.float().reshape(-1, H).contiguous()
+    rng = draw_state(query, dropout_p, True)
+    if any(t is not None and t.requires_grad for t in (attn_mask, slopes)) and torch.is_grad_enabled():
+        core = core_of(scale, "ieee", left, right, attn_mask, slopes, rng, dropout_p)
+        out = eager.attention_composite(query, key, value, core)
+    else:
+        statics = (
+            float(dropout_p), float(scale), left, right, 0, 0, choose_backend(op, query), matmul_precision(query)
+        )  # fmt: skip
+        out = _apply(statics, query, key, value, attn_mask, slopes, rng, None, None)
+    out = out[..., :D_v] if D != D_v else out
+    return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+
+
+def _to_four_dims(query, key, value, attn_mask):
+    """Fewer dimensions gain leading ones, more batch dimensions become one."""
+    dims = max(query.dim(), key.dim(), value.dim())
+    if dims <= 4:
+        return *(t.reshape((1,) * (4 - t.dim()) + tuple(t.shape)) for t in (query, key, value)), attn_mask
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    if attn_mask is not None and attn_mask.dim() > 4:
+        attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
+    return *(t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, key, value)), attn_mask
+
+
+def _broadcast_batch(op, query, key, value):
+    batches = {t.shape[0] for t in (query, key, value)} - {1}
+    if len(batches) > 1:
+        raise ValueError(
+            f"{op}: batch sizes must be equal or 1, but are {query.shape[0]}, {key.shape[0]} and {value.shape[0]}"
+        )
+    B = batches.pop() if batches else 1
+    return tuple(t if t.shape[0] == B else t.expand(B, -1, -1, -1) for t in (query, key, value))
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention within sequences of different lengths, packed without padding (torch.nn.attention.varlen.varlen_attn).
+
+    query [T_q, H, D], key and value [T_k, H_kv, D] -> [T_q, H, D]; cu_seq_q, cu_seq_k int32 [N + 1]: sequence n has the
+    rows cu_seq[n] .. cu_seq[n + 1] - 1; max_q, max_k: the longest sequence's length (no read-back from the device).
+    is_causal is window_size (-1, 0). Bounds align top-left, as in scaled_dot_product_attention; where each sequence has as
+    many queries as keys (self-attention) there is no difference to other alignments.
+    Kept for backward: q, k, v, the output, and the logsumexp.
+    Raises ValueError (shapes), TypeError (dtypes), RuntimeError (backend).
+    """
+    op = "varlen_attn"
+    query, key, value = _cast_qkv(op, query, key, value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{op}: {name} must be [tokens, heads, head_dim], but has shape {tuple(tensor.shape)}")
+    for name, cu in (("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
+        if cu.dim() != 1 or cu.dtype != torch.int32 or cu.numel() < 1:
+            raise ValueError(f"{op}: {name} must be int32 [N + 1], but is {cu.dtype} of shape {tuple(cu.shape)}")
+    if cu_seq_q.shape != cu_seq_k.shape:
+        raise ValueError(
+            f"{op}: cu_seq_q has {cu_seq_q.numel() - 1} sequences but cu_seq_k has {cu_seq_k.numel() - 1}"
+        )
+    H, H_kv, D = query.shape[1], key.shape[1], query.shape[2]
+    if key.shape != value.shape or key.shape[2] != D:
+        raise ValueError(
+            f"{op}: key {tuple(key.shape)} and value {tuple(value.shape)} must have one shape, and query's head dim {D}"
+        )
+    if H != H_kv and (not enable_gqa or H_kv == 0 or H % H_kv):
+        raise ValueError(f"{op}: {H_kv} key and value heads for {H} query heads need enable_gqa=True and must divide them")
+    left, right = check_window(op, window_size)
+    right = 0 if is_causal else right
+    scale = 1.0 / math.sqrt(D) if scale is None else scale
+    statics = (0.0, float(scale), left, right, max_q, max_k, choose_backend(op, query), matmul_precision(query))
+    packed = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    return _apply(statics, *packed, None, None, None, cu_seq_q, cu_seq_k).squeeze(0).transpose(0, 1)
