@@ -137,6 +137,14 @@ def _joined(args: tuple) -> tuple:
     return *args[:-1], sum(word << _WORD * i for i, word in enumerate(args[-1]))
 
 
+def _distinct(tensors: tuple) -> tuple:
+    """tensors with a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function."""
+    return tuple(
+        t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
+        for i, t in enumerate(tensors)
+    )
+
+
 def _present(tensors) -> int:
     return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point())
 
@@ -317,7 +325,7 @@ def build(segment: type[Segment]):
             if not needs or not torch.is_grad_enabled():
                 # Dynamo, where nothing needs a gradient, hands a ctx to a forward(*args) that takes none
                 return segment.flat(fwd(*segment.arguments(tensors), *statics))[0]
-            return Functional.apply(needs, *statics, *tensors)[0]
+            return Functional.apply(needs, *statics, *_distinct(tensors))[0]
         return Eager.apply(statics, *tensors)
 
     return apply
