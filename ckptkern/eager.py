@@ -237,7 +237,7 @@ def flash_covers(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
     """Does aten's flash attention for the CPU compute this core? It returns o and lse, and its backward takes them."""
     return (
         q.device.type == "cpu"
-        and q.dtype != torch.float16
+        and q.dtype != torch.float16 and core.cu_q is None
         and core.mask is None and core.slopes is None and core.dropout[0] is None
         and core.window in ((None, None), (None, 0))
         and 0 not in (*q.shape, *k.shape)

@@ -1,7 +1,7 @@
 """The glue of a block in PyTorch ops: the launchers of `triton_kernels.norm` and `.rotary` again.
 
-Same arguments and results; any device, float64 too. Everything is computed in float32 (float64 for float64) and rounded
-once, at the end.
+Same arguments and results, on any device, float64 too. Everything is computed in float32 (float64 for float64) and
+rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ def _wide(x: Tensor | None, like: Tensor) -> Tensor | None:
     return None if x is None else x.to(torch.promote_types(like.dtype, torch.float32))
 
 
+def _rms_bwd(g: Tensor, x: Tensor, weight: Tensor | None, eps: float, need_dweight: bool):
+    """dx and dweight of x rsqrt(mean(x^2) + eps) weight over the last dimension, all in one wide dtype."""
+    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    h = x * r
+    dweight = (g * h).flatten(0, -2).sum(0) if need_dweight else None
+    g = g if weight is None else g * weight
+    return (g - h * (g * h).mean(-1, keepdim=True)) * r, dweight
+
+
 def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=False):
     if addend is not None:
         x = (_wide(x, x) + _wide(addend, x)).to(x.dtype)
-    wide = _wide(x, x)
-    weight, bias = _wide(weight, x), _wide(bias, x)
+    wide, weight, bias = _wide(x, x), _wide(weight, x), _wide(bias, x)
     if kind == "layer":
         xn = F.layer_norm(wide, x.shape[-1:], weight, bias, eps)
     else:
@@ -34,14 +42,14 @@ def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=Fal
 
 def norm_bwd(dxn, x, weight, eps, kind, *, residual=None, need_dweight=False, need_dbias=False):
     g, wide, weight = _wide(dxn, x), _wide(x, x), _wide(weight, x)
-    dweight = dbias = None
     if kind == "layer":
-        shape = x.shape[-1:]
-        _, mean, rstd = _aten.native_layer_norm(wide, shape, None, None, eps)
-        unit = weight if weight is not None or not need_dweight else torch.ones_like(wide[0])
+        _, mean, rstd = _aten.native_layer_norm(wide, x.shape[-1:], None, None, eps)
+        weight = wide.new_ones(x.shape[-1:]) if weight is None else weight  # aten sums no gradient of a missing weight
         dx, dweight, dbias = _aten.native_layer_norm_backward(
-            g, wide, shape, mean, rstd, unit, unit, [True, need_dweight, need_dbias and unit is not None]
+            g, wide, x.shape[-1:], mean, rstd, weight, weight, [True, need_dweight, need_dbias]
         )
+        dweight, dbias = dweight if need_dweight else None, dbias if need_dbias else None
     else:
         dx, dweight = _rms_bwd(g, wide, weight, eps, need_dweight)
-    ...
+        dbias = g.sum(0) if need_dbias else None
+    return (dx if residual is None else dx + residual).to(x.dtype), dweight, dbias

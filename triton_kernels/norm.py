@@ -8,7 +8,8 @@
 
 All in float32 with one rounding at the end. mu and r are rebuilt from x and never kept: forward and backward share
 `normalized_tile` and the shape of its tile, so the rebuilt h has the bits of the first. A program holds whole rows in
-registers, so that x is read once. Rows of up to 16384 elements do not spill; longer ones work, slowly.
+registers, so that x is read once. Rows of up to 16384 16-bit or 8192 float32 elements do not spill (8192 and 4096 where
+the length is no multiple of 16); longer ones work, slowly.
 """
 
 from __future__ import annotations
@@ -32,46 +33,58 @@ class RowTile(NamedTuple):
     HELD: bool
 
     def launch_options(self) -> dict:
-        return dict(BLOCK_M=self.BLOCK_M, BLOCK_D=self.BLOCK_D, num_warps=self.num_warps, enable_fp_fusion=False)
+        return {
+            "BLOCK_M": self.BLOCK_M,
+            "BLOCK_D": self.BLOCK_D,
+            "num_warps": self.num_warps,
+            "enable_fp_fusion": False,  # as for every tile: the rebuilt h has the bits of the first
+        }
 
 
 def row_tile(D: int) -> RowTile:
     """The tile for rows of D elements: 16 elements a thread (32 in the longest rows), whatever the dtype."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
+    longest_held = 4096 if D % 16 else 8192
     return RowTile(
-        BLOCK_M=max(1, 4096 // BLOCK_D), BLOCK_D=BLOCK_D, num_warps=8 if BLOCK_D <= 4096 else 16, HELD=BLOCK_D <= 8192
+        BLOCK_M=max(1, 4096 // BLOCK_D),
+        BLOCK_D=BLOCK_D,
+        num_warps=8 if BLOCK_D <= 4096 else 16,
+        HELD=BLOCK_D <= longest_held,
     )
 
 
-# Programs of a backward launch, each with one row of partial weight gradients: what fits the card at once (16 warps on
-# each of 108 and 132 multiprocessors), by architecture and not by device, so that every card of a kind sums alike.
 def programs(arch: int, num_warps: int) -> int:
+    """Programs of a backward launch, each with a row of partial weight gradients: 16 warps a multiprocessor.
+
+    By architecture and not by device, so that sums are the same on every card of a kind.
+    """
     return 3 if arch == INTERPRETER else (132 if 90 <= arch < 100 else 108) * 16 // num_warps
 
 
 @triton.jit
-def normalized_tile(x, mask_m, mask, eps, D, RMS: tl.constexpr):
+def normalized_tile(x, mask_m, mask, eps, D, KIND: tl.constexpr):
     """h [M, D] and r [M] of float32 rows x whose padding is zero. Padded rows give zeros, for eps = 0 too."""
-    if not RMS:
+    tl.static_assert(KIND == "layer" or KIND == "rms", "unknown kind of norm")
+    if KIND == "layer":
         x = tl.where(mask, x - (tl.sum(x, axis=1) / D)[:, None], 0.0)
     r = tl.where(mask_m, tl.rsqrt(tl.sum(x * x, axis=1) / D + eps), 0.0)
     return x * r[:, None], r
 
 
 @triton.jit
-def normalized_grad_tile(h, r, g, D, RMS: tl.constexpr):
+def normalized_grad_tile(h, r, g, D, KIND: tl.constexpr):
     """dx [M, D] from g, the gradient of h. g is zero in the padding."""
     dx = g - h * (tl.sum(g * h, axis=1) / D)[:, None]
-    if not RMS:
+    if KIND == "layer":
         dx -= (tl.sum(g, axis=1) / D)[:, None]
     return dx * r[:, None]
 
 
-@triton.jit(do_not_specialize=["M", "eps"])
+@triton.jit(do_not_specialize=["M"])
 def _norm_fwd_kernel(
     x_ptr, addend_ptr, weight_ptr, bias_ptr, xn_ptr, sum_ptr, M, D,
     stride_xm, stride_addendm, stride_xnm, stride_summ, eps,
-    RMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -83,7 +96,7 @@ def _norm_fwd_kernel(
         x = cast(widen(x) + widen(load_tile(addend_ptr, stride_addendm, offs_m, offs_d, mask)), x.dtype)
         if sum_ptr is not None:
             store_tile(sum_ptr, stride_summ, offs_m, offs_d, mask, x)
-    xn, _ = normalized_tile(widen(x), mask_m, mask, eps, D, RMS)
+    xn, _ = normalized_tile(widen(x), mask_m, mask, eps, D, KIND)
     if weight_ptr is not None:
         xn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
     if bias_ptr is not None:
@@ -100,11 +113,11 @@ def add_rows(ptrs, mask_d, value):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["M", "tiles", "eps"])
+@triton.jit(do_not_specialize=["M", "tiles"])
 def _norm_bwd_kernel(
     dxn_ptr, x_ptr, weight_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, D, tiles,
     stride_dxnm, stride_xm, stride_residualm, stride_dxm, eps,
-    RMS: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program walks `tiles` tiles of rows, and adds up one row of dweight_ptr and dbias_ptr [programs, D]."""
     pid = tl.program_id(0)
@@ -119,7 +132,7 @@ def _norm_bwd_kernel(
         mask = mask_m[:, None] & mask_d[None, :]
         x = widen(load_tile(x_ptr, stride_xm, offs_m, offs_d, mask))
         dxn = widen(load_tile(dxn_ptr, stride_dxnm, offs_m, offs_d, mask))
-        h, r = normalized_tile(x, mask_m, mask, eps, D, RMS)
+        h, r = normalized_tile(x, mask_m, mask, eps, D, KIND)
         if HELD:
             if dweight_ptr is not None:
                 dweight += dxn * h
@@ -127,7 +140,7 @@ def _norm_bwd_kernel(
                 dbias += dxn
         if weight_ptr is not None:
             dxn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
-        dx = normalized_grad_tile(h, r, dxn, D, RMS)
+        dx = normalized_grad_tile(h, r, dxn, D, KIND)
         if residual_ptr is not None:
             dx += widen(load_tile(residual_ptr, stride_residualm, offs_m, offs_d, mask))
         store_tile(dx_ptr, stride_dxm, offs_m, offs_d, mask, cast(dx, dx_ptr.dtype.element_ty))
@@ -159,7 +172,7 @@ def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype, *, 
     if M and D:
         launch(
             _norm_fwd_kernel, (triton.cdiv(M, tile.BLOCK_M),), x, addend, weight, bias, xn, total, M, D, x.stride(0),
-            D if addend is None else addend.stride(0), D, D, eps, RMS=kind == "rms", **tile.launch_options(),
+            D if addend is None else addend.stride(0), D, D, eps, KIND=kind, **tile.launch_options(),
         )  # fmt: skip
     return (xn, total) if keep_sum else xn
 
@@ -187,6 +200,6 @@ def norm_bwd(
         launch(
             _norm_bwd_kernel, (rows,), dxn, x, weight, residual, dx, dweight, dbias, M, D, per_program,
             dxn.stride(0), x.stride(0), D if residual is None else residual.stride(0), D, eps,
-            RMS=kind == "rms", HELD=tile.HELD, STAGES=2, **tile.launch_options(),
+            KIND=kind, HELD=tile.HELD, STAGES=2, **tile.launch_options(),
         )  # fmt: skip
     return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)

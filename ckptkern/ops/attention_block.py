@@ -1,0 +1,600 @@
+"""attention_block: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
+[-> dropout] [-> + x] as one segment. Its two halves, forward and backward, also serve `transformer_layer`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import eager
+from ._common import (
+    WeightGrad, cast_parameter, check_choice, check_input, check_level, check_probability, check_weight, choose_backend,
+    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, primitives,
+)  # fmt: skip
+from ._segment import Segment, absent, build, needed
+from .attention import as_mask, attention_flops, check_window, core_of
+
+NORMS = ("layer", "rms")
+
+
+class AttentionTensors(NamedTuple):
+    """The tensors of an attention half. wq is the packed q, k, v weight where wk and wv are None; biases alike."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    wq: Tensor
+    wk: Tensor | None
+    wv: Tensor | None
+    bq: Tensor | None
+    bk: Tensor | None
+    bv: Tensor | None
+    wo: Tensor
+    bo: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    slopes: Tensor | None
+    cu: Tensor | None
+    rng: Tensor | None
+    resid_rng: Tensor | None
+
+
+class AttentionOptions(NamedTuple):
+    """The rest. norm "" is none; left, right: visible columns, -1 no bound; max_len: the longest packed sequence."""
+
+    num_heads: int
+    num_kv_heads: int
+    norm: str
+    norm_eps: float
+    norm_first: bool
+    qk_norm_eps: float
+    interleaved: bool
+    left: int
+    right: int
+    max_len: int
+    scale: float
+    dropout_p: float
+    resid_p: float
+    residual: bool
+    recompute: str
+    backend: str
+    precision: str
+    dtype: torch.dtype
+
+
+TENSOR_SCHEMA = (
+    "Tensor? norm_weight, Tensor? norm_bias, Tensor wq, Tensor? wk, Tensor? wv, Tensor? bq, Tensor? bk, Tensor? bv, "
+    "Tensor wo, Tensor? bo, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? slopes, "
+    "Tensor? cu, Tensor? rng, Tensor? resid_rng"
+)
+OPTION_SCHEMA = (
+    "int num_heads, int num_kv_heads, str norm, float norm_eps, bool norm_first, float qk_norm_eps, bool interleaved, "
+    "int left, int right, SymInt max_len, float scale, float dropout_p, float resid_p, bool residual, str recompute, "
+    "str backend, str precision, ScalarType dtype"
+)
+TENSORS = len(AttentionTensors._fields)
+OPTIONS = len(AttentionOptions._fields)
+
+
+def tokens(x: Tensor) -> Tensor:
+    """[..., S, d] -> [tokens, d]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def batch_and_rows(x: Tensor) -> tuple[int, int]:
+    """(B, S) of x [B, S, d] or [S, d]."""
+    return (x.shape[0] if x.dim() == 3 else 1), x.shape[-2]
+
+
+class AttentionHalf:
+    """What an attention half computes, for one input: every quantity once, from x and what was kept."""
+
+    def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions):
+        self.p, self.x, self.t, self.o = primitives(o.backend), tokens(x), t, o
+        self.B, self.S = batch_and_rows(x)
+        self.D = t.wo.shape[1] // o.num_heads
+        self.core = core_of(
+            o.scale, o.precision, o.left, o.right, t.mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len
+        )
+
+    def cast(self, parameter: Tensor | None) -> Tensor | None:
+        return cast_parameter(parameter, self.o.dtype)
+
+    def weights(self) -> list[tuple[Tensor, Tensor | None]]:
+        """(weight, bias) of q, k, v, or of the packed projection alone."""
+        t = self.t
+        return [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
+
+    def inputs(self) -> Tensor:
+        """What the projections read: norm(x), or x."""
+        o = self.o
+        if o.norm and o.norm_first:
+            return self.p.norm_fwd(self.x, self.t.norm_weight, self.t.norm_bias, o.norm_eps, o.norm, o.dtype)
+        return self.x.to(o.dtype)
+
+    def project(self, h: Tensor) -> Tensor:
+        """qkv [tokens, (H + 2 H_kv) D]: three weights write into one buffer, none is copied."""
+        parts = self.weights()
+        if len(parts) == 1:
+            return eager.product(h, self.cast(parts[0][0]), self.cast(parts[0][1]))
+        qkv = h.new_empty((h.shape[0], sum(w.shape[0] for w, _ in parts)))
+        start = 0
+        for w, b in parts:
+            out = qkv[:, start : start + w.shape[0]]
+            w, b = self.cast(w), self.cast(b)
+            torch.mm(h, w.t(), out=out) if b is None else torch.addmm(b, h, w.t(), out=out)
+            start += w.shape[0]
+        return qkv
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views [B, S, heads, D] of q, k and v."""
+        H, H_kv = self.o.num_heads, self.o.num_kv_heads
+        return qkv.view(self.B, self.S, H + 2 * H_kv, self.D).split([H, H_kv, H_kv], 2)
+
+    def heads(self, qkv: Tensor, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `keep_raw`."""
+        t, o = self.t, self.o
+        q, k, v = self.split(qkv)
+        if t.q_norm is not None or t.cos is not None:
+            q, k = (
+                self.p.heads_fwd(
+                    raw, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=None if keep_raw else raw
+                )
+                for raw, weight in ((q, t.q_norm), (k, t.k_norm))
+            )
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def out_rows(self, out: Tensor) -> Tensor:
+        """o [B, H, S, D] (memory [B, S, H, D]) -> [tokens, H D], a view."""
+        return out.transpose(1, 2).reshape(self.x.shape[0], -1)
+
+    def drop(self, f: Tensor) -> Tensor:
+        """Residual dropout, forward and backward."""
+        if self.t.resid_rng is None:
+            return f
+        return self.p.dropout(f, *dropout_arguments(self.t.resid_rng, self.o.resid_p))
+
+    def branch(self, out: Tensor) -> Tensor:
+        """dropout(o Wo^T + bo) [tokens, d]."""
+        return self.drop(eager.product(self.out_rows(out), self.cast(self.t.wo), self.cast(self.t.bo)))
+
+    def total(self, f: Tensor) -> Tensor:
+        """The block's output before a trailing norm."""
+        return self.x + f if self.o.residual else f
+
+    def result(self, out: Tensor) -> Tensor:
+        """y [tokens, d] from o."""
+        o, y = self.o, self.total(self.branch(out))
+        if o.norm and not o.norm_first:
+            y = self.p.norm_fwd(y, self.t.norm_weight, self.t.norm_bias, o.norm_eps, o.norm, y.dtype)
+        return y
+
+
+def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
+    """(y [tokens, d], out, lse, qkv): o and lse of the core, and the raw projections."""
+    half = AttentionHalf(x, t, o)
+    qkv = half.project(half.inputs())
+    out, lse, _ = half.p.attn_fwd(*half.heads(qkv, o.recompute == "none"), half.core)
+    out = eager.as_heads(out)
+    return half.result(out), out, lse, qkv
+
+
+def attention_half_backward(dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int) -> dict:
+    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None: rebuilt."""
+    half, grads = AttentionHalf(x, t, o), {}
+    p, need = half.p, lambda name: needed(needs, 0 if name == "x" else 1 + AttentionTensors._fields.index(name))
+    trailing = bool(o.norm) and not o.norm_first
+    inner = [n for n in ("x", "wq", "wk", "wv", "bq", "bk", "bv", "q_norm", "k_norm") if need(n)]
+    inner += [n for n in ("norm_weight", "norm_bias") if need(n) and not trailing]
+    weights = half.weights()
+
+    raw = h = None
+    if inner or out is None:
+        h = half.inputs()
+        raw = half.project(h) if qkv is None else qkv
+        q, k, v = half.heads(raw, keep_raw=qkv is not None or t.q_norm is not None)
+    if trailing:
+        if out is None:  # the trailing norm's input comes before the gradient that delta is made of
+            out, lse, _ = p.attn_fwd(q, k, v, half.core)
+            out = eager.as_heads(out)
+        total = half.total(half.branch(out))
+        dy, dweight, dbias = p.norm_bwd(
+            dy, total, t.norm_weight, o.norm_eps, o.norm, need_dweight=need("norm_weight"), need_dbias=need("norm_bias")
+        )
+        grads |= {"norm_weight": dweight, "norm_bias": dbias}
+    df = half.drop(dy.to(o.dtype))
+    do = torch.mm(df, half.cast(t.wo)).view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
+    delta = None
+    if out is None:
+        out, lse, delta = p.attn_fwd(q, k, v, half.core, do=do)
+        out = eager.as_heads(out)
+    if need("wo"):
+        grad = WeightGrad(t.wo.dtype, 1)
+        grad.add(df, half.out_rows(out))
+        grads["wo"] = grad.result()
+    if need("bo"):
+        grads["bo"] = column_sum(df)
+    if inner:
+        dqkv = torch.empty_like(raw)
+        dq, dk, dv = half.split(dqkv)
+        if p is eager:
+            delta = None if eager.flash_covers(q, k, half.core) else p.attn_delta(out, do, half.core)
+            made = p.attn_bwd(q, k, v, do, lse, delta, half.core, o=out)
+            for view, grad in zip((dq, dk, dv), made, strict=True):
+                view.copy_(grad.transpose(1, 2))
+        else:
+            delta = p.attn_delta(out, do, half.core) if delta is None else delta
+            views = {name: view.transpose(1, 2) for name, view in (("dq", dq), ("dk", dk), ("dv", dv))}
+            p.attn_bwd(q, k, v, do, lse, delta, half.core, **views)
+        if t.q_norm is not None or t.cos is not None:
+            raw_q, raw_k, _ = half.split(raw)
+            for name, view, raw_heads, weight in (("q_norm", dq, raw_q, t.q_norm), ("k_norm", dk, raw_k, t.k_norm)):
+                _, grads[name] = p.heads_bwd(
+                    view, raw_heads, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=view,
+                    need_dweight=need(name),
+                )  # fmt: skip
+        dh, start = None, 0
+        for (w, _), suffix in zip(weights, "qkv", strict=False):
+            part = dqkv[:, start : start + w.shape[0]]
+            start += w.shape[0]
+            if need(f"w{suffix}"):
+                grad = WeightGrad(w.dtype, 1)
+                grad.add(part, h)
+                grads[f"w{suffix}"] = grad.result()
+            if need(f"b{suffix}"):
+                grads[f"b{suffix}"] = column_sum(part)
+            if need("x") or need("norm_weight") or need("norm_bias"):
+                w = half.cast(w)
+                dh = torch.mm(part, w) if dh is None else dh.addmm_(part, w)
+        residual = dy if o.residual else None
+        if o.norm and o.norm_first:
+            grads["x"], grads["norm_weight"], grads["norm_bias"] = p.norm_bwd(
+                dh, half.x, t.norm_weight, o.norm_eps, o.norm, residual=residual, need_dweight=need("norm_weight"),
+                need_dbias=need("norm_bias"),
+            ) if dh is not None else (None, None, None)  # fmt: skip
+        elif dh is not None:
+            grads["x"] = dh if residual is None else dh + residual
+    if need("x"):
+        grads["x"] = grads["x"].to(x.dtype).view(x.shape)
+    for name, parameter in t._asdict().items():
+        if grads.get(name) is not None:
+            grads[name] = grads[name].to(parameter.dtype)
+    return grads
+
+
+def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
+    """The half in differentiable PyTorch ops."""
+    B, S = batch_and_rows(x)
+    D = t.wo.shape[1] // o.num_heads
+    h = composite_norm(x, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and o.norm_first else x
+    h = h.to(o.dtype)
+    parts = [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
+    qkv = torch.cat([F.linear(h, w.to(o.dtype), cast_parameter(b, o.dtype)) for w, b in parts], -1)
+    q, k, v = qkv.view(B, S, -1, D).split([o.num_heads, o.num_kv_heads, o.num_kv_heads], 2)
+    if t.q_norm is not None:
+        q, k = F.rms_norm(q, (D,), t.q_norm, o.qk_norm_eps), F.rms_norm(k, (D,), t.k_norm, o.qk_norm_eps)
+    if t.cos is not None:
+        q, k = (composite_rotary(heads, t.cos, t.sin, o.interleaved) for heads in (q, k))
+    core = core_of(
+        o.scale, o.precision, o.left, o.right, t.mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len
+    )
+    out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
+    f = F.linear(out.transpose(1, 2).reshape(*x.shape[:-1], -1), t.wo.to(o.dtype), cast_parameter(t.bo, o.dtype))
+    f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
+    y = x + f if o.residual else f
+    return composite_norm(y, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and not o.norm_first else y
+
+
+def composite_norm(x, weight, bias, kind: str, eps: float) -> Tensor:
+    if kind == "layer":
+        return F.layer_norm(x, x.shape[-1:], cast_parameter(weight, x.dtype), cast_parameter(bias, x.dtype), eps)
+    y = F.rms_norm(x, x.shape[-1:], cast_parameter(weight, x.dtype), eps)
+    return y if bias is None else y + bias
+
+
+def composite_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, S, H, D], cos and sin [S, R] or [B, S, R]: the first R dimensions are rotated."""
+    R = cos.shape[-1]
+    cos, sin = (c.to(x.dtype)[..., None, :] for c in (cos, sin))
+    turned, rest = x[..., :R], x[..., R:]
+    if interleaved:
+        half = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        half = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), -1)
+    return torch.cat((turned * cos + half * sin, rest), -1)
+
+
+class AttentionBlock(Segment):
+    name = "attention_block"
+    inputs = f"Tensor x, {TENSOR_SCHEMA}"
+    kept = "Tensor? out, Tensor? lse, Tensor? qkv"
+    statics = OPTION_SCHEMA
+    results = "(Tensor y, Tensor out, Tensor lse, Tensor qkv)"
+    grads = "Tensor[]"
+
+    @staticmethod
+    def forward(x, *args):
+        t, o = AttentionTensors(*args[:TENSORS]), AttentionOptions(*args[TENSORS:])
+        y, out, lse, qkv = attention_half(x, t, o)
+        return (
+            y.view(x.shape[:-1] + y.shape[-1:]) if y.dim() != x.dim() else y,
+            out if o.recompute != "full" else absent(out),
+            lse if o.recompute != "full" else absent(lse),
+            qkv if o.recompute == "none" else absent(qkv),
+        )
+
+    @staticmethod
+    def forward_fake(x, *args):
+        t, o = AttentionTensors(*args[:TENSORS]), AttentionOptions(*args[TENSORS:])
+        return fake_results(x, t, o)
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs):
+        recompute = statics[AttentionOptions._fields.index("recompute")]
+        _, out, lse, qkv = outputs
+        kept = (None, None) if recompute == "full" else (out, lse)
+        return [*tensors, *kept, qkv if recompute == "none" else None]
+
+    @staticmethod
+    def backward(dy, x, *args):
+        t, rest = AttentionTensors(*args[:TENSORS]), args[TENSORS:]
+        out, lse, qkv = rest[:3]
+        grads = attention_half_backward(
+            tokens(dy), x, t, AttentionOptions(*rest[3 : 3 + OPTIONS]), out, lse, qkv, rest[-1]
+        )
+        return [
+            grads[name] if needed(rest[-1], i) else absent(dy) for i, name in enumerate(("x", *AttentionTensors._fields))
+        ]
+
+    @staticmethod
+    def backward_fake(dy, x, *args):
+        inputs = (x, *args[:TENSORS])
+        return [t.new_empty(t.shape) if needed(args[-1], i) else dy.new_empty(0) for i, t in enumerate(inputs)]
+
+    @staticmethod
+    def composite(x, *args):
+        return attention_composite(x, AttentionTensors(*args[:TENSORS]), AttentionOptions(*args[TENSORS:]))
+
+    @staticmethod
+    def forward_flops(x, *args, out_val=None):
+        return attention_half_flops(x, AttentionTensors(*args[:TENSORS]), AttentionOptions(*args[TENSORS:]))
+
+    @staticmethod
+    def backward_flops(dy, x, *args, out_val=None):
+        t, rest = AttentionTensors(*args[:TENSORS]), args[TENSORS:]
+        out, _, qkv = rest[:3]
+        return attention_half_backward_flops(x, t, AttentionOptions(*rest[3 : 3 + OPTIONS]), out, qkv, rest[-1])
+
+
+def fake_results(x: Tensor, t: AttentionTensors, o: AttentionOptions):
+    """(y, out, lse, qkv) of an attention half, empty."""
+    B, S = batch_and_rows(x)
+    D, M = t.wo.shape[1] // o.num_heads, B * S
+    like = x.new_empty(0, dtype=o.dtype)
+    total = t.wq.shape[0] if t.wk is None else t.wq.shape[0] + t.wk.shape[0] + t.wv.shape[0]
+    wide = torch.promote_types(o.dtype, torch.float32)
+    y_dtype = torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype
+    if o.recompute == "full":
+        out, lse = like.new_empty(0), like.new_empty(0, dtype=wide)
+    else:
+        out = like.new_empty_strided((B, o.num_heads, S, D), (S * t.wo.shape[1], D, t.wo.shape[1], 1))
+        lse = like.new_empty((B, o.num_heads, S), dtype=wide)
+    qkv = like.new_empty((M, total) if o.recompute == "none" else 0)
+    return x.new_empty((*x.shape[:-1], t.wo.shape[0]), dtype=y_dtype), out, lse, qkv
+
+
+def attention_half_flops(x, t: AttentionTensors, o: AttentionOptions) -> int:
+    B, S = batch_and_rows(x)
+    weights = sum(w.numel() for w in (t.wq, t.wk, t.wv, t.wo) if w is not None)
+    D = t.wo.shape[1] // o.num_heads
+    shape = (B, o.num_heads, S, D)
+    return 2 * B * S * weights + attention_flops(shape, shape, 2)
+
+
+def attention_half_backward_flops(x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int) -> int:
+    B, S = batch_and_rows(x)
+    fields = ("x", *AttentionTensors._fields)
+    need = {name for i, name in enumerate(fields) if needed(needs, i)}
+    inner = need - {"wo", "bo"}
+    projections = [w for w in (t.wq, t.wk, t.wv) if w is not None]
+    total = sum(w.numel() for w in projections)
+    products = t.wo.numel()  # do
+    products += t.wo.numel() * ("wo" in need)
+    if inner or out is None:
+        products += total if qkv is None else 0
+    if inner & {"x", "norm_weight", "norm_bias"}:
+        products += total
+    products += sum(w.numel() for w, n in zip(projections, ("wq", "wk", "wv"), strict=False) if n in need)
+    D = t.wo.shape[1] // o.num_heads
+    shape = (B, o.num_heads, S, D)
+    core = (2 if out is None else 0) + (5 if inner else 0)
+    return 2 * B * S * products + attention_flops(shape, shape, core)
+
+
+_apply = build(AttentionBlock)
+
+
+def check_norm(op: str, norm: str | None, weight, bias, features: int) -> None:
+    if norm is None:
+        if weight is not None or bias is not None:
+            raise ValueError(f"{op}: norm_weight and norm_bias need norm='layer' or 'rms'")
+        return
+    check_choice(op, "norm", norm, (*NORMS, None))
+    for name, parameter in (("norm_weight", weight), ("norm_bias", bias)):
+        if parameter is not None and parameter.shape != (features,):
+            raise ValueError(f"{op}: {name} must have shape ({features},), but has {tuple(parameter.shape)}")
+
+
+def compute_dtype(op: str, x: Tensor, *parameters: Tensor | None) -> torch.dtype:
+    """Autocast's dtype inside autocast, else x's own, which the weights must then share."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    for parameter in parameters:
+        if parameter is not None and parameter.dtype != x.dtype:
+            raise TypeError(
+                f"{op}: input is {x.dtype} but a parameter is {parameter.dtype}; use one dtype, or torch.autocast"
+            )
+    return x.dtype
+
+
+def attention_arguments(
+    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, norm, norm_weight, norm_bias, norm_eps,
+    norm_first, qk_norm, qk_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask, key_padding_mask, window_size,
+    alibi_slopes, cu_seqlens, max_seqlen, scale, dropout_p, resid_dropout_p, residual, training, recompute,
+) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
+    """Checks everything; returns the half's tensors and options."""
+    check_level(op, recompute)
+    check_probability(op, dropout_p)
+    check_probability(op, resid_dropout_p)
+    check_input(op, x)
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
+    features, H = x.shape[-1], num_heads
+    H_kv = H if num_kv_heads is None else num_kv_heads
+    if H < 1 or H_kv < 1 or H % H_kv:
+        raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
+    parts = (qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight)
+    biases = (qkv_bias,) * len(parts) if qkv_bias is None else (qkv_bias,) if isinstance(qkv_bias, Tensor) else tuple(qkv_bias)
+    if len(parts) not in (1, 3) or len(biases) != len(parts):
+        raise ValueError(f"{op}: qkv_weight must be one tensor or three (q, k, v), and qkv_bias alike")
+    for name, w, b in zip(("qkv_weight",) if len(parts) == 1 else ("q_weight", "k_weight", "v_weight"), parts, biases, strict=True):
+        check_weight(op, name, w, b, x, features, "input")
+    D, remainder = divmod(parts[0].shape[0], H + 2 * H_kv if len(parts) == 1 else H)
+    if remainder or (len(parts) == 3 and any(w.shape[0] != H_kv * D for w in parts[1:])):
+        raise ValueError(
+            f"{op}: q, k, v weights with {[w.shape[0] for w in parts]} rows do not fit {H} query and {H_kv} key and value heads"
+        )
+    check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "the attention core")
+    if residual and out_weight.shape[0] != features:
+        raise ValueError(f"{op}: residual needs out_weight with {features} rows, but it has {out_weight.shape[0]}")
+    check_norm(op, norm, norm_weight, norm_bias, features if norm_first else out_weight.shape[0])
+    q_norm, k_norm = (None, None) if qk_norm is None else qk_norm
+    for name, weight in (("q", q_norm), ("k", k_norm)):
+        if weight is not None and weight.shape != (D,):
+            raise ValueError(f"{op}: {name}'s norm weight must have shape ({D},), but has {tuple(weight.shape)}")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError(f"{op}: qk_norm must be a pair of weights")
+    B, S = batch_and_rows(x)
+    cos, sin = (None, None) if rotary is None else rotary
+    if cos is not None and (
+        cos.shape != sin.shape or cos.shape[-1] % 2 or cos.shape[-1] > D or cos.shape[:-1] not in ((S,), (B, S))
+    ):
+        raise ValueError(
+            f"{op}: rotary must be (cos, sin) of shape [S={S}, R] or [B={B}, S={S}, R] with R even and at most {D}, but "
+            f"they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    left, right = check_window(op, window_size)
+    right = 0 if is_causal else right
+    like = x.new_empty(0).expand(B, H, S, 0)
+    mask = None if attn_mask is None else as_mask(op, attn_mask, like, S)
+    if key_padding_mask is not None:
+        padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
+        if padding.dtype != torch.bool or padding.shape != (B, S):
+            raise ValueError(
+                f"{op}: key_padding_mask must be bool (True = masked out) of shape ({B}, {S}), but is {padding.dtype} of "
+                f"shape {tuple(key_padding_mask.shape)}"
+            )
+        keep = (~padding)[:, None, None, :]
+        if mask is None:
+            mask = keep.view(torch.int8)
+        elif mask.dtype == torch.int8:
+            mask = (keep & (mask != 0)).view(torch.int8)
+        else:
+            mask = mask.masked_fill(~keep, -math.inf)
+    if mask is not None and mask.requires_grad:
+        raise ValueError(f"{op}: no gradient is formed for attn_mask; use ckptkern.scaled_dot_product_attention")
+    slopes = None
+    if alibi_slopes is not None:
+        if alibi_slopes.shape not in ((H,), (B, H)):
+            raise ValueError(f"{op}: alibi_slopes must be [{H}] or [{B}, {H}], but has shape {tuple(alibi_slopes.shape)}")
+        slopes = alibi_slopes.float().reshape(-1, H).contiguous()
+    max_len = 0
+    if cu_seqlens is not None:
+        if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+            raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
+        max_len = S if max_seqlen is None else max_seqlen
+    dtype = compute_dtype(op, x, *parts, *biases, out_weight, out_bias)
+    resid_p, attn_p = float(resid_dropout_p), float(dropout_p)
+    rng, resid_rng = draw_state(x, attn_p, training), draw_state(x, resid_p, training)
+    three = (*parts, None, None)[:3]
+    t = AttentionTensors(
+        norm_weight, norm_bias, *three, *(*biases, None, None)[:3], out_weight, out_bias, q_norm, k_norm, cos, sin, mask,
+        slopes, cu_seqlens, rng, resid_rng,
+    )  # fmt: skip
+    probe = x.new_empty(0, dtype=dtype)
+    o = AttentionOptions(
+        H, H_kv, norm or "", float(norm_eps), bool(norm_first), float(qk_norm_eps), bool(rotary_interleaved), left, right,
+        max_len, float(D**-0.5 if scale is None else scale), attn_p, resid_p, bool(residual), choose_level(recompute),
+        choose_backend(op, probe), matmul_precision(probe), dtype,
+    )  # fmt: skip
+    return t, o
+
+
+def attention_block(
+    x: Tensor,
+    qkv_weight: Tensor | Sequence[Tensor],
+    qkv_bias: Tensor | Sequence[Tensor | None] | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    *,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    norm_first: bool = True,
+    qk_norm: tuple[Tensor, Tensor] | None = None,
+    qk_norm_eps: float = 1e-6,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary_interleaved: bool = False,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    resid_dropout_p: float = 0.0,
+    residual: bool = False,
+    training: bool = True,
+    recompute: str = "selective",
+) -> Tensor:
+    """Self-attention with everything round it, as one segment.
+
+        h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
+        y = [x +] dropout(o Wo^T + bo)                        norm_first=False: y = norm([x +] dropout(...)), h = x
+
+    x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
+    qkv_weight: one tensor [(H + 2 H_kv) D, d], or the three a model already has; biases alike. out_weight [e, H D].
+    norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. qk_norm: RMS-norm weights ([D], [D]).
+    rotary: (cos, sin), [S, R] or [B, S, R], R <= D; the halves of the first R dimensions are rotated (Llama), or with
+    rotary_interleaved neighbouring pairs (GPT-J).
+    attn_mask: bool (True = keep) or additive, broadcastable to [B, H, S, S]; key_padding_mask: bool [B, S], True = masked
+    out, as in nn.MultiheadAttention. is_causal, window_size, alibi_slopes: as in scaled_dot_product_attention.
+    cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens).
+    dropout_p of the attention weights, resid_dropout_p of the branch: replayed from 16 bytes each.
+    recompute: what is kept for backward besides parameters (of x, x itself):
+
+        "none"       x, q, k, v, o, lse
+        "selective"  x, o, lse: the core is not run again
+        "full"       x: as many products as torch.utils.checkpoint
+
+    Raises ValueError (shapes, choices), TypeError (dtypes), RuntimeError (backend).
+    """
+    t, o = attention_arguments(
+        "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, norm, norm_weight,
+        norm_bias, norm_eps, norm_first, qk_norm, qk_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask,
+        key_padding_mask, window_size, alibi_slopes, cu_seqlens, max_seqlen, scale, dropout_p, resid_dropout_p, residual,
+        training, recompute,
+    )  # fmt: skip
+    return _apply(tuple(o), x, *t)
