@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -297,9 +298,14 @@ def column_sum(dy: Tensor) -> Tensor:
     return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
 
 
+def row_count(x: Tensor) -> int:
+    """Rows of [..., K]. torch.Size.numel() would fix a symbolic batch at the size that is traced."""
+    return math.prod(x.shape[:-1])
+
+
 def rows_2d(x: Tensor) -> Tensor:
     """[..., K] -> [rows, K]; a view where the strides allow it."""
-    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(row_count(x), x.shape[-1])
 
 
 def unflattened(rows: Tensor, lead: torch.Size) -> Tensor:
