@@ -18,6 +18,7 @@ from cases import (
     Watch,
     assert_as_exact,
     assert_same,
+    assert_same_within_rounding,
     check_against_float64,
     clone,
     gradients,
@@ -142,11 +143,6 @@ def test_strided_inputs_and_output_gradients(setup, layout):
     dy = output_gradient(setup.fused(dense))
     check_against_float64(setup, strided, layout(dy))
     assert_same_within_rounding(gradients(setup.fused, strided, layout(dy)), gradients(setup.fused, dense, dy))
-
-
-def assert_same_within_rounding(ours: dict, theirs: dict) -> None:
-    for name, reference in theirs.items():
-        torch.testing.assert_close(ours[name], reference, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
