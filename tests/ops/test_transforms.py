@@ -278,8 +278,22 @@ def test_jacobian(setup):
 def test_forward_mode_of_torch_func_is_refused(setup):
     tensors = make(setup)
     x = tensors["x"].detach()
-    with pytest.raises(RuntimeError, match="jvp"):
+    with pytest.raises(NotImplementedError, match=f"{setup.op.name}: forward-mode AD is not supported"):
         torch.func.jvp(lambda one: setup.call({**tensors, "x": one}), (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), levels=("full",), ops=LAYERS))
+def test_compiled_transforms(setup):
+    """torch.compile of vmap(grad) breaks the graph at the op, and says why where that is not allowed."""
+    tensors = make(setup, Sizes(lead=(3, 2)))
+    x, *parameters = (t.detach() for t in tensors.values())
+    dy = output_gradient(setup.call(tensors))[0]
+    grad = torch.func.vmap(torch.func.grad(loss_of(setup, list(tensors), dy)), in_dims=(0, *[None] * len(parameters)))
+    assert torch.equal(torch.compile(grad, backend="aot_eager")(x, *parameters), grad(x, *parameters))
+    torch._dynamo.reset()
+    whole = torch.compile(grad, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"{setup.op.name}: torch.compile of a torch.func transform is not supported"):
+        whole(x, *parameters)
 
 
 @pytest.mark.parametrize("level", LEVELS)
