@@ -104,11 +104,10 @@ def all_cases() -> list[Case]:
     from ..triton_kernels.elementwise import ACTIVATIONS
 
     return [
-        Case(op, arch, dtype, ragged, activation, dropout, extras)
-        for op, arch, dtype, ragged, activation, dropout, extras in itertools.product(
-            OPS, ARCHS, (*DTYPES, "float32"), (False, True), ACTIVATIONS, (False, True), (False, True)
+        Case(op, arch, dtype, ragged, activation, full and op in DROPOUT_OPS, full)
+        for op, arch, dtype, ragged, activation, full in itertools.product(
+            OPS, ARCHS, (*DTYPES, "float32"), (False, True), ACTIVATIONS, (False, True)
         )
-        if not dropout or op in DROPOUT_OPS
     ]
 
 

@@ -144,7 +144,7 @@ def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
     state, threshold, scale = dropout_
     if state is None:
         return h
-    M, N = h.shape[:-1].numel(), h.shape[-1]
+    M, N = math.prod(h.shape[:-1]), h.shape[-1]
     mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, 0, 0, M)
     return torch.where(mask.view(h.shape), h * scale, 0)
 

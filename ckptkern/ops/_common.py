@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def backend(name: str) -> Iterator[None]:
     they cover and PyTorch ops for the rest; "triton" raises where a kernel does not cover the case. The choice is made
     in forward and kept for backward. Raises ValueError for another name.
     """
-    _check_choice("backend", "name", name, BACKENDS)
+    check_choice("backend", "name", name, BACKENDS)
     outer, _choice.backend = _choice.backend, name
     try:
         yield
@@ -102,7 +103,7 @@ def choose_backend(op: str, x: Tensor) -> str:
     """The backend that serves `x`: "eager" or "triton"."""
     name = _choice.backend
     if name not in BACKENDS:
-        _check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
+        check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
     if name == "eager" or (name == "auto" and not x.is_cuda):
         return "eager"
     reason = _not_covered(x)
@@ -163,14 +164,18 @@ def choose_level(recompute: str) -> str:
 # -- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_choice(op: str, what: str, value, choices) -> None:
+def check_choice(op: str, what: str, value, choices) -> None:
     if value not in choices:
         raise ValueError(f"{op}: {what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
+def check_level(op: str, recompute: str) -> None:
+    check_choice(op, "recompute", recompute, LEVELS)
+
+
 def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
-    _check_choice(op, "activation", activation, ACTIVATIONS)
-    _check_choice(op, "recompute", recompute, LEVELS)
+    check_choice(op, "activation", activation, ACTIVATIONS)
+    check_level(op, recompute)
     check_probability(op, dropout_p)
 
 
@@ -297,9 +302,14 @@ def column_sum(dy: Tensor) -> Tensor:
     return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
 
 
+def row_count(x: Tensor) -> int:
+    """Rows of [..., K]. torch.Size.numel() would fix a symbolic batch at the size that is traced."""
+    return math.prod(x.shape[:-1])
+
+
 def rows_2d(x: Tensor) -> Tensor:
     """[..., K] -> [rows, K]; a view where the strides allow it."""
-    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(row_count(x), x.shape[-1])
 
 
 def unflattened(rows: Tensor, lead: torch.Size) -> Tensor:

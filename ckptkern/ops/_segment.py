@@ -314,11 +314,19 @@ def build(segment: type[Segment]):
             grads = gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs)
             return (None,) * (1 + statics_count) + grads
 
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(f"{name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)")
+
     for function, suffix in ((Eager, ""), (Functional, "Functional"), (Backward, "Backward")):
+        function.jvp = staticmethod(jvp)
         function.__name__ = function.__qualname__ = segment.__name__ + suffix + "Function"
+        node = function._backward_cls  # its name is in grad_fn, profiles and anomaly mode
+        node.__name__ = node.__qualname__ = function.__name__ + "Backward"
 
     def apply(statics: tuple, *tensors) -> Tensor:
         if torch._C._are_functorch_transforms_active():
+            if torch.compiler.is_compiling():
+                raise NotImplementedError(f"{name}: torch.compile of a torch.func transform is not supported")
             return Functional.apply(_present(tensors), *statics, *tensors)[0]
         if torch.compiler.is_compiling():
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)

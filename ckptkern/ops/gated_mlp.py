@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, rows_2d,
-    token_chunks, unflattened,
+    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, row_count,
+    rows_2d, token_chunks, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -42,7 +42,7 @@ class GatedMLP(Segment):
 
     @staticmethod
     def forward_fake(x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, *statics):
-        hidden = (x.shape[:-1].numel(), wg.shape[0])
+        hidden = (row_count(x), wg.shape[0])
         keep_gu, keep_h = recompute != "full", recompute == "none"
         return (
             x.new_empty((*x.shape[:-1], wd.shape[0])),
@@ -135,7 +135,7 @@ class GatedMLP(Segment):
 
     @staticmethod
     def forward_flops(x, wg, bg, wu, bu, wd, *args, out_val=None):
-        return 2 * x.shape[:-1].numel() * (2 * wg.numel() + wd.numel())
+        return 2 * row_count(x) * (2 * wg.numel() + wd.numel())
 
     @staticmethod
     def backward_flops(dy, x, wg, bg, wu, bu, wd, bd, rng, g, u, h, *statics_and_needs, out_val=None):
@@ -143,7 +143,7 @@ class GatedMLP(Segment):
         need_gate = any(needed(needs, i) for i in (X, WG, BG, WU, BU))
         rebuild = 2 * (g is None and (need_gate or needed(needs, WD)))
         inner = rebuild + 2 * needed(needs, X) + needed(needs, WG) + needed(needs, WU)
-        return 2 * dy.shape[:-1].numel() * (inner * wg.numel() + (need_gate + needed(needs, WD)) * wd.numel())
+        return 2 * row_count(dy) * (inner * wg.numel() + (need_gate + needed(needs, WD)) * wd.numel())
 
 
 _apply = build(GatedMLP)

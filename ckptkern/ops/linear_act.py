@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, matmul_precision, primitives, rows_2d, unflattened,
+    choose_level, column_sum, matmul_precision, primitives, row_count, rows_2d, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -51,7 +51,7 @@ class LinearAct(Segment):
     @staticmethod
     def forward_fake(x, w, b, activation, recompute, backend, precision):
         keep_z, keep_bits = preactivation_kept(activation, recompute)
-        M, N = x.shape[:-1].numel(), w.shape[0]
+        M, N = row_count(x), w.shape[0]
         return (
             x.new_empty((*x.shape[:-1], N)),
             x.new_empty((M, N) if keep_z else 0),
@@ -120,13 +120,13 @@ class LinearAct(Segment):
 
     @staticmethod
     def forward_flops(x, w, *args, out_val=None):
-        return 2 * x.shape[:-1].numel() * w.numel()
+        return 2 * row_count(x) * w.numel()
 
     @staticmethod
     def backward_flops(dy, x, w, b, z, bits, activation, *statics_and_needs, out_val=None):
         needs = statics_and_needs[-1]
         rebuild = activation != "identity" and z is None and bits is None
-        return 2 * dy.shape[:-1].numel() * w.numel() * (rebuild + needed(needs, X) + needed(needs, W))
+        return 2 * row_count(dy) * w.numel() * (rebuild + needed(needs, X) + needed(needs, W))
 
 
 _apply = build(LinearAct)

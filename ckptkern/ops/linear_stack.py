@@ -10,7 +10,8 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, matmul_precision, parse_bytes, primitives, rows_2d, token_chunks, unflattened,
+    choose_level, matmul_precision, parse_bytes, primitives, row_count, rows_2d, token_chunks,
+    unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -90,7 +91,7 @@ class LinearStack(Segment):
     @staticmethod
     def forward_fake(x, weights, biases, activation, recompute, *statics):
         keep_hidden, keep_bits = _kept(activation, recompute)
-        M, N = x.shape[:-1].numel(), weights[-1].shape[0]
+        M, N = row_count(x), weights[-1].shape[0]
         kept = (weights[:-1] if activation == "relu" else weights) if keep_hidden else []
         return (
             x.new_empty((*x.shape[:-1], N)),
@@ -109,7 +110,7 @@ class LinearStack(Segment):
     @staticmethod
     def backward(dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, needs):
         p, L, like = primitives(backend), len(weights), dy
-        M, out_features = dy.shape[:-1].numel(), weights[-1].shape[0]
+        M, out_features = row_count(dy), weights[-1].shape[0]
         dy, rows = rows_2d(dy), rows_2d(x)
         width = _narrow_width(backend, recompute, x, weights)
         need_dw = [needed(needs, 1 + i) for i in range(L)]
@@ -198,7 +199,7 @@ class LinearStack(Segment):
 
     @staticmethod
     def forward_flops(x, weights, *args, out_val=None):
-        return 2 * x.shape[:-1].numel() * sum(w.numel() for w in weights)
+        return 2 * row_count(x) * sum(w.numel() for w in weights)
 
     @staticmethod
     def backward_flops(dy, x, weights, biases, bits, hidden, activation, *statics_and_needs, out_val=None):
@@ -209,7 +210,7 @@ class LinearStack(Segment):
         rebuilt = [] if hidden or lowest == L else weights[:-1] if bits is not None else weights
         chain = [w for i, w in enumerate(weights) if i > lowest or needed(needs, X)]
         own = [w for i, w in enumerate(weights) if needed(needs, 1 + i)]
-        return 2 * dy.shape[:-1].numel() * sum(w.numel() for group in (rebuilt, chain, own) for w in group)
+        return 2 * row_count(dy) * sum(w.numel() for group in (rebuilt, chain, own) for w in group)
 
 
 _apply = build(LinearStack)

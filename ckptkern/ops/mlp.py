@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, rows_2d,
-    token_chunks, unflattened,
+    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, row_count,
+    rows_2d, token_chunks, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -51,7 +51,7 @@ class MLP(Segment):
     @staticmethod
     def forward_fake(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace):
         keep_z, keep_h = hidden_activation_kept(activation, recompute)
-        hidden = (x.shape[:-1].numel(), w1.shape[0])
+        hidden = (row_count(x), w1.shape[0])
         return (
             x.new_empty((*x.shape[:-1], w2.shape[0])),
             x.new_empty(hidden if keep_z else 0),
@@ -147,7 +147,7 @@ class MLP(Segment):
 
     @staticmethod
     def forward_flops(x, w1, b1, w2, *args, out_val=None):
-        return 2 * x.shape[:-1].numel() * (w1.numel() + w2.numel())
+        return 2 * row_count(x) * (w1.numel() + w2.numel())
 
     @staticmethod
     def backward_flops(dy, x, w1, b1, w2, b2, rng, z, h, *statics_and_needs, out_val=None):
@@ -156,7 +156,7 @@ class MLP(Segment):
         rebuild = z is None and h is None and needs & 0b1111 != 0
         products_1 = rebuild + needed(needs, X) + needed(needs, W1)
         products_2 = need_dz + needed(needs, W2)
-        return 2 * dy.shape[:-1].numel() * (products_1 * w1.numel() + products_2 * w2.numel())
+        return 2 * row_count(dy) * (products_1 * w1.numel() + products_2 * w2.numel())
 
 
 _apply = build(MLP)

@@ -18,6 +18,7 @@ from cases import (
     Watch,
     assert_as_exact,
     assert_same,
+    assert_same_within_rounding,
     check_against_float64,
     clone,
     gradients,
@@ -142,11 +143,6 @@ def test_strided_inputs_and_output_gradients(setup, layout):
     dy = output_gradient(setup.fused(dense))
     check_against_float64(setup, strided, layout(dy))
     assert_same_within_rounding(gradients(setup.fused, strided, layout(dy)), gradients(setup.fused, dense, dy))
-
-
-def assert_same_within_rounding(ours: dict, theirs: dict) -> None:
-    for name, reference in theirs.items():
-        torch.testing.assert_close(ours[name], reference, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
@@ -526,8 +522,16 @@ def test_forward_mode_is_refused(setup):
     tensors = make(setup)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(tensors["x"], torch.ones_like(tensors["x"]))
-        with pytest.raises((RuntimeError, NotImplementedError), match="forward"):
+        with pytest.raises(NotImplementedError, match=f"{setup.op.name}: forward-mode AD is not supported"):
             setup.fused({**tensors, "x": dual})
+
+
+@pytest.mark.parametrize("setup", setups(("relu",), levels=("full",), dropout=(P,)))
+def test_nodes_are_named_after_their_op(setup):
+    """In tracebacks of anomaly mode, profiles and drawings of the graph."""
+    node = setup.fused(make(setup)).grad_fn
+    name = {"linear_act": "LinearAct", "linear_stack": "LinearStack", "mlp": "MLP", "gated_mlp": "GatedMLP"}
+    assert node.name() == type(node).__name__ == f"{name.get(setup.op.name, 'Dropout')}FunctionBackward"
 
 
 # -- inside torch.utils.checkpoint -------------------------------------------------------------------------------------

@@ -1,0 +1,327 @@
+"""Every op under torch.compile, torch.library.opcheck and torch.func."""
+
+import itertools
+
+import pytest
+import torch
+from cases import (
+    LAYERS,
+    LEVELS,
+    SEED,
+    P,
+    Setup,
+    Sizes,
+    assert_same,
+    assert_same_within_rounding,
+    clone,
+    gradients,
+    make,
+    op_samples,
+    output_gradient,
+    setups,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """Compiled code of one test is no recompilation of another's."""
+    torch._dynamo.reset()
+
+
+# -- the library ops ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_opcheck(setup):
+    """Schema, fakes, aot dispatch with dynamic shapes, on the arguments of a step, then of one with frozen inputs."""
+    names = list(make(setup))
+    samples = op_samples(setup, make(setup)) + op_samples(setup, make(setup, frozen=names[1::2]))
+    assert [str(op) for op, _ in samples] == [f"ckptkern.{setup.op.name}_{way}.default" for way in ("fwd", "bwd")] * 2
+    for op, args in samples:
+        torch.library.opcheck(op, args)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def compiled(setup: Setup, backend: str = "aot_eager", **options):
+    """`setup.fused`, its call compiled as one graph."""
+    call = torch.compile(setup.call, backend=backend, fullgraph=True, **options)
+
+    def run(tensors):
+        torch.manual_seed(SEED)
+        return call(tensors)
+
+    return run
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_compiled_equals_eager(setup):
+    """Pitfall 5: one graph forward, one backward, the same bits and the same mask."""
+    tensors = make(setup)
+    assert_same(gradients(compiled(setup), tensors), gradients(setup.fused, tensors))
+
+
+@pytest.mark.parametrize("setup", setups(("silu",), ("full",), dropout=(P,)))
+def test_inductor(setup):
+    tensors = make(setup)
+    assert_same_within_rounding(gradients(compiled(setup, "inductor"), tensors), gradients(setup.fused, tensors))
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), ops=LAYERS))
+def test_compiled_with_frozen_inputs(setup):
+    """Pitfall 24: only what needs a gradient gets one; x alone, the parameters alone, the last weight alone."""
+    names = list(make(setup))
+    last_weight = [name for name in names if "weight" in name][-1]
+    for trained in ({"x"}, set(names) - {"x"}, {last_weight}):
+        tensors = make(setup, frozen=set(names) - trained)
+        torch._dynamo.reset()
+        assert_same(gradients(compiled(setup), tensors), gradients(setup.fused, tensors))
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu"), dropout=(P,)))
+def test_compiled_autocast_keeps_no_cast_weight(setup):
+    """The same bytes as in eager mode, and the same bits."""
+    tensors = make(setup)
+    parameters = [t for name, t in tensors.items() if name != "x"]
+
+    def call(t):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return setup.call(t)
+
+    def seeded(function):
+        def run(t):
+            torch.manual_seed(SEED)
+            with kept_tensors(exclude=parameters) as kept:
+                y = function(t)
+            run.kept = kept.bytes
+            return y
+
+        return run
+
+    eager, graph = seeded(call), seeded(torch.compile(call, backend="aot_eager", fullgraph=True))
+    assert_same(gradients(graph, tensors), gradients(eager, tensors))
+    assert graph.kept == eager.kept
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("selective", "full"), dropout=(P,)))
+def test_one_graph_for_all_batch_sizes_and_seeds(setup):
+    """Pitfall 8: the state is a tensor, so seeds compile nothing; sizes compile once, dynamically."""
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(setup.call, backend=counter, fullgraph=True)
+    for length, seed in itertools.product((5, 8, 3, 16, 130, 2), (1, 2, 3)):
+        tensors = make(setup, Sizes(lead=(2, length)))
+        torch.manual_seed(seed)
+        ours = gradients(call, tensors)
+        torch.manual_seed(seed)
+        assert_same(ours, gradients(setup.call, tensors))
+    assert counter.frame_count <= 2  # the first size, then any size
+
+
+@pytest.mark.parametrize("setup", setups(("silu",), ("full",), dropout=(P,), ops=("mlp", "gated_mlp", "dropout")))
+def test_two_masks_of_one_graph_differ(setup):
+    """Pitfall 6, and AOT's CSE: two draws in one graph are two draws."""
+    tensors = make(setup)
+
+    def twice(t):
+        return torch.stack([setup.call(t), setup.call(t)])
+
+    def seeded(function):
+        def run(t):
+            torch.manual_seed(SEED)
+            return function(t)
+
+        return run
+
+    ours = gradients(seeded(torch.compile(twice, backend="aot_eager", fullgraph=True)), tensors)
+    assert_same(ours, gradients(seeded(twice), tensors))
+    assert not torch.equal(*ours["y"])
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("full",), ops=LAYERS))
+def test_compiled_module_in_a_chain(setup):
+    """Graph outputs that alias what is kept, and ops before and after."""
+    tensors = make(setup)
+
+    def chain(t):
+        return setup.call({**t, "x": t["x"].sin()}).cos()
+
+    assert_same(
+        gradients(torch.compile(chain, backend="aot_eager", fullgraph=True), tensors), gradients(chain, tensors)
+    )
+
+
+@pytest.mark.parametrize("setup", setups(("relu",), ("selective", "full"), dropout=(P,)))
+def test_compiled_without_gradients(setup):
+    """Evaluation: under no_grad, and with nothing that needs a gradient."""
+    tensors = make(setup)
+    expected = setup.fused(tensors).detach()
+    assert torch.equal(compiled(setup)({name: t.detach() for name, t in tensors.items()}), expected)
+    with torch.no_grad():
+        y = compiled(setup)(tensors)
+    assert not y.requires_grad
+    assert torch.equal(y, expected)
+
+
+def test_changing_the_backend_compiles_again():
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda x: ckptkern.dropout(x, 0.5), backend=counter)
+    x = torch.ones(4, 4)
+    for _ in range(2):
+        call(x)
+        with ckptkern.backend("eager"):
+            call(x)
+    assert counter.frame_count == 2
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------------
+
+
+def loss_of(setup: Setup, names: list[str], dy: torch.Tensor):
+    def loss(*values):
+        return (setup.call(dict(zip(names, values, strict=True))) * dy).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_grad(setup):
+    tensors = make(setup)
+    dy = output_gradient(setup.fused(tensors))
+    values = [t.detach() for t in tensors.values()]
+    torch.manual_seed(SEED)
+    grads = torch.func.grad(loss_of(setup, list(tensors), dy), argnums=tuple(range(len(values))))(*values)
+    expected = gradients(setup.fused, tensors, dy)
+    del expected["y"]
+    assert_same(dict(zip(tensors, grads, strict=True)), expected)
+
+
+@pytest.mark.parametrize("setup", setups())
+def test_grad_of_grad(setup):
+    """Second order through torch.func, against autograd's."""
+    tensors = make(setup, dtype=torch.float64)
+    values = [t.detach() for t in tensors.values()]
+
+    def penalty(function):
+        def inner(*v):
+            return (function(dict(zip(tensors, v, strict=True))) ** 2).sum()
+
+        def outer(*v):
+            torch.manual_seed(SEED)
+            return (torch.func.grad(inner)(*v) ** 2).sum()
+
+        return torch.func.grad(outer, argnums=tuple(range(len(values))))(*values)
+
+    for ours, theirs in zip(penalty(setup.call), penalty(setup.plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("setup", setups(ops=LAYERS))
+def test_per_sample_gradients(setup):
+    """vmap(grad) over a batch of samples equals a loop over them."""
+    tensors = make(setup, Sizes(lead=(4, 3)))
+    x, *parameters = (t.detach() for t in tensors.values())
+    dy = output_gradient(setup.call(tensors))[0]
+    grad = torch.func.grad(loss_of(setup, list(tensors), dy), argnums=tuple(range(len(tensors))))
+    batched = torch.func.vmap(grad, in_dims=(0, *[None] * len(parameters)))(x, *parameters)
+    for sample in range(4):
+        for name, ours, theirs in zip(tensors, batched, grad(x[sample], *parameters), strict=True):
+            assert torch.equal(ours[sample], theirs), name
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), ops=LAYERS))
+def test_vmap_over_anything(setup):
+    """One op over stacked models, a batch dimension in the middle, and no gradient at all."""
+    models = [make(setup, seed=seed) for seed in range(3)]
+    stacked = {name: torch.stack([m[name].detach() for m in models], 1) for name in models[0]}
+    out = torch.func.vmap(setup.call, in_dims=(dict.fromkeys(stacked, 1),))(stacked)
+    for i, model in enumerate(models):
+        assert torch.equal(out[i], setup.call(model).detach())
+
+
+@pytest.mark.parametrize("setup", setups(("silu",), ("full",), dropout=(P,), ops=("mlp", "gated_mlp", "dropout")))
+def test_masks_under_vmap(setup):
+    """randomness="same" is one mask for all samples, "different" one for each; "error" says so."""
+    tensors = make(setup, Sizes(lead=(4, 8), features=9))
+    x = tensors["x"].detach()[:1].expand(4, 8, 9).contiguous()
+
+    def outputs(randomness):
+        return torch.func.vmap(lambda one: setup.call({**tensors, "x": one}), randomness=randomness)(x)
+
+    same, different = outputs("same"), outputs("different")
+    assert all(torch.equal(same[0], same[i]) for i in range(1, 4))
+    assert all(not torch.equal(different[i], different[j]) for i, j in itertools.combinations(range(4), 2))
+    with pytest.raises(RuntimeError, match="randomness"):
+        outputs("error")
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+def test_jacobian(setup):
+    tensors = make(setup, Sizes((2,), 3, 4, 2), torch.float64)
+
+    def jacobian(function):
+        def of_x(x):
+            torch.manual_seed(SEED)
+            return function({**tensors, "x": x})
+
+        # chunk_size 1: the mask of a loop is the mask of one call
+        return torch.func.jacrev(of_x, chunk_size=1)(tensors["x"].detach())
+
+    torch.testing.assert_close(jacobian(setup.call), jacobian(setup.plain))
+
+
+@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+def test_forward_mode_of_torch_func_is_refused(setup):
+    tensors = make(setup)
+    x = tensors["x"].detach()
+    with pytest.raises(NotImplementedError, match=f"{setup.op.name}: forward-mode AD is not supported"):
+        torch.func.jvp(lambda one: setup.call({**tensors, "x": one}), (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), levels=("full",), ops=LAYERS))
+def test_compiled_transforms(setup):
+    """torch.compile of vmap(grad) breaks the graph at the op, and says why where that is not allowed."""
+    tensors = make(setup, Sizes(lead=(3, 2)))
+    x, *parameters = (t.detach() for t in tensors.values())
+    dy = output_gradient(setup.call(tensors))[0]
+    grad = torch.func.vmap(torch.func.grad(loss_of(setup, list(tensors), dy)), in_dims=(0, *[None] * len(parameters)))
+    assert torch.equal(torch.compile(grad, backend="aot_eager")(x, *parameters), grad(x, *parameters))
+    torch._dynamo.reset()
+    whole = torch.compile(grad, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"{setup.op.name}: torch.compile of a torch.func transform is not supported"):
+        whole(x, *parameters)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_stacks_deeper_than_an_int64_has_bits(level):
+    """A stack of 40 layers has 81 inputs; every one gets its gradient, in every form."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = {"x": torch.randn(3, 4, generator=generator, dtype=torch.float64)}
+    inputs |= {f"w{i}": torch.randn(4, 4, generator=generator, dtype=torch.float64) * 0.7 for i in range(40)}
+    inputs |= {f"b{i}": torch.randn(4, generator=generator, dtype=torch.float64) for i in range(40)}
+    tensors = {name: t.requires_grad_() for name, t in inputs.items()}
+
+    def fused(t):
+        weights, biases = ([t[f"{kind}{i}"] for i in range(40)] for kind in "wb")
+        return ckptkern.linear_stack(t["x"], weights, biases, "silu", recompute=level)
+
+    def plain(t):
+        h = t["x"]
+        for i in range(40):
+            h = torch.nn.functional.silu(torch.nn.functional.linear(h, t[f"w{i}"], t[f"b{i}"]))
+        return h
+
+    expected = gradients(plain, tensors)
+    assert min(g.abs().max() for g in expected.values()) > 0
+    assert_same_within_rounding(gradients(fused, tensors), expected)
+    compiled_stack = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    assert_same_within_rounding(gradients(compiled_stack, tensors), expected)
+    detached = {name: t.detach() for name, t in tensors.items()}
+    functional = torch.func.grad(lambda t: (fused(t) * output_gradient(expected["y"])).sum())(detached)
+    assert_same_within_rounding({"y": expected["y"], **functional}, expected)
+    alone = {name: t.detach().requires_grad_(name == "b39") for name, t in clone(tensors).items()}
+    assert_same_within_rounding(gradients(fused, alone), {name: expected[name] for name in ("y", "b39")})
