@@ -49,7 +49,7 @@ def row_tile(D: int) -> RowTile:
         BLOCK_M=max(1, 4096 // BLOCK_D),
         BLOCK_D=BLOCK_D,
         num_warps=8 if BLOCK_D <= 4096 else 16,
-        HELD=BLOCK_D <= longest_held,
+        HELD=longest_held >= BLOCK_D,
     )
 
 
