@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import state as _state  # noqa: F401  (loads the extension that defines ckptkern::keep_mask)
+from .eager_glue import norm_bwd, norm_fwd  # noqa: F401  (the same room)
 
 _aten = torch.ops.aten
 
