@@ -1,7 +1,13 @@
 """Activation recomputation inside the backward kernels, for PyTorch."""
 
 from . import nn
-from .ops import backend, dropout, gated_mlp, linear_act, linear_stack, mlp
+from .ops import (
+    attention_block, backend, dropout, gated_mlp, linear_act, linear_stack, mlp, mlp_block,
+    scaled_dot_product_attention, transformer_layer, varlen_attn,
+)  # fmt: skip
 
 __version__ = "0.1.0"
-__all__ = ["backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp", "nn"]
+__all__ = [
+    "attention_block", "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp", "mlp_block", "nn",
+    "scaled_dot_product_attention", "transformer_layer", "varlen_attn",
+]  # fmt: skip

@@ -2,12 +2,16 @@
 
 from ._common import backend
 from .attention import scaled_dot_product_attention, varlen_attn
+from .attention_block import attention_block
 from .dropout import dropout
 from .gated_mlp import gated_mlp
 from .linear_act import linear_act
 from .linear_stack import linear_stack
 from .mlp import mlp
+from .mlp_block import mlp_block
+from .transformer_layer import transformer_layer
 
 __all__ = [
-    "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp", "scaled_dot_product_attention", "varlen_attn",
+    "attention_block", "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp", "mlp_block",
+    "scaled_dot_product_attention", "transformer_layer", "varlen_attn",
 ]  # fmt: skip

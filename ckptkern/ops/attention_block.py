@@ -15,6 +15,7 @@ from .. import eager
 from ._common import (
     WeightGrad, cast_parameter, check_choice, check_input, check_level, check_probability, check_weight, choose_backend,
     choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, primitives,
+    unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 from .attention import as_mask, attention_flops, check_window, core_of
@@ -86,6 +87,11 @@ OPTIONS = len(AttentionOptions._fields)
 def tokens(x: Tensor) -> Tensor:
     """[..., S, d] -> [tokens, d]."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def with_lead(rows: Tensor, x: Tensor) -> Tensor:
+    """[tokens, e] -> [*x's leading shape, e], no view: it may be changed in place by what follows."""
+    return unflattened(rows, x.shape[:-1])
 
 
 def batch_and_rows(x: Tensor) -> tuple[int, int]:
@@ -324,7 +330,7 @@ class AttentionBlock(Segment):
         t, o = AttentionTensors(*args[:TENSORS]), AttentionOptions(*args[TENSORS:])
         y, out, lse, qkv = attention_half(x, t, o)
         return (
-            y.view(x.shape[:-1] + y.shape[-1:]) if y.dim() != x.dim() else y,
+            with_lead(y, x),
             out if o.recompute != "full" else absent(out),
             lse if o.recompute != "full" else absent(lse),
             qkv if o.recompute == "none" else absent(qkv),
@@ -444,10 +450,12 @@ def compute_dtype(op: str, x: Tensor, *parameters: Tensor | None) -> torch.dtype
     return x.dtype
 
 
-def attention_arguments(
-    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, norm, norm_weight, norm_bias, norm_eps,
-    norm_first, qk_norm, qk_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask, key_padding_mask, window_size,
-    alibi_slopes, cu_seqlens, max_seqlen, scale, dropout_p, resid_dropout_p, residual, training, recompute,
+def gather(
+    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, norm=None, norm_weight=None,
+    norm_bias=None, norm_eps=1e-5, norm_first=True, qk_norm=None, qk_norm_eps=1e-6, rotary=None,
+    rotary_interleaved=False, is_causal=False, attn_mask=None, key_padding_mask=None, window_size=None,
+    alibi_slopes=None, cu_seqlens=None, max_seqlen=None, scale=None, dropout_p=0.0, resid_dropout_p=0.0, residual=False,
+    training=True, recompute="selective",
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors and options."""
     check_level(op, recompute)
@@ -591,10 +599,12 @@ def attention_block(
 
     Raises ValueError (shapes, choices), TypeError (dtypes), RuntimeError (backend).
     """
-    t, o = attention_arguments(
-        "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, norm, norm_weight,
-        norm_bias, norm_eps, norm_first, qk_norm, qk_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask,
-        key_padding_mask, window_size, alibi_slopes, cu_seqlens, max_seqlen, scale, dropout_p, resid_dropout_p, residual,
-        training, recompute,
+    t, o = gather(
+        "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, norm=norm,
+        norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps, norm_first=norm_first, qk_norm=qk_norm,
+        qk_norm_eps=qk_norm_eps, rotary=rotary, rotary_interleaved=rotary_interleaved, is_causal=is_causal,
+        attn_mask=attn_mask, key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale, dropout_p=dropout_p, resid_dropout_p=resid_dropout_p,
+        residual=residual, training=training, recompute=recompute,
     )  # fmt: skip
     return _apply(tuple(o), x, *t)

@@ -1,0 +1,184 @@
+"""transformer_layer: attention_block + mlp_block as ONE segment; what passes between them is rebuilt, not kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ._common import check_choice
+from ._segment import Segment, absent, build, needed
+from .attention_block import (
+    AttentionHalf, AttentionOptions, AttentionTensors, attention_composite, attention_half, attention_half_backward,
+    attention_half_backward_flops, attention_half_flops, tokens, with_lead,
+)  # fmt: skip
+from .attention_block import OPTION_SCHEMA as ATTENTION_OPTIONS
+from .attention_block import fake_results as attention_fake, gather as gather_attention
+from .mlp_block import (
+    MLPOptions, MLPTensors, mlp_composite, mlp_half, mlp_half_backward, mlp_half_backward_flops, mlp_half_flops, present,
+)  # fmt: skip
+from .mlp_block import OPTION_SCHEMA as MLP_OPTIONS
+from .mlp_block import fake_results as mlp_fake, gather as gather_mlp
+
+A, M = len(AttentionTensors._fields), len(MLPTensors._fields)
+
+
+def _prefixed(schema: str) -> str:
+    """The schema with every name behind `mlp_`: the two halves share one list of options."""
+    return re.sub(r"(\w+)(,|$)", r"mlp_\1\2", schema)
+
+
+def _options(statics: tuple) -> tuple[AttentionOptions, MLPOptions]:
+    count = len(AttentionOptions._fields)
+    return AttentionOptions(*statics[:count]), MLPOptions(*statics[count : count + len(MLPOptions._fields)])
+
+
+class TransformerLayer(Segment):
+    name = "transformer_layer"
+    inputs = "Tensor x, Tensor?[] attention, Tensor?[] mlp"  # a schema has at most 64 arguments
+    kept = "Tensor? out, Tensor? lse, Tensor? qkv, Tensor? mid, Tensor?[] hidden"
+    statics = f"{ATTENTION_OPTIONS}, {_prefixed(MLP_OPTIONS)}"
+    results = "(Tensor y, Tensor out, Tensor lse, Tensor qkv, Tensor mid, Tensor[] hidden)"
+    grads = "Tensor[]"
+
+    @classmethod
+    def arguments(cls, tensors):
+        return tensors[0], list(tensors[1 : 1 + A]), list(tensors[1 + A : 1 + A + M])
+
+    @classmethod
+    def backward_arguments(cls, saved, statics):
+        count = 1 + A + M
+        return *cls.arguments(saved), *saved[count : count + 4], list(saved[count + 4 :])
+
+    @classmethod
+    def input_count(cls, saved, statics):
+        return 1 + A + M
+
+    @classmethod
+    def flat(cls, results):
+        return (*results[:-1], *results[-1]) if isinstance(results, tuple) else tuple(results)
+
+    @staticmethod
+    def forward(x, ta, tm, *statics):
+        ta, tm = AttentionTensors(*ta), MLPTensors(*tm)
+        oa, om = _options(statics)
+        mid, out, lse, qkv = attention_half(x, ta, oa)
+        mid = with_lead(mid, x)
+        y, hidden = mlp_half(mid, tm, om)
+        keeps_core, keeps_all = oa.recompute != "full", oa.recompute == "none"
+        return (
+            with_lead(y, x),
+            out if keeps_core else absent(out),
+            lse if keeps_core else absent(lse),
+            qkv if keeps_all else absent(qkv),
+            mid if keeps_all else absent(mid),
+            hidden,
+        )
+
+    @staticmethod
+    def forward_fake(x, ta, tm, *statics):
+        ta, tm = AttentionTensors(*ta), MLPTensors(*tm)
+        oa, om = _options(statics)
+        mid, out, lse, qkv = attention_fake(x, ta, oa)
+        y, hidden = mlp_fake(mid, tm, om)
+        return y, out, lse, qkv, mid if oa.recompute == "none" else mid.new_empty(0), hidden
+
+    @staticmethod
+    def saved(tensors, outputs, statics, needs):
+        oa, om = _options(statics)
+        _, out, lse, qkv, mid, *hidden = outputs
+        kept = [None if oa.recompute == "full" else k for k in (out, lse)]
+        kept += [k if oa.recompute == "none" else None for k in (qkv, mid)]
+        return [*tensors, *kept, *present(hidden, om)]
+
+    @staticmethod
+    def backward(dy, x, ta, tm, out, lse, qkv, mid, hidden, *statics_and_needs):
+        ta, tm, needs = AttentionTensors(*ta), MLPTensors(*tm), statics_and_needs[-1]
+        oa, om = _options(statics_and_needs)
+        attention_needs = needs & (1 << 1 + A) - 1
+        mlp_needs = needs >> 1 + A << 1 | int(attention_needs != 0)
+        if mid is None:
+            if out is None:
+                mid, out, lse, qkv = attention_half(x, ta, oa)
+            else:
+                mid = AttentionHalf(x, ta, oa).result(out)
+            mid = with_lead(mid, x)
+        mlp_grads = mlp_half_backward(tokens(dy), mid, tm, om, hidden, mlp_needs)
+        grads = [mlp_grads[name] if needed(mlp_needs, i) else absent(dy) for i, name in enumerate(MLPTensors._fields, 1)]
+        if attention_needs:
+            dmid = tokens(mlp_grads["x"])
+            made = attention_half_backward(dmid, x, ta, oa, out, lse, qkv, attention_needs)
+        names = ("x", *AttentionTensors._fields)
+        return [made[n] if needed(attention_needs, i) else absent(dy) for i, n in enumerate(names)] + grads
+
+    @staticmethod
+    def backward_fake(dy, x, ta, tm, *others):
+        needs = others[-1]
+        return [t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0) for i, t in enumerate((x, *ta, *tm))]
+
+    @staticmethod
+    def composite(x, ta, tm, *statics):
+        oa, om = _options(statics)
+        return mlp_composite(attention_composite(x, AttentionTensors(*ta), oa), MLPTensors(*tm), om)
+
+    @staticmethod
+    def forward_flops(x, ta, tm, *statics, out_val=None):
+        oa, _ = _options(statics)
+        return attention_half_flops(x, AttentionTensors(*ta), oa) + mlp_half_flops(x, MLPTensors(*tm))
+
+    @staticmethod
+    def backward_flops(dy, x, ta, tm, out, lse, qkv, mid, hidden, *statics_and_needs, out_val=None):
+        ta, tm, needs = AttentionTensors(*ta), MLPTensors(*tm), statics_and_needs[-1]
+        oa, om = _options(statics_and_needs)
+        attention_needs = needs & (1 << 1 + A) - 1
+        mlp_needs = needs >> 1 + A << 1 | int(attention_needs != 0)
+        flops = mlp_half_backward_flops(dy, x, tm, om, hidden, mlp_needs)
+        if mid is None and out is None:
+            flops += attention_half_flops(x, ta, oa)
+            out = qkv = x
+        elif mid is None:
+            flops += 2 * tokens(x).shape[0] * ta.wo.numel()
+        if attention_needs:
+            flops += attention_half_backward_flops(x, ta, oa, out, qkv, attention_needs)
+        return flops
+
+
+_apply = build(TransformerLayer)
+
+
+def transformer_layer(
+    x: Tensor,
+    attention_arguments: Mapping[str, Any],
+    mlp_arguments: Mapping[str, Any],
+    *,
+    training: bool = True,
+    recompute: str = "selective",
+    workspace: int | str | None = None,
+) -> Tensor:
+    """mlp_block(attention_block(x)) as one segment.
+
+    x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments and
+    mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training, recompute, workspace;
+    `residual` is true in both unless given.
+    recompute: what is kept for backward besides parameters:
+
+        "none"       as the two blocks at "none", and what passes between them
+        "selective"  x, o, lse: the MLP's input is rebuilt by one product from o
+        "full"       x
+
+    workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
+    """
+    op = "transformer_layer"
+    for name, given in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
+        for taken in ("x", "training", "recompute", "workspace"):
+            if taken in given:
+                raise ValueError(f"{op}: {taken} is an argument of {op}, not of {name}")
+    check_choice(op, "recompute", recompute, ("none", "selective", "full"))
+    ta, oa = gather_attention(op, x, training=training, recompute=recompute, **{"residual": True} | dict(attention_arguments))
+    inner = "none" if oa.recompute == "none" else "full"
+    tm, om = gather_mlp(
+        op, x, training=training, recompute=inner, workspace=workspace, dtype=oa.dtype, **dict(mlp_arguments)
+    )
+    return _apply((*oa, *om), x, *ta, *tm)
