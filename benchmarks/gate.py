@@ -49,6 +49,30 @@ class Case:
         flags += ["dropout"] * self.dropout + ["extras"] * self.extras
         return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
 
+    def launch(self) -> None:
+        OPS[self.op](self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """The attention launches of one kind: fwd, fwd_delta (the recompute), or bwd (dkdv and dq)."""
+
+    op: str
+    arch: int
+    dtype: str
+    head_dim: int
+    causal: bool
+    dropout: bool
+    ragged = False
+
+    @property
+    def name(self) -> str:
+        flags = [f"d{self.head_dim}"] + ["causal"] * self.causal + ["dropout"] * self.dropout
+        return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
+
+    def launch(self) -> None:
+        _launch_attention(self)
+
 
 @dataclasses.dataclass
 class Report:
@@ -68,7 +92,7 @@ class Report:
     instructions: int
     philox: int  # integer multiplies by the Philox constants; 0 without dropout
 
-    def faults(self, case: Case, product: bool, min_shared: int) -> list[str]:
+    def faults(self, case: Case | AttentionCase, product: bool, min_shared: int) -> list[str]:
         found = []
         if self.stack > ALLOWED_SPILLS.get(self.case, 0) or (self.local and self.case not in ALLOWED_SPILLS):
             found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
@@ -78,7 +102,7 @@ class Report:
             found.append("no tensor-core instruction")
         if product and self.wrong_tensor_core:
             found.append(f"{self.wrong_tensor_core} HMMA instructions where HGMMA was meant")
-        if product and not case.ragged:
+        if product and not case.ragged and min_shared:
             if not self.async_copies:
                 found.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
@@ -88,7 +112,18 @@ class Report:
         return found
 
 
-def shipped_cases() -> list[Case]:
+def attention_cases(dtypes: dict[str, tuple[int, ...]]) -> list[AttentionCase]:
+    """Every attention launch x architecture x {dtype: head dims} x causal x dropout."""
+    return [
+        AttentionCase(op, arch, dtype, head_dim, causal, dropout)
+        for dtype, head_dims in dtypes.items()
+        for op, arch, head_dim, causal, dropout in itertools.product(
+            ATTENTION_OPS, ARCHS, head_dims, (False, True), (False, True)
+        )
+    ]
+
+
+def shipped_cases() -> list[Case | AttentionCase]:
     """Every kernel x tile row x architecture x dtype, aligned and ragged, with the heaviest flags, and once plain."""
     cases = []
     for op, arch, dtype in itertools.product(OPS, ARCHS, DTYPES):
@@ -97,10 +132,11 @@ def shipped_cases() -> list[Case]:
         cases.append(Case(op, arch, dtype, True, heavy, op in DROPOUT_OPS, True))
         if dtype == "bfloat16":
             cases.append(Case(op, arch, dtype, False, "relu", False, False))
-    return cases
+    half = [case for case in attention_cases({"float16": (128,)}) if case.causal and case.dropout]
+    return cases + attention_cases({"bfloat16": HEAD_DIMS}) + half
 
 
-def all_cases() -> list[Case]:
+def all_cases() -> list[Case | AttentionCase]:
     from ..triton_kernels.elementwise import ACTIVATIONS
 
     return [
@@ -108,7 +144,7 @@ def all_cases() -> list[Case]:
         for op, arch, dtype, ragged, activation, full in itertools.product(
             OPS, ARCHS, (*DTYPES, "float32"), (False, True), ACTIVATIONS, (False, True)
         )
-    ]
+    ] + attention_cases(dict.fromkeys((*DTYPES, "float32"), HEAD_DIMS))
 
 
 def _tensors(case: Case):
@@ -242,6 +278,30 @@ def _launch_stack_bwd(case):
     stack.stack_bwd(x, w, b, dy, bits, case.activation, _precision(case))
 
 
+def _launch_attention(case: AttentionCase):
+    import torch
+
+    from ..eager import AttentionCore
+    from ..triton_kernels import attention
+
+    B, S, H = 2, 4096, 16
+    dtype = getattr(torch, case.dtype)
+    qkv = torch.empty(B, S, 3, H, case.head_dim, dtype=dtype, device="meta")  # as one projection leaves it
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    do = torch.empty(B, S, H, case.head_dim, dtype=dtype, device="meta").transpose(1, 2)
+    lse = torch.empty(B, H, S, dtype=torch.float32, device="meta")
+    dropout = (torch.empty(2, dtype=torch.int64, device="meta"), 6554, 1.1111) if case.dropout else (None, 0, 1.0)
+    core = AttentionCore(0.125, _precision(case), (None, 0 if case.causal else None), dropout=dropout)
+    if case.op == "attn_bwd":
+        attention.attn_bwd(q, k, v, do, lse, lse, core)
+    else:
+        attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
+
+
+ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")
+HEAD_DIMS = (32, 64, 96, 128, 256)
+# attention kernel -> how often its machine code holds the loop: the forward's has tiles with and without an edge mask
+ATTENTION_LOOPS = {"_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 1, "_attn_dq_kernel": 1}
 OPS = {
     "stack_fwd": _launch_stack_fwd,
     "stack_bwd": _launch_stack_bwd,
@@ -262,7 +322,7 @@ def catch_launches(call, arch: int) -> list[tuple]:
     """Every (kernel, args, kwargs) that `call()` would have launched on compute capability `arch`."""
     from triton.runtime.jit import JITFunction
 
-    from ..triton_kernels import elementwise, linear, mlp, stack
+    from ..triton_kernels import attention, elementwise, linear, mlp, stack
 
     caught = []
 
@@ -271,7 +331,7 @@ def catch_launches(call, arch: int) -> list[tuple]:
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
-        for module in (elementwise, linear, mlp, stack):
+        for module in (attention, elementwise, linear, mlp, stack):
             patches.enter_context(mock.patch.object(module, "arch_of", lambda x: arch))
         call()
     return caught
@@ -323,16 +383,29 @@ def read_cubin(compiled) -> dict[str, int]:
     )  # fmt: skip
 
 
-def gate(case: Case) -> list[tuple[Report, list[str]]]:
+def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
+    """Least shared memory of a pipelined main loop; 0 where the kernel has none.
+
+    The last stage may live in registers on its way in, so stages - 1 tiles are the least it holds.
+    """
+    stages = options.get("num_stages", 1)
+    if kernel in ATTENTION_LOOPS:  # two operands of one shape stream by: k and v, or q and do
+        rows = options["BLOCK_M" if kernel == "_attn_dkdv_kernel" else "BLOCK_N"]
+        return 2 * rows * options["HEAD_D"] * itemsize * (stages - 1)
+    if "BLOCK_K" in options:
+        return (options["BLOCK_M"] + options["BLOCK_N"]) * options["BLOCK_K"] * itemsize * (stages - 1)
+    return 0
+
+
+def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
     """Compile one case; a report and its faults for every kernel that it launches."""
     results = []
-    caught = catch_launches(lambda: OPS[case.op](case), case.arch)
+    caught = catch_launches(case.launch, case.arch)
     if not caught:
         raise RuntimeError(f"{case.name}: nothing was launched")
     for kernel, args, kwargs in caught:
         read = read_cubin(compile_launch(kernel, args, kwargs, case.arch))
         hgmma, hmma = read.pop("hgmma"), read.pop("hmma")
-        block_k, stages = kwargs.get("BLOCK_K"), kwargs.get("num_stages", 1)
         sm90 = case.arch == 90
         report = Report(
             case=case.name,
@@ -343,20 +416,40 @@ def gate(case: Case) -> list[tuple[Report, list[str]]]:
             **read,
         )
         itemsize = 4 if case.dtype == "float32" else 2
-        # the last stage may live in registers on its way in, so stages - 1 tiles are the least a pipelined loop holds
-        staged = (kwargs["BLOCK_M"] + kwargs["BLOCK_N"]) * block_k * itemsize * (stages - 1) if block_k else 0
-        results.append((report, report.faults(case, block_k is not None, staged)))
+        product = "BLOCK_K" in kwargs or report.kernel in ATTENTION_LOOPS
+        results.append((report, report.faults(case, product, staged_bytes(report.kernel, kwargs, itemsize))))
     return results
 
 
-def _gate_or_error(case: Case):
+def dropout_table(reports: list[Report]) -> list[tuple[str, str, float, float]]:
+    """(case, kernel, instructions, Philox calls per 8 elements) that dropout adds for an element of the scores.
+
+    Instructions with dropout less those without, over the elements of a tile that a thread holds, in all copies of the
+    loop. A call is 10 rounds of 2 multiplies; one for 8 elements is what the mask's layout allows.
+    """
+    without = {(report.case, report.kernel): report for report in reports}
+    rows = []
+    for report in reports:
+        plain = without.get((report.case.removesuffix("+dropout"), report.kernel))
+        if report.kernel not in ATTENTION_LOOPS or plain is None or plain is report:
+            continue
+        size = dict(re.findall(r"(M|N|num_warps)(\d+)", report.tile))
+        elements = int(size["M"]) * int(size["N"]) / (32 * int(size["num_warps"])) * ATTENTION_LOOPS[report.kernel]
+        rows.append((
+            report.case, report.kernel, (report.instructions - plain.instructions) / elements,
+            report.philox / 20 / (elements / 8),
+        ))  # fmt: skip
+    return rows
+
+
+def _gate_or_error(case: Case | AttentionCase):
     try:
         return case, gate(case), None
     except Exception as error:  # a kernel that does not compile is a finding, and the others still want their turn
         return case, [], f"{type(error).__name__}: {error}"
 
 
-def run(cases: list[Case], workers: int = 2, progress: bool = True) -> tuple[list[Report], list[str]]:
+def run(cases: list[Case | AttentionCase], workers: int = 2, progress: bool = True) -> tuple[list[Report], list[str]]:
     """All reports, and one line for every fault. Workers are spawned: a forked child would inherit the interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("the gate compiles kernels: run it in a process without TRITON_INTERPRET=1")
@@ -397,6 +490,10 @@ def main() -> int:
         write_csv(reports, args.csv)
     for report in reports:
         print(f"{report.case:64} {report.tile:24} reg {report.registers:3} stack {report.stack:4} smem {report.shared:6}")
+    if table := dropout_table(reports):
+        print("dropout, per element of the scores:")
+    for name, kernel, instructions, calls in table:
+        print(f"{name:64} {kernel:24} {instructions:5.1f} instructions, {calls:4.2f} Philox calls for 8")
     print("\n".join(faults) or f"compile gate: {len(reports)} kernels, no fault")
     return 1 if faults else 0
 
