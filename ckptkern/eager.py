@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import state as _state  # noqa: F401  (loads the extension that defines ckptkern::keep_mask)
-from .eager_glue import norm_bwd, norm_fwd  # noqa: F401  (the same room)
+from .eager_glue import heads_bwd, heads_fwd, norm_bwd, norm_fwd  # noqa: F401  (the same room)
 
 _aten = torch.ops.aten
 
@@ -221,17 +221,21 @@ def _attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
     return keep.view(B, H, Sq, k.shape[2])
 
 
-def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-    """o in differentiable PyTorch ops. Rows that see nothing give zeros and zero gradients."""
-    if core.cu_q is not None:
-        return _packed(lambda q, k, v, c: (attention_composite(q, k, v, c),), core, (q,), (k, v), (q,))[0]
+def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
+    """p = dropout(softmax(s)) [B, H, Sq, Sk], differentiable, in float32 (float64 for float64). Rows that see nothing are
+    zeros with zero gradients."""
     s = attention_scores(q, k, core)
     hidden = s == -math.inf
     p = torch.softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1).masked_fill(hidden, 0.0)
     keep = _attention_keep(q, k, core)
-    if keep is not None:
-        p = torch.where(keep, p * core.dropout[2], 0.0)
-    return torch.matmul(p.to(v.dtype), _heads(v, q.shape[1]))
+    return p if keep is None else torch.where(keep, p * core.dropout[2], 0.0)
+
+
+def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+    """o in differentiable PyTorch ops."""
+    if core.cu_q is not None:
+        return _packed(lambda q, k, v, c: (attention_composite(q, k, v, c),), core, (q,), (k, v), (q,))[0]
+    return torch.matmul(attention_weights(q, k, core).to(v.dtype), _heads(v, q.shape[1]))
 
 
 def flash_covers(q: Tensor, k: Tensor, core: AttentionCore) -> bool:

@@ -229,6 +229,28 @@ def scaled_dot_product_attention(
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 
 
+def attention_with_weights(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(o, p): scaled_dot_product_attention and the weights it applies, softmax and dropout done, for inspection.
+
+    query [B, H, Sq, D], key and value [B, H, Sk, D] of one dtype -> o [B, H, Sq, D], p [B, H, Sq, Sk].
+    o is the fused op's, p a composite of its own: weights that nobody uses take what they keep for backward with them.
+    """
+    op = "attention_with_weights"
+    check_probability(op, dropout_p)
+    scale = query.shape[-1] ** -0.5
+    mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
+    rng = draw_state(query, dropout_p, True)
+    core = core_of(scale, "ieee", -1, -1, mask, None, rng, dropout_p)
+    with torch.autocast(query.device.type, enabled=False):
+        weights = eager.attention_weights(query, key, core).to(query.dtype)
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            return torch.matmul(weights, value), weights
+    statics = (float(dropout_p), scale, -1, -1, 0, 0, choose_backend(op, query), matmul_precision(query))
+    return _apply(statics, query, key, value, mask, None, rng, None, None), weights
+
+
 def _to_four_dims(query, key, value, attn_mask):
     """Fewer dimensions gain leading ones, more batch dimensions become one."""
     dims = max(query.dim(), key.dim(), value.dim())
