@@ -3,8 +3,14 @@
 Their state_dict is the twin's. A layer's keyword argument `recompute` is the level of the op it calls.
 """
 
+from .attention import MultiheadAttention
 from .dropout import Dropout
 from .linear import Linear, LinearStack
+from .llama import LlamaAttention, LlamaDecoderLayer, rotary_tables
 from .mlp import MLP, GatedMLP
+from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
-__all__ = ["MLP", "Dropout", "GatedMLP", "Linear", "LinearStack"]
+__all__ = [
+    "MLP", "Dropout", "GatedMLP", "Linear", "LinearStack", "LlamaAttention", "LlamaDecoderLayer", "MultiheadAttention",
+    "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
+]  # fmt: skip

@@ -1,0 +1,224 @@
+"""torch.nn.MultiheadAttention on recompute segments."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..ops._common import check_level
+from ..ops.attention import attention_with_weights
+
+
+def hidden_or_added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int) -> Tensor | None:
+    """The masks of torch.nn.MultiheadAttention in one of scaled_dot_product_attention, or None.
+
+    attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: bool, True = hidden, or floating point and added
+    -> [1 or B, 1 or H, 1 or L, S]: bool, True = visible, or floating point.
+    """
+    if attn_mask is not None:
+        attn_mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, heads))
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1])
+    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    hidden = [mask for mask in masks if mask.dtype == torch.bool]
+    added = [mask for mask in masks if mask.dtype != torch.bool]
+    if not added:
+        return ~(hidden[0] if len(hidden) == 1 else hidden[0] | hidden[1]) if hidden else None
+    total = added[0] if len(added) == 1 else added[0] + added[1]
+    return total.masked_fill(hidden[0], -math.inf) if hidden else total
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention: the same arguments, parameters and results, in training and evaluation.
+
+        o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
+
+    query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights).
+    Masks: True = hidden, floating point masks are added; attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S].
+
+    Self-attention without need_weights is one ckptkern.attention_block at level `recompute`. Everything else keeps the
+    inputs, q, k, v, o and the logsumexp at every level: the projections and the core are two ops. need_weights=True
+    computes the weights beside that; weights that are not used free what was kept for them. Pass need_weights=False where
+    they are not wanted. Dropout of the weights keeps 16 bytes and draws the same mask with and without need_weights.
+
+    A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
+    need_weights=True gives NaN.
+    Nested tensors go to torch's own layer, which takes them for inference only. So does what does not fit: the error is
+    torch's own.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device=None,
+        dtype=None,
+        *,
+        recompute: str = "selective",
+    ):
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        check_level(type(self).__name__, recompute)
+        self.recompute = recompute
+
+    @classmethod
+    def from_torch(cls, module: torch.nn.MultiheadAttention, recompute: str = "selective") -> MultiheadAttention:
+        """A twin of `module` that shares its parameters, buffers, hooks and settings."""
+        check_level(cls.__name__, recompute)
+        twin = cls.__new__(cls)
+        twin.__dict__.update(module.__dict__)
+        twin.recompute = recompute
+        return twin
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, num_heads={self.num_heads}, recompute={self.recompute!r}"
+
+    @property
+    def dropout_p(self) -> float:
+        """What is dropped now: nothing in evaluation."""
+        return self.dropout if self.training else 0.0
+
+    def fits(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> bool:
+        """Are these dense tensors and masks as forward's docstring has them?"""
+        tensors = (query, key, value)
+        if any(t.is_nested or not t.is_floating_point() or t.dim() != query.dim() for t in tensors):
+            return False
+        if query.dim() not in (2, 3) or key.shape[:-1] != value.shape[:-1]:
+            return False
+        if (query.shape[-1], key.shape[-1], value.shape[-1]) != (self.embed_dim, self.kdim, self.vdim):
+            return False
+        batched, rows = query.dim() == 3, 1 if self.batch_first and query.dim() == 3 else 0
+        B = query.shape[1 - rows] if batched else 1
+        if batched and key.shape[1 - rows] != B:
+            return False
+        weight = self.out_proj.weight
+        if any(t.device != weight.device for t in tensors):
+            return False
+        if not torch.is_autocast_enabled(query.device.type) and any(t.dtype != weight.dtype for t in tensors):
+            return False
+        L, S = query.shape[rows], key.shape[rows]
+        for mask, shapes in (
+            (key_padding_mask, ((B, S) if batched else (S,),)),
+            (attn_mask, ((L, S), (B * self.num_heads, L, S))),
+        ):
+            if mask is None:
+                continue
+            if mask.shape not in shapes or not (mask.dtype == torch.bool or mask.is_floating_point()):
+                return False
+        return attn_mask is not None or not is_causal
+
+    def one_segment(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None) -> bool:
+        """Is this self-attention that ckptkern.attention_block computes? It forms no gradient of a mask."""
+        return (
+            query is key is value
+            and self._qkv_same_embed_dim
+            and self.bias_k is None
+            and not self.add_zero_attn
+            and not (torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks))
+        )
+
+    def block_arguments(
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
+    ) -> dict[str, object]:
+        """The arguments of ckptkern.attention_block, by name, that this module stands for. With the is_causal hint
+        attn_mask is the causal mask, and is not read."""
+        return {
+            "qkv_weight": self.in_proj_weight,
+            "qkv_bias": self.in_proj_bias,
+            "out_weight": self.out_proj.weight,
+            "out_bias": self.out_proj.bias,
+            "num_heads": self.num_heads,
+            "is_causal": is_causal,
+            "attn_mask": hidden_or_added(None if is_causal else attn_mask, key_padding_mask, self.num_heads),
+            "dropout_p": self.dropout_p,
+        }
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(y, weights or None). weights: [B, L, S] averaged over heads, or [B, H, L, S]; no B where unbatched."""
+        if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal):
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        swapped = query.dim() == 3 and not self.batch_first
+        if not need_weights and self.one_segment(query, key, value, key_padding_mask, attn_mask):
+            x = query.transpose(0, 1) if swapped else query
+            arguments = self.block_arguments(key_padding_mask, attn_mask, is_causal)
+            y = ops.attention_block(x, **arguments, recompute=self.recompute)
+            return y.transpose(0, 1) if swapped else y, None
+
+        q, k, v = self._heads(query, key, value)
+        extra = k.shape[2] - key.shape[0 if swapped or key.dim() == 2 else 1]
+        # torch takes the hint only where no other mask needs attn_mask
+        is_causal = is_causal and not need_weights and key_padding_mask is None
+        mask = hidden_or_added(None if is_causal else attn_mask, key_padding_mask, self.num_heads)
+        if mask is not None and extra:
+            mask = torch.nn.functional.pad(mask, (0, extra), value=True if mask.dtype == torch.bool else 0.0)
+        weights = None
+        if need_weights:
+            o, weights = attention_with_weights(q, k, v, mask, self.dropout_p)
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if query.dim() == 3 else weights.squeeze(0)
+        else:
+            o = ops.scaled_dot_product_attention(q, k, v, mask, self.dropout_p, is_causal)
+        o = o.transpose(1, 2).flatten(2)  # [B, L, E]
+        o = o.transpose(0, 1) if swapped else o if query.dim() == 3 else o.squeeze(0)
+        return ops.linear_act(o, self.out_proj.weight, self.out_proj.bias, "identity"), weights
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, L, D] and k, v [B, H, S, D] with the rows of bias_k, bias_v and zeros at their ends."""
+        E, bias = self.embed_dim, self.in_proj_bias
+        if not self._qkv_same_embed_dim:
+            parts = [
+                (query, self.q_proj_weight), (key, self.k_proj_weight), (value, self.v_proj_weight)
+            ]  # fmt: skip
+        elif query is key is value:
+            parts = [(query, self.in_proj_weight)]
+        elif key is value:
+            parts = list(zip((query, key), self.in_proj_weight.split([E, 2 * E]), strict=True))
+        else:
+            parts = list(zip((query, key, value), self.in_proj_weight.chunk(3), strict=True))
+        biases = [None] * len(parts) if bias is None else bias.split([w.shape[0] for _, w in parts])
+        projected = [ops.linear_act(x, w, b, "identity") for (x, w), b in zip(parts, biases, strict=True)]
+        q, k, v = (chunk for y in projected for chunk in y.split(E, -1))
+        heads = []
+        for y, row, zeros in (
+            (q, None, False), (k, self.bias_k, self.add_zero_attn), (v, self.bias_v, self.add_zero_attn)
+        ):  # fmt: skip
+            y = y.unsqueeze(0) if y.dim() == 2 else y if self.batch_first else y.transpose(0, 1)
+            rows = [y]
+            if row is not None:
+                rows.append(row.to(y.dtype).expand(y.shape[0], 1, E))
+            if zeros:
+                rows.append(y.new_zeros(y.shape[0], 1, E))
+            y = torch.cat(rows, 1) if len(rows) > 1 else y
+            heads.append(y.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2))
+        return tuple(heads)

@@ -1,0 +1,220 @@
+"""A decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..ops._common import check_statics, parse_bytes
+from .mlp import GatedMLP
+
+
+def rotary_tables(
+    positions: Tensor, dim: int, theta: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [..., S, dim] of the angles positions · theta^(-2i/dim), i < dim/2, twice: Llama's rotary embedding.
+
+    positions [S] or [B, S], integers. The angles are formed in float32. Raises ValueError for an odd dim.
+    """
+    if dim % 2:
+        raise ValueError(f"rotary_tables: dim must be even, not {dim}")
+    frequencies = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
+    angles = positions.float()[..., None] * frequencies
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """[S]: 0, 1, ..., from 0 again where a packed sequence begins."""
+    rows = torch.arange(x.shape[-2], device=x.device)
+    if cu_seqlens is None:
+        return rows
+    return rows - cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
+
+
+class LlamaAttention(torch.nn.Module):
+    """Causal self-attention with grouped heads, rotary positions and optional RMS norms of every head's q and k.
+
+    Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D], with bias
+    their biases, with qk_norm q_norm.weight and k_norm.weight [D]. The weights are used where they lie.
+    rope_theta None: no rotation but one that is passed. See ckptkern.attention_block.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        rope_theta: float | None = 10000.0,
+        dropout: float = 0.0,
+        *,
+        recompute: str = "selective",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        check_statics(type(self).__name__, "identity", recompute, dropout)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"{type(self).__name__}: num_heads={num_heads} must divide hidden_size={hidden_size}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"{type(self).__name__}: num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        factory = {"device": device, "dtype": dtype}
+        self.q_proj = torch.nn.Linear(hidden_size, num_heads * head_dim, bias, **factory)
+        self.k_proj = torch.nn.Linear(hidden_size, num_kv_heads * head_dim, bias, **factory)
+        self.v_proj = torch.nn.Linear(hidden_size, num_kv_heads * head_dim, bias, **factory)
+        self.o_proj = torch.nn.Linear(num_heads * head_dim, hidden_size, bias, **factory)
+        self.q_norm = torch.nn.RMSNorm(head_dim, norm_eps, **factory) if qk_norm else None
+        self.k_norm = torch.nn.RMSNorm(head_dim, norm_eps, **factory) if qk_norm else None
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.norm_eps, self.rope_theta, self.dropout, self.recompute = norm_eps, rope_theta, dropout, recompute
+
+    def block_arguments(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = True,
+        window_size: tuple[int, int] | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of ckptkern.attention_block, by name, that this module stands for."""
+        if rotary is None and self.rope_theta is not None:
+            rotary = rotary_tables(_positions(x, cu_seqlens), self.head_dim, self.rope_theta)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        return {
+            "qkv_weight": [projection.weight for projection in projections],
+            "qkv_bias": None if self.q_proj.bias is None else [projection.bias for projection in projections],
+            "out_weight": self.o_proj.weight,
+            "out_bias": self.o_proj.bias,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "qk_norm": None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight),
+            "qk_norm_eps": self.norm_eps,
+            "rotary": rotary,
+            "is_causal": is_causal,
+            "attn_mask": attn_mask,
+            "key_padding_mask": key_padding_mask,
+            "window_size": window_size,
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": max_seqlen,
+            "dropout_p": self.dropout if self.training else 0.0,
+        }
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
+        """x [B, S, d] -> [B, S, d]. masks: as LlamaDecoderLayer.forward has them."""
+        return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), recompute=self.recompute)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"rope_theta={self.rope_theta}, dropout={self.dropout}, recompute={self.recompute!r}"
+        )
+
+
+class LlamaDecoderLayer(torch.nn.Module):
+    """x + attention(rms(x)), then + SwiGLU(rms(...)): ONE segment, with the parameter names of Hugging Face's Llama.
+
+        input_layernorm.weight; self_attn.{q,k,v,o}_proj.weight [, .bias] [, self_attn.{q,k}_norm.weight]
+        post_attention_layernorm.weight; mlp.{gate,up,down}_proj.weight [, .bias]
+
+    num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads, intermediate_size to 4 hidden_size.
+    qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: no rotation but one that is passed.
+    dropout of the attention weights, resid_dropout of both branches: replayed from 16 bytes each.
+    recompute, workspace: see ckptkern.transformer_layer. The q, k and v weights are never concatenated.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        intermediate_size: int | None = None,
+        head_dim: int | None = None,
+        activation: str = "silu",
+        rms_norm_eps: float = 1e-6,
+        rope_theta: float | None = 10000.0,
+        qk_norm: bool = False,
+        attention_bias: bool = False,
+        mlp_bias: bool = False,
+        dropout: float = 0.0,
+        resid_dropout: float = 0.0,
+        *,
+        recompute: str = "selective",
+        workspace: int | str | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        op = type(self).__name__
+        check_statics(op, activation, recompute, resid_dropout)
+        parse_bytes(op, workspace)
+        intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        factory = {"device": device, "dtype": dtype}
+        self.input_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, **factory)
+        self.self_attn = LlamaAttention(
+            hidden_size, num_heads, num_kv_heads, head_dim, attention_bias, qk_norm, rms_norm_eps, rope_theta, dropout,
+            recompute=recompute, **factory,
+        )  # fmt: skip
+        self.post_attention_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, **factory)
+        self.mlp = GatedMLP(
+            hidden_size, intermediate_size, activation=activation, bias=mlp_bias, workspace=workspace, **factory
+        )
+        self.resid_dropout, self.recompute, self.workspace = resid_dropout, recompute, workspace
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = True,
+        window_size: tuple[int, int] | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
+
+        rotary: (cos, sin) as of rotary_tables, one pair for all layers of a model; made from rope_theta and the positions
+        0, 1, ... if not given, and then kept by every layer (2 S D floats). attn_mask: bool, True = visible, or additive;
+        key_padding_mask [B, S]: True = hidden. Raises as ckptkern.transformer_layer does.
+        """
+        residual = {"residual": True, "resid_dropout_p": self.resid_dropout if self.training else 0.0}
+        attention = self.self_attn.block_arguments(
+            x, rotary, attn_mask, key_padding_mask, is_causal, window_size, cu_seqlens, max_seqlen
+        )
+        before, after, mlp = self.input_layernorm, self.post_attention_layernorm, self.mlp
+        return ops.transformer_layer(
+            x,
+            attention | residual | {"norm": "rms", "norm_weight": before.weight, "norm_eps": before.eps},
+            {
+                "gate_weight": mlp.gate_proj.weight,
+                "gate_bias": mlp.gate_proj.bias,
+                "up_weight": mlp.up_proj.weight,
+                "up_bias": mlp.up_proj.bias,
+                "down_weight": mlp.down_proj.weight,
+                "down_bias": mlp.down_proj.bias,
+                "activation": mlp.activation,
+                "dropout_p": mlp.dropout if self.training else 0.0,
+                "norm": "rms",
+                "norm_weight": after.weight,
+                "norm_eps": after.eps,
+                **residual,
+            },
+            recompute=self.recompute,
+            workspace=self.workspace,
+        )
+
+    def extra_repr(self) -> str:
+        return f"resid_dropout={self.resid_dropout}, recompute={self.recompute!r}, workspace={self.workspace!r}"

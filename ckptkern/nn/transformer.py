@@ -1,0 +1,240 @@
+"""torch.nn.TransformerEncoderLayer and TransformerDecoderLayer on recompute segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import ops
+from ..ops._common import check_level
+from .attention import MultiheadAttention
+from .dropout import Dropout
+
+_FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
+
+
+def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """The name that ckptkern.mlp_block knows `activation` by, or None."""
+    for function, name in _FUNCTIONS:
+        if activation is function:
+            return name
+    if type(activation) is torch.nn.GELU:
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    return {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}.get(type(activation))
+
+
+def _plain(*modules: torch.nn.Module) -> bool:
+    """Do these modules compute what their parameters say? Not with hooks, nor as a subclass (LoRA, parametrizations)."""
+    return all(
+        type(module) in (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout, Dropout)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        for module in modules
+    )
+
+
+def _probability(dropout: torch.nn.Dropout) -> float:
+    return dropout.p if dropout.training else 0.0
+
+
+def _norm_arguments(norm: torch.nn.LayerNorm, norm_first: bool) -> dict[str, Any]:
+    return {
+        "norm": "layer",
+        "norm_weight": norm.weight,
+        "norm_bias": norm.bias,
+        "norm_eps": norm.eps,
+        "norm_first": norm_first,
+    }
+
+
+class _Layer:
+    """What the encoder's and the decoder's layer share: each half as the arguments of its op, or None where only the
+    modules themselves say what to compute."""
+
+    torch_class: type[torch.nn.Module]
+
+    def _adopt(self, recompute: str) -> None:
+        """Replaces torch's attention and dropout in the layer that torch has built, whose random numbers are drawn."""
+        check_level(type(self).__name__, recompute)
+        self.recompute = recompute
+        for name, module in self.named_children():
+            if isinstance(module, torch.nn.MultiheadAttention):
+                setattr(self, name, MultiheadAttention.from_torch(module, recompute))
+            elif isinstance(module, torch.nn.Dropout):
+                setattr(self, name, Dropout(module.p))
+
+    def extra_repr(self) -> str:
+        return f"recompute={self.recompute!r}"
+
+    def _attention_arguments(
+        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> dict[str, Any] | None:
+        """norm1, self-attention, dropout1 and residual as the arguments of ckptkern.attention_block."""
+        attention = self.self_attn
+        if (
+            type(self)._sa_block is not self.torch_class._sa_block
+            or type(attention).forward is not MultiheadAttention.forward
+            or attention._forward_hooks or attention._forward_pre_hooks
+            or attention._backward_hooks or attention._backward_pre_hooks
+            or not _plain(self.norm1, self.dropout1)
+            or not attention.fits(x, x, x, key_padding_mask, attn_mask, is_causal)
+            or not attention.one_segment(x, x, x, key_padding_mask, attn_mask)
+        ):  # fmt: skip
+            return None
+        return {
+            **attention.block_arguments(key_padding_mask, attn_mask, is_causal),
+            **_norm_arguments(self.norm1, self.norm_first),
+            "resid_dropout_p": _probability(self.dropout1),
+            "residual": True,
+        }
+
+    def _mlp_arguments(self, norm: torch.nn.Module, dropout: torch.nn.Module) -> dict[str, Any] | None:
+        """The norm, the feed-forward network, its dropouts and residual as the arguments of ckptkern.mlp_block."""
+        activation = activation_name(self.activation)
+        if (
+            activation is None
+            or type(self)._ff_block is not self.torch_class._ff_block
+            or not _plain(norm, self.linear1, self.dropout, self.linear2, dropout)
+        ):
+            return None
+        return {
+            "up_weight": self.linear1.weight,
+            "up_bias": self.linear1.bias,
+            "down_weight": self.linear2.weight,
+            "down_bias": self.linear2.bias,
+            "activation": activation,
+            "dropout_p": _probability(self.dropout),
+            **_norm_arguments(norm, self.norm_first),
+            "resid_dropout_p": _probability(dropout),
+            "residual": True,
+        }
+
+    def _half(self, x: Tensor, norm: torch.nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """A half of the layer by its modules."""
+        return x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
+
+    def _attention_half(self, x: Tensor, arguments: dict[str, Any] | None, *masks) -> Tensor:
+        if arguments is None:
+            return self._half(x, self.norm1, lambda h: self._sa_block(h, *masks))
+        swapped = x.dim() == 3 and not self.self_attn.batch_first
+        y = ops.attention_block(x.transpose(0, 1) if swapped else x, **arguments, recompute=self.recompute)
+        return y.transpose(0, 1) if swapped else y
+
+    def _mlp_half(self, x: Tensor, norm: torch.nn.Module, arguments: dict[str, Any] | None) -> Tensor:
+        if arguments is None:
+            return self._half(x, norm, self._ff_block)
+        return ops.mlp_block(x, **arguments, recompute="none" if self.recompute == "none" else "full")
+
+
+class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
+    """torch.nn.TransformerEncoderLayer: the same arguments, parameters and results, in training and evaluation.
+
+    The whole layer is one ckptkern.transformer_layer that keeps, besides parameters, src at recompute="full"; src, o and
+    the logsumexp at "selective"; everything at "none". An activation that ckptkern.mlp does not know, a submodule with
+    hooks or of another type, a mask that needs a gradient: what it concerns is computed by the submodules, the other half
+    is one segment still.
+
+    src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
+    torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
+    """
+
+    torch_class = torch.nn.TransformerEncoderLayer
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        recompute: str = "selective",
+    ):
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
+            dtype,
+        )  # fmt: skip
+        self._adopt(recompute)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        if src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        masks = (src_mask, src_key_padding_mask, is_causal)
+        attention = self._attention_arguments(src, *masks)
+        mlp = self._mlp_arguments(self.norm2, self.dropout2)
+        if attention is None or mlp is None:
+            return self._mlp_half(self._attention_half(src, attention, *masks), self.norm2, mlp)
+        swapped = src.dim() == 3 and not self.self_attn.batch_first
+        x = src.transpose(0, 1) if swapped else src
+        y = ops.transformer_layer(x, attention, mlp, recompute=self.recompute)
+        return y.transpose(0, 1) if swapped else y
+
+
+class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
+    """torch.nn.TransformerDecoderLayer: the same arguments, parameters and results, in training and evaluation.
+
+    Self-attention and the feed-forward network are an attention_block at level `recompute` and an mlp_block that keeps its
+    input ("none": everything), each with its norm, dropout and residual. Between them cross-attention is a
+    MultiheadAttention, which keeps its inputs, q, k, v, o and the logsumexp at every level.
+
+    tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. Masks: as in MultiheadAttention.
+    """
+
+    torch_class = torch.nn.TransformerDecoderLayer
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        recompute: str = "selective",
+    ):
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
+            dtype,
+        )  # fmt: skip
+        self._adopt(recompute)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        masks = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        x = self._attention_half(tgt, self._attention_arguments(tgt, *masks), *masks)
+        x = self._half(
+            x, self.norm2,
+            lambda h: self._mha_block(h, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
+        )  # fmt: skip
+        return self._mlp_half(x, self.norm3, self._mlp_arguments(self.norm3, self.dropout3))
