@@ -8,9 +8,11 @@ from .attention import attn_bwd, attn_delta, attn_fwd
 from .elementwise import act_bwd, dropout
 from .linear import act_grad, linear_bwd, linear_fwd
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, mlp_bwd
+from .norm import norm_bwd, norm_fwd
+from .rotary import heads_bwd, heads_fwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
 __all__ = [
-    "act_bwd", "act_grad", "attn_bwd", "attn_delta", "attn_fwd", "dropout", "gated_act_grad", "gated_bwd", "gated_fwd", "linear_bwd", "linear_fwd", "mlp_bwd",
+    "act_bwd", "act_grad", "attn_bwd", "attn_delta", "attn_fwd", "dropout", "gated_act_grad", "gated_bwd", "gated_fwd", "heads_bwd", "heads_fwd", "linear_bwd", "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
     "pack_stack", "stack_bwd", "stack_fwd", "stack_width",
 ]  # fmt: skip
