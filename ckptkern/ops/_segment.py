@@ -265,7 +265,8 @@ def build(segment: type[Segment]):
         @staticmethod
         def backward(ctx, *cotangents):
             dy, *saved = ctx.saved_tensors
-            ddy, grads = _second_order(segment, dy, saved, ctx.statics, ctx.needs, cotangents)
+            with torch._C._DisableAutocast():  # as in the bodies of the ops
+                ddy, grads = _second_order(segment, dy, saved, ctx.statics, ctx.needs, cotangents)
             return (None,) * (1 + statics_count) + (ddy, *grads)
 
     def gradients(dy, saved, statics, needs):
