@@ -176,8 +176,8 @@ def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0
 
 
 def check_probability(op: str, p: float) -> None:
-    if isinstance(p, Tensor) or not 0.0 <= p <= 1.0:
-        raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p}")
+    if isinstance(p, Tensor) or not hasattr(p, "__float__") or not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
 
 
 def check_input(op: str, x: Tensor) -> None:
@@ -199,6 +199,8 @@ def check_weight(op: str, name: str, weight: Tensor, bias: Tensor | None, x: Ten
         raise ValueError(f"{op}: {name} must be [out_features, in_features], but has shape {tuple(weight.shape)}")
     if weight.shape[1] != in_features:
         raise ValueError(f"{op}: {source} has {in_features} features but {name} has in_features={weight.shape[1]}")
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(f"{op}: the bias of {name} must be a Tensor or None, not {type(bias).__name__}")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(
             f"{op}: the bias of {name} must have shape ({weight.shape[0]},), one value for each of its out_features, "
@@ -216,7 +218,7 @@ def check_weight(op: str, name: str, weight: Tensor, bias: Tensor | None, x: Ten
 def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
     """x in the compute dtype: autocast's inside autocast, else its own, which the parameters must then share."""
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+    if device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device_type))
     for parameter in parameters:
         if parameter is not None and parameter.dtype != x.dtype:
@@ -237,20 +239,24 @@ def parse_bytes(op: str, value: int | str | None) -> int:
     """workspace in bytes: an int, or a string such as "64MiB"; None is the default of 1 GiB."""
     if value is None:
         return DEFAULT_WORKSPACE
+    size = value
     if isinstance(value, str):
         number = value.strip().rstrip("BbIiKkMmGg").strip()
         unit = value.strip()[len(number) :].strip().upper() or "B"
         try:
-            return int(float(number) * _UNITS[unit])
-        except (ValueError, KeyError):
-            pass
-    elif isinstance(value, int) and value > 0:
-        return value
+            size = int(float(number) * _UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            size = None
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
     raise ValueError(f"{op}: workspace must be a positive number of bytes or a string like '64MiB', not {value!r}")
 
 
 def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[int, int]]:
-    """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each."""
+    """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each.
+
+    What is done with a range is a function of its own, so that its tensors are gone before the next one's are made.
+    """
     size = max(workspace // max(bytes_per_row, 1) // CHUNK_ROWS, 1) * CHUNK_ROWS
     return [(start, min(start + size, rows)) for start in range(0, rows, size)] or [(0, 0)]
 
