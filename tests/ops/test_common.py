@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -112,6 +113,32 @@ def test_second_order_in_another_autocast(setup):
 
     for inside, outside in zip(penalty(BF16), penalty(None), strict=True):
         assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("setup", OPS_OF_LAYERS)
+def test_backward_runs_in_the_settings_of_forward(setup, monkeypatch):
+    """The whole snapshot is entered around backward, in whatever thread, and left again."""
+    seen = []
+    product = torch.mm
+
+    def recording(*args, **kwargs):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return product(*args, **kwargs)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        y = setup.fused(make(setup))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch, "mm", recording)
+    thread = threading.Thread(target=y.sum().backward)
+    thread.start()
+    thread.join()
+    y = setup.fused(make(setup))
+    assert set(seen) == {True}
+    seen.clear()
+    y.sum().backward()
+    assert set(seen) == {False}
 
 
 @pytest.mark.parametrize("setup", OPS_OF_LAYERS)
