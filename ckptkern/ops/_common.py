@@ -60,43 +60,36 @@ def _log_once(reason: str) -> None:
 
 
 @functools.cache
-def triton_missing() -> str | None:
-    """Why the Triton backend cannot run at all on this installation, or None."""
+def _device_reason(device_type: str, index: int | None) -> str | None:
+    """Why no kernel can run on this device, or None: the same all through a process."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return "Triton is not installed (pip install triton)"
-    return None
+    if device_type == "cuda":
+        if torch.version.hip:
+            return "the kernels are tuned for NVIDIA GPUs"
+        major, minor = torch.cuda.get_device_capability(index)
+        return None if major >= 8 else f"the kernels need compute capability 8.0, device {index} has {major}.{minor}"
+    if device_type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"the kernels run on CUDA tensors, not on {device_type}"
 
 
-@functools.cache
-def _interpreting() -> bool:
-    if triton_missing():
-        return False
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+def _constant_device_reason(device_type: str, index: int | None) -> str | None:
+    return _device_reason(device_type, index)
 
 
-@functools.cache
-def _old_device(index: int) -> str | None:
-    if torch.version.hip:
-        return "the kernels are tuned for NVIDIA GPUs"
-    major, minor = torch.cuda.get_device_capability(index)
-    return None if major >= 8 else f"the kernels need compute capability 8.0, device {index} has {major}.{minor}"
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo: Dynamo calls it instead of tracing
+# into Triton and the CUDA driver.
+_constant_device_reason._dynamo_marked_constant = True
 
 
 def _not_covered(x: Tensor) -> str | None:
     """Why the kernels do not cover `x`, or None."""
     if x.dtype not in KERNEL_DTYPES:
         return f"the kernels cover float16, bfloat16 and float32, not {x.dtype}"
-    if missing := triton_missing():
-        return missing
-    if x.is_cuda:
-        return _old_device(x.device.index if x.device.index is not None else torch.cuda.current_device())
-    if x.device.type == "cpu" and _interpreting():
-        return None
-    return f"the kernels run on CUDA tensors, not on {x.device.type}"
+    return _constant_device_reason(x.device.type, x.device.index)
 
 
 def choose_backend(op: str, x: Tensor) -> str:

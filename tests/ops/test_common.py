@@ -474,3 +474,14 @@ def test_errors_leave_the_generator_alone():
     with pytest.raises(ValueError, match="workspace"):
         ckptkern.mlp(torch.ones(2, 3), torch.ones(4, 3), None, torch.ones(3, 4), None, dropout_p=0.5, workspace=-1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_compile_reaches_the_kernels() -> None:
+    """Dynamo cannot trace into Triton or the CUDA driver: the question whether a kernel can run here is a constant."""
+    pytest.importorskip("triton")
+    layer = ckptkern.nn.MLP(16, 32)
+    x = torch.randn(8, 16, requires_grad=True)
+    with ckptkern.backend("triton"):
+        (expected,) = torch.autograd.grad(layer(x).sum(), x)
+        (compiled,) = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum(), x)
+    assert torch.equal(compiled, expected)
