@@ -19,7 +19,7 @@ $(STAMP): requirements-dev.txt setup.py pyproject.toml $(wildcard csrc/*)
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ckptkern needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
 demo: $(STAMP) ## train a small GPT three ways, side by side; writes demo_output/. ARGS="--dropout 0.1"

@@ -42,11 +42,9 @@ def draw_figure(
 
 def _draw_losses(axes: Axes, runs: list[Run]) -> None:
     steps = range(1, len(runs[0].losses) + 1)
-    reach = max(1, len(steps) // 60)
     axes.plot(steps, runs[0].losses, color=COLORS[runs[0].way], linewidth=0.7, alpha=0.6)
     for run in runs:
-        smooth = [statistics.fmean(run.losses[max(0, i - reach) : i + reach + 1]) for i in range(len(steps))]
-        axes.plot(steps, smooth, color=COLORS[run.way], linewidth=WIDTHS[run.way], label=run.way)
+        axes.plot(steps, _smooth(run.losses), color=COLORS[run.way], linewidth=WIDTHS[run.way], label=run.way)
         axes.plot(
             list(run.held_out),
             list(run.held_out.values()),
@@ -60,6 +58,12 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
     axes.set_ylabel("nats per byte")
     axes.legend(frameon=False)
     _tidy(axes)
+
+
+def _smooth(losses: list[float]) -> list[float]:
+    """Centred moving averages, over fewer steps towards the ends, so that the fast first fall stays as it is."""
+    reaches = [min(i, len(losses) - 1 - i, len(losses) // 60) for i in range(len(losses))]
+    return [statistics.fmean(losses[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
 
 
 def _draw_differences(axes: Axes, differences: dict[str, list[float]], limit: float | None) -> None:

@@ -37,6 +37,9 @@ _C = _load_extension()
 
 Precision = _C.Precision
 
+_rng_state_op = torch.ops.ckptkern.rng_state.default
+_keep_mask_op = torch.ops.ckptkern.keep_mask.default
+
 
 def extension_info() -> dict[str, str]:
     """Where the extension lies and what it was built for."""
@@ -57,7 +60,7 @@ def draw(like: Tensor) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         return torch.randint(-(2**63), 2**63 - 1, (2,), device=like.device)
     # Without an argument of its own, AOT's CSE merges two draws of a graph into one.
-    return torch.ops.ckptkern.rng_state(torch.empty(0, device=like.device))
+    return _rng_state_op(torch.empty(0, device=like.device))
 
 
 def threshold_scale(p: float) -> tuple[int, float]:
@@ -85,7 +88,7 @@ def keep_mask(
     The bases place the mask inside an unsharded tensor whose planes have total_rows rows (row_base + rows if
     not given); masks of parts are parts of the mask. C++ on the CPU, torch ops on any other device, same bits.
     """
-    mask = torch.ops.ckptkern.keep_mask(
+    mask = _keep_mask_op(
         state,
         threshold_scale(p)[0],
         1 if planes is None else planes,
@@ -122,7 +125,7 @@ def _keep_mask_fake(
 @torch.library.register_vmap("ckptkern::keep_mask")
 def _keep_mask_vmap(info, in_dims, state: Tensor, *arguments: int) -> tuple[Tensor, int]:
     states = state.movedim(in_dims[0], 0).unbind()
-    return torch.stack([torch.ops.ckptkern.keep_mask(one, *arguments) for one in states]), 0
+    return torch.stack([_keep_mask_op(one, *arguments) for one in states]), 0
 
 
 _LOW = 0xFFFFFFFF

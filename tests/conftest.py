@@ -11,6 +11,9 @@ def pytest_configure(config: pytest.Config) -> None:
     on_gpu = config.option.markexpr == "gpu" and torch.cuda.is_available()
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
+    # Test tensors are small: on busy cores, waiting for a second OpenMP thread takes longer than the work.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

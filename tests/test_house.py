@@ -32,6 +32,7 @@ LAYERS = {
     "env": 5,
     "benchmarks": 6,
     "demo": 6,
+    "verify": 6,
     "demo_figure": 5,
     "__main__": 7,
 }

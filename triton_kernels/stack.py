@@ -118,7 +118,8 @@ def _stack_bwd_kernel(
         tl.debug_barrier()  # scratch was written by other threads than those that read it
         for step in range(L - 1):
             layer = L - 1 - step
-            kept = tl.load(scratch_ptr + (layer - 1) * BLOCK_M * WIDTH + tile_offs)
+            # an absent row starts at 0 and may overflow where no row does: 0 * inf would be NaN in dw
+            kept = tl.load(scratch_ptr + (layer - 1) * BLOCK_M * WIDTH + tile_offs, mask=mask_m, other=0.0)
             if bits_ptr is not None:
                 h = kept
             else:

@@ -155,6 +155,7 @@ def product_tile(
     mask_n = offs_n < N
     a_ptrs = a_ptr + offs_m.to(tl.int64)[:, None] * stride_am + offs_k[None, :]
     b_ptrs = b_ptr + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn
+    step_b = tl.full((), BLOCK_K, dtype=tl.int64) * stride_bk
     acc = tl.zeros((offs_m.shape[0], offs_n.shape[0]), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         if EVEN_K:
@@ -166,7 +167,7 @@ def product_tile(
             b = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
         acc = dot(a, b, acc, PRECISION)
         a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K * stride_bk
+        b_ptrs += step_b
     return acc
 
 

@@ -60,43 +60,36 @@ def _log_once(reason: str) -> None:
 
 
 @functools.cache
-def triton_missing() -> str | None:
-    """Why the Triton backend cannot run at all on this installation, or None."""
+def _device_reason(device_type: str, index: int | None) -> str | None:
+    """Why no kernel can run on this device, or None: the same all through a process."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return "Triton is not installed (pip install triton)"
-    return None
+    if device_type == "cuda":
+        if torch.version.hip:
+            return "the kernels are tuned for NVIDIA GPUs"
+        major, minor = torch.cuda.get_device_capability(index)
+        return None if major >= 8 else f"the kernels need compute capability 8.0, device {index} has {major}.{minor}"
+    if device_type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"the kernels run on CUDA tensors, not on {device_type}"
 
 
-@functools.cache
-def _interpreting() -> bool:
-    if triton_missing():
-        return False
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+def _constant_device_reason(device_type: str, index: int | None) -> str | None:
+    return _device_reason(device_type, index)
 
 
-@functools.cache
-def _old_device(index: int) -> str | None:
-    if torch.version.hip:
-        return "the kernels are tuned for NVIDIA GPUs"
-    major, minor = torch.cuda.get_device_capability(index)
-    return None if major >= 8 else f"the kernels need compute capability 8.0, device {index} has {major}.{minor}"
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo: Dynamo calls it instead of tracing
+# into Triton and the CUDA driver.
+_constant_device_reason._dynamo_marked_constant = True
 
 
 def _not_covered(x: Tensor) -> str | None:
     """Why the kernels do not cover `x`, or None."""
     if x.dtype not in KERNEL_DTYPES:
         return f"the kernels cover float16, bfloat16 and float32, not {x.dtype}"
-    if missing := triton_missing():
-        return missing
-    if x.is_cuda:
-        return _old_device(x.device.index if x.device.index is not None else torch.cuda.current_device())
-    if x.device.type == "cpu" and _interpreting():
-        return None
-    return f"the kernels run on CUDA tensors, not on {x.device.type}"
+    return _constant_device_reason(x.device.type, x.device.index)
 
 
 def choose_backend(op: str, x: Tensor) -> str:
@@ -180,8 +173,8 @@ def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0
 
 
 def check_probability(op: str, p: float) -> None:
-    if isinstance(p, Tensor) or not 0.0 <= p <= 1.0:
-        raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p}")
+    if isinstance(p, Tensor) or not hasattr(p, "__float__") or not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
 
 
 def check_input(op: str, x: Tensor) -> None:
@@ -203,6 +196,8 @@ def check_weight(op: str, name: str, weight: Tensor, bias: Tensor | None, x: Ten
         raise ValueError(f"{op}: {name} must be [out_features, in_features], but has shape {tuple(weight.shape)}")
     if weight.shape[1] != in_features:
         raise ValueError(f"{op}: {source} has {in_features} features but {name} has in_features={weight.shape[1]}")
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(f"{op}: the bias of {name} must be a Tensor or None, not {type(bias).__name__}")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(
             f"{op}: the bias of {name} must have shape ({weight.shape[0]},), one value for each of its out_features, "
@@ -220,7 +215,7 @@ def check_weight(op: str, name: str, weight: Tensor, bias: Tensor | None, x: Ten
 def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
     """x in the compute dtype: autocast's inside autocast, else its own, which the parameters must then share."""
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+    if device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device_type))
     for parameter in parameters:
         if parameter is not None and parameter.dtype != x.dtype:
@@ -241,20 +236,24 @@ def parse_bytes(op: str, value: int | str | None) -> int:
     """workspace in bytes: an int, or a string such as "64MiB"; None is the default of 1 GiB."""
     if value is None:
         return DEFAULT_WORKSPACE
+    size = value
     if isinstance(value, str):
         number = value.strip().rstrip("BbIiKkMmGg").strip()
         unit = value.strip()[len(number) :].strip().upper() or "B"
         try:
-            return int(float(number) * _UNITS[unit])
-        except (ValueError, KeyError):
-            pass
-    elif isinstance(value, int) and value > 0:
-        return value
+            size = int(float(number) * _UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            size = None
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
     raise ValueError(f"{op}: workspace must be a positive number of bytes or a string like '64MiB', not {value!r}")
 
 
 def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[int, int]]:
-    """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each."""
+    """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each.
+
+    What is done with a range is a function of its own, so that its tensors are gone before the next one's are made.
+    """
     size = max(workspace // max(bytes_per_row, 1) // CHUNK_ROWS, 1) * CHUNK_ROWS
     return [(start, min(start + size, rows)) for start in range(0, rows, size)] or [(0, 0)]
 

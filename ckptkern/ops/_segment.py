@@ -265,7 +265,8 @@ def build(segment: type[Segment]):
         @staticmethod
         def backward(ctx, *cotangents):
             dy, *saved = ctx.saved_tensors
-            ddy, grads = _second_order(segment, dy, saved, ctx.statics, ctx.needs, cotangents)
+            with torch._C._DisableAutocast():  # as in the bodies of the ops
+                ddy, grads = _second_order(segment, dy, saved, ctx.statics, ctx.needs, cotangents)
             return (None,) * (1 + statics_count) + (ddy, *grads)
 
     def gradients(dy, saved, statics, needs):
@@ -314,11 +315,15 @@ def build(segment: type[Segment]):
             grads = gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs)
             return (None,) * (1 + statics_count) + grads
 
+    class Transformed(Functional):
+        """Functional for torch.func; Dynamo traces no Function with a jvp."""
+
     def jvp(ctx, *tangents):
         raise NotImplementedError(f"{name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)")
 
-    for function, suffix in ((Eager, ""), (Functional, "Functional"), (Backward, "Backward")):
-        function.jvp = staticmethod(jvp)
+    Eager.jvp = Transformed.jvp = staticmethod(jvp)
+    suffixes = {Eager: "", Functional: "Functional", Transformed: "Transformed", Backward: "Backward"}
+    for function, suffix in suffixes.items():
         function.__name__ = function.__qualname__ = segment.__name__ + suffix + "Function"
         node = function._backward_cls  # its name is in grad_fn, profiles and anomaly mode
         node.__name__ = node.__qualname__ = function.__name__ + "Backward"
@@ -327,7 +332,7 @@ def build(segment: type[Segment]):
         if torch._C._are_functorch_transforms_active():
             if torch.compiler.is_compiling():
                 raise NotImplementedError(f"{name}: torch.compile of a torch.func transform is not supported")
-            return Functional.apply(_present(tensors), *statics, *tensors)[0]
+            return Transformed.apply(_present(tensors), *statics, *tensors)[0]
         if torch.compiler.is_compiling():
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():

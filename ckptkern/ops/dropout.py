@@ -72,5 +72,5 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if not training or p == 0.0:
         return x
     check_input("dropout", x)
-    rng = draw_state(x, p, training)
-    return _apply((float(p), choose_backend("dropout", x), "ieee"), x, rng)
+    statics = (float(p), choose_backend("dropout", x), "ieee")
+    return _apply(statics, x, draw_state(x, p, training))

@@ -70,11 +70,13 @@ class GatedMLP(Segment):
         wg_, bg_, wu_, bu_, wd_ = (cast_parameter(t, dtype) for t in (wg, bg, wu, bu, wd))
         dropout = dropout_arguments(rng, dropout_p)
         need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
-        chunks = token_chunks(M, 5 * hidden * dy.element_size(), workspace)
+        # the eager backend's g, u, dh, act(g), h, dg, du, and a mask with its copy
+        chunks = token_chunks(M, (7 if rng is None else 8) * hidden * dy.element_size(), workspace)
         weight_grads = {i: WeightGrad(w.dtype, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)}
         bias_grads = {i: BiasGrad(b.dtype) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
         dx = dy.new_empty((M, features)) if needed(needs, X) else absent(like)
-        for start, stop in chunks if need_gate or needed(needs, WD) else ():
+
+        def add(start: int, stop: int) -> None:
             rows = slice(start, stop)
             x_rows, dy_rows = None if x is None else x[rows], dy[rows]
             options = dict(dropout=dropout, row_base=start)
@@ -110,6 +112,9 @@ class GatedMLP(Segment):
                     dx[rows].addmm_(du, wu_)
             if WD in weight_grads:
                 weight_grads[WD].add(dy_rows, h_rows)
+
+        for start, stop in chunks if need_gate or needed(needs, WD) else ():
+            add(start, stop)
         grads = {i: grad.result() for i, grad in (weight_grads | bias_grads).items()}
         if needed(needs, X):
             grads[X] = unflattened(dx, lead)
@@ -192,9 +197,9 @@ def gated_mlp(
         )
     check_weight(op, "down_weight", down_weight, down_bias, x, gate_weight.shape[0], "the hidden layer")
     x = cast_input(op, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
-    rng = draw_state(x, dropout_p, training)
     statics = (
         activation, float(dropout_p), choose_level(recompute), choose_backend(op, x), matmul_precision(x),
         parse_bytes(op, workspace),
     )  # fmt: skip
+    rng = draw_state(x, dropout_p, training)
     return _apply(statics, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, rng)

@@ -129,13 +129,16 @@ class LinearStack(Segment):
             return absent(like) if dx is None else unflattened(dx, x.shape[:-1]), dws, dbs
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
         stored = [rows_2d(h) for h in hidden]
-        chunks = token_chunks(M, sum(w.shape[0] for w in weights) * 2 * dy.element_size(), workspace)
+        # every z or h, the last h, and z, dh, dz, h of the layer at hand
+        widths = [w.shape[0] for w in weights]
+        chunks = token_chunks(M, (sum(widths) + 4 * max(widths)) * dy.element_size(), workspace)
         weight_grads = [WeightGrad(w.dtype, len(chunks)) for w in weights]
         bias_grads = [BiasGrad(b.dtype) for b in biases] or [None] * L
         dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else absent(like)
         lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)
         relu = activation == "relu"
-        for start, stop in chunks if lowest < L else ():
+
+        def add(start: int, stop: int) -> None:
             part = slice(start, stop)
             dy_rows = dy[part]
             # kept[i]: layer i's h (relu) or z (others) for i < L - 1; layer L - 1 is rebuilt in its tile, or has its mask
@@ -173,6 +176,9 @@ class LinearStack(Segment):
                 if need_dw[i]:
                     weight_grads[i].add(dz, h)
                 dz = dz_below
+
+        for start, stop in chunks if lowest < L else ():
+            add(start, stop)
         return (
             unflattened(dx, x.shape[:-1]) if needed(needs, X) else dx,
             [grad.result() if need else absent(like) for grad, need in zip(weight_grads, need_dw, strict=True)],

@@ -77,12 +77,14 @@ class MLP(Segment):
         w1_, b1_, w2_ = (cast_parameter(t, dtype) for t in (w1, b1, w2))
         dropout = dropout_arguments(rng, dropout_p)
         need_dz = needed(needs, X) or needed(needs, W1) or needed(needs, B1)
-        chunks = token_chunks(M, 3 * w1.shape[0] * dy.element_size(), workspace)
+        # z, dh, dz or z, dz, h; the eager backend's dropout adds a product, a copy and a mask
+        chunks = token_chunks(M, (3 if rng is None else 6) * w1.shape[0] * dy.element_size(), workspace)
         dw1, dw2 = WeightGrad(w1.dtype, len(chunks)), WeightGrad(w2.dtype, len(chunks))
         db1 = BiasGrad(b1.dtype) if needed(needs, B1) else None
         db2 = column_sum(dy).to(b2.dtype) if needed(needs, B2) else absent(like)
         dx = dy.new_empty((M, w1.shape[1])) if needed(needs, X) else absent(like)
-        for start, stop in chunks if need_dz or needed(needs, W2) else ():
+
+        def add(start: int, stop: int) -> None:
             rows = slice(start, stop)
             x_rows, dy_rows = None if x is None else x[rows], dy[rows]
             options = dict(dropout=dropout, row_base=start)
@@ -120,6 +122,9 @@ class MLP(Segment):
                     torch.mm(dz, w1_, out=dx[rows])
             if needed(needs, W2):
                 dw2.add(dy_rows, h_rows)
+
+        for start, stop in chunks if need_dz or needed(needs, W2) else ():
+            add(start, stop)
         return (
             unflattened(dx, lead) if needed(needs, X) else dx,
             dw1.result() if needed(needs, W1) else absent(like),
@@ -198,9 +203,9 @@ def mlp(
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    rng = draw_state(x, dropout_p, training)
     statics = (
         activation, float(dropout_p), choose_level(recompute), choose_backend("mlp", x), matmul_precision(x),
         parse_bytes("mlp", workspace),
     )  # fmt: skip
+    rng = draw_state(x, dropout_p, training)
     return _apply(statics, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, rng)

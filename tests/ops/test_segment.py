@@ -1,5 +1,6 @@
 """What the factory promises of every op: what is kept, gradients of any order, products run, autograd's own ways."""
 
+import functools
 import gc
 import itertools
 import weakref
@@ -27,7 +28,7 @@ from cases import (
     output_gradient,
     setups,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptkern.memory import kept_tensors
@@ -105,8 +106,12 @@ def test_gradients_are_as_exact_as_torchs(setup, dtype):
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("setup", setups(("relu", "silu"), dropout=(P,)))
 def test_ragged_and_empty_shapes(setup, sizes, bias):
-    """Pitfall 18: no tokens, no features, sizes of one."""
-    check_against_float64(setup, make(setup, sizes, torch.bfloat16, bias=bias))
+    """Pitfall 18: no tokens, no features, sizes of one. Deterministic mode fills what torch.empty gives with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_against_float64(setup, make(setup, sizes, torch.bfloat16, bias=bias))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def transposed(t: torch.Tensor) -> torch.Tensor:
@@ -190,7 +195,7 @@ def test_gradcheck(setup):
 
 @pytest.mark.parametrize("setup", setups(("relu", "silu", "identity"), dropout=(P,)))
 def test_every_level_gives_the_same_bits(setup):
-    """Pitfall 27: the levels differ in what they keep, not in any result, masks included."""
+    """Pitfalls 15, 27: the levels differ in what they keep, not in any result: what is rebuilt is what was."""
     tensors = make(setup, dtype=torch.bfloat16)
     assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
 
@@ -231,7 +236,7 @@ def subsets(names: list[str]):
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
 def test_every_subset_of_frozen_inputs(setup):
-    """Pitfalls 23, 24: the gradients of a subset are the same bits as with everything trained."""
+    """Pitfalls 3, 23, 24: the gradients of a subset, a stack's lists among them, are the bits of all together."""
     names = list(make(setup))
     everything = gradients(setup.fused, make(setup))
     for frozen in subsets(names):
@@ -564,6 +569,27 @@ def test_inside_a_checkpoint(setup, reentrant):
         # backward runs at the level of the recomputed forward; a reentrant first forward keeps nothing at any level
         assert levels[1:] == ["none", "none"]
         assert levels[0] == (setup.recompute if reentrant else "none")
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), levels=("none",), dropout=(P,)))
+def test_selective_checkpoint_may_save_the_op(setup):
+    """A policy of torch's selective checkpointing sees the forward op and can keep its results."""
+    tensors = make(setup)
+    forward_op = getattr(torch.ops.ckptkern, f"{setup.op.name}_fwd").default
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is forward_op else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checkpointed(t):
+        return checkpoint(
+            lambda *v: setup.call(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=False,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+        )  # fmt: skip
+
+    ours = products(seeded(checkpointed), tensors)
+    direct = products(lambda t: setup.fused(t).sin(), tensors)
+    assert_same(ours.gradients, direct.gradients)
+    assert ours.flops == direct.flops
 
 
 def seeded(function):

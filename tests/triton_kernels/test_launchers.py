@@ -58,7 +58,7 @@ def test_without_bias(launcher, dtype, device):
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_optional_results_do_not_change_the_others(launcher, device):
     """Each result has the same bits whatever else is asked for, and what is not asked for is None."""
-    tensors = inputs_of(launcher, torch.bfloat16, device)
+    tensors = inputs_of(launcher, torch.float32, device, N=23)
     everything = kernel(launcher, tensors, "gelu")
     for wanted in (None, *launcher.wants):
         some = kernel(launcher, tensors, "gelu", **{flag: flag == wanted for flag in launcher.wants})
@@ -158,21 +158,18 @@ def test_inputs_are_left_alone(launcher, device):
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_ten_runs_are_equal(launcher, device):
     """Pitfall 26: no atomics, no order that changes between runs."""
-    tensors = inputs_of(launcher, torch.float32, device, M=17, N=33)
+    tensors = inputs_of(launcher, torch.float32, device, M=40, K=5, N=9, D=3)
     first = kernel(launcher, tensors, "gelu")
     for _ in range(9):
         assert_equal(kernel(launcher, tensors, "gelu"), first)
 
 
-HUGE_ROWS = 9
-HUGE_STRIDE = 2**28 + 16  # elements: row 8 starts beyond 2**31
-
-
 def spread(x):
-    """Rows 2**28 elements apart. Storage is mapped only where it is touched: a page or two a row."""
-    storage = torch.UntypedStorage(((x.shape[0] - 1) * HUGE_STRIDE + x.shape[1]) * x.element_size())
-    view = torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (HUGE_STRIDE, 1))
-    return view.copy_(x)
+    """x with its last row beyond element 2**31. Storage is mapped where it is touched: a page a row."""
+    rows, columns = x.shape
+    stride = 2**31 // (rows - 1) + 16
+    storage = torch.UntypedStorage(((rows - 1) * stride + columns) * x.element_size())
+    return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (stride, 1)).copy_(x)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +177,9 @@ def spread(x):
     [("linear_fwd", ["x", "w"]), ("linear_bwd", ["dh"]), ("act_grad", ["dy", "w", "z"]), ("act_bwd", ["dy", "kept"])],
 )
 def test_offsets_beyond_int32(name, spread_inputs):
-    """Pitfall 19: rows that start more than 2**31 elements after the first."""
+    """Pitfall 19: rows that start more than 2**31 elements after the first, and BLOCK_K rows as far apart."""
     launcher = BY_NAME[name]
-    tensors = inputs_of(launcher, torch.bfloat16, M=HUGE_ROWS, K=40, N=HUGE_ROWS, D=HUGE_ROWS)
+    tensors = inputs_of(launcher, torch.bfloat16, M=9, K=40, N=9, D=17)
     far = tensors | {one: spread(tensors[one]) for one in spread_inputs}
     tile = {"tile": Tile(16, 32, 16, 4, 1)} if launcher.product else {}
     assert_equal(kernel(launcher, far, "relu", **tile), kernel(launcher, tensors, "relu", **tile))

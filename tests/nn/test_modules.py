@@ -1,0 +1,316 @@
+"""What every module promises: its torch twin's constructor, parameters, initialisation and results."""
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ACTIVATIONS, LEVELS, SEED, assert_same, assert_same_within_rounding, expected_mask
+from torch import Tensor, nn
+
+import ckptkern
+from ckptkern import state
+
+WIDTHS = [7, 9, 6, 5]
+
+
+class Twin(NamedTuple):
+    """ours, twin    (options) -> modules with the same parameters
+    plain         (twin, x, act, drop) -> y
+    options       those that ours takes, beyond the twin's, with values that are not the defaults
+    masked        width of the tensor that dropout acts on
+    """
+
+    ours: Callable[..., nn.Module]
+    twin: Callable[..., nn.Module]
+    plain: Callable[..., Tensor]
+    options: dict
+    masked: int | None = None
+
+
+def stack_twin(bias: bool = True, **factory) -> nn.Module:
+    twin = nn.Module()
+    twin.layers = nn.ModuleList(nn.Linear(k, n, bias, **factory) for k, n in itertools.pairwise(WIDTHS))
+    return twin
+
+
+def stack_plain(twin: nn.Module, x: Tensor, act: Callable, drop: Callable) -> Tensor:
+    for layer in twin.layers:
+        x = act(layer(x))
+    return x
+
+
+def mlp_twin(bias: bool = True, **factory) -> nn.Module:
+    twin = nn.Module()
+    twin.fc1, twin.fc2 = nn.Linear(7, 12, bias, **factory), nn.Linear(12, 5, bias, **factory)
+    return twin
+
+
+def gated_twin(bias: bool = False, **factory) -> nn.Module:
+    twin = nn.Module()
+    twin.gate_proj, twin.up_proj = nn.Linear(7, 12, bias, **factory), nn.Linear(7, 12, bias, **factory)
+    twin.down_proj = nn.Linear(12, 5, bias, **factory)
+    return twin
+
+
+TWINS = {
+    "Linear": Twin(
+        lambda **o: ckptkern.nn.Linear(7, 5, **o),
+        lambda **o: nn.Linear(7, 5, **o),
+        lambda twin, x, act, drop: act(twin(x)),
+        {"activation": "silu", "recompute": "full"},
+    ),
+    "LinearStack": Twin(
+        lambda **o: ckptkern.nn.LinearStack(WIDTHS, **o),
+        stack_twin,
+        stack_plain,
+        {"activation": "silu", "recompute": "selective", "workspace": "1MiB"},
+    ),
+    "MLP": Twin(
+        lambda **o: ckptkern.nn.MLP(7, 12, 5, **o),
+        mlp_twin,
+        lambda twin, x, act, drop: twin.fc2(drop(act(twin.fc1(x)))),
+        {"activation": "silu", "recompute": "selective", "workspace": "1MiB", "dropout": 0.25},
+        masked=12,
+    ),
+    "GatedMLP": Twin(
+        lambda **o: ckptkern.nn.GatedMLP(7, 12, 5, **o),
+        gated_twin,
+        lambda twin, x, act, drop: twin.down_proj(drop(act(twin.gate_proj(x)) * twin.up_proj(x))),
+        {"activation": "gelu", "recompute": "selective", "workspace": "1MiB", "dropout": 0.25},
+        masked=12,
+    ),
+    "Dropout": Twin(
+        lambda p=0.25, **o: ckptkern.nn.Dropout(p, **o),
+        lambda p=0.25, **o: nn.Dropout(p, **o),
+        lambda twin, x, act, drop: drop(x),
+        {"p": 0.25},
+        masked=7,
+    ),
+}
+WITH_PARAMETERS = [name for name in TWINS if name != "Dropout"]
+every_module = pytest.mark.parametrize("name", TWINS)
+every_layer = pytest.mark.parametrize("name", WITH_PARAMETERS)
+
+
+def seeded(build: Callable[..., nn.Module], **options) -> nn.Module:
+    torch.manual_seed(3)
+    return build(**options)
+
+
+def data(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def step(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Output and all gradients of one step, its mask that of SEED."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(SEED)
+    y = function(x)
+    (y * torch.arange(1, y.numel() + 1).view(y.shape)).sum().backward()
+    grads = {key: p.grad for key, p in module.named_parameters()}
+    module.zero_grad()
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def plain_step(name: str, twin: nn.Module, x: Tensor, activation: str, p: float) -> dict[str, Tensor]:
+    def drop(h: Tensor) -> Tensor:
+        mask = expected_mask(p, h.shape[:-1].numel(), h.shape[-1]).view(h.shape)
+        return h * state.threshold_scale(p)[1] * mask if p else h
+
+    return step(lambda x: TWINS[name].plain(twin, x, ACTIVATIONS[activation], drop), twin, x)
+
+
+@every_layer
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_same_state_dict_and_initialisation(name, bias):
+    ours, twin = (seeded(build, bias=bias) for build in TWINS[name][:2])
+    assert list(ours.state_dict()) == list(twin.state_dict())
+    assert_same(ours.state_dict(), twin.state_dict())
+    assert any("bias" in key for key in ours.state_dict()) == bias
+    other = TWINS[name].ours(bias=bias)
+    other.load_state_dict(twin.state_dict(), strict=True)
+    twin.load_state_dict(other.state_dict(), strict=True)
+    assert_same(other.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("level", LEVELS)
+@every_layer
+def test_results_are_the_compositions(name, level, activation):
+    options = {"dropout": 0.25} if TWINS[name].masked else {}
+    ours = seeded(TWINS[name].ours, activation=activation, recompute=level, dtype=torch.float64, **options)
+    twin = seeded(TWINS[name].twin, dtype=torch.float64)
+    x = data(torch.float64)
+    expected = plain_step(name, twin, x, activation, 0.25 if options else 0.0)
+    assert_same_within_rounding(step(ours, ours, x), expected)
+
+
+def test_dropout_is_the_mask():
+    module = ckptkern.nn.Dropout(0.25)
+    assert_same_within_rounding(step(module, module, data()), plain_step("Dropout", nn.Module(), data(), "relu", 0.25))
+
+
+@every_module
+def test_training_and_evaluation(name):
+    options = TWINS[name].options
+    module, x = TWINS[name].ours(**options), data()
+    p = options.get("dropout", options.get("p", 0.0))
+    module.eval()
+    assert torch.equal(module(x), module(x))
+    twin = TWINS[name].twin()
+    twin.load_state_dict(module.state_dict())
+    plain = plain_step(name, twin, x, options.get("activation", "relu"), 0.0)
+    assert_same_within_rounding(step(module, module, x), plain)
+    module.train()
+    assert torch.equal(module(x), module(x)) == (p == 0.0)
+
+
+@every_module
+def test_options_reach_the_op_and_are_shown(name):
+    module = TWINS[name].ours(**TWINS[name].options)
+    for option, value in TWINS[name].options.items():
+        assert getattr(module, option) == value
+        assert f"{option}={value!r}" in module.extra_repr()
+    assert f"{name}(" in repr(module)
+
+
+@every_module
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_independent(name, copied):
+    """Pitfall 34: a copy made after a step gives the same results, and shares nothing with the original."""
+    module = TWINS[name].ours(**TWINS[name].options)
+    expected = step(module, module, data())
+    if copied == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif copied == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert repr(twin) == repr(module)
+    assert_same(step(twin, twin, data()), expected)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert_same(step(module, module, data()), expected)
+
+
+@every_layer
+def test_factory_arguments(name):
+    module = TWINS[name].ours(dtype=torch.bfloat16, device="meta")
+    assert {(p.dtype, p.device.type) for p in module.parameters()} == {(torch.bfloat16, "meta")}
+    assert module(data(torch.bfloat16).to("meta")).shape == (2, 4, 5)
+    module = module.to_empty(device="cpu").float()
+    assert module(data()).shape == (2, 4, 5)
+
+
+@every_layer
+def test_training_follows_the_twin(name):
+    """Ten optimiser steps, the losses of plain PyTorch."""
+
+    def losses(build, function):
+        module = seeded(build, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = function(module, data(torch.float64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    activation = TWINS[name].ours().activation
+    plain = losses(TWINS[name].twin, lambda twin, x: TWINS[name].plain(twin, x, ACTIVATIONS[activation], lambda h: h))
+    assert list(losses(TWINS[name].ours, lambda module, x: module(x))) == pytest.approx(list(plain), rel=1e-9)
+
+
+@every_module
+def test_inference_then_training(name):
+    """Pitfall 34."""
+    module = TWINS[name].ours(**TWINS[name].options)
+    expected = step(module, module, data())
+    with torch.inference_mode():
+        module(data())
+    module.eval()
+    with torch.no_grad():
+        module(data())
+    module.train()
+    assert_same(step(module, module, data()), expected)
+
+
+@every_layer
+def test_ensembles(name):
+    """functional_call under vmap over stacked parameters, the model ensembling of torch.func's tutorial."""
+    modules = [TWINS[name].ours() for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(modules)
+
+    def call(parameters, buffers, x):
+        return torch.func.functional_call(modules[0], (parameters, buffers), (x,))
+
+    out = torch.func.vmap(call, in_dims=(0, 0, None))(parameters, buffers, data())
+    for module, y in zip(modules, out, strict=True):
+        assert torch.equal(module(data()), y)
+
+
+@every_module
+def test_compiled(name):
+    torch._dynamo.reset()
+    module = TWINS[name].ours(**TWINS[name].options)
+    expected = step(module, module, data())
+    assert_same(step(torch.compile(module, backend="aot_eager", fullgraph=True), module, data()), expected)
+    module.eval()
+    with torch.no_grad():
+        y = torch.compile(module, backend="aot_eager", fullgraph=True)(data())
+        assert torch.equal(y, module(data()))
+
+
+@every_layer
+def test_autocast_gives_its_dtype(name):
+    module = TWINS[name].ours()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(data())
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+
+
+WRONG = {
+    "activation": ("tanh", "activation must be one of 'relu', .*, not 'tanh'"),
+    "recompute": ("half", "recompute must be one of 'none', 'selective', 'full', not 'half'"),
+    "dropout": (1.5, "dropout probability has to be a number between 0 and 1, but got 1.5"),
+    "workspace": ("plenty", "workspace must be a positive number of bytes or a string like '64MiB', not 'plenty'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [(name, option) for name in WITH_PARAMETERS for option in TWINS[name].options]
+)
+def test_wrong_options_at_construction(name, option):
+    value, message = WRONG[option]
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        TWINS[name].ours(**{option: value})
+
+
+@every_layer
+def test_wrong_input(name):
+    with pytest.raises(ValueError, match=r"input has 6 features but .* has in_features=7"):
+        TWINS[name].ours()(torch.ones(3, 6))
+
+
+def test_defaults_are_those_of_the_twins():
+    """A module in place of torch's, without a further argument, computes what torch's did."""
+    ours, twin = (
+        seeded(ckptkern.nn.Linear, in_features=7, out_features=5),
+        seeded(nn.Linear, in_features=7, out_features=5),
+    )
+    assert torch.equal(ours(data()), twin(data()))
+    assert torch.equal(F.gelu(twin(data())), seeded(TWINS["Linear"].ours, activation="gelu")(data()))
+    assert isinstance(ours, nn.Linear)
+    assert isinstance(ckptkern.nn.Dropout(), nn.Dropout)
+    assert ckptkern.nn.Dropout().p == nn.Dropout().p

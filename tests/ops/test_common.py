@@ -1,0 +1,487 @@
+"""What the ops share: precision and autocast, workspace and chunks, backend, and errors that say both sides."""
+
+import contextlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from cases import (
+    ACTIVATIONS,
+    LAYERS,
+    LEVELS,
+    P,
+    Sizes,
+    Watch,
+    assert_as_exact,
+    assert_same,
+    assert_same_within_rounding,
+    check_against_float64,
+    clone,
+    gradients,
+    make,
+    output_gradient,
+    setups,
+)
+
+import ckptkern
+from ckptkern import eager
+from ckptkern.memory import peak_memory
+from ckptkern.ops import _common
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OPS_OF_LAYERS = setups(("gelu",), ("full",), ops=LAYERS)
+
+
+def autocast(dtype: torch.dtype | None):
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def raises(error: type, *parts: str):
+    """pytest.raises for a message with these parts, in order."""
+    return pytest.raises(error, match=".*".join(re.escape(part) for part in parts))
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+def cast(tensors: dict, dtype: torch.dtype) -> dict:
+    return {name: t.to(dtype) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("around", [None, BF16, FP16], ids=["no autocast", "bf16 autocast", "fp16 autocast"])
+@pytest.mark.parametrize(
+    ("x_dtype", "weight_dtype"), list(itertools.product((FP32, BF16, FP16, FP64), repeat=2)), ids=str
+)
+@pytest.mark.parametrize("setup", OPS_OF_LAYERS)
+def test_every_pair_of_dtypes(setup, x_dtype, weight_dtype, around):
+    """Pitfall 12: the compute dtype is autocast's, or the one that all share; each gradient has its tensor's dtype."""
+    tensors = {name: t.to(x_dtype if name == "x" else weight_dtype) for name, t in make(setup).items()}
+    tensors = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    dtype = x_dtype if around is None or x_dtype == FP64 else around
+
+    def fused(t):
+        with autocast(around):
+            return setup.fused(t)
+
+    if dtype == x_dtype != weight_dtype and (around is None or x_dtype == FP64):
+        with pytest.raises(TypeError, match=f"{setup.op.name}: input is {x_dtype} but a parameter is {weight_dtype}"):
+            fused(tensors)
+        return
+    with Watch() as watch:
+        ours = gradients(fused, tensors)
+    assert {*watch.dtypes} == {(dtype, dtype)}
+    assert ours["y"].dtype == dtype
+    plain = gradients(lambda t: setup.plain(cast(t, dtype)), tensors)
+    exact = gradients(setup.plain, clone(clone(tensors, dtype), FP64), output_gradient(ours["y"]).double())
+    assert_as_exact(ours, plain, exact)
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), LEVELS, dropout=(P,), ops=LAYERS))
+@pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "chunked"])
+def test_backward_runs_in_the_autocast_of_forward(setup, workspace):
+    """Pitfalls 9, 10: bf16 forward and backward called outside, or fp32 forward and backward called inside."""
+    setup = setup.with_(workspace=workspace)
+    tensors = make(setup, Sizes(lead=(140,)))
+    for forward, backward, dtype in ((BF16, None, BF16), (None, BF16, FP32)):
+        with Watch() as watch:
+            with autocast(forward):
+                y = setup.fused(tensors)
+            with autocast(backward):
+                grads = torch.autograd.grad(y, list(tensors.values()), output_gradient(y))
+        assert y.dtype == dtype
+        # on the CPU, a weight gradient of more than one chunk is summed up in float32
+        allowed = {(dtype, dtype)} | ({(FP32, FP32)} if workspace else set())
+        assert set(watch.dtypes) <= allowed
+        assert [g.dtype for g in grads] == [FP32] * len(grads)
+
+
+@pytest.mark.parametrize("setup", OPS_OF_LAYERS)
+def test_second_order_in_another_autocast(setup):
+    """Pitfall 10, once more: the second derivative too is taken at the precision of forward."""
+    tensors = make(setup)
+
+    def penalty(around):
+        y = setup.fused(tensors)
+        first = torch.autograd.grad(y, list(tensors.values()), output_gradient(y), create_graph=True)
+        with autocast(around):
+            return torch.autograd.grad(first, list(tensors.values()), [torch.ones_like(g) for g in first])
+
+    for inside, outside in zip(penalty(BF16), penalty(None), strict=True):
+        assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("setup", OPS_OF_LAYERS)
+def test_backward_runs_in_the_settings_of_forward(setup, monkeypatch):
+    """The whole snapshot is entered around backward, in whatever thread, and left again."""
+    seen = []
+    product = torch.mm
+
+    def recording(*args, **kwargs):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return product(*args, **kwargs)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        y = setup.fused(make(setup))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch, "mm", recording)
+    thread = threading.Thread(target=y.sum().backward)
+    thread.start()
+    thread.join()
+    y = setup.fused(make(setup))
+    assert set(seen) == {True}
+    seen.clear()
+    y.sum().backward()
+    assert set(seen) == {False}
+
+
+@pytest.mark.parametrize("setup", OPS_OF_LAYERS)
+def test_autocast_switched_off_inside_autocast(setup):
+    tensors = make(setup)
+    with torch.autocast("cpu", dtype=BF16), torch.autocast("cpu", enabled=False):
+        ours = gradients(setup.fused, tensors)
+    assert_same(ours, gradients(setup.fused, tensors))
+
+
+@pytest.mark.parametrize("setup", OPS_OF_LAYERS)
+def test_no_grad_first_inside_one_autocast(setup):
+    """Pitfall 11: a weight cast under no_grad must not serve the training step that follows."""
+    tensors = make(setup)
+
+    def twice(t):
+        with torch.autocast("cpu", dtype=BF16):
+            with torch.no_grad():
+                setup.fused(t)
+            return setup.fused(t)
+
+    def once(t):
+        with torch.autocast("cpu", dtype=BF16):
+            return setup.fused(t)
+
+    assert_same(gradients(twice, tensors), gradients(once, tensors))
+
+
+@pytest.mark.parametrize("setup", OPS_OF_LAYERS)
+def test_state_after_an_error_in_backward(setup, monkeypatch):
+    """Pitfall 32: the outer autocast comes back when recompute raises, and the next step is right."""
+    tensors = make(setup)
+    expected = gradients(setup.fused, tensors)
+    with torch.autocast("cpu", dtype=BF16):
+        y = setup.fused(tensors)
+
+    def fail(*args, **kwargs):
+        assert not torch.is_autocast_enabled("cpu")  # op bodies run without it
+        raise RuntimeError("out of memory, say")
+
+    with monkeypatch.context() as patch:
+        for name in ("linear_bwd", "act_grad", "mlp_bwd", "gated_bwd"):
+            patch.setattr(eager, name, fail)
+        with torch.autocast("cpu", dtype=FP16):
+            with pytest.raises(RuntimeError, match="say"):
+                y.sum().backward()
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.get_autocast_dtype("cpu") == FP16
+    assert not torch.is_autocast_enabled("cpu")
+    assert_same(gradients(setup.fused, tensors), expected)
+
+
+@pytest.mark.parametrize("setup", setups(ACTIVATIONS, ("none", "full"), ops=["linear_act"]))
+def test_activations_at_the_end_of_fp16(setup):
+    """Pitfall 13: at |z| ~ 10,000, where z^3 and exp(z) are far outside fp16, all is finite that torch has finite."""
+    tensors = make(setup, dtype=FP16)
+    tensors["x"] = tensors["x"].detach().mul(3000).requires_grad_()
+    plain, ours = gradients(setup.plain, tensors), gradients(setup.fused, tensors)
+    assert plain["y"].abs().max() > 5000
+    for name, reference in plain.items():
+        assert ours[name][reference.isfinite()].isfinite().all(), name
+
+
+# -- workspace ---------------------------------------------------------------------------------------------------------
+
+CHUNKED = setups(("relu", "gelu"), LEVELS, dropout=(P,), ops=("linear_stack", "mlp", "gated_mlp"))
+FIVE_CHUNKS = Sizes(lead=(4, 135))  # 128 tokens a chunk, 28 in the last
+
+
+@pytest.mark.parametrize("setup", CHUNKED)
+def test_chunks_change_no_mask_and_no_gradient(setup):
+    """Pitfall 9: a workspace too small for 540 tokens; masks, biases and weights as without."""
+    small = setup.with_(workspace=1)
+    check_against_float64(small, make(setup, FIVE_CHUNKS))
+    tensors = make(setup, FIVE_CHUNKS, FP64)
+    assert_same_within_rounding(gradients(small.fused, tensors), gradients(setup.fused, tensors))
+
+
+@pytest.mark.parametrize("setup", CHUNKED)
+def test_chunks_with_frozen_inputs(setup):
+    """Pitfall 9: the weight gradients are there when x needs none."""
+    setup = setup.with_(workspace=1)
+    names = list(make(setup))
+    for frozen in (names[:1], names[:2], names[1:], names[:-2]):
+        check_against_float64(setup, make(setup, FIVE_CHUNKS, frozen=frozen))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("setup", setups(("relu",), ("none", "full"), ops=("linear_stack", "mlp", "gated_mlp")))
+def test_error_does_not_grow_with_the_number_of_chunks(setup, dtype):
+    """Pitfall 14: 48 chunks are summed in float32 and rounded once, biases too."""
+    sizes = Sizes(lead=(128 * 48,), features=8, hidden=8, out=8)
+    tensors = make(setup, sizes, dtype)
+    exact = gradients(setup.plain, clone(tensors, FP64))
+
+    def errors(workspace):
+        ours = gradients(setup.with_(workspace=workspace).fused, tensors)
+        return {
+            n: (torch.linalg.vector_norm(ours[n].double() - e) / torch.linalg.vector_norm(e)).item()
+            for n, e in exact.items()
+        }
+
+    whole, chunked = errors(None), errors(1)
+    for name, error in whole.items():
+        assert chunked[name] <= 1.05 * error, name
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), dropout=(P,), ops=("linear_stack", "mlp", "gated_mlp")))
+def test_workspace_bounds_the_memory_of_backward(setup):
+    """Beyond the gradients themselves, backward allocates no more than the workspace at any time."""
+    tensors = make(setup, Sizes(lead=(2048,), features=8, hidden=128, out=8))
+
+    def transient(workspace):
+        y = setup.with_(workspace=workspace).fused(tensors)
+        dy = output_gradient(y)
+        with peak_memory("cpu") as peak:
+            grads = torch.autograd.grad(y, list(tensors.values()), dy)
+        return peak.bytes - sum(g.nbytes for g in grads)
+
+    assert 0 < transient("512KiB") <= 2**19
+    assert transient(None) > 2 * 2048 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "workspace", "chunks"),
+    [
+        (0, 10, 1000, [(0, 0)]),
+        (100, 10, 1, [(0, 100)]),
+        (129, 10, 1, [(0, 128), (128, 129)]),
+        (600, 10, 2560, [(0, 256), (256, 512), (512, 600)]),
+        (600, 10, 2559, [(0, 128), (128, 256), (256, 384), (384, 512), (512, 600)]),
+        (5, 0, 1, [(0, 5)]),
+    ],
+)
+def test_token_chunks(rows, row_bytes, workspace, chunks):
+    assert _common.token_chunks(rows, row_bytes, workspace) == chunks
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (None, 2**30), (7, 7), ("7", 7), ("64MiB", 2**26), ("64 mib", 2**26), ("1.5KiB", 1536), ("2GB", 2 * 10**9),
+        (" 3KB ", 3000), ("1e3B", 1000),
+    ],
+)  # fmt: skip
+def test_workspace_units(given, size):
+    assert _common.parse_bytes("mlp", given) == size
+
+
+# -- backend and level -------------------------------------------------------------------------------------------------
+
+
+def test_backend_is_given_back():
+    assert _common._choice.backend == "auto"
+    with ckptkern.backend("eager"):
+        with pytest.raises(KeyError), ckptkern.backend("triton"):
+            raise KeyError
+        assert _common._choice.backend == "eager"
+        with ckptkern.backend("auto"):
+            assert _common._choice.backend == "auto"
+        assert _common._choice.backend == "eager"
+    assert _common._choice.backend == "auto"
+    with pytest.raises(ValueError, match="backend: name must be one of 'auto', 'eager', 'triton', not 'cuda'"):
+        ckptkern.backend("cuda").__enter__()
+    assert _common._choice.backend == "auto"
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
+def test_what_the_kernels_do_not_cover(setup):
+    """An error under backend("triton"); under "auto" the eager backend serves it."""
+    tensors = make(setup, dtype=FP64)
+    reason = "the kernels cover float16, bfloat16 and float32, not torch.float64"
+    wanted = raises(RuntimeError, f"{setup.op.name}: backend('triton') was asked for, but {reason}")
+    with ckptkern.backend("triton"), wanted:
+        setup.call(tensors)
+    assert setup.call(tensors).dtype == FP64
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
+def test_backend_of_forward_serves_backward(setup):
+    """backward(), wherever it is called, looks nothing up."""
+    tensors = make(setup)
+    expected = gradients(setup.fused, tensors)
+    with ckptkern.backend("eager"):
+        y = setup.fused(tensors)
+    with ckptkern.backend("triton"), Watch() as watch:
+        y.backward(output_gradient(y))
+    assert "eager" in watch.strings
+    assert "triton" not in watch.strings
+    for name, t in tensors.items():
+        assert torch.equal(t.grad, expected[name])
+
+
+def test_environment_variable():
+    code = """
+import torch, ckptkern
+try:
+    ckptkern.dropout(torch.ones(2, 2))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+    def run(value):
+        environment = {**os.environ, "CKPTKERN_BACKEND": value, "TRITON_INTERPRET": "0"}
+        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
+
+    assert run("eager") == ""
+    wanted = "dropout: the environment variable CKPTKERN_BACKEND must be one of 'auto', 'eager', 'triton', not 'cuda'"
+    assert run("cuda") == f"ValueError: {wanted}\n"
+    assert run("triton").startswith("RuntimeError: dropout: backend('triton') was asked for, but ")
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def label_of(name: str) -> str:
+    """What a message calls the tensor: weights[1] of a stack, "the bias of fc1_weight"."""
+    stack = {f"weight{i}": f"weights[{i}]" for i in range(3)}
+    if "bias" in name:
+        return f"the bias of {label_of(name.replace('bias', 'weight'))}"
+    return stack.get(name, name)
+
+
+PARAMETERS = [
+    pytest.param(setup.values[0], name, id=f"{setup.values[0].op.name}-{name}")
+    for setup in OPS_OF_LAYERS
+    for name in setup.values[0].op.parameters(1, 1, 1)
+]
+
+
+@pytest.mark.parametrize(("setup", "name"), PARAMETERS)
+def test_wrong_parameters(setup, name):
+    good, label, op = make(setup), label_of(name), setup.op.name
+    shape = tuple(good[name].shape)
+
+    def call(value):
+        return setup.call({**good, name: value})
+
+    with raises(TypeError, f"{op}: ", f"{label} must be a Tensor", "not float"):
+        call(0.5)
+    with raises(TypeError, f"{op}: {label} must be floating point, not torch.int64"):
+        call(torch.ones(shape, dtype=torch.int64))
+    with raises(TypeError, f"{op}: input is torch.float32 but a parameter is torch.float64"):
+        call(good[name].detach().double())
+    with raises(ValueError, f"{op}: input is on cpu but {label} is on meta"):
+        call(good[name].detach().to("meta"))
+    if "bias" in name:
+        for wrong in ((shape[0] + 1,), (1, *shape), ()):
+            with raises(ValueError, f"{op}: {label} must have shape ({shape[0]},)", f"but has shape {wrong}"):
+                call(torch.ones(wrong))
+    else:
+        with raises(TypeError, f"{op}: {label} must be a Tensor, not NoneType"):
+            call(None)
+        with raises(ValueError, f"{op}: {label} must be [out_features, in_features], but has shape {shape[1:]}"):
+            call(torch.ones(shape[1:]))
+        with raises(ValueError, f"{op}: ", f" has {shape[1]} features but {label} has in_features={shape[1] + 2}"):
+            call(torch.ones(shape[0], shape[1] + 2))
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
+def test_wrong_inputs(setup):
+    """Pitfall 35."""
+    good, op = make(setup), setup.op.name
+
+    def call(x):
+        return setup.call({**good, "x": x})
+
+    for wrong, kind in ((None, "NoneType"), ([[1.0]], "list"), (1.0, "float")):
+        with raises(TypeError, f"{op}: input must be a Tensor, not {kind}"):
+            call(wrong)
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with raises(TypeError, f"{op}: input must be floating point, not {dtype}"):
+            call(torch.ones(3, 7, dtype=dtype))
+    with raises(ValueError, f"{op}: input must have at least one dimension", "is a scalar"):
+        call(torch.tensor(1.0))
+    with raises(TypeError, f"{op}: input must be a dense tensor, not torch.sparse_coo"):
+        call(torch.ones(3, 7).to_sparse())
+    for layout in (torch.strided, torch.jagged):
+        with raises(TypeError, f"{op}: input must be a dense tensor, not nested"):
+            call(torch.nested.nested_tensor([torch.ones(2, 7), torch.ones(3, 7)], layout=layout))
+    if op != "dropout":
+        first = label_of(list(good)[1])
+        with raises(ValueError, f"{op}: input has 6 features but {first} has in_features=7"):
+            call(torch.ones(3, 6))
+        with raises(ValueError, f"{op}: input is on meta but {first} is on cpu"):
+            call(torch.ones(3, 7, device="meta"))
+
+
+def wrong_options() -> list:
+    values = {
+        "activation": ["tanh", "", None, "ReLU"],
+        "recompute": ["all", None, True, "Full"],
+        "dropout_p": [-0.1, 1.5, float("nan"), "0.5", None, torch.tensor(0.5)],
+        "workspace": [0, -1, 1.5, True, "", "lots", "MiB", "-5MiB", "0MiB", "5 PB", "inf", "nan", b"5"],
+    }
+    return [
+        pytest.param(setup.values[0], option, value, id=f"{setup.values[0].op.name}-{option}={value!r}")
+        for setup in setups(("gelu",), ("full",), dropout=(P,))
+        for option in setup.values[0].op.options
+        for value in values[option]
+    ]
+
+
+WANTED = {
+    "activation": "activation must be one of 'relu', 'relu2', 'gelu', 'gelu_tanh', 'silu', 'identity', not ",
+    "recompute": "recompute must be one of 'none', 'selective', 'full', not ",
+    "dropout_p": "dropout probability has to be a number between 0 and 1, but got ",
+    "workspace": "workspace must be a positive number of bytes or a string like '64MiB', not ",
+}
+
+
+@pytest.mark.parametrize(("setup", "option", "value"), wrong_options())
+def test_wrong_options(setup, option, value):
+    with raises(ValueError, f"{setup.op.name}: {WANTED[option]}{value!r}"):
+        setup.with_(**{option: value}).call(make(setup))
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu"), LEVELS, dropout=(P,)))
+def test_meta_tensors(setup):
+    """Shapes and dtypes of outputs and gradients without data, as for torch's own layers."""
+    real = make(setup)
+    meta = {name: torch.empty_like(t, device="meta").requires_grad_() for name, t in real.items()}
+    y = setup.call(meta)
+    assert y.device.type == "meta"
+    assert y.shape == setup.fused(real).shape
+    y.sum().backward()
+    for name, t in meta.items():
+        assert (t.grad.shape, t.grad.device.type) == (real[name].shape, "meta")
+
+
+def test_errors_leave_the_generator_alone():
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="workspace"):
+        ckptkern.mlp(torch.ones(2, 3), torch.ones(4, 3), None, torch.ones(3, 4), None, dropout_p=0.5, workspace=-1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_compile_reaches_the_kernels() -> None:
+    """Dynamo cannot trace into Triton or the CUDA driver: the question whether a kernel can run here is a constant."""
+    pytest.importorskip("triton")
+    layer = ckptkern.nn.MLP(16, 32)
+    x = torch.randn(8, 16, requires_grad=True)
+    with ckptkern.backend("triton"):
+        (expected,) = torch.autograd.grad(layer(x).sum(), x)
+        (compiled,) = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum(), x)
+    assert torch.equal(compiled, expected)

@@ -1,0 +1,109 @@
+"""linear_stack: what is its own beside the checks of all ops."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ACTIVATIONS, LEVELS, SEED, assert_as_exact, clone, gradients
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+
+def stack(widths: list[int], dtype: torch.dtype = torch.float32) -> dict:
+    generator = torch.Generator().manual_seed(SEED)
+    tensors = {"x": torch.randn(13, widths[0], generator=generator)}
+    for i, (k, n) in enumerate(itertools.pairwise(widths)):
+        tensors[f"w{i}"] = torch.randn(n, k, generator=generator) * (2 / k) ** 0.5
+        tensors[f"b{i}"] = torch.randn(n, generator=generator)
+    return {name: t.to(dtype).requires_grad_() for name, t in tensors.items()}
+
+
+def layers_of(t: dict) -> tuple[list, list]:
+    depth = len(t) // 2
+    return [t[f"w{i}"] for i in range(depth)], [t[f"b{i}"] for i in range(depth)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("widths", [[5, 6], [5, 6, 7], [9, 1, 9, 2], [8] * 5, [70, 65, 3, 66, 64]], ids=str)
+def test_depths_and_widths(widths, activation, level, dtype):
+    """One layer, two, and more, narrow and wide, growing and shrinking."""
+    tensors = stack(widths, dtype)
+
+    def fused(t):
+        return ckptkern.linear_stack(t["x"], *layers_of(t), activation, recompute=level)
+
+    def plain(t):
+        h = t["x"]
+        for w, b in zip(*layers_of(t), strict=True):
+            h = ACTIVATIONS[activation](F.linear(h, w, b))
+        return h
+
+    exact = gradients(plain, clone(tensors, torch.float64))
+    assert_as_exact(gradients(fused, tensors), gradients(plain, tensors), exact)
+
+
+def test_one_layer_is_a_linear_act():
+    tensors = stack([5, 6])
+    for level in LEVELS:
+        one = gradients(lambda t, level=level: ckptkern.linear_stack(t["x"], *layers_of(t), recompute=level), tensors)
+        act = gradients(lambda t: ckptkern.linear_act(t["x"], t["w0"], t["b0"]), tensors)
+        for name in one:
+            assert torch.equal(one[name], act[name]), (level, name)
+
+
+def test_kept_bytes_do_not_grow_with_the_depth():
+    """At "full" a segment of 20 layers keeps what a segment of 2 keeps: x and one bit an element of y."""
+    for depth in (2, 20):
+        tensors = stack([16] * (depth + 1))
+        weights, biases = layers_of(tensors)
+        with kept_tensors(exclude=weights + biases) as kept:
+            ckptkern.linear_stack(tensors["x"], weights, biases)
+        assert kept.bytes == 13 * (16 * 4 + 2)
+
+
+def test_containers():
+    """Weights and biases may be lists, tuples, ParameterLists or generators."""
+    tensors = stack([5, 6, 7])
+    weights, biases = layers_of(tensors)
+    expected = ckptkern.linear_stack(tensors["x"], weights, biases)
+    for kind in (tuple, iter, torch.nn.ParameterList):
+        assert torch.equal(ckptkern.linear_stack(tensors["x"], kind(weights), kind(biases)), expected)
+
+
+def test_wrong_numbers_of_layers():
+    tensors = stack([5, 6, 7])
+    x, (weights, biases) = tensors["x"], layers_of(tensors)
+    with pytest.raises(ValueError, match="linear_stack: at least one weight is needed"):
+        ckptkern.linear_stack(x, [])
+    with pytest.raises(ValueError, match="linear_stack: 2 weights need as many biases, but 1 came"):
+        ckptkern.linear_stack(x, weights, biases[:1])
+    with pytest.raises(ValueError, match="linear_stack: either every layer has a bias or none has"):
+        ckptkern.linear_stack(x, weights, [biases[0], None])
+    with pytest.raises(ValueError, match=r"weights\[0\]'s output has 6 features but weights\[1\] has in_features=5"):
+        ckptkern.linear_stack(x, [weights[0], weights[0]])
+    with pytest.raises(ValueError, match=r"linear_stack: weights\[0\] must be \[out_features, in_features\]"):
+        ckptkern.linear_stack(x, weights[0])
+
+
+def test_no_biases():
+    tensors = stack([5, 6, 7])
+    weights, _ = layers_of(tensors)
+    expected = ckptkern.linear_stack(tensors["x"], weights)
+    assert torch.equal(ckptkern.linear_stack(tensors["x"], weights, [None, None]), expected)
+    assert torch.equal(expected, F.linear(F.linear(tensors["x"], weights[0]).relu(), weights[1]).relu())
+
+
+def test_one_weight_used_by_every_layer():
+    """A shared weight gets the sum of its layers' gradients (pitfall 27: nothing is overwritten)."""
+    w = (torch.randn(6, 6, dtype=torch.float64) * 0.6).requires_grad_()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for level in LEVELS:
+        (ours,) = torch.autograd.grad(ckptkern.linear_stack(x, [w, w, w], None, "silu", recompute=level).sum(), w)
+        h = x
+        for _ in range(3):
+            h = F.silu(F.linear(h, w))
+        torch.testing.assert_close(ours, torch.autograd.grad(h.sum(), w)[0])

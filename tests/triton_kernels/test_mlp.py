@@ -1,0 +1,57 @@
+"""MLP and gated MLP: the product of both tiles at once and the two-step route give one result, bit for bit."""
+
+import pytest
+import torch
+from kernel_cases import ACTIVATIONS, BY_NAME, DTYPES, assert_equal, dropout_of, inputs_of, kernel
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+def pick(tensors, **names):
+    return {new: tensors[old] for new, old in names.items()}
+
+
+@each_activation
+@each_dtype
+def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
+    """Pitfall 15: the dual product's z, h and dz are those of linear_fwd and act_grad, and h is forward's."""
+    options = {"dropout": dropout_of(0.3, device), "row_base": 32}
+    tensors = inputs_of(BY_NAME["mlp_bwd"], dtype, device, N=23)
+    layer = pick(tensors, x="x", w="w1", b="b1")
+    z = kernel(BY_NAME["linear_fwd"], layer, "identity")["h"]
+    steps = kernel(BY_NAME["act_grad"], pick(tensors, dy="dy", w="w2") | {"z": z}, activation, **options)
+    dual = kernel(BY_NAME["mlp_bwd"], tensors, activation, **options)
+    assert_equal(dual, steps)
+    assert torch.equal(dual["h"], kernel(BY_NAME["linear_fwd"], layer, activation, **options)["h"])
+
+
+@each_activation
+@each_dtype
+def test_triple_product_equals_g_and_u_then_act_grad(activation, dtype, device):
+    """Pitfall 15: as above for the gated MLP, whose g and u are two plain products in the two-step route."""
+    options = {"dropout": dropout_of(0.3, device), "row_base": 32}
+    tensors = inputs_of(BY_NAME["gated_bwd"], dtype, device, N=23)
+    forward = kernel(
+        BY_NAME["gated_fwd"], {name: tensors[name] for name in ("x", "wg", "bg", "wu", "bu")}, activation, **options
+    )
+    g, u = (
+        kernel(BY_NAME["linear_fwd"], pick(tensors, x="x", w=f"w{one}", b=f"b{one}"), "identity")["h"] for one in "gu"
+    )
+    steps = kernel(BY_NAME["gated_act_grad"], pick(tensors, dy="dy", wd="wd") | {"g": g, "u": u}, activation, **options)
+    triple = kernel(BY_NAME["gated_bwd"], tensors, activation, **options)
+    assert_equal(triple, steps)
+    assert_equal(forward, {"h": triple["h"], "g": g, "u": u})
+
+
+@each_dtype
+def test_gate_and_up_are_not_interchangeable(dtype, device):
+    """Pitfall 17: gate and up weights as halves of one tensor; exchanging them changes every gradient."""
+    launcher = BY_NAME["gated_bwd"]
+    tensors = inputs_of(launcher, dtype, device)
+    packed = torch.cat([tensors["wg"], tensors["wu"]])
+    expected = kernel(launcher, tensors, "silu")
+    halves = dict(zip(("wg", "wu"), packed.split(tensors["wg"].shape[0]), strict=True))
+    assert_equal(kernel(launcher, tensors | halves, "silu"), expected)
+    exchanged = kernel(launcher, tensors | {"wg": halves["wu"], "wu": halves["wg"]}, "silu")
+    assert not any(torch.equal(exchanged[name], expected[name]) for name in expected)

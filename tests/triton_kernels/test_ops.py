@@ -1,0 +1,312 @@
+"""Whole ops on the Triton backend, interpreted: what forward and backward must agree on, seen from outside.
+
+Probes that make a hidden quantity visible, bit for bit, through the public functions alone:
+    the second weight [I; 0] makes y begin with h;  dy = I makes that weight's gradient spell h, as backward rebuilt it
+    dh = 1 makes relu's bias gradient count the units that are alive
+"""
+
+from collections.abc import Iterator
+
+import cases
+import pytest
+import torch
+from cases import DTYPES, P, Sizes, Watch, assert_same, check_against_float64, expected_mask, gradients, make, setups
+
+import ckptkern
+from ckptkern import state, triton_kernels
+
+WIDE = Sizes(hidden=66)  # too wide for the one kernel of a narrow stack
+ALL = tuple(cases.ACTIVATIONS)
+
+
+@pytest.fixture(autouse=True)
+def _triton() -> Iterator[None]:
+    with ckptkern.backend("triton"):
+        yield
+
+
+def sizes_of(setup):
+    """A stack's usual sizes are narrow: one kernel at "full", which the levels that keep tensors do not have."""
+    return WIDE if setup.op.name == "linear_stack" else Sizes()
+
+
+@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+def test_the_kernels_serve(setup):
+    with Watch() as watch:
+        gradients(setup.fused, make(setup))
+    assert watch.strings.count("triton") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("setup", setups(("relu", "gelu"), dropout=(P,)))
+def test_gradients_are_as_exact_as_torchs(setup, dtype):
+    check_against_float64(setup, make(setup, sizes_of(setup), dtype))
+
+
+@pytest.mark.parametrize("setup", setups(ALL, ("full",), ops=["linear_stack"]))
+def test_narrow_stack_is_as_exact_as_torchs(setup):
+    check_against_float64(setup, make(setup, dtype=torch.bfloat16))
+
+
+RAGGED = {
+    "no tokens": Sizes((0,)),
+    "one dimension": Sizes(()),
+    "ones": Sizes((1, 1), 1, 1, 1),
+    "no features": Sizes((3,), 0),
+    "no hidden": Sizes((3,), hidden=0),
+    "no output": Sizes((3,), out=0),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("setup", setups(("relu", "silu"), ("full",), dropout=(P,)))
+def test_ragged_and_empty_shapes(setup, sizes, bias):
+    """Pitfall 18."""
+    check_against_float64(setup, make(setup, sizes, bias=bias))
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("none", "full"), dropout=(P,)))
+def test_expanded_output_gradient(setup):
+    """Pitfall 16: .sum() sends strides (0, 0)."""
+    tensors = make(setup)
+    y = setup.fused(tensors)
+    dy = y.new_ones(()).expand(y.shape)
+    assert_same(gradients(setup.fused, tensors, dy), gradients(setup.fused, tensors, dy.contiguous()))
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("full",)))
+def test_views_of_one_tensor(setup):
+    """Pitfall 17: all inputs cut out of one storage, each at its own odd offset and stride, biases included."""
+    dense = make(setup)
+    storage = torch.randn(sum(t.shape[-1] for t in dense.values()) + 3, 200)
+    views, start = {}, 3
+    for name, t in dense.items():
+        length = t.shape[-1]
+        if t.dim() == 1:
+            view = storage[start : start + length, 7]
+        else:
+            rows = t.shape[:-1].numel()
+            view = storage[start : start + length, 9 : 9 + rows].t()
+        view.copy_(t.detach().reshape(view.shape))
+        views[name] = view.view(t.shape).detach().requires_grad_() if t.dim() < 3 else view.detach().requires_grad_()
+        start += length
+    x = dense["x"].detach().reshape(views["x"].shape).requires_grad_()
+    assert_same(gradients(setup.fused, views), gradients(setup.fused, {**dense, "x": x}))
+
+
+# --- one result at every level and in every chunking
+
+
+LEVELS_AND_DTYPES = [
+    pytest.param(*setup.values, dtype, id=f"{setup.id}-{dtype}")
+    for dtype in DTYPES
+    for setup in setups(ALL if dtype is torch.bfloat16 else ("relu", "silu"), ("selective", "full"), (P,))
+]
+
+
+@pytest.mark.parametrize(("setup", "dtype"), LEVELS_AND_DTYPES)
+def test_every_level_gives_the_same_bits(setup, dtype):
+    """Pitfalls 15, 27: y and all gradients are those of level "none", which rebuilds nothing."""
+    tensors = make(setup, sizes_of(setup), dtype)
+    assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
+
+
+ONE_CHUNK, MANY_CHUNKS = None, 1  # bytes of workspace: at least 128 rows are taken at a time
+
+
+def gated(x, w1, b1, w2, b2, *args, **options):
+    """gated_mlp with mlp's arguments; the up projection is another weight of the same sizes."""
+    up = w1.detach().flip(0)
+    return ckptkern.gated_mlp(x, w1, up, w2, *args, gate_bias=b1, down_bias=b2, **options)
+
+
+def spelling(hidden, rows, dtype):
+    """[I; 0] [rows, hidden]: y starts with h, and dy = I gives this weight the gradient h [rows, hidden]."""
+    return torch.eye(rows, hidden, dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("op", [ckptkern.mlp, gated], ids=["mlp", "gated_mlp"])
+@pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("activation", ALL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hidden_layer_is_rebuilt_bitwise(op, workspace, activation, dtype):
+    """Pitfalls 9, 15: forward's h and backward's have the same bits, dropout included, in every dtype and chunk."""
+    rows, features, hidden = 140, 9, 24
+    x, w1, b1 = torch.randn(rows, features), torch.randn(hidden, features) / 3, torch.randn(hidden)
+    w2 = spelling(hidden, rows, dtype)
+    y = op(x.to(dtype), w1.to(dtype), b1.to(dtype), w2, None, activation, P, workspace=workspace)
+    y.backward(torch.eye(rows, dtype=dtype))
+    h = y[:, :hidden]
+    assert 0.5 < (h != 0).double().mean() / (1 - P) * (2 if "relu" in activation else 1) < 2
+    assert torch.equal(w2.grad, h)
+
+
+@pytest.mark.parametrize("rows", [140, 40], ids=["wide", "narrow"])
+@pytest.mark.parametrize("activation", ALL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chain_is_rebuilt_bitwise(rows, activation, dtype):
+    """Pitfall 15: the last layer's weight gradient spells the h that backward rebuilt; y of the chain without it is h.
+
+    The last weight is 0 and its bias a point where act' is exactly 1. The wide chain runs layer by layer in two chunks,
+    the narrow one in one kernel, padded to 64 features: so is the chain that gives h.
+    """
+    features, hidden = 9, 24
+    slope_is_one = {"relu": 1.0, "identity": 1.0, "relu2": 0.5}.get(activation, 30.0)
+    x = torch.randn(rows, features).to(dtype)
+    w1, b1 = (torch.randn(hidden, features) / 3).to(dtype), torch.randn(hidden).to(dtype)
+    w2, b2 = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(rows, dtype=dtype)
+    w2[:hidden], b2[:hidden] = torch.randn(hidden, hidden) / 5, torch.randn(hidden)
+    h = ckptkern.linear_stack(x, [w1, w2], [b1, b2], activation)[:, :hidden]
+    last = torch.zeros(rows, hidden, dtype=dtype, requires_grad=True)
+    bias = torch.full((rows,), slope_is_one, dtype=dtype)
+    chain = [w1, w2[:hidden], last], [b1, b2[:hidden], bias]
+    y = ckptkern.linear_stack(x, *chain, activation, workspace=MANY_CHUNKS)
+    y.backward(torch.eye(rows, dtype=dtype))
+    assert torch.equal(last.grad, h)
+
+
+@pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["mlp", "gated_mlp", "linear_stack", "linear_act"])
+def test_bias_gradient_counts_the_live_units(op, workspace, dtype):
+    """db under dh = 1 is the column sum of (h > 0), with dropout of one half twice that, exactly; h is read from y."""
+    rows, features, hidden = 140, 9, 24
+    x, w1 = torch.randn(rows, features).to(dtype), torch.randn(hidden, features).to(dtype)
+    b1 = torch.randn(hidden).to(dtype).requires_grad_()
+    w2, ones = torch.eye(rows, hidden, dtype=dtype), torch.ones(rows, dtype=dtype)
+    weight, options = 1, {"workspace": workspace}
+    if op == "mlp":
+        weight, y = 2, ckptkern.mlp(x, w1, b1, w2, None, "relu", 0.5, **options)
+    elif op == "gated_mlp":  # an up projection of 0 with bias 1
+        biases = {"gate_bias": b1, "up_bias": ones[:hidden]}
+        weight, y = 2, ckptkern.gated_mlp(x, w1, torch.zeros_like(w1), w2, "relu", 0.5, **biases, **options)
+    elif op == "linear_stack":  # a bias of 1 keeps the last layer alive
+        y = ckptkern.linear_stack(x, [w1, w2], [b1, ones], "relu", **options)
+    else:
+        y = ckptkern.linear_act(x, w1, b1, "relu", recompute="full")
+    h = ckptkern.linear_act(x, w1, b1, "relu") if op == "linear_stack" else y[:, :hidden]
+    alive = h > 0
+    y.backward((torch.arange(y.shape[1]) < hidden).to(dtype).expand(y.shape))
+    assert torch.equal(b1.grad, (weight * alive.sum(0)).to(dtype))
+    assert alive.sum(0).min() > 0
+
+
+CHUNKED = setups(("relu", "gelu"), ("full",), (P,), ["mlp", "gated_mlp", "linear_stack"])
+
+
+@pytest.mark.parametrize("setup", CHUNKED)
+def test_chunks_change_only_the_order_of_a_sum(setup):
+    """Pitfalls 9, 14: y and dx keep their bits; sums over tokens are in float32, rounded once: no error is added."""
+    tensors = make(setup, Sizes((260,), hidden=66 if setup.op.name == "linear_stack" else 20), torch.bfloat16)
+    one, many = (gradients(setup.with_(workspace=workspace).fused, tensors) for workspace in (ONE_CHUNK, MANY_CHUNKS))
+    exact = gradients(setup.plain, cases.clone(tensors, torch.float64), cases.output_gradient(one["y"]).double())
+    for name, reference in exact.items():
+        if name in ("y", "x"):
+            assert torch.equal(many[name], one[name]), name
+        else:
+            errors = [(run[name].double() - reference).norm() / reference.norm() for run in (one, many)]
+            assert errors[1] <= 1.05 * errors[0], (name, errors)
+
+
+@pytest.mark.parametrize("level", ["selective", "full"])
+@pytest.mark.parametrize("setup", setups(("gelu",), ("none",), (P,), ["mlp", "gated_mlp"]))
+def test_both_routes_give_the_same_bits(setup, level, monkeypatch):
+    """Up to 1024 features one kernel forms all products of a tile; above, z (g and u) is formed first. One result."""
+    one_kernel = {"mlp": "mlp_bwd", "gated_mlp": "gated_bwd"}[setup.op.name]
+    calls = []
+    launcher = getattr(triton_kernels, one_kernel)
+    monkeypatch.setattr(
+        triton_kernels, one_kernel, lambda *args, **kw: calls.append(one_kernel) or launcher(*args, **kw)
+    )
+    for features, expected in ((1056, []), (96, [one_kernel])):
+        tensors = make(setup, Sizes((9,), features, 8, 5), torch.bfloat16)
+        results = gradients(setup.with_(recompute=level).fused, tensors)
+        assert calls == (expected if level == "full" else [])
+        assert_same(results, gradients(setup.fused, tensors))
+
+
+# --- masks
+
+
+@pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize(
+    "setup", setups(("identity",), ("none", "selective", "full"), (P,), ["mlp", "gated_mlp", "dropout"])
+)
+def test_one_mask_in_forward_and_backward_and_both_backends(setup, workspace):
+    """Pitfalls 2, 6, 9: y and dx are zero where the CPU extension's mask is, on either backend, and nowhere else."""
+    rows, hidden = 140, 24
+    ones = torch.ones(rows, 1)
+    tensors = {"x": ones, "fc1_weight": torch.ones(hidden, 1), "fc2_weight": torch.eye(hidden)}
+    tensors |= {"gate_weight": ones[:hidden], "up_weight": ones[:hidden], "down_weight": torch.eye(hidden)}
+    if setup.op.name == "dropout":
+        tensors = {"x": torch.ones(rows, hidden)}
+    mask, scale = expected_mask(P, rows, hidden), state.threshold_scale(P)[1]
+    for backend in ("triton", "eager"):
+        with ckptkern.backend(backend):
+            x = tensors["x"].clone().requires_grad_()
+            setup = setup.with_(workspace=workspace)
+            y = setup.fused({**tensors, "x": x})
+            y.backward(torch.ones_like(y))
+        assert torch.equal(y, mask * scale), backend
+        slope = {"mlp": 1, "gated_mlp": 2}.get(setup.op.name)
+        dx = mask * scale if slope is None else slope * (mask * scale).sum(1, keepdim=True)
+        torch.testing.assert_close(x.grad, dx, rtol=1e-6, atol=0)
+
+
+def test_two_calls_differ_and_a_seed_reproduces():
+    """Pitfall 6."""
+    x = torch.ones(64, 64)
+    first, second = ckptkern.dropout(x, P), ckptkern.dropout(x, P)
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    third = ckptkern.dropout(x, P)
+    torch.manual_seed(5)
+    assert torch.equal(ckptkern.dropout(x, P), third)
+
+
+# --- what is wanted, and what is left alone
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), (P,)) + setups(("relu",), ("full",)))
+def test_every_single_trained_input(setup):
+    """Pitfalls 23, 24: each gradient alone has the bits that it has among all."""
+    names = list(make(setup))
+    everything = gradients(setup.fused, make(setup))
+    for name in names:
+        alone = gradients(setup.fused, make(setup, frozen=set(names) - {name}))
+        assert_same(alone, {one: everything[one] for one in ("y", name)})
+
+
+@pytest.mark.parametrize("setup", setups(("relu", "gelu"), dropout=(P,)))
+def test_nothing_saved_or_given_is_overwritten(setup):
+    """Pitfalls 27, 28: a second backward of one graph repeats the first, and inputs keep their values."""
+    tensors = make(setup, sizes_of(setup))
+    before = cases.clone(tensors)
+    y = setup.fused(tensors)
+    kept, dy = y.detach().clone(), cases.output_gradient(y)
+    first, second = (torch.autograd.grad(y, list(tensors.values()), dy, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(y, kept)
+    assert_same(tensors, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), dropout=(P,)))
+def test_autocast(setup, dtype):
+    """Pitfalls 10, 12: float32 parameters, 16-bit kernels in forward and in backward outside of the context."""
+    tensors = make(setup, sizes_of(setup))
+
+    def under_autocast(function):
+        def call(t):
+            with torch.autocast("cpu", dtype):
+                return function(t)
+
+        return call
+
+    ours, eager = (gradients(under_autocast(function), tensors) for function in (setup.fused, setup.plain))
+    dy = cases.output_gradient(ours["y"])
+    exact = gradients(setup.plain, cases.clone(tensors, torch.float64), dy.double())
+    assert ours["y"].dtype == (torch.float32 if setup.op.name == "dropout" else dtype)
+    assert all(ours[name].dtype == torch.float32 for name in tensors)
+    cases.assert_as_exact(ours, eager, exact)

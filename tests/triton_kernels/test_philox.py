@@ -1,0 +1,105 @@
+"""Masks drawn inside the kernels: the bits of the CPU extension, for any tile, first row, number of programs, state."""
+
+import pytest
+import torch
+from kernel_cases import DROPPING, STATE, dropout_of, inputs_of, kernel
+
+from ckptkern import state, triton_kernels
+from ckptkern.triton_kernels.tile import Tile
+
+P = 0.3
+DROPPED = {"h", "dz", "dg", "du"}  # results that dropout, or its gradient, scales
+KNOWN_ANSWER = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # Philox4x32-10 of key 0, counter 0: Random123
+
+
+def masks_of(launcher, M, N, p=P, dtype=torch.float32, device="cpu", row_base=0, **options):
+    """The mask in each result: of ones everywhere, identity as activation, a result is scale or 0."""
+    tensors = inputs_of(launcher, dtype, device, bias=False, M=M, N=N, K=1, D=1)
+    ones = {name: None if t is None else torch.ones_like(t) for name, t in tensors.items()}
+    dropout = dropout_of(p, device)
+    results = kernel(launcher, ones, "identity", dropout=dropout, row_base=row_base, **options)
+    scale = torch.tensor(dropout[2]).to(dtype).item()
+    for name in DROPPED & results.keys():
+        assert set(results[name].unique().tolist()) <= {0.0, scale}, name
+        yield name, (results[name] != 0).cpu()
+
+
+# Tile, first row. Slices of 32 columns and more; tiles of one and of eight Philox blocks.
+TILES = [
+    (Tile(16, 32, 16, 4, 1), 0),
+    (Tile(64, 64, 16, 4, 1, 2), 48),
+    (Tile(32, 128, 16, 4, 1, 4), 2**20),
+    (Tile(64, 64, 16, 4, 1), 2**31 - 128),
+]
+
+
+@pytest.mark.parametrize("launcher", DROPPING, ids=str)
+@pytest.mark.parametrize(("tile", "row_base"), TILES, ids=lambda value: str(value).replace("Tile", ""))
+def test_one_mask_for_every_tile_and_first_row(launcher, tile, row_base, device):
+    """Pitfall 7: forward's h and backward's gradients are dropped by the mask that the CPU extension draws."""
+    expected = state.keep_mask(torch.tensor(STATE), P, 70, 150, row_base=row_base)
+    for name, mask in masks_of(launcher, 70, 150, device=device, tile=tile, row_base=row_base):
+        assert torch.equal(mask, expected), name
+
+
+@pytest.mark.parametrize("launcher", DROPPING, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_mask_does_not_depend_on_the_dtype(launcher, dtype, device):
+    expected = state.keep_mask(torch.tensor(STATE), P, 20, 40)
+    for name, mask in masks_of(launcher, 20, 40, dtype=dtype, device=device):
+        assert torch.equal(mask, expected), name
+
+
+@pytest.mark.parametrize("blocks", [(16, 64), (32, 256), (128, 32)], ids=str)
+@pytest.mark.parametrize("row_base", [0, 5, 48, 2**31 - 128])
+def test_one_mask_for_every_block_of_the_dropout_kernel(blocks, row_base, device):
+    M, N = 40, 70
+    y = triton_kernels.dropout(
+        torch.ones(M, N, device=device),
+        *dropout_of(P, device),
+        row_base=row_base,
+        blocks={"BLOCK_M": blocks[0], "BLOCK_N": blocks[1]},
+    )
+    assert torch.equal(y.cpu() != 0, state.keep_mask(torch.tensor(STATE), P, M, N, row_base=row_base))
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("word", range(4))
+def test_known_answer(word, half, device):
+    """The eight 16-bit values of counter 0 under key 0: each is kept at its own value as threshold, dropped above."""
+    value = KNOWN_ANSWER[word] >> (16 * half) & 0xFFFF
+    seed = torch.zeros(2, dtype=torch.int64, device=device)
+    x, eye = torch.ones(16, 1, device=device), torch.ones(32, 1, device=device)
+    for threshold in (value, value + 1):
+        direct = triton_kernels.dropout(torch.ones(16, 32, device=device), seed, threshold, 1.0)
+        h, _, _ = triton_kernels.linear_fwd(x, eye, None, "identity", "ieee", dropout=(seed, threshold, 1.0))
+        for y in (direct, h):
+            assert (y[8 * half, 8 * word] != 0) == (threshold == value)
+
+
+@pytest.mark.parametrize("word", [0, 1], ids=["key", "stream"])
+@pytest.mark.parametrize("bit", [0, 15, 31, 32, 47, 63])
+def test_every_part_of_the_state_counts(word, bit, device):
+    """Pitfall 6: no seed is cut to 16 or 32 bits."""
+    seed = torch.tensor(STATE)
+    seed[word] ^= torch.tensor(1, dtype=torch.int64) << bit
+    x = torch.ones(32, 64, device=device)
+    mask = triton_kernels.dropout(x, seed.to(device), *state.threshold_scale(0.5)).cpu() != 0
+    assert torch.equal(mask, state.keep_mask(seed, 0.5, 32, 64))
+    assert not torch.equal(mask, state.keep_mask(torch.tensor(STATE), 0.5, 32, 64))
+
+
+def test_keep_rate_and_correlations(device):
+    """Within five standard deviations of independent elements: neighbours, Philox halves, words and blocks apart."""
+    side, sigmas = 512, 5
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 512}
+    for p in (0.1, 0.5):
+        ones = torch.ones(side, side, device=device)
+        y = triton_kernels.dropout(ones, *dropout_of(p, device), blocks=blocks).cpu()
+        kept = (y != 0).double() - (1 - p)
+        variance = p * (1 - p)
+        assert abs(kept.sum()) <= sigmas * (kept.numel() * variance) ** 0.5
+        for dim in (0, 1):
+            for lag in (1, 8, 16, 32):
+                products = kept.narrow(dim, lag, side - lag) * kept.narrow(dim, 0, side - lag)
+                assert abs(products.sum()) <= sigmas * products.numel() ** 0.5 * variance, (p, dim, lag)
