@@ -1,0 +1,395 @@
+"""attn_fwd, attn_delta and attn_bwd against their eager twins and float64, over every option of an attention core."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from kernel_cases import DTYPES, assert_accurate, assert_equal, dropout_of
+
+from ckptkern import eager, state, triton_kernels
+from ckptkern.eager import AttentionCore
+from ckptkern.triton_kernels.attention import TILES, AttentionTile
+
+BATCH = 2
+TILE_SIZES = [AttentionTile(*size, 4, 1) for size in ((16, 32), (32, 64), (64, 32))]
+
+# What a core can have, each with all that it can be. `packed` lengths are those of three sequences, one of them empty.
+OPTIONS = {
+    "dtype": DTYPES,
+    "head_dim": (40, 64, 96, 1, 3),
+    "heads": ((2, 2), (4, 2), (3, 1)),  # query heads, key and value heads
+    "lengths": ((37, 41), (70, 5), (5, 70), (64, 64), "packed"),
+    "window": ((None, None), (None, 0), (3, 5), (40, None)),
+    "mask": (None, "bool keys", "bool all", "additive", "additive keys"),
+    "slopes": (None, "heads", "batch"),
+    "dropout": (0.0, 0.3),
+    "layout": ("dense", "views of one tensor", "expanded gradient"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 40
+    heads: tuple = (2, 2)
+    lengths: tuple | str = (37, 41)
+    window: tuple = (None, None)
+    mask: str | None = None
+    slopes: str | None = None
+    dropout: float = 0.0
+    layout: str = "dense"
+
+    def __str__(self) -> str:
+        parts = [str(self.dtype)[6:], f"d{self.head_dim}", "{}of{}heads".format(*self.heads)]
+        parts += [self.lengths if self.packed else "{}x{}".format(*self.lengths)]
+        parts += [] if self.window == (None, None) else ["window{}to{}".format(*self.window)]
+        parts += [self.mask or "", f"slopes by {self.slopes}" if self.slopes else "", "dropout" if self.dropout else ""]
+        return "-".join([*filter(None, parts), self.layout]).replace(" ", "_")
+
+    @property
+    def packed(self) -> bool:
+        return self.lengths == "packed"
+
+
+def pairwise(options: dict) -> list[Case]:
+    """Cases in which every pair of values of two options occurs; masks have no meaning for packed sequences."""
+    wanted = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(options, 2)
+        for x, y in itertools.product(options[a], options[b])
+        if not {(a, x), (b, y)} & {("lengths", "packed")} or not {a, b} & {"mask"} or None in (x, y)
+    }
+    chooser, cases = random.Random(0), []
+    while wanted:
+        best = max((draw(options, chooser) for _ in range(60)), key=lambda values: len(pairs(values) & wanted))
+        wanted -= pairs(best)
+        cases.append(Case(**best))
+    return cases
+
+
+def draw(options: dict, chooser: random.Random) -> dict:
+    values = {name: chooser.choice(choices) for name, choices in options.items()}
+    return values | ({"mask": None} if values["lengths"] == "packed" else {})
+
+
+def pairs(values: dict) -> set:
+    return set(itertools.combinations(values.items(), 2))
+
+
+def core_of(case: Case, device: str) -> AttentionCore:
+    H = case.heads[0]
+    lengths = {}
+    B, Sq, Sk = BATCH, *((19, 19) if case.packed else case.lengths)
+    if case.packed:
+        B = 3
+        cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in ((0, 17, 17, 50), (0, 35, 38, 60)))
+        lengths = {"cu_q": cu_q, "cu_k": cu_k, "max_q": 33, "max_k": 35}
+    mask = slopes = None
+    if case.mask:
+        shape = {"bool keys": (B, 1, 1, Sk), "bool all": (1, H, Sq, Sk), "additive": (B, 1, Sq, Sk)}
+        mask = torch.randn(shape.get(case.mask, (1, H, 1, Sk)), device=device)
+        if case.mask.startswith("bool"):
+            mask = (mask > -0.5).view(torch.int8)
+            mask[..., :1] = 1
+        else:
+            mask = mask.masked_fill(mask < -1.5, -math.inf).to(case.dtype)
+    if case.slopes:
+        slopes = torch.rand(B if case.slopes == "batch" else 1, H, device=device)
+    dropout = dropout_of(case.dropout, device) if case.dropout else eager.NO_DROPOUT
+    return AttentionCore(0.3, "ieee", case.window, mask, slopes, dropout, 5, **lengths)
+
+
+def inputs_of(case: Case, device: str) -> dict[str, torch.Tensor]:
+    """q, k, v and do, in the layout of `case`."""
+    B, Sq, Sk = (1, 50, 60) if case.packed else (BATCH, *case.lengths)
+    (H, H_kv), D = case.heads, case.head_dim
+    shapes = {"q": (B, H, Sq, D), "k": (B, H_kv, Sk, D), "v": (B, H_kv, Sk, D), "do": (B, H, Sq, D)}
+    tensors = {name: torch.randn(shape).to(device, case.dtype) for name, shape in shapes.items()}
+    if case.layout == "views of one tensor":
+        wide = torch.full((B, max(Sq, Sk), 3 * H + 1, D), math.nan, dtype=case.dtype, device=device)
+        for place, name in enumerate(("q", "k", "v")):
+            heads, rows = tensors[name].shape[1:3]
+            view = wide[:, :rows, place * H + 1 : place * H + 1 + heads].transpose(1, 2)
+            tensors[name] = view.copy_(tensors[name])
+    if case.layout == "expanded gradient":
+        tensors["do"] = tensors["do"][:, :1, :1, :1].expand(shapes["do"])
+    return tensors
+
+
+def results_of(backend, tensors: dict, core: AttentionCore, **tiles) -> dict[str, torch.Tensor]:
+    """Everything that forward and backward return, by name; lse with 0 for the rows that see nothing, and which those are."""
+    q, k, v, do = tensors.values()
+    own = {"tile": tiles["tile"]} if tiles else {}
+    o, lse, delta = backend.attn_fwd(q, k, v, core, do=do, **own)
+    kept = backend.attn_delta(o, do, core)
+    both = {"tiles": (tiles["tile"], tiles["tile"])} if tiles else {}
+    dq, dk, dv = backend.attn_bwd(q, k, v, do, lse, delta, core, **both)
+    empty = lse == -math.inf
+    results = {"o": o, "lse": lse.masked_fill(empty, 0), "delta": delta, "kept delta": kept, "dq": dq, "dk": dk, "dv": dv}
+    return results | {"empty": empty.to(torch.uint8)}
+
+
+def wide(tensors: dict) -> dict:
+    return {name: t.double() for name, t in tensors.items()}
+
+
+def check(case: Case, device: str, **tiles) -> dict[str, torch.Tensor]:
+    core, tensors = core_of(case, device), inputs_of(case, device)
+    ours = results_of(triton_kernels, tensors, core, **tiles)
+    exact = results_of(eager, wide(tensors), core)
+    assert torch.equal(ours["empty"], exact["empty"])
+    assert_accurate(ours, results_of(eager, tensors, core), exact)
+    return ours
+
+
+@pytest.mark.parametrize("case", pairwise(OPTIONS), ids=str)
+def test_like_eager_and_as_exact(case, device):
+    check(case, device)
+
+
+WINDOW_SIDES = (None, 0, 1, 15, 31, 32, 33, 80)
+
+
+@pytest.mark.parametrize("left", WINDOW_SIDES, ids=lambda side: f"left {side}")
+@pytest.mark.parametrize("lengths", [(70, 45), (45, 70)], ids=str)
+def test_windows_round_every_tile_edge(left, lengths, device):
+    """Which tiles are visited, and which of them without an edge mask."""
+    for right, tile in itertools.product(WINDOW_SIDES[::2], TILE_SIZES[::2]):
+        case = Case(head_dim=8, heads=(1, 1), lengths=lengths, window=(left, right))
+        check(case, device, tile=tile)
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1), (16, 32), (33, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lengths(lengths, dtype, device):
+    """Pitfall 18: no rows, no columns, one of each, whole tiles."""
+    ours = check(Case(dtype, 3, (2, 1), lengths, (None, 0), dropout=0.3), device)
+    if lengths[1] == 0:
+        assert ours["empty"].all()
+        assert not ours["o"].any()
+        assert not ours["dq"].any()
+
+
+def test_no_heads_and_no_batch(device):
+    for shape in ((0, 2, 5, 8), (2, 0, 5, 8)):
+        q = torch.randn(shape, device=device)
+        core = AttentionCore(1.0, "ieee")
+        o, lse, delta = triton_kernels.attn_fwd(q, q, q, core, do=q) if shape[1] else (q, q[..., 0], q[..., 0])
+        assert o.shape == shape
+        if shape[1]:
+            assert all(g.shape == shape for g in triton_kernels.attn_bwd(q, q, q, q, lse, delta, core))
+
+
+# -- rows that see nothing --------------------------------------------------------------------------------------------
+
+
+def hiding(kind: str, device: str) -> tuple[AttentionCore, torch.Tensor]:
+    """A core that hides everything from some of 40 rows x 20 columns, and which rows [B, H, Sq]."""
+    B, H, Sq, Sk = BATCH, 2, 40, 20
+    rows = torch.zeros(B, H, Sq, dtype=torch.bool, device=device)
+    if kind == "window":
+        rows[:, :, 25:] = True  # row i sees i - 5 .. i - 0 of 20 columns
+        return AttentionCore(0.3, "ieee", (5, 0)), rows
+    if kind == "key padding":
+        mask = torch.ones(B, 1, 1, Sk, dtype=torch.int8, device=device)
+        mask[1] = 0
+        rows[1] = True
+    else:
+        mask = torch.ones(B, H, Sq, Sk, dtype=torch.int8, device=device)
+        mask[0, 1, 3] = mask[1, 0, 16:33] = 0
+        rows = (mask == 0).all(-1)
+    if kind == "additive":
+        return AttentionCore(0.3, "ieee", mask=torch.zeros(mask.shape, device=device).masked_fill(mask == 0, -math.inf)), rows
+    window = (None, 0) if kind == "bool and causal" else (None, None)
+    return AttentionCore(0.3, "ieee", window, mask), rows
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["bool", "bool and causal", "additive", "key padding", "window"])
+def test_rows_that_see_nothing_give_zeros(kind, p, device):
+    """Pitfall 20: zeros and zero gradients, never NaN, and nothing from such a row reaches dk or dv."""
+    core, hidden = hiding(kind, device)
+    core = core._replace(dropout=dropout_of(p, device)) if p else core
+    tensors = {name: torch.randn(BATCH, 2, S, 24, device=device) for name, S in (("q", 40), ("k", 20), ("v", 20), ("do", 40))}
+    ours = results_of(triton_kernels, tensors, core)
+    assert torch.equal(ours["empty"].bool(), hidden)
+    assert hidden.any()
+    for name in ("o", "dq", "delta", "kept delta"):
+        assert not ours[name][hidden].any(), name
+    assert_accurate(ours, results_of(eager, tensors, core), results_of(eager, wide(tensors), core))
+    louder = tensors | {name: t.masked_fill(hidden[..., None], 1e3) for name, t in tensors.items() if name in ("q", "do")}
+    assert_equal(results_of(triton_kernels, {n: louder[n] for n in tensors}, core), ours)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_causal_with_more_rows_than_columns(dtype, device):
+    """Pitfall 20: aligned top-left, so that every row sees something, the last ones everything."""
+    ours = check(Case(dtype, lengths=(70, 20), window=(None, 0)), device)
+    assert not ours["empty"].any()
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", TILE_SIZES, ids=lambda tile: f"{tile.BLOCK_M}x{tile.BLOCK_N}")
+@pytest.mark.parametrize("Sq", [64, 50])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_masks_are_those_of_keep_mask(tile, Sq, packed, device):
+    """Bit for bit, at every tile size, in forward, dv, dq and dk alike.
+
+    With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were kept.
+    """
+    p, B, H, Sk, D, plane_base = 0.4, 2, 3, 64, 64, 7
+    core = AttentionCore(1.0, "ieee", dropout=dropout_of(p, device), plane_base=plane_base)
+    expected = state.keep_mask(
+        core.dropout[0], p, Sq, Sk, planes=B * H, plane_base=plane_base, total_rows=Sq
+    ).view(B, H, Sq, Sk)  # fmt: skip
+    unit = torch.eye(D, device=device)
+    rows, columns = unit[:Sq].expand(B, H, Sq, D), unit.expand(B, H, Sk, D)
+    no_rows, ones = torch.zeros_like(rows), torch.ones_like(columns) / D
+    delta = torch.zeros(B, H, Sq, device=device)
+    if packed:
+        def pack(x):
+            return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+        rows, columns, no_rows, ones = (pack(x) for x in (rows, columns, no_rows, ones))
+        delta = delta.transpose(0, 1).flatten(1)[None]
+        expected = torch.cat(expected.unbind(0), 1)[None]
+        starts = torch.arange(B + 1, dtype=torch.int32, device=device)
+        core = core._replace(cu_q=starts * Sq, cu_k=starts * Sk, max_q=Sq, max_k=Sk)
+    o, lse, _ = triton_kernels.attn_fwd(no_rows, columns, columns, core, tile=tile)
+    assert torch.equal(o != 0, expected), "forward"
+    tiles = {"tiles": (tile, tile)}
+    dv = triton_kernels.attn_bwd(no_rows, columns, columns, rows, lse, delta, core, **tiles)[2]
+    dp = torch.ones_like(rows)  # with v = 1/D, the gradient of every probability is 1
+    dq = triton_kernels.attn_bwd(no_rows, columns, ones, dp, lse, delta, core, **tiles)[0]
+    dk = triton_kernels.attn_bwd(rows, torch.zeros_like(columns), ones, dp, lse, delta, core, **tiles)[1]
+    assert torch.equal(dq != 0, expected), "dq"
+    for b in range(B):
+        where = (slice(0, 1), slice(None), slice(b * Sk, (b + 1) * Sk)) if packed else (slice(b, b + 1),)
+        own = expected[:, :, b * Sq : (b + 1) * Sq] if packed else expected[b : b + 1]
+        for name, grad in (("dv", dv), ("dk", dk)):
+            assert torch.equal(grad[where][..., :Sq] != 0, own.transpose(-1, -2)), name
+
+
+def test_everything_dropped(device):
+    ours = check(Case(dropout=1.0), device)
+    assert not any(ours[name].any() for name in ("o", "dq", "dk", "dv"))
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+HEAVY = Case(torch.bfloat16, 40, (4, 2), (50, 70), (20, 3), "bool all", "heads", 0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_recompute_equals_forward(dtype, device):
+    """Forward again, with the gradient at hand: the same bits of o and lse, and delta of that very o."""
+    case = dataclasses.replace(HEAVY, dtype=dtype)
+    core, (q, k, v, do) = core_of(case, device), inputs_of(case, device).values()
+    o, lse, nothing = triton_kernels.attn_fwd(q, k, v, core)
+    again, lse_again, delta = triton_kernels.attn_fwd(q, k, v, core, do=do)
+    assert nothing is None
+    assert torch.equal(again, o)
+    assert torch.equal(lse_again, lse)
+    torch.testing.assert_close(delta, triton_kernels.attn_delta(o, do, core), rtol=1e-6, atol=1e-6)
+
+
+def test_ten_backward_runs_are_equal(device):
+    """Pitfall 26: no atomics."""
+    core, tensors = core_of(HEAVY, device), inputs_of(HEAVY, device)
+    first = results_of(triton_kernels, tensors, core)
+    for _ in range(9):
+        assert_equal(results_of(triton_kernels, tensors, core), first)
+
+
+@pytest.mark.parametrize("case", [HEAVY, dataclasses.replace(HEAVY, lengths="packed", mask=None)], ids=str)
+def test_results_do_not_depend_on_the_tile(case, device):
+    """Sums over columns come in another order, so within rounding; each tile holds the 2x rule."""
+    case = dataclasses.replace(case, dtype=torch.float32)
+    core, tensors = core_of(case, device), inputs_of(case, device)
+    first, *others = (results_of(triton_kernels, tensors, core, tile=tile) for tile in TILE_SIZES)
+    for other in others:
+        for name in first:
+            torch.testing.assert_close(other[name], first[name], rtol=1e-5, atol=1e-5)
+    for tile in TILE_SIZES:
+        torch.manual_seed(1)
+        check(case, device, tile=tile)
+
+
+def test_only_what_is_needed(device):
+    """Pitfall 24: None for the rest, the same bits for what is formed, and results written where they are wanted."""
+    core, tensors = core_of(HEAVY, device), inputs_of(HEAVY, device)
+    q, k, v, do = tensors.values()
+    _, lse, delta = triton_kernels.attn_fwd(q, k, v, core, do=do)
+    dq, dk, dv = triton_kernels.attn_bwd(q, k, v, do, lse, delta, core)
+    only_q = triton_kernels.attn_bwd(q, k, v, do, lse, delta, core, need_dkv=False)
+    only_kv = triton_kernels.attn_bwd(q, k, v, do, lse, delta, core, need_dq=False)
+    assert only_q[1] is only_q[2] is only_kv[0] is None
+    assert_equal({"dq": only_q[0], "dk": only_kv[1], "dv": only_kv[2]}, {"dq": dq, "dk": dk, "dv": dv})
+    B, H, Sq, D = q.shape
+    views = {"dq": torch.full((B, Sq, 9, H, D), 7.0, dtype=q.dtype, device=device)[:, :, 4].transpose(1, 2)}
+    views |= {
+        name: torch.full((B, 3 * k.shape[1], k.shape[2] + 5, D), 7.0, dtype=q.dtype, device=device)[:, 1::3, 2:-3]
+        for name in ("dk", "dv")
+    }
+    written = triton_kernels.attn_bwd(q, k, v, do, lse, delta, core, **views)
+    assert all(made is view for made, view in zip(written, views.values(), strict=True))
+    assert_equal(views, {"dq": dq, "dk": dk, "dv": dv})
+    for view in views.values():
+        assert (view._base == 7).sum() >= view._base.numel() - view.numel(), "written outside of the view"
+
+
+def test_inputs_are_left_alone(device):
+    """Pitfall 27."""
+    core, tensors = core_of(HEAVY, device), inputs_of(HEAVY, device)
+    before = {name: t.clone() for name, t in tensors.items()}
+    results_of(triton_kernels, tensors, core)
+    assert_equal(tensors, before)
+
+
+# -- range ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_large_scores_stay_finite(dtype, device):
+    """Pitfall 13: |q| and |k| of 300, so q k^T far beyond what float16 holds."""
+    core = AttentionCore(1 / 8, "ieee", (None, 0))
+    tensors = {name: torch.randn(1, 2, 40, 64, device=device).to(dtype) for name in ("q", "k", "v", "do")}
+    tensors |= {name: tensors[name].sign() * 300 for name in ("q", "k")}
+    assert tensors["q"].float().matmul(tensors["k"].float().mT).abs().max() > torch.finfo(torch.float16).max
+    ours = results_of(triton_kernels, tensors, core)
+    for name, result in ours.items():
+        assert result.isfinite().all(), name
+    assert_accurate(
+        {name: ours[name] for name in ("o", "lse")},
+        *({name: results[name] for name in ("o", "lse")} for results in (results_of(eager, t, core) for t in (tensors, wide(tensors)))),
+    )  # fmt: skip
+
+
+STRIDE = 2**28 + 16  # elements: row 8 starts beyond 2**31
+
+
+def spread(x):
+    """Rows of one head 2**28 elements apart; storage is mapped only where it is touched."""
+    storage = torch.UntypedStorage(((x.shape[2] - 1) * STRIDE + x.shape[3]) * x.element_size())
+    return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (0, 0, STRIDE, 1)).copy_(x)
+
+
+@pytest.mark.parametrize("far", ["q", "k", "v", "do"])
+def test_offsets_beyond_int32(far):
+    """Pitfall 19."""
+    tensors = {name: torch.randn(1, 1, 9, 16).bfloat16() for name in ("q", "k", "v", "do")}
+    core = AttentionCore(0.3, "ieee")
+    expected = results_of(triton_kernels, tensors, core)
+    assert_equal(results_of(triton_kernels, tensors | {far: spread(tensors[far])}, core), expected)
+
+
+def test_tiles_fit_the_masks_blocks():
+    """A Philox counter serves 16 rows and 32 columns, so a tile that began inside of such a block would be wrong."""
+    tiles = [AttentionTile(*tile) for table in TILES.values() for tile in table.values()]
+    assert all(tile.BLOCK_M % 16 == 0 and tile.BLOCK_N % 32 == 0 for tile in tiles)
+    assert {key for table in TILES.values() for key in table} == set(itertools.product((2, 4), (64, 128, 256)))
