@@ -516,7 +516,7 @@ def gather(
             mask = (keep & (mask != 0)).view(torch.int8)
         else:
             mask = mask.masked_fill(~keep, -math.inf)
-    if mask is not None and mask.requires_grad:
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: no gradient is formed for attn_mask; use ckptkern.scaled_dot_product_attention")
     slopes = None
     if alibi_slopes is not None:
