@@ -222,8 +222,10 @@ def _attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
 
 
 def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
-    """p = dropout(softmax(s)) [B, H, Sq, Sk], differentiable, in float32 (float64 for float64). Rows that see nothing are
-    zeros with zero gradients."""
+    """p = dropout(softmax(s)) [B, H, Sq, Sk] in float32 (float64 for float64), differentiable.
+
+    Rows that see nothing are zeros with zero gradients.
+    """
     s = attention_scores(q, k, core)
     hidden = s == -math.inf
     p = torch.softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1).masked_fill(hidden, 0.0)

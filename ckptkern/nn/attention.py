@@ -36,13 +36,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
 
-    query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights).
-    Masks: True = hidden, floating point masks are added; attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S].
+    query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights)
+    attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added.
 
     Self-attention without need_weights is one ckptkern.attention_block at level `recompute`. Everything else keeps the
-    inputs, q, k, v, o and the logsumexp at every level: the projections and the core are two ops. need_weights=True
-    computes the weights beside that; weights that are not used free what was kept for them. Pass need_weights=False where
-    they are not wanted. Dropout of the weights keeps 16 bytes and draws the same mask with and without need_weights.
+    inputs, q, k, v, o and the logsumexp at every level: the projections and the core are two ops. need_weights=True,
+    the default, forms the weights beside that, and weights that are not used free what was kept for them: pass False where
+    they are not wanted. Dropout of the weights keeps 16 bytes and draws one mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.

@@ -186,9 +186,9 @@ class LlamaDecoderLayer(torch.nn.Module):
     ) -> Tensor:
         """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
 
-        rotary: (cos, sin) as of rotary_tables, one pair for all layers of a model; made from rope_theta and the positions
-        0, 1, ... if not given, and then kept by every layer (2 S D floats). attn_mask: bool, True = visible, or additive;
-        key_padding_mask [B, S]: True = hidden. Raises as ckptkern.transformer_layer does.
+        rotary: (cos, sin) as of rotary_tables, one pair for all layers of a model; made from rope_theta and the
+        positions 0, 1, ... if not given, and then kept by every layer (2 S D floats). attn_mask: bool, True = visible,
+        or additive; key_padding_mask [B, S]: True = hidden. Raises as ckptkern.transformer_layer does.
         """
         residual = {"residual": True, "resid_dropout_p": self.resid_dropout if self.training else 0.0}
         attention = self.self_attn.block_arguments(

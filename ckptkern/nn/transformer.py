@@ -28,7 +28,7 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def _plain(*modules: torch.nn.Module) -> bool:
-    """Do these modules compute what their parameters say? Not with hooks, nor as a subclass (LoRA, parametrizations)."""
+    """Do these modules compute what their parameters say? Not with hooks or in subclasses (LoRA)."""
     return all(
         type(module) in (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout, Dropout)
         and not (module._forward_hooks or module._forward_pre_hooks)
@@ -133,10 +133,10 @@ class _Layer:
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer: the same arguments, parameters and results, in training and evaluation.
 
-    The whole layer is one ckptkern.transformer_layer that keeps, besides parameters, src at recompute="full"; src, o and
-    the logsumexp at "selective"; everything at "none". An activation that ckptkern.mlp does not know, a submodule with
-    hooks or of another type, a mask that needs a gradient: what it concerns is computed by the submodules, the other half
-    is one segment still.
+    The whole layer is one ckptkern.transformer_layer that keeps, besides parameters, src at recompute="full"; src, o
+    and the logsumexp at "selective"; everything at "none". An activation that ckptkern.mlp does not know, a submodule
+    with hooks or of another type, a mask that needs a gradient: the half that it concerns is computed by the
+    submodules, the other half is one segment still.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
     torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
@@ -189,8 +189,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer: the same arguments, parameters and results, in training and evaluation.
 
-    Self-attention and the feed-forward network are an attention_block at level `recompute` and an mlp_block that keeps its
-    input ("none": everything), each with its norm, dropout and residual. Between them cross-attention is a
+    Self-attention and the feed-forward network are an attention_block at level `recompute` and an mlp_block that keeps
+    its input ("none": everything), each with its norm, dropout and residual. Between them cross-attention is a
     MultiheadAttention, which keeps its inputs, q, k, v, o and the logsumexp at every level.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. Masks: as in MultiheadAttention.
