@@ -2,8 +2,7 @@
 
 - ``torch``: plain PyTorch layers;
 - ``torch.utils.checkpoint``: the same, every block inside a non-reentrant checkpoint;
-- ``ckptkern``: the same, with ``ckptkern.nn.MLP`` and ``ckptkern.nn.Dropout`` in place of the plain ones. Attention is
-  torch's own in all three.
+- ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``.
 
 The text is the source code of Python's standard library, which every machine that runs this has. Whole top-level
 modules and packages are held out, so near-identical siblings (the code pages in ``encodings``) are never on both sides.
@@ -37,7 +36,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import nn as segments
+from . import ops
 from .demo_figure import draw_figure
 from .env import collect as collect_environment
 from .memory import kept_tensors, peak_memory
@@ -213,22 +212,40 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, config: Config, way: str) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         d = config.d_model
         self.norm1 = nn.LayerNorm(d)
         self.attention = Attention(d, config.heads)
         self.norm2 = nn.LayerNorm(d)
-        if way == "ckptkern":
-            self.mlp = segments.MLP(d, activation=config.activation, dropout=config.dropout, recompute=config.recompute)
-            self.dropout = segments.Dropout(config.dropout)
-        else:
-            self.mlp = PlainMLP(d, config.activation, config.dropout)
-            self.dropout = nn.Dropout(config.dropout)
+        self.mlp = PlainMLP(d, config.activation, config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.mlp(self.norm2(x))
+
+
+class SegmentBlock(Block):
+    """The same block, the same parameters, as one segment of ckptkern."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recompute, self.activation = config.recompute, config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, out, fc1, fc2 = self.attention.qkv, self.attention.out, self.mlp.fc1, self.mlp.fc2
+        attention = {
+            "qkv_weight": qkv.weight, "qkv_bias": qkv.bias, "out_weight": out.weight, "out_bias": out.bias,
+            "num_heads": self.attention.heads, "is_causal": True, "norm": "layer", "norm_weight": self.norm1.weight,
+            "norm_bias": self.norm1.bias, "norm_eps": self.norm1.eps, "resid_dropout_p": self.dropout.p,
+        }  # fmt: skip
+        mlp = {
+            "up_weight": fc1.weight, "up_bias": fc1.bias, "down_weight": fc2.weight, "down_bias": fc2.bias,
+            "activation": self.activation, "dropout_p": self.dropout.p, "norm": "layer",
+            "norm_weight": self.norm2.weight, "norm_bias": self.norm2.bias, "norm_eps": self.norm2.eps,
+        }  # fmt: skip
+        return ops.transformer_layer(x, attention, mlp, training=self.training, recompute=self.recompute)
 
 
 class GPT(nn.Module):
@@ -239,7 +256,8 @@ class GPT(nn.Module):
         self.way = way
         self.token = nn.Embedding(VOCABULARY, config.d_model)
         self.position = nn.Embedding(config.seq_len, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, way) for _ in range(config.layers))
+        block = SegmentBlock if way == "ckptkern" else Block
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
         for embedding in (self.token, self.position):
@@ -595,7 +613,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute",
         choices=("none", "selective", "full"),
         default="full",
-        help="what ckptkern's MLP recomputes in backward (default: full, keeps its input only)",
+        help="what ckptkern's blocks recompute in backward (default: full, they keep their input only)",
     )
 
 
