@@ -1,0 +1,344 @@
+"""nn.MultiheadAttention against torch.nn.MultiheadAttention in float64."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from cases import assert_as_exact
+from twins import (
+    assert_twins,
+    attention_mask,
+    bool_mask,
+    dropout_is_one_mask,
+    float_mask,
+    padding_mask,
+    pairwise,
+    run,
+    twins,
+)  # fmt: skip
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+E, H, B, L, S = 12, 3, 2, 5, 7
+pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched")
+
+
+def build(**kwargs):
+    heads = kwargs.pop("num_heads", H)
+    return twins(ckptkern.nn.MultiheadAttention, torch.nn.MultiheadAttention, E, heads, **kwargs)
+
+
+def tokens(layout: str, length: int, width: int = E, grad: bool = True) -> torch.Tensor:
+    shape = {"unbatched": (length, width), "seq_first": (length, B, width), "batch_first": (B, length, width)}[layout]
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairwise(
+        lambda case: case["source"] != "self" or case["widths"] == "same",
+        layout=("unbatched", "seq_first", "batch_first"),
+        source=("self", "key_is_value", "three"),
+        widths=("same", "other"),
+        bias=(True, False),
+        bias_kv=(False, True),
+        zero_attn=(False, True),
+        mask=("none", "bool2", "bool3", "float2", "float3", "causal"),
+        padding=("none", "bool", "float"),
+        weights=("none", "mean", "heads"),
+        training=(True, False),
+    ),
+)
+def test_equals_torch(case):
+    layout, source, widths = case["layout"], case["source"], case["widths"]
+    kdim, vdim = {"same": (E, E), "other": (4, 4) if source == "key_is_value" else (4, 6)}[widths]
+    ours, theirs = build(
+        bias=case["bias"], add_bias_kv=case["bias_kv"], add_zero_attn=case["zero_attn"], kdim=kdim, vdim=vdim,
+        batch_first=layout == "batch_first",
+    )  # fmt: skip
+    for module in (ours, theirs):
+        module.train(case["training"])
+    inputs = {"query": tokens(layout, L)}
+    if source != "self":
+        inputs["key"] = tokens(layout, S, kdim)
+    if source == "three":
+        inputs["value"] = tokens(layout, S, vdim)
+    keys = L if source == "self" else S
+    batch = 1 if layout == "unbatched" else B
+    attn_mask = attention_mask(case["mask"], batch, H, L, keys)
+    padding = padding_mask(case["padding"], () if layout == "unbatched" else (B,), keys)
+
+    def call(module, query, key=None, value=None):
+        key = query if key is None else key
+        return module(
+            query, key, key if value is None else value, key_padding_mask=padding, attn_mask=attn_mask,
+            need_weights=case["weights"] != "none", average_attn_weights=case["weights"] == "mean",
+            is_causal=case["mask"] == "causal",
+        )  # fmt: skip
+
+    assert_twins(ours, theirs, call, inputs)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_levels_equal_torch(recompute):
+    ours, theirs = build(recompute=recompute)
+    assert_twins(ours, theirs, lambda m, x: m(x, x, x, need_weights=False), {"x": tokens("seq_first", L)})
+
+
+def test_the_mask_gets_a_gradient():
+    ours, theirs = build()
+    inputs = {"x": tokens("seq_first", L), "attn_mask": torch.randn(B * H, L, L).double().requires_grad_()}
+    for need_weights in (False, True):
+        assert_twins(ours, theirs, lambda m, x, attn_mask: m(x, x, x, None, need_weights, attn_mask), inputs)  # noqa: B023
+    with torch.no_grad():
+        x, attn_mask = inputs.values()
+        torch.testing.assert_close(
+            ours(x, x, x, need_weights=False, attn_mask=attn_mask),
+            theirs(x, x, x, need_weights=False, attn_mask=attn_mask),
+        )
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"bias": False}, {"add_bias_kv": True}, {"kdim": 4, "vdim": 6}], ids=str)
+def test_same_initialisation_and_state_dict(kwargs):
+    torch.manual_seed(3)
+    ours = ckptkern.nn.MultiheadAttention(E, H, **kwargs)
+    torch.manual_seed(3)
+    theirs = torch.nn.MultiheadAttention(E, H, **kwargs)
+    mine, reference = ours.state_dict(), theirs.state_dict()
+    assert list(mine) == list(reference)
+    assert all(torch.equal(mine[name], reference[name]) for name in reference)
+    assert isinstance(ours, torch.nn.MultiheadAttention)
+
+
+def test_positional_arguments_are_torchs():
+    args = (E, H, 0.25, False, True, True, 4, 6, True, "cpu", torch.float64)
+    ours, theirs = ckptkern.nn.MultiheadAttention(*args), torch.nn.MultiheadAttention(*args)
+    names = [
+        "embed_dim",
+        "num_heads",
+        "dropout",
+        "in_proj_bias",
+        "add_zero_attn",
+        "kdim",
+        "vdim",
+        "batch_first",
+        "head_dim",
+    ]
+    assert [getattr(ours, n) for n in names] == [getattr(theirs, n) for n in names]
+    assert ours.q_proj_weight.dtype == torch.float64
+    with pytest.raises(ValueError, match="recompute must be one of"):
+        ckptkern.nn.MultiheadAttention(E, H, recompute="all")
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+def test_copies(copied):
+    module = ckptkern.nn.MultiheadAttention(E, H, recompute="full")
+    x = torch.randn(L, B, E)
+    if copied == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif copied == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    else:
+        torch.save(module, buffer := io.BytesIO())
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    assert type(twin) is type(module)
+    assert twin.recompute == "full"
+    assert torch.equal(twin(x, x, x)[0], module(x, x, x)[0])
+    with torch.no_grad():
+        twin.in_proj_weight.zero_()
+    assert module.in_proj_weight.abs().sum() > 0
+
+
+def test_inference_equals_torchs_fast_path():
+    ours, theirs = (module.eval() for module in build(num_heads=4, batch_first=True))
+    x, padding = tokens("batch_first", L, grad=False), padding_mask("bool", (B,), L)
+    for need_weights in (False, True):
+        with torch.no_grad():
+            mine, reference = (m(x, x, x, key_padding_mask=padding, need_weights=need_weights) for m in (ours, theirs))
+        torch.testing.assert_close(mine[0], reference[0])
+        if need_weights:
+            torch.testing.assert_close(mine[1], reference[1])
+
+
+def test_nested_tensors_are_for_inference():
+    ours, theirs = (module.eval() for module in build(num_heads=4, batch_first=True))
+    x = torch.nested.nested_tensor([torch.randn(n, E).double() for n in (3, 5)])
+    with torch.no_grad():
+        mine, reference = (m(x, x, x, need_weights=False)[0] for m in (ours, theirs))
+    for a, b in zip(mine.unbind(), reference.unbind(), strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(
+        AssertionError, match=r"does not support NestedTensor outside of its fast path.*grad is enabled"
+    ):
+        ours(x, x, x, need_weights=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda m, x: m(x[0, 0], x[0, 0], x[0, 0]),
+        lambda m, x: m(x[None], x[None], x[None]),
+        lambda m, x: m(x, x[0], x[0]),
+        lambda m, x: m(x[:, 0], x, x),
+        lambda m, x: m(x[..., :-1], x[..., :-1], x[..., :-1]),
+        lambda m, x: m(x, x[..., :-1], x[..., :-1]),
+        lambda m, x: m(x, x[:-1], x),
+        lambda m, x: m(x, x[:, :1], x[:, :1]),
+        lambda m, x: m(x, x, x, is_causal=True),
+        lambda m, x: m(x, x, x, key_padding_mask=torch.zeros(B, L + 1, dtype=torch.bool)),
+        lambda m, x: m(x, x, x, key_padding_mask=torch.zeros(L, B, dtype=torch.bool)),
+        lambda m, x: m(x, x, x, key_padding_mask=torch.zeros(L, dtype=torch.bool)),
+        lambda m, x: m(x, x, x, key_padding_mask=torch.zeros(B, L, dtype=torch.int64)),
+        lambda m, x: m(x, x, x, attn_mask=torch.zeros(L, L, dtype=torch.int64)),
+        lambda m, x: m(x, x, x, attn_mask=torch.zeros(L, L + 1)),
+        lambda m, x: m(x, x, x, attn_mask=torch.zeros(B, L, L)),
+        lambda m, x: m(x, x, x, attn_mask=torch.zeros(B, H, L, L)),
+        lambda m, x: m(x[:, 0], x[:, 0], x[:, 0], attn_mask=torch.zeros(B * H, L, L)),
+        lambda m, x: m(x[:, 0], x[:, 0], x[:, 0], key_padding_mask=torch.zeros(1, L, dtype=torch.bool)),
+        lambda m, x: m(x.float(), x.float(), x.float()),
+        lambda m, x: m(x, x.float(), x.float()),
+        lambda m, x: m(x.long(), x.long(), x.long()),
+        lambda m, x: m(x.to("meta"), x.to("meta"), x.to("meta")),
+    ],
+)
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_wrong_input_raises_torchs_error(wrong, need_weights):
+    ours, theirs = build()
+    x = tokens("seq_first", L, grad=False)
+
+    def call(module):
+        with pytest.raises(Exception) as raised:  # noqa: PT011  compared below
+            wrong(lambda *args, **kwargs: module(*args, need_weights=need_weights, **kwargs), x)
+        return type(raised.value), str(raised.value)
+
+    assert call(ours) == call(theirs)
+
+
+def test_wrong_constructor_arguments_raise_torchs_error():
+    for args in ((12, 5), (0, 1), (12, 0)):
+        with pytest.raises((AssertionError, ValueError)) as theirs:
+            torch.nn.MultiheadAttention(*args)
+        with pytest.raises((AssertionError, ValueError)) as ours:
+            ckptkern.nn.MultiheadAttention(*args)
+        assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("source", ["self", "cross"])
+def test_a_query_that_sees_nothing_gives_zeros(source, need_weights):
+    ours, _ = build()
+    x = tokens("seq_first", L)
+    keys = x if source == "self" else tokens("seq_first", L)
+    hidden = bool_mask(L, L)
+    hidden[2] = True
+    y, weights = ours(x, keys, keys, attn_mask=hidden, need_weights=need_weights)
+    assert torch.equal(y[2], ours.out_proj.bias.expand(B, E))
+    if need_weights:
+        assert weights[:, 2].abs().sum() == 0
+        assert weights[:, 1].sum(-1).sub(1).abs().max() < 1e-12
+        y = y.sum() + weights.square().sum()
+    grads = torch.autograd.grad(y.sum(), [x, keys, *ours.parameters()], allow_unused=True)
+    assert all(grad.isfinite().all() for grad in grads if grad is not None)
+    assert grads[0].abs().sum() > 0
+    if source == "cross":
+        assert grads[0][2].abs().sum() == 0
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("source", ["self", "cross"])
+def test_dropout_is_one_mask(source, need_weights):
+    ours, _ = build(dropout=0.4)
+    memory = tokens("seq_first", S, grad=False)
+
+    def call(module, x):
+        keys = x if source == "self" else memory
+        return module(x, keys, keys, need_weights=need_weights)[0]
+
+    dropout_is_one_mask(ours, call, tokens("seq_first", L))
+    ours.eval()
+    x = tokens("seq_first", L)
+    assert torch.equal(call(ours, x), call(ours, x))
+
+
+def test_dropout_acts_on_the_weights():
+    p, long = 0.25, 64
+    ours, theirs = build(dropout=p)
+    x = torch.randn(long, B, E, dtype=torch.float64)
+    torch.manual_seed(1)
+    y, weights = ours(x, x, x, average_attn_weights=False)
+    torch.manual_seed(1)
+    torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], y)
+    kept = weights != 0
+    assert abs(kept.double().mean() - (1 - p)) < 4 * (p * (1 - p) / weights.numel()) ** 0.5
+    _, whole = theirs.eval()(x, x, x, average_attn_weights=False)
+    torch.testing.assert_close(weights, torch.where(kept, whole / (1 - p), 0.0))
+    v = torch.nn.functional.linear(x, ours.in_proj_weight[2 * E :], ours.in_proj_bias[2 * E :])
+    o = torch.einsum("bhls,sbhd->lbhd", weights, v.unflatten(-1, (H, E // H))).flatten(2)
+    torch.testing.assert_close(y, ours.out_proj(o))
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("none", E + 3 * E + E + H), ("selective", E + E + H), ("full", E)])
+@pytest.mark.parametrize("layout", ["seq_first", "batch_first"])
+def test_kept_bytes_of_self_attention(layout, recompute, kept):
+    module = ckptkern.nn.MultiheadAttention(
+        E, H, batch_first=layout == "batch_first", dtype=torch.float64, recompute=recompute
+    )
+    x = tokens(layout, L)
+    with kept_tensors(exclude=module.parameters()) as found:
+        module(x, x, x, need_weights=False)
+    assert found.bytes == 8 * B * L * kept, found.tensors
+
+
+def test_weights_that_nobody_uses_free_what_they_kept():
+    live = []
+
+    class Box:
+        def __init__(self, tensor):
+            self.tensor = tensor.detach()  # an output that refers to its own node would never be freed
+            live.append(tuple(tensor.shape))
+
+        def __del__(self):
+            live.remove(tuple(self.tensor.shape))
+
+    ours, _ = build()
+    x = tokens("seq_first", L)
+    with torch.autograd.graph.saved_tensors_hooks(Box, lambda box: box.tensor):
+        y, weights = ours(x, x, x)
+    assert any(shape[-2:] == (L, L) for shape in live)
+    del weights
+    assert live
+    assert not any(shape[-2:] == (L, L) for shape in live)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("source", ["self", "cross"])
+def test_autocast_is_as_exact_as_torch(source, need_weights):
+    ours, theirs = build(bias=True)
+    inputs = {"query": tokens("seq_first", L)} | ({"key": tokens("seq_first", S)} if source == "cross" else {})
+    mask = float_mask(L, S if source == "cross" else L)
+
+    def call(module, query, key=None):
+        key = query if key is None else key
+        return module(query, key, key, need_weights=need_weights, attn_mask=mask.to(query.dtype))[0]
+
+    exact = run(theirs, call, inputs)
+    single = {name: t.detach().float().requires_grad_() for name, t in inputs.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, eager = (run(module.float(), call, single) for module in (ours, theirs))
+    assert mine["output 0"].dtype == torch.bfloat16
+    assert_as_exact(mine, eager, exact)
+
+
+def test_from_torch_shares_the_parameters():
+    theirs = torch.nn.MultiheadAttention(E, H, dropout=0.5).eval()
+    ours = ckptkern.nn.MultiheadAttention.from_torch(theirs, "full")
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert all(a is b for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert (ours.dropout, ours.training, ours.recompute) == (0.5, False, "full")
+    with pytest.raises(ValueError, match="recompute must be one of"):
+        ckptkern.nn.MultiheadAttention.from_torch(theirs, "all")

@@ -1,0 +1,394 @@
+"""nn.TransformerEncoderLayer and TransformerDecoderLayer against torch's, in float64."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from cases import assert_as_exact
+from torch.nn import functional as F
+from twins import (
+    assert_twins,
+    attention_mask,
+    bool_mask,
+    causal_mask,
+    dropout_is_one_mask,
+    padding_mask,
+    pairwise,
+    run,
+    twins,
+)  # fmt: skip
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+E, H, HIDDEN, B, T, S = 12, 3, 20, 2, 5, 7
+LAYERS = {"encoder": "TransformerEncoderLayer", "decoder": "TransformerDecoderLayer"}
+pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched", "ignore:enable_nested_tensor")
+
+
+def quick_gelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+FACTORS = {
+    "layout": ("unbatched", "seq_first", "batch_first"),
+    "norm_first": (False, True),
+    "bias": (True, False),
+    "activation": ("relu", "gelu", F.silu, torch.nn.ReLU(), torch.nn.GELU("tanh"), quick_gelu),
+    "mask": ("none", "bool2", "bool3", "float2", "float3", "causal"),
+    "padding": ("none", "bool", "float"),
+    "training": (True, False),
+    "recompute": ("none", "selective", "full"),
+}
+
+
+def build(kind, **kwargs):
+    name, heads = LAYERS[kind], kwargs.pop("num_heads", H)
+    kwargs = {"dropout": 0.0, "layer_norm_eps": 1e-3} | kwargs
+    return twins(getattr(ckptkern.nn, name), getattr(torch.nn, name), E, heads, HIDDEN, **kwargs)
+
+
+def from_case(kind, case):
+    pair = build(
+        kind, activation=case["activation"], batch_first=case["layout"] == "batch_first", bias=case["bias"],
+        norm_first=case["norm_first"], recompute=case["recompute"],
+    )  # fmt: skip
+    return [module.train(case["training"]) for module in pair]
+
+
+def tokens(layout, length, grad=True):
+    shape = {"unbatched": (length, E), "seq_first": (length, B, E), "batch_first": (B, length, E)}[layout]
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+def lead_and_batch(layout):
+    return ((), 1) if layout == "unbatched" else ((B,), B)
+
+
+@pytest.mark.parametrize("case", pairwise(**FACTORS))
+def test_encoder_layer_equals_torch(case):
+    lead, batch = lead_and_batch(case["layout"])
+    mask, padding = attention_mask(case["mask"], batch, H, T, T), padding_mask(case["padding"], lead, T)
+
+    def call(module, src):
+        return module(src, mask, padding, is_causal=case["mask"] == "causal")
+
+    assert_twins(*from_case("encoder", case), call, {"src": tokens(case["layout"], T)})
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairwise(
+        **FACTORS,
+        memory_mask=("none", "bool2", "float3", "causal"),
+        memory_padding=("none", "bool", "float"),
+    ),
+)
+def test_decoder_layer_equals_torch(case):
+    lead, batch = lead_and_batch(case["layout"])
+    mask, padding = attention_mask(case["mask"], batch, H, T, T), padding_mask(case["padding"], lead, T)
+    memory_mask = attention_mask(case["memory_mask"], batch, H, T, S)
+    memory_padding = padding_mask(case["memory_padding"], lead, S)
+
+    def call(module, tgt, memory):
+        return module(
+            tgt, memory, mask, memory_mask, padding, memory_padding, tgt_is_causal=case["mask"] == "causal",
+            memory_is_causal=case["memory_mask"] == "causal",
+        )  # fmt: skip
+
+    inputs = {"tgt": tokens(case["layout"], T), "memory": tokens(case["layout"], S)}
+    assert_twins(*from_case("decoder", case), call, inputs)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_same_initialisation_and_state_dict(kind):
+    torch.manual_seed(3)
+    ours = getattr(ckptkern.nn, LAYERS[kind])(E, H, HIDDEN)
+    torch.manual_seed(3)
+    theirs = getattr(torch.nn, LAYERS[kind])(E, H, HIDDEN)
+    mine, reference = ours.state_dict(), theirs.state_dict()
+    assert list(mine) == list(reference)
+    assert all(torch.equal(mine[name], reference[name]) for name in reference)
+    assert isinstance(ours, type(theirs))
+    assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
+    assert isinstance(ours.dropout1, ckptkern.nn.Dropout)
+    assert ours.dropout1.p == theirs.dropout1.p == 0.1
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_positional_arguments_are_torchs(kind):
+    args = (E, H, HIDDEN, 0.2, "gelu", 1e-3, True, True, False, "cpu", torch.float64)
+    ours, theirs = (getattr(nn, LAYERS[kind])(*args) for nn in (ckptkern.nn, torch.nn))
+    assert (ours.norm_first, ours.activation, ours.norm2.eps) == (True, F.gelu, 1e-3)
+    assert (ours.self_attn.batch_first, ours.self_attn.dropout, ours.dropout2.p) == (True, 0.2, 0.2)
+    assert {n: (p.shape, p.dtype) for n, p in ours.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in theirs.named_parameters()
+    }
+    with pytest.raises(ValueError, match="recompute must be one of"):
+        getattr(ckptkern.nn, LAYERS[kind])(E, H, recompute="all")
+    with pytest.raises(RuntimeError, match="activation should be relu/gelu, not tanh"):
+        getattr(ckptkern.nn, LAYERS[kind])(E, H, activation="tanh")
+
+
+def stacks(kind, **kwargs):
+    """(ours, theirs): torch's stack of two layers of each, in one set of parameters."""
+    made = []
+    for layer in build(kind, **kwargs):
+        norm = torch.nn.LayerNorm(E, dtype=torch.float64)
+        stack = getattr(torch.nn, f"Transformer{kind.capitalize()}")(layer, 2, norm)
+        with torch.no_grad():
+            for parameter in stack.layers[1].parameters():
+                parameter.mul_(1.1)
+        made.append(stack)
+    made[0].load_state_dict(made[1].state_dict())
+    return made
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("batch_first", "norm_first"), [(True, False), (False, True)])
+@pytest.mark.parametrize("masked", ["padding", "causal", "both"])
+def test_torchs_encoder_takes_the_layer(masked, batch_first, norm_first, training):
+    ours, theirs = stacks("encoder", num_heads=4, batch_first=batch_first, norm_first=norm_first)
+    assert all(type(layer) is ckptkern.nn.TransformerEncoderLayer for layer in ours.layers)
+    padding = None if masked == "causal" else padding_mask("bool", (B,), T)
+    mask = None if masked == "padding" else causal_mask(T, T)
+    inputs = {"src": tokens("batch_first" if batch_first else "seq_first", T)}
+    for module in (ours, theirs):
+        module.train(training)
+    assert_twins(ours, theirs, lambda m, src: m(src, mask=mask, src_key_padding_mask=padding), inputs)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_torchs_decoder_takes_the_layer(training):
+    ours, theirs = (module.train(training) for module in stacks("decoder"))
+    inputs = {"tgt": tokens("seq_first", T), "memory": tokens("seq_first", S)}
+    padding = padding_mask("bool", (B,), S)
+
+    def call(module, tgt, memory):
+        return module(tgt, memory, tgt_mask=causal_mask(T, T), memory_key_padding_mask=padding)
+
+    assert_twins(ours, theirs, call, inputs)
+
+
+def test_torchs_transformer_takes_the_stacks():
+    (encoder, their_encoder), (decoder, their_decoder) = stacks("encoder"), stacks("decoder")
+    ours = torch.nn.Transformer(E, H, custom_encoder=encoder, custom_decoder=decoder)
+    theirs = torch.nn.Transformer(E, H, custom_encoder=their_encoder, custom_decoder=their_decoder)
+    theirs.load_state_dict(ours.state_dict())
+    inputs = {"src": tokens("seq_first", S), "tgt": tokens("seq_first", T)}
+    assert_twins(ours, theirs, lambda m, src, tgt: m(src, tgt, tgt_mask=causal_mask(T, T)), inputs)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_inference_makes_nested_tensors(activation):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # torch warns where a layer is not fit for its nested tensors
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
+        ours, theirs = stacks("encoder", num_heads=4, batch_first=True, activation=activation)
+        ours.norm = theirs.norm = None
+        src, padding = tokens("batch_first", T, grad=False), padding_mask("bool", (B,), T)
+        with torch.no_grad():
+            mine, reference = (m.eval()(src, src_key_padding_mask=padding) for m in (ours, theirs))
+    assert mine[padding].abs().max() == 0  # what a nested tensor is padded with
+    torch.testing.assert_close(mine, reference)
+    graded = ours(src, src_key_padding_mask=padding)
+    assert graded[padding].abs().min() > 0
+    torch.testing.assert_close(graded[~padding], reference[~padding])
+
+
+def test_nested_tensors_are_for_inference():
+    layer, _ = build("encoder", num_heads=4, batch_first=True)
+    nested = torch.nested.nested_tensor([torch.randn(n, E).double() for n in (3, 5)])
+    with pytest.raises(AssertionError, match="does not support NestedTensor outside of its fast path"):
+        layer(nested)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_inference_equals_torchs(kind):
+    ours, theirs = (module.eval() for module in build(kind, num_heads=4, batch_first=True))
+    x, memory = tokens("batch_first", T, grad=False), tokens("batch_first", S, grad=False)
+    args = (x,) if kind == "encoder" else (x, memory)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(*args), theirs(*args))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda m, x, *memory: m(x[0, 0], *memory),
+        lambda m, x, *memory: m(x[..., :-1], *memory),
+        lambda m, x, *memory: m(x.float(), *memory),
+        lambda m, x, *memory: m(x, *memory, is_causal=True) if not memory else m(x, *memory, tgt_is_causal=True),
+        lambda m, x, *memory: m(x, *memory, torch.zeros(T, T + 1)),
+        lambda m, x, *memory: m(x, *memory, torch.zeros(T, T, dtype=torch.int64)),
+        lambda m, x, *memory: m(x, *[y[:, :1] for y in memory], torch.zeros(B, T, T)),
+        lambda m, x, *memory: m(x[:, 0], *[y[..., :-1] for y in memory], torch.zeros(B * H, T, T)),
+    ],
+)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_wrong_input_raises_torchs_error(kind, norm_first, wrong):
+    pair = build(kind, norm_first=norm_first)
+    args = [tokens("seq_first", T)] + ([tokens("seq_first", S)] if kind == "decoder" else [])
+
+    def call(module):
+        with pytest.raises(Exception) as raised:  # noqa: PT011  compared below
+            wrong(module, *args)
+        # torch's encoder layer names the masks before its attention does
+        return type(raised.value), str(raised.value).replace("src_mask", "attn_mask")
+
+    assert call(pair[0]) == call(pair[1])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_dropout_is_one_mask(kind, norm_first):
+    ours, _ = build(kind, dropout=0.3, activation="gelu", norm_first=norm_first)
+    memory = [tokens("seq_first", S, grad=False)] if kind == "decoder" else []
+    dropout_is_one_mask(ours, lambda m, x: m(x, *memory), tokens("seq_first", T))
+    ours.eval()
+    x = tokens("seq_first", T)
+    assert torch.equal(ours(x, *memory), ours(x, *memory))
+
+
+@pytest.mark.parametrize("name", ["self_attn", "dropout", "dropout1", "dropout2"])
+@pytest.mark.parametrize("how", ["p", "eval"])
+def test_each_dropout_is_its_modules(name, how):
+    """One dropout acts alone, and not when its own module is in evaluation."""
+    layer, twin = build("encoder", norm_first=True)
+    x = tokens("seq_first", T)
+    module = getattr(layer, name)
+    setattr(module, "dropout" if name == "self_attn" else "p", 0.5)
+    reference = twin(x)
+    if how == "eval":
+        module.eval()
+        torch.testing.assert_close(layer(x), reference)
+        return
+    assert not torch.allclose(layer(x), reference)
+    setattr(module, "dropout" if name == "self_attn" else "p", 1.0)
+    setattr(getattr(twin, name), "dropout" if name == "self_attn" else "p", 1.0)
+    torch.testing.assert_close(layer(x), twin(x))
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("selective", E + E + H), ("full", E)])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_kept_bytes_of_an_encoder_layer(batch_first, norm_first, dropout, recompute, kept):
+    """x; x, o and the logsumexp; and 16 bytes for each of four dropouts."""
+    layer, _ = build("encoder", batch_first=batch_first, norm_first=norm_first, dropout=dropout, recompute=recompute)
+    x = tokens("batch_first" if batch_first else "seq_first", T)
+    with kept_tensors(exclude=layer.parameters()) as found:
+        layer(x)
+    assert found.bytes == 8 * B * T * kept + (64 if dropout else 0), found.tensors
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
+def test_copies(copied, kind):
+    layer = getattr(ckptkern.nn, LAYERS[kind])(E, H, HIDDEN, 0.0, recompute="full")
+    twin = copy.deepcopy(layer) if copied == "deepcopy" else pickle.loads(pickle.dumps(layer))
+    x = torch.randn(T, B, E)
+    args = (x,) if kind == "encoder" else (x, torch.randn(S, B, E))
+    assert type(twin) is type(layer)
+    assert (twin.recompute, twin.self_attn.recompute) == ("full", "full")
+    assert torch.equal(twin(*args), layer(*args))
+    with torch.no_grad():
+        twin.linear1.weight.zero_()
+    assert layer.linear1.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", ["self_attn", "norm1", "dropout1", "linear1", "dropout", "linear2", "dropout2"])
+def test_hooks_of_submodules_run(name, kind):
+    ours, theirs = build(kind)
+    seen = []
+    for module in (ours, theirs):
+        getattr(module, name).register_forward_hook(lambda module, args, output: seen.append(module))
+    inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
+    assert_twins(ours, theirs, lambda m, **inputs: m(*inputs.values()), inputs)
+    assert seen == [getattr(ours, name), getattr(theirs, name)]
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_replaced_submodules_and_overridden_halves_are_called(norm_first, kind):
+    ours, theirs = build(kind, norm_first=norm_first)
+    inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
+
+    def call(module, **inputs):
+        return module(*inputs.values())
+
+    for module in (ours, theirs):
+        module.linear2.__class__ = Doubled
+    assert_twins(ours, theirs, call, inputs)
+    ours, theirs = build(kind, norm_first=norm_first)
+    for module in (ours, theirs):
+        base = type(module)
+        module.__class__ = type("Own", (base,), {
+            "_sa_block": lambda self, x, *args, **kwargs: -x,
+            "_ff_block": lambda self, x: 3 * x.sin(),
+        })  # fmt: skip
+        module.requires_grad_(False)
+        module.norm1.requires_grad_()
+        for name, parameter in list(module.named_parameters()):
+            if not parameter.requires_grad:
+                owner, _, leaf = name.rpartition(".")
+                delattr(module.get_submodule(owner), leaf)
+                module.get_submodule(owner).register_buffer(leaf, parameter.detach())
+    assert_twins(ours, theirs, call, inputs)
+
+
+def test_the_mask_gets_a_gradient():
+    ours, theirs = build("encoder")
+    inputs = {"src": tokens("seq_first", T), "mask": torch.randn(T, T).double().requires_grad_()}
+    assert_twins(ours, theirs, lambda m, src, mask: m(src, mask), inputs)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_token_that_sees_nothing_has_no_attention(norm_first):
+    ours, _ = build("encoder", norm_first=norm_first)
+    x, hidden = tokens("seq_first", T), bool_mask(T, T)
+    hidden[2] = True
+    y = ours(x, hidden)
+    mid = x + ours.self_attn.out_proj.bias
+    halves = ours._half if norm_first else (lambda x, norm, branch: norm(x + branch(x)))
+    mid = mid if norm_first else ours.norm1(mid)
+    torch.testing.assert_close(y[2], halves(mid, ours.norm2, ours._ff_block)[2])
+    y.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast_is_as_exact_as_torch(kind, norm_first):
+    ours, theirs = build(kind, norm_first=norm_first, activation="gelu")
+    inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
+
+    def call(module, **inputs):
+        return module(*inputs.values())
+
+    exact = run(theirs, call, inputs)
+    single = {name: t.detach().float().requires_grad_() for name, t in inputs.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, eager = (run(module.float(), call, single) for module in (ours, theirs))
+    assert_as_exact(mine, eager, exact)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_compiles_without_a_graph_break(kind):
+    ours, theirs = build(kind, recompute="selective")
+    inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
+    compiled = torch.compile(lambda *args: ours(*args), backend="aot_eager", fullgraph=True)
+
+    def call(module, **inputs):
+        return (compiled if module is ours else theirs)(*inputs.values())
+
+    assert_twins(ours, theirs, call, inputs)
