@@ -52,10 +52,9 @@ def test_end_to_end(tmp_path, capsys):
     assert [row["way"] for row in results["table"]] == list(demo.WAYS)
     assert all(agreement["limited"] for agreement in results["agreement"])
     plain, checkpointed, ours = results["table"]
-    # plain keeps z and h of every MLP, 4d each; ckptkern at "full" keeps neither, checkpoint only block inputs
-    assert (plain["kept_mib"] - ours["kept_mib"]) * demo.MIB == 2 * (2 * 16) * 8 * 16 * 4
-    assert checkpointed["kept_mib"] < ours["kept_mib"]
-    assert checkpointed["peak_mib"] < ours["peak_mib"] < plain["peak_mib"]
+    # ckptkern at "full" keeps the inputs of its blocks, as checkpoint does, and what stands round them
+    assert ours["kept_mib"] <= checkpointed["kept_mib"] < plain["kept_mib"] / 2
+    assert ours["peak_mib"] < plain["peak_mib"]
     assert plain["ratio"] == 1.0
 
     png = (tmp_path / "out" / "demo.png").read_bytes()
@@ -228,8 +227,7 @@ def test_the_way_changes_layers_and_not_the_state_dict():
         state = run.model.state_dict()
         assert list(state) == list(first)
         assert all(torch.equal(state[name], first[name]) for name in first)
-    types = [type(run.model.blocks[0].mlp).__module__.split(".")[:2] for run in runs]
-    assert types == [["ckptkern", "demo"], ["ckptkern", "demo"], ["ckptkern", "nn"]]
+    assert [type(run.model.blocks[0]).__name__ for run in runs] == ["Block", "Block", "SegmentBlock"]
 
 
 def test_learning_rate_warms_up_and_decays():
