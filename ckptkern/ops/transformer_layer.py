@@ -101,7 +101,8 @@ class TransformerLayer(Segment):
         mlp_needs = needs >> 1 + A << 1 | int(attention_needs != 0)
         if mid is None:
             if out is None:
-                mid, out, lse, qkv = attention_half(x, ta, oa)
+                # "none": q/k norm and rotation leave qkv as projected, which the attention half's backward reads
+                mid, out, lse, qkv = attention_half(x, ta, oa._replace(recompute="none"))
             else:
                 mid = AttentionHalf(x, ta, oa).result(out)
             mid = with_lead(mid, x)
