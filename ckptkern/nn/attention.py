@@ -41,8 +41,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     Self-attention without need_weights is one ckptkern.attention_block at level `recompute`. Everything else keeps the
     inputs, q, k, v, o and the logsumexp at every level: the projections and the core are two ops. need_weights=True,
-    the default, forms the weights beside that, and weights that are not used free what was kept for them: pass False where
-    they are not wanted. Dropout of the weights keeps 16 bytes and draws one mask with and without need_weights.
+    the default, forms the weights beside that, and weights that are not used free what was kept for them: pass False
+    where they are not wanted. Dropout of the weights keeps 16 bytes and draws one mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.

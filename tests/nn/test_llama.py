@@ -1,0 +1,191 @@
+"""nn.LlamaDecoderLayer against the same layer in plain PyTorch, in float64."""
+
+import copy
+
+import pytest
+import torch
+from cases import assert_as_exact
+from torch.nn import functional as F
+from twins import dropout_is_one_mask, pairwise, run
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+E, H, HEAD, HIDDEN, B, S = 12, 4, 6, 20, 2, 5
+
+
+def layer(**kwargs):
+    module = ckptkern.nn.LlamaDecoderLayer(
+        E, H, **{"num_kv_heads": 2, "intermediate_size": HIDDEN, "head_dim": HEAD, "dtype": torch.float64} | kwargs
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return module
+
+
+def turned(x, positions, theta):
+    """x [B, S, H, D]: (x_i, x_(i + D/2)) as a complex number, turned by position · theta^(-2i/D)."""
+    D = x.shape[-1]
+    angles = positions.double()[:, None] * theta ** (-torch.arange(0, D, 2).double() / D)
+    z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((z.real, z.imag), -1).to(x.dtype)
+
+
+def plain(module, x, visible=None, positions=None):
+    """The layer spelled out; visible: bool, broadcastable to [B, H, S, S]."""
+    attention, mlp = module.self_attn, module.mlp
+    h = module.input_layernorm(x)
+    q, k, v = (getattr(attention, f"{name}_proj")(h).unflatten(-1, (-1, HEAD)) for name in "qkv")
+    if attention.q_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    if attention.rope_theta is not None:
+        positions = torch.arange(x.shape[1]) if positions is None else positions
+        q, k = (turned(one.double(), positions, attention.rope_theta).to(one.dtype) for one in (q, k))
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    visible = causal if visible is None else visible
+    o = F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+    x = x + attention.o_proj(o.transpose(1, 2).flatten(2))
+    h = module.post_attention_layernorm(x)
+    act = F.silu if mlp.activation == "silu" else F.gelu
+    return x + mlp.down_proj(act(mlp.gate_proj(h)) * mlp.up_proj(h))
+
+
+def assert_same(module, ours, theirs, x, atol=1e-6):
+    """The rotary angles are float32's, so float64 results agree to 1e-7 or so."""
+    mine, reference = run(module, ours, {"x": x}), run(module, theirs, {"x": x})
+    for name, wanted in reference.items():
+        torch.testing.assert_close(mine[name], wanted, rtol=1e-5, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairwise(
+        num_kv_heads=("1", "2", "4"),
+        qk_norm=(False, True),
+        rotary=("built", "given", "none"),
+        bias=(False, True),
+        activation=("silu", "gelu"),
+        recompute=("none", "selective", "full"),
+        mask=("causal", "bool", "padding", "window", "none"),
+        training=(True, False),
+    ),
+)
+def test_equals_plain_pytorch(case):
+    module = layer(
+        num_kv_heads=int(case["num_kv_heads"]), qk_norm=case["qk_norm"], attention_bias=case["bias"],
+        mlp_bias=case["bias"], activation=case["activation"], recompute=case["recompute"],
+        rope_theta=None if case["rotary"] == "none" else 100.0,
+    ).train(case["training"])  # fmt: skip
+    rotary = ckptkern.nn.rotary_tables(torch.arange(S), HEAD, 100.0) if case["rotary"] == "given" else None
+    visible = torch.ones(S, S, dtype=torch.bool).tril()
+    masks = {}
+    if case["mask"] == "bool":
+        masks = {"attn_mask": (torch.rand(B, H, S, S) < 0.5) | torch.eye(S, dtype=torch.bool), "is_causal": False}
+        visible = masks["attn_mask"]
+    elif case["mask"] == "padding":
+        padding = torch.zeros(B, S, dtype=torch.bool)
+        padding[1, 3:] = True
+        masks, visible = {"key_padding_mask": padding}, visible & ~padding[:, None, None, :]
+    elif case["mask"] == "window":
+        masks, visible = {"window_size": (1, -1)}, visible.triu(-1)
+    elif case["mask"] == "none":
+        masks, visible = {"is_causal": False}, torch.ones(S, S, dtype=torch.bool)
+    x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    assert_same(module, lambda m, x: m(x, rotary, **masks), lambda m, x: plain(m, x, visible), x)
+
+
+def test_packed_sequences_start_at_position_zero():
+    module = layer(qk_norm=True, rope_theta=10.0)
+    lengths = (2, 4, 3)
+    cu = torch.tensor([0, 2, 6, 9], dtype=torch.int32)
+
+    def theirs(module, x):
+        return torch.cat([plain(module, part[None])[0] for part in x.split(lengths)])
+
+    x = torch.randn(sum(lengths), E, dtype=torch.float64, requires_grad=True)
+    assert_same(module, lambda m, x: m(x, cu_seqlens=cu, max_seqlen=4), theirs, x)
+    assert_same(module, lambda m, x: m(x[:2]), lambda m, x: plain(m, x[None, :2])[0], x)
+
+
+def test_rotary_tables():
+    cos, sin = ckptkern.nn.rotary_tables(torch.tensor([[0, 3], [7, 100]]), 4, 50.0)
+    assert cos.shape == sin.shape == (2, 2, 4)
+    angles = torch.tensor([3.0, 3 * 50**-0.5, 3.0, 3 * 50**-0.5])
+    torch.testing.assert_close(cos[0, 1], angles.cos())
+    torch.testing.assert_close(sin[0, 1], angles.sin())
+    assert (cos[0, 0] == 1).all()
+    assert ckptkern.nn.rotary_tables(torch.arange(3), 4, dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="dim must be even, not 3"):
+        ckptkern.nn.rotary_tables(torch.arange(3), 3)
+
+
+def test_names_are_those_of_hugging_faces_llama():
+    names = [name for name, _ in layer(attention_bias=False).named_parameters()]
+    assert sorted(names) == sorted(
+        ["input_layernorm.weight", "post_attention_layernorm.weight"]
+        + [f"self_attn.{n}_proj.weight" for n in "qkvo"]
+        + [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    )
+    more = {name for name, _ in layer(attention_bias=True, mlp_bias=True, qk_norm=True).named_parameters()} - set(names)
+    assert more == {f"self_attn.{n}_proj.bias" for n in "qkvo"} | {f"self_attn.{n}_norm.weight" for n in "qk"} | {
+        f"mlp.{n}_proj.bias" for n in ("gate", "up", "down")
+    }
+    module = ckptkern.nn.LlamaDecoderLayer(E, H)
+    assert module.self_attn.k_proj.weight.shape == (E, E)
+    assert module.mlp.up_proj.weight.shape == (4 * E, E)
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("selective", E + H * HEAD + H), ("full", E)])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_kept_bytes(dropout, recompute, kept):
+    """x; x, o and the logsumexp; the rotary tables are the model's; 16 bytes for each of three draws."""
+    module = layer(qk_norm=True, dropout=dropout, resid_dropout=dropout, recompute=recompute)
+    rotary = ckptkern.nn.rotary_tables(torch.arange(S), HEAD)
+    x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    with kept_tensors(exclude=[*module.parameters(), *rotary]) as found:
+        module(x, rotary)
+    assert found.bytes == 8 * B * S * kept + (48 if dropout else 0), found.tensors
+
+
+def test_dropout_is_one_mask():
+    module = layer(dropout=0.3, resid_dropout=0.2)
+    x = torch.randn(B, S, E, dtype=torch.float64)
+    dropout_is_one_mask(module, lambda m, x: m(x), x)
+    module.eval()
+    torch.testing.assert_close(module(x), plain(module, x), rtol=1e-5, atol=1e-6)
+
+
+def test_attention_alone_is_the_layers():
+    module = layer(qk_norm=True)
+    x = torch.randn(B, S, E, dtype=torch.float64)
+    mid = x + module.self_attn(module.input_layernorm(x))
+    h = module.post_attention_layernorm(mid)
+    torch.testing.assert_close(module(x), mid + module.mlp(h))
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+
+
+def test_autocast_is_as_exact_as_torch():
+    module, x = layer(qk_norm=True), torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    exact = run(module, lambda m, x: plain(m, x), {"x": x})
+    module, x = module.float(), x.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, eager = (run(module, call, {"x": x}) for call in (lambda m, x: m(x), lambda m, x: plain(m, x)))
+    assert_as_exact(mine, eager, exact)
+
+
+def test_wrong_arguments_are_refused():
+    for kwargs, message in (
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
+        ({"recompute": "all"}, "recompute must be one of"),
+        ({"activation": "tanh"}, "activation must be one of"),
+        ({"dropout": 2.0}, "dropout probability"),
+        ({"workspace": "lots"}, "workspace must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(**kwargs)
+    with pytest.raises(ValueError, match="num_heads=5 must divide hidden_size=12"):
+        ckptkern.nn.LlamaDecoderLayer(12, 5)
+    with pytest.raises(ValueError, match="rotary must be"):
+        layer()(torch.randn(B, S, E).double(), ckptkern.nn.rotary_tables(torch.arange(S + 1), HEAD))
