@@ -150,16 +150,11 @@ def test_like_eager_and_as_exact(case, device):
     check(case, device)
 
 
-WINDOW_SIDES = (None, 0, 1, 15, 31, 32, 33, 80)
-
-
-@pytest.mark.parametrize("left", WINDOW_SIDES, ids=lambda side: f"left {side}")
-@pytest.mark.parametrize("lengths", [(70, 45), (45, 70)], ids=str)
-def test_windows_round_every_tile_edge(left, lengths, device):
+@pytest.mark.parametrize("left", [None, 0, 16, 31, 80], ids=lambda side: f"left {side}")
+@pytest.mark.parametrize("right", [None, 0, 17, 32], ids=lambda side: f"right {side}")
+def test_windows_round_tile_edges(left, right, device):
     """Which tiles are visited, and which of them without an edge mask."""
-    for right, tile in itertools.product(WINDOW_SIDES[::2], TILE_SIZES[::2]):
-        case = Case(head_dim=8, heads=(1, 1), lengths=lengths, window=(left, right))
-        check(case, device, tile=tile)
+    check(Case(head_dim=8, heads=(1, 1), lengths=(70, 70), window=(left, right)), device, tile=TILE_SIZES[0])
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1), (16, 32), (33, 64)], ids=str)
@@ -173,14 +168,11 @@ def test_lengths(lengths, dtype, device):
         assert not ours["dq"].any()
 
 
-def test_no_heads_and_no_batch(device):
-    for shape in ((0, 2, 5, 8), (2, 0, 5, 8)):
-        q = torch.randn(shape, device=device)
-        core = AttentionCore(1.0, "ieee")
-        o, lse, delta = triton_kernels.attn_fwd(q, q, q, core, do=q) if shape[1] else (q, q[..., 0], q[..., 0])
-        assert o.shape == shape
-        if shape[1]:
-            assert all(g.shape == shape for g in triton_kernels.attn_bwd(q, q, q, q, lse, delta, core))
+def test_no_batch_and_no_head_dim(device):
+    for shape in ((0, 2, 5, 8), (2, 2, 5, 0)):
+        q, core = torch.randn(shape, device=device), AttentionCore(1.0, "ieee")
+        o, lse, delta = triton_kernels.attn_fwd(q, q, q, core, do=q)
+        assert all(t.shape == shape for t in (o, *triton_kernels.attn_bwd(q, q, q, q, lse, delta, core)))
 
 
 # -- rows that see nothing --------------------------------------------------------------------------------------------
@@ -207,12 +199,11 @@ def hiding(kind: str, device: str) -> tuple[AttentionCore, torch.Tensor]:
     return AttentionCore(0.3, "ieee", window, mask), rows
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["bool", "bool and causal", "additive", "key padding", "window"])
-def test_rows_that_see_nothing_give_zeros(kind, p, device):
+def test_rows_that_see_nothing_give_zeros(kind, device):
     """Pitfall 20: zeros and zero gradients, never NaN, and nothing from such a row reaches dk or dv."""
     core, hidden = hiding(kind, device)
-    core = core._replace(dropout=dropout_of(p, device)) if p else core
+    core = core._replace(dropout=dropout_of(0.3, device)) if kind == "bool" else core
     tensors = {name: torch.randn(BATCH, 2, S, 24, device=device) for name, S in (("q", 40), ("k", 20), ("v", 20), ("do", 40))}
     ours = results_of(triton_kernels, tensors, core)
     assert torch.equal(ours["empty"].bool(), hidden)
@@ -235,14 +226,13 @@ def test_causal_with_more_rows_than_columns(dtype, device):
 
 
 @pytest.mark.parametrize("tile", TILE_SIZES, ids=lambda tile: f"{tile.BLOCK_M}x{tile.BLOCK_N}")
-@pytest.mark.parametrize("Sq", [64, 50])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_masks_are_those_of_keep_mask(tile, Sq, packed, device):
+def test_masks_are_those_of_keep_mask(tile, packed, device):
     """Bit for bit, at every tile size, in forward, dv, dq and dk alike.
 
     With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were kept.
     """
-    p, B, H, Sk, D, plane_base = 0.4, 2, 3, 64, 64, 7
+    p, B, H, Sq, Sk, D, plane_base = 0.4, 2, 2, 50, 64, 64, 7
     core = AttentionCore(1.0, "ieee", dropout=dropout_of(p, device), plane_base=plane_base)
     expected = state.keep_mask(
         core.dropout[0], p, Sq, Sk, planes=B * H, plane_base=plane_base, total_rows=Sq
@@ -282,7 +272,7 @@ def test_everything_dropped(device):
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 
-HEAVY = Case(torch.bfloat16, 40, (4, 2), (50, 70), (20, 3), "bool all", "heads", 0.3)
+HEAVY = Case(torch.bfloat16, 40, (2, 1), (37, 41), (20, 3), "bool all", "heads", 0.3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -308,16 +298,13 @@ def test_ten_backward_runs_are_equal(device):
 
 @pytest.mark.parametrize("case", [HEAVY, dataclasses.replace(HEAVY, lengths="packed", mask=None)], ids=str)
 def test_results_do_not_depend_on_the_tile(case, device):
-    """Sums over columns come in another order, so within rounding; each tile holds the 2x rule."""
+    """Sums over columns come in another order, so within rounding."""
     case = dataclasses.replace(case, dtype=torch.float32)
     core, tensors = core_of(case, device), inputs_of(case, device)
     first, *others = (results_of(triton_kernels, tensors, core, tile=tile) for tile in TILE_SIZES)
     for other in others:
         for name in first:
             torch.testing.assert_close(other[name], first[name], rtol=1e-5, atol=1e-5)
-    for tile in TILE_SIZES:
-        torch.manual_seed(1)
-        check(case, device, tile=tile)
 
 
 def test_only_what_is_needed(device):

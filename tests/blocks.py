@@ -1,0 +1,316 @@
+"""The attention segments, declared once for their tests: inputs, the call, the same in plain PyTorch, and what is kept.
+
+A `Block` is used as a `cases.Setup` is: `fused`, `call` and `plain` take tensors by name, x first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ACTIVATIONS, LEVELS, SEED, Tensors
+from torch import Tensor
+
+import ckptkern
+from ckptkern import state
+
+HEADS, HEAD_DIM, FEATURES, HIDDEN = 4, 6, 10, 12
+BATCH, LENGTH = 2, 7
+P, RESID_P = 0.3, 0.2
+
+Draws = Iterator[Tensor]
+
+
+def draws() -> Draws:
+    """The states that the calls after torch.manual_seed(SEED) draw, in order."""
+    generator = torch.Generator().manual_seed(SEED)
+    while True:
+        yield torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator)
+
+
+def dropped(h: Tensor, p: float, drawn: Draws) -> Tensor:
+    """Dropout of the rows of h [..., N]."""
+    if not p:
+        return h
+    mask = state.keep_mask(next(drawn), p, math.prod(h.shape[:-1]), h.shape[-1]).view(h.shape)
+    return h * state.threshold_scale(p)[1] * mask
+
+
+def plain_norm(x: Tensor, kind: str | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if kind == "layer":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-5) if kind else x
+
+
+def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Llama's, on [B, S, H, D]; the dimensions after those of cos are left as they are."""
+    R = cos.shape[-1]
+    turned, rest = x[..., :R], x[..., R:]
+    swapped = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), -1)
+    cos, sin = (c.to(x.dtype).unsqueeze(-2) for c in (cos, sin))
+    return torch.cat((turned * cos + swapped * sin, rest), -1)
+
+
+def plain_attention(q, k, v, *, scale=None, causal=False, hidden=None, p=0.0, drawn=None) -> Tensor:
+    """[B, H, S, D] of dropout(softmax(q k^T)) v; hidden: bool, broadcast to the scores, True = not seen."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+        hidden = later if hidden is None else later | hidden
+    if hidden is not None:
+        s = s.masked_fill(hidden, -math.inf)
+    probabilities = s.softmax(-1)
+    if p:
+        B, H, Sq, Sk = s.shape
+        keep = state.keep_mask(next(drawn), p, Sq, Sk, planes=B * H).view(s.shape)
+        probabilities = probabilities * state.threshold_scale(p)[1] * keep
+    return probabilities @ v
+
+
+# -- the halves of a layer --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Half:
+    """What both halves have: a norm before or after, dropout of the branch, a residual."""
+
+    norm: str | None = "layer"
+    norm_first: bool = True
+    resid_p: float = RESID_P
+    residual: bool = True
+    bias: bool = True
+
+    prefix = ""
+
+    def norm_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {f"{self.prefix}norm_weight": (FEATURES,)} if self.norm else {}
+        return shapes | ({f"{self.prefix}norm_bias": (FEATURES,)} if self.norm == "layer" else {})
+
+    def options(self, t: Tensors) -> dict:
+        return dict(
+            norm=self.norm, norm_weight=t.get(f"{self.prefix}norm_weight"), norm_bias=t.get(f"{self.prefix}norm_bias"),
+            norm_first=self.norm_first, resid_dropout_p=self.resid_p, residual=self.residual,
+        )  # fmt: skip
+
+    def plain(self, x: Tensor, t: Tensors, drawn: Draws) -> Tensor:
+        def norm(h):
+            return plain_norm(h, self.norm, t.get(f"{self.prefix}norm_weight"), t.get(f"{self.prefix}norm_bias"))
+
+        y = dropped(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
+        y = x + y if self.residual else y
+        return y if self.norm_first else norm(y)
+
+
+@dataclass(frozen=True)
+class Attention(Half):
+    kv_heads: int = HEADS
+    packed: bool = True  # one qkv weight; else three
+    causal: bool = True
+    padded: bool = False
+    rotary: bool = False
+    qk_norm: bool = False
+    dropout_p: float = P
+    out: int = FEATURES
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        rows = {"q": HEADS * HEAD_DIM, "k": self.kv_heads * HEAD_DIM, "v": self.kv_heads * HEAD_DIM}
+        rows = {"qkv": sum(rows.values())} if self.packed else rows
+        shapes = {f"{name}_weight": (n, FEATURES) for name, n in rows.items()} | {"out_weight": (self.out, HEADS * HEAD_DIM)}
+        if self.bias:
+            shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+        if self.qk_norm:
+            shapes |= {"q_gain": (HEAD_DIM,), "k_gain": (HEAD_DIM,)}
+        return shapes | self.norm_shapes()
+
+    def tables(self) -> tuple[Tensor, Tensor] | None:
+        angles = torch.arange(LENGTH)[:, None] * torch.tensor([1.0, 0.1])
+        angles = torch.cat((angles, angles), -1)  # 4 of the 6 dimensions
+        return (angles.cos(), angles.sin()) if self.rotary else None
+
+    def padding(self) -> Tensor | None:
+        return torch.arange(LENGTH) >= torch.tensor([[LENGTH], [4]]) if self.padded else None
+
+    def arguments(self, t: Tensors) -> dict:
+        weights, biases = ([t.get(f"{name}_{kind}") for name in "qkv"] for kind in ("weight", "bias"))
+        return dict(
+            qkv_weight=t["qkv_weight"] if self.packed else weights,
+            qkv_bias=None if not self.bias else t["qkv_bias"] if self.packed else biases,
+            out_weight=t["out_weight"], out_bias=t.get("out_bias"), num_heads=HEADS, num_kv_heads=self.kv_heads,
+            qk_norm=(t["q_gain"], t["k_gain"]) if self.qk_norm else None, qk_norm_eps=1e-5, rotary=self.tables(),
+            is_causal=self.causal, key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
+        )  # fmt: skip
+
+    def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
+        if self.packed:
+            qkv = F.linear(h, t["qkv_weight"], t.get("qkv_bias"))
+        else:
+            qkv = torch.cat([F.linear(h, t[f"{name}_weight"], t.get(f"{name}_bias")) for name in "qkv"], -1)
+        q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, self.kv_heads, self.kv_heads], -2)
+        if self.qk_norm:
+            q, k = plain_norm(q, "rms", t["q_gain"], None), plain_norm(k, "rms", t["k_gain"], None)
+        if self.rotary:
+            q, k = (plain_rotary(heads, *self.tables()) for heads in (q, k))
+        hidden = self.padding()
+        o = plain_attention(
+            *(heads.transpose(-3, -2) for heads in (q, k, v)), causal=self.causal, p=self.dropout_p, drawn=drawn,
+            hidden=None if hidden is None else hidden[:, None, None],
+        )  # fmt: skip
+        return F.linear(o.transpose(-3, -2).flatten(-2), t["out_weight"], t.get("out_bias"))
+
+    def kept(self, level: str) -> tuple[int, int]:
+        """(elements in the compute dtype, bytes) a token, without x."""
+        core = HEADS * HEAD_DIM
+        elements = {"full": 0, "selective": core, "none": 2 * core + 2 * self.kv_heads * HEAD_DIM}[level]
+        return elements, 0 if level == "full" else 4 * HEADS
+
+    def states(self) -> int:
+        return (self.dropout_p > 0) + (self.resid_p > 0)
+
+
+@dataclass(frozen=True)
+class MLP(Half):
+    activation: str = "gelu"
+    gated: bool = False
+    dropout_p: float = P
+
+    prefix = "mlp_"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {"gate_weight": (HIDDEN, FEATURES)} if self.gated else {}
+        shapes |= {"up_weight": (HIDDEN, FEATURES), "down_weight": (FEATURES, HIDDEN)}
+        if self.bias:
+            shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+        return shapes | self.norm_shapes()
+
+    def arguments(self, t: Tensors) -> dict:
+        return dict(
+            up_weight=t["up_weight"], up_bias=t.get("up_bias"), down_weight=t["down_weight"],
+            down_bias=t.get("down_bias"), gate_weight=t.get("gate_weight"), gate_bias=t.get("gate_bias"),
+            activation=self.activation, dropout_p=self.dropout_p, **self.options(t),
+        )  # fmt: skip
+
+    def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
+        act, up = ACTIVATIONS[self.activation], F.linear(h, t["up_weight"], t.get("up_bias"))
+        hidden = act(F.linear(h, t["gate_weight"], t.get("gate_bias"))) * up if self.gated else act(up)
+        return F.linear(dropped(hidden, self.dropout_p, drawn), t["down_weight"], t.get("down_bias"))
+
+    def kept(self, level: str) -> tuple[int, int]:
+        if self.gated:
+            return HIDDEN * {"full": 0, "selective": 2, "none": 3}[level], 0
+        return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[level], 0
+
+    def states(self) -> int:
+        return (self.dropout_p > 0) + (self.resid_p > 0)
+
+
+# -- the ops ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """One op with its options: a half, or both as a layer."""
+
+    name: str
+    attention: Attention | None = None
+    mlp: MLP | None = None
+    recompute: str = "selective"
+    dropout: bool = field(default=True)
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}-{self.recompute}"
+
+    @property
+    def op(self) -> str:
+        return "transformer_layer" if len(self.halves) == 2 else "attention_block" if self.attention else "mlp_block"
+
+    @property
+    def halves(self) -> list[Half]:
+        return [half for half in (self.attention, self.mlp) if half is not None]
+
+    def with_(self, **options) -> Block:
+        return replace(self, **options)
+
+    def without_dropout(self) -> Block:
+        off = {"dropout_p": 0.0, "resid_p": 0.0}
+        return self.with_(
+            attention=self.attention and replace(self.attention, **off), mlp=self.mlp and replace(self.mlp, **off)
+        )
+
+    def make(self, dtype: torch.dtype = torch.float32, *, lead=(BATCH, LENGTH), frozen=(), seed: int = 0) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {"x": (*lead, FEATURES)}
+        for half in self.halves:
+            shapes |= half.shapes()
+        tensors = {}
+        for name, shape in shapes.items():
+            value = torch.randn(shape, generator=generator, dtype=torch.float64)
+            if name != "x" and len(shape) == 2:
+                value = value * (2 / shape[1]) ** 0.5
+            if name.endswith(("norm_weight", "gain")):
+                value = 1 + value / 4
+            tensors[name] = value.to(dtype).requires_grad_(name not in frozen)
+        return tensors
+
+    def call(self, t: Tensors) -> Tensor:
+        x = t["x"]
+        if self.op == "transformer_layer":
+            return ckptkern.transformer_layer(
+                x, self.attention.arguments(t), self.mlp.arguments(t), recompute=self.recompute
+            )
+        if self.attention:
+            return ckptkern.attention_block(x, **self.attention.arguments(t), recompute=self.recompute)
+        return ckptkern.mlp_block(x, **self.mlp.arguments(t), recompute=self.recompute)
+
+    def fused(self, t: Tensors) -> Tensor:
+        torch.manual_seed(SEED)
+        return self.call(t)
+
+    def plain(self, t: Tensors) -> Tensor:
+        drawn, y = draws(), t["x"]
+        for half in self.halves:
+            y = half.plain(y, t, drawn)
+        return y
+
+    def kept_bytes(self, x_itemsize: int, itemsize: int) -> int:
+        """The table of transformer_layer's and the blocks' docstrings, and 16 bytes for each dropout."""
+        tokens, states = BATCH * LENGTH, 16 * sum(half.states() for half in self.halves)
+        total = tokens * FEATURES * x_itemsize + states
+        for half in self.halves:
+            level = self.recompute
+            if half is self.mlp and self.op == "transformer_layer" and level == "selective":
+                level = "full"
+            elements, more = half.kept(level)
+            total += tokens * (elements * itemsize + more)
+        if self.op == "transformer_layer" and self.recompute == "none":
+            total += tokens * FEATURES * x_itemsize  # what passes between the halves
+        return total
+
+
+LLAMA = dict(norm="rms", bias=False)
+BLOCKS = (
+    Block("pre-norm", Attention()),
+    Block("llama", Attention(**LLAMA, kv_heads=2, packed=False, rotary=True, qk_norm=True)),
+    Block("post-norm padded", Attention(norm_first=False, causal=False, padded=True, packed=False)),
+    Block("bare", Attention(norm=None, residual=False, out=5, kv_heads=1, dropout_p=0.0, resid_p=0.0)),
+    Block("pre-norm", mlp=MLP()),
+    Block("llama", mlp=MLP(**LLAMA, gated=True, activation="silu")),
+    Block("post-norm relu", mlp=MLP(norm_first=False, activation="relu")),
+    Block("bare", mlp=MLP(norm=None, residual=False, dropout_p=0.0, resid_p=0.0)),
+    Block("pre-norm", Attention(), MLP()),
+    Block("llama", Attention(**LLAMA, kv_heads=2, packed=False, rotary=True, qk_norm=True),
+          MLP(**LLAMA, gated=True, activation="silu")),
+    Block("post-norm padded", Attention(norm_first=False, causal=False, padded=True), MLP(norm_first=False)),
+)  # fmt: skip
+
+
+def blocks(levels=LEVELS, *, names: tuple[str, ...] | None = None, dropout: bool = True) -> list:
+    """pytest parameters: every block, or those of these names, at every level."""
+    chosen = [block for block in BLOCKS if names is None or block.name in names]
+    chosen = chosen if dropout else [block.without_dropout() for block in chosen]
+    each = [block.with_(recompute=level) for block in chosen for level in levels]
+    return [pytest.param(block, id=str(block).replace(" ", "_")) for block in each]

@@ -1,0 +1,286 @@
+"""What the factory promises of attention_block, mlp_block and transformer_layer, as test_segment.py of the other ops."""
+
+import pytest
+import torch
+from blocks import BATCH, FEATURES, LENGTH, blocks
+from cases import (
+    DTYPES,
+    SEED,
+    assert_as_exact,
+    assert_same,
+    assert_same_within_rounding,
+    check_against_float64,
+    clone,
+    gradients,
+    op_samples,
+    output_gradient,
+)
+from torch.utils.checkpoint import checkpoint
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+
+def given(block) -> list[torch.Tensor]:
+    """What a block is given besides x and parameters."""
+    return [*(block.attention.tables() or ())] if block.attention else []
+
+
+def kept_by(block, tensors) -> int:
+    with kept_tensors(exclude=[t for name, t in tensors.items() if name != "x"]) as kept:
+        block.fused(tensors)
+    extra = 0
+    if block.attention is not None:
+        extra += sum(t.numel() * t.element_size() for t in given(block))
+        extra += BATCH * LENGTH if block.attention.padded else 0  # the mask, inverted
+    return kept.bytes - extra
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", blocks())
+def test_kept_bytes_are_the_tables(block, dtype):
+    assert kept_by(block, block.make(dtype)) == block.kept_bytes(dtype.itemsize, dtype.itemsize)
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_autocast_keeps_no_cast_weight(block):
+    """float32 x and weights under bf16 autocast: x itself is kept, the rest in two bytes an element."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kept_by(block, block.make()) == block.kept_bytes(4, 2)
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_autocast(block):
+    """float32 results where there is a residual, float32 gradients, and an error not above autocast's own."""
+    tensors = block.make()
+
+    def under_autocast(function):
+        def run(t):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return function(t)
+
+        return run
+
+    ours = gradients(under_autocast(block.fused), tensors)
+    residual = all(half.residual for half in block.halves)
+    assert ours["y"].dtype == (torch.float32 if residual else torch.bfloat16)
+    assert all(ours[name].dtype == torch.float32 for name in tensors)
+    theirs = gradients(under_autocast(block.plain), tensors)
+    exact = gradients(block.plain, clone(tensors, torch.float64))
+    ours, theirs = ({name: t.to(torch.bfloat16) for name, t in results.items()} for results in (ours, theirs))
+    assert_as_exact(ours, theirs, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", blocks())
+def test_gradients_are_as_exact_as_torchs(block, dtype):
+    check_against_float64(block, block.make(dtype))
+
+
+@pytest.mark.parametrize("block", blocks(("none", "full")))
+def test_every_level_gives_the_same_bits(block):
+    """Pitfall 27."""
+    tensors = block.make(torch.bfloat16)
+    assert_same(gradients(block.fused, tensors), gradients(block.with_(recompute="selective").fused, tensors))
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_strided_inputs_and_output_gradients(block):
+    """Pitfalls 16, 17: any strides; .sum() sends strides of 0."""
+    dense = block.make()
+    strided = {
+        name: (t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach()).requires_grad_() for name, t in dense.items()
+    }
+    assert_same_within_rounding(gradients(block.fused, strided), gradients(block.fused, dense))
+    dy = torch.ones(()).expand(block.fused(dense).shape)
+    assert_same_within_rounding(gradients(block.fused, dense, dy), gradients(block.fused, dense, dy.contiguous()))
+
+
+@pytest.mark.parametrize("lead", [(0, 5), (2, 0), (LENGTH,), (1, 1)], ids=str)
+@pytest.mark.parametrize("block", blocks(("none", "full"), names=("pre-norm", "bare")))
+def test_empty_and_unbatched(block, lead):
+    """Pitfall 18."""
+    tensors = block.make(lead=lead)
+    if len(lead) == 1:
+        batched = {**tensors, "x": tensors["x"].detach()[None].requires_grad_()}
+        dy = output_gradient(block.fused(tensors))
+        expected = gradients(block.fused, batched, dy[None])
+        assert_same(gradients(block.fused, tensors, dy), {**expected, "y": expected["y"][0], "x": expected["x"][0]})
+        return
+    ours = gradients(block.fused, tensors)
+    assert ours["y"].shape[:-1] == lead
+    assert all(ours[name].shape == t.shape and ours[name].isfinite().all() for name, t in tensors.items())
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_gradcheck(block):
+    tensors = block.make(torch.float64)
+
+    def function(*values):
+        return block.fused(dict(zip(tensors, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("block", blocks(("full",)))
+def test_gradgradcheck(block):
+    """Pitfall 29."""
+    tensors = block.make(torch.float64)
+
+    def function(*values):
+        return block.fused(dict(zip(tensors, values, strict=True)))
+
+    assert torch.autograd.gradgradcheck(function, tuple(tensors.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_frozen_inputs(block):
+    """Pitfalls 23, 24: one frozen, or one alone trained: the same bits as with everything trained."""
+    names = list(block.make())
+    everything = gradients(block.fused, block.make())
+    for one in names:
+        for frozen in ({one}, set(names) - {one}):
+            some = gradients(block.fused, block.make(frozen=frozen))
+            assert_same(some, {name: value for name, value in everything.items() if name not in frozen})
+    assert not block.fused(block.make(frozen=names)).requires_grad
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_opcheck(block):
+    names = list(block.make())
+    samples = op_samples(block, block.make()) + op_samples(block, block.make(frozen=names[1::2]))
+    assert [str(op) for op, _ in samples] == [f"ckptkern.{block.op}_{way}.default" for way in ("fwd", "bwd")] * 2
+    for op, args in samples[:2] if block.recompute == "selective" else samples[1:]:
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_compiled_equals_eager(block):
+    """Pitfall 5: one graph, the same bits and masks."""
+    torch._dynamo.reset()
+    tensors, call = block.make(), torch.compile(block.call, backend="aot_eager", fullgraph=True)
+
+    def compiled(t):
+        torch.manual_seed(SEED)
+        return call(t)
+
+    assert_same(gradients(compiled, tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_torch_func_grad(block):
+    tensors = block.make()
+    dy = output_gradient(block.fused(tensors))
+    torch.manual_seed(SEED)
+    grads = torch.func.grad(lambda t: (block.call(t) * dy).sum())({name: t.detach() for name, t in tensors.items()})
+    expected = gradients(block.fused, tensors, dy)
+    del expected["y"]
+    assert_same(grads, expected)
+
+
+@pytest.mark.parametrize("block", blocks(names=("pre-norm", "bare"), dropout=False))
+def test_per_sample_gradients(block):
+    """vmap(grad) over samples equals a loop over them."""
+    tensors = {name: t.detach() for name, t in block.make(lead=(3, LENGTH)).items()}
+    x = tensors.pop("x")
+    dy = output_gradient(block.call({"x": x, **tensors}))[0]
+    grad = torch.func.grad(lambda one, t: (block.call({"x": one, **t}) * dy).sum(), argnums=(0, 1))
+    dx, batched = torch.func.vmap(grad, in_dims=(0, None))(x, tensors)
+    for sample in range(3):
+        own_dx, own = grad(x[sample], tensors)
+        assert_same_within_rounding(
+            {"x": dx[sample], **{n: g[sample] for n, g in batched.items()}}, {"x": own_dx, **own}
+        )
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("block", blocks())
+def test_inside_a_checkpoint(block, reentrant):
+    tensors = block.make()
+
+    def checkpointed(t):
+        torch.manual_seed(SEED)
+        return checkpoint(lambda *v: block.call(dict(zip(t, v, strict=True))), *t.values(), use_reentrant=reentrant)
+
+    assert_same(gradients(checkpointed, tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_saved_tensors_on_the_cpu(block):
+    tensors = block.make()
+
+    def offloaded(t):
+        with torch.autograd.graph.save_on_cpu():
+            return block.fused(t)
+
+    assert_same(gradients(offloaded, tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_retained_graph_and_ten_runs(block):
+    """Pitfalls 26, 28."""
+    tensors = block.make()
+    y = block.fused(tensors)
+    dy, inputs = output_gradient(y), list(tensors.values())
+    first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    for _ in range(9):
+        again = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("block", blocks(("none", "full")))
+def test_nothing_given_is_overwritten(block):
+    """Pitfall 27: not x, a parameter or dy; and a change between forward and backward is caught."""
+    before, tensors = block.make(), block.make()
+    y = block.fused({**tensors, "x": tensors["x"] * 1})
+    dy = output_gradient(y)
+    kept_dy = dy.clone()
+    y.backward(dy)
+    assert torch.equal(dy, kept_dy)
+    assert_same({n: t.detach() for n, t in tensors.items()}, {n: t.detach() for n, t in before.items()})
+    for name in ("x", [n for n in tensors if n.endswith("_weight")][0]):
+        y = block.fused(tensors)
+        with torch.no_grad():
+            tensors[name].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_dropout_stops_outside_of_training():
+    block = next(iter(blocks(("full",)))).values[0]
+    tensors = block.make()
+    y = ckptkern.attention_block(tensors["x"], **block.attention.arguments(tensors), training=False)
+    torch.testing.assert_close(y, block.without_dropout().plain(tensors))
+
+
+# -- the kernels ------------------------------------------------------------------------------------------------------
+
+KERNEL_BLOCKS = ("pre-norm", "llama", "post-norm padded")
+
+
+@pytest.mark.parametrize("block", blocks(("full",), names=KERNEL_BLOCKS))
+def test_whole_ops_on_the_kernels(block):
+    """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
+    tensors = block.make(torch.bfloat16)
+    with ckptkern.backend("triton"):
+        ours = {level: gradients(block.with_(recompute=level).fused, tensors) for level in ("none", "selective", "full")}
+    eager = gradients(block.plain, tensors)
+    assert_as_exact(ours["full"], eager, gradients(block.plain, clone(tensors, torch.float64)))
+    assert_same(ours["full"], ours["none"])
+    assert_same(ours["selective"], ours["none"])
+
+
+@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",))[:1])
+def test_rebuilt_output_of_the_core_is_that_of_forward(block):
+    """A gradient of y that is one at a single place makes out_weight's gradient a row of the rebuilt o: its very bits."""
+    block = block.without_dropout()
+    tensors = block.make(torch.bfloat16)
+    for token in (0, LENGTH - 1):
+        dy = torch.zeros(BATCH, LENGTH, FEATURES, dtype=torch.bfloat16)
+        dy[1, token, 3] = 1
+        with ckptkern.backend("triton"):
+            rows = [
+                gradients(block.with_(recompute=level).fused, tensors, dy)["out_weight"][3] for level in ("none", "full")
+            ]
+        assert rows[0].any()
+        assert torch.equal(*rows)
