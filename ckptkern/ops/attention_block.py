@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from .. import eager
 from ._common import (
     WeightGrad, cast_parameter, check_choice, check_input, check_level, check_probability, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, primitives,
-    unflattened,
+    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, primitives, row_count, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 from .attention import as_mask, attention_flops, check_window, core_of
@@ -86,7 +85,7 @@ OPTIONS = len(AttentionOptions._fields)
 
 def tokens(x: Tensor) -> Tensor:
     """[..., S, d] -> [tokens, d]."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(row_count(x), x.shape[-1])
 
 
 def with_lead(rows: Tensor, x: Tensor) -> Tensor:
@@ -159,7 +158,7 @@ class AttentionHalf:
 
     def out_rows(self, out: Tensor) -> Tensor:
         """o [B, H, S, D] (memory [B, S, H, D]) -> [tokens, H D], a view."""
-        return out.transpose(1, 2).reshape(self.x.shape[0], -1)
+        return out.transpose(1, 2).reshape(self.x.shape[0], self.o.num_heads * self.D)
 
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
@@ -292,7 +291,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         o.scale, o.precision, o.left, o.right, t.mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len
     )
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
-    f = F.linear(out.transpose(1, 2).reshape(*x.shape[:-1], -1), t.wo.to(o.dtype), cast_parameter(t.bo, o.dtype))
+    f = F.linear(out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]), t.wo.to(o.dtype), cast_parameter(t.bo, o.dtype))
     f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
     y = x + f if o.residual else f
     return composite_norm(y, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and not o.norm_first else y
