@@ -164,6 +164,7 @@ def test_inference_equals_torchs_fast_path():
             torch.testing.assert_close(mine[1], reference[1])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_nested_tensors_are_for_inference():
     ours, theirs = (module.eval() for module in build(num_heads=4, batch_first=True))
     x = torch.nested.nested_tensor([torch.randn(n, E).double() for n in (3, 5)])

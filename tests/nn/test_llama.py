@@ -166,6 +166,7 @@ def test_attention_alone_is_the_layers():
     assert torch.equal(copy.deepcopy(module)(x), module(x))
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_autocast_is_as_exact_as_torch():
     module, x = layer(qk_norm=True), torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
     exact = run(module, lambda m, x: plain(m, x), {"x": x})
@@ -173,6 +174,12 @@ def test_autocast_is_as_exact_as_torch():
     with torch.autocast("cpu", torch.bfloat16):
         mine, eager = (run(module, call, {"x": x}) for call in (lambda m, x: m(x), lambda m, x: plain(m, x)))
     assert_as_exact(mine, eager, exact)
+
+
+def test_compiles_without_a_graph_break():
+    module, x = layer(qk_norm=True), torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(lambda x: module(x), backend="aot_eager", fullgraph=True)
+    assert_same(module, lambda m, x: compiled(x), lambda m, x: m(x), x, atol=1e-12)
 
 
 def test_wrong_arguments_are_refused():

@@ -359,9 +359,9 @@ def test_a_token_that_sees_nothing_has_no_attention(norm_first):
     hidden[2] = True
     y = ours(x, hidden)
     mid = x + ours.self_attn.out_proj.bias
-    halves = ours._half if norm_first else (lambda x, norm, branch: norm(x + branch(x)))
     mid = mid if norm_first else ours.norm1(mid)
-    torch.testing.assert_close(y[2], halves(mid, ours.norm2, ours._ff_block)[2])
+    branch = ours._ff_block(ours.norm2(mid) if norm_first else mid)
+    torch.testing.assert_close(y[2], (mid + branch if norm_first else ours.norm2(mid + branch))[2])
     y.sum().backward()
     assert x.grad.isfinite().all()
 
@@ -380,6 +380,37 @@ def test_autocast_is_as_exact_as_torch(kind, norm_first):
     with torch.autocast("cpu", torch.bfloat16):
         mine, eager = (run(module.float(), call, single) for module in (ours, theirs))
     assert_as_exact(mine, eager, exact)
+
+
+@pytest.mark.parametrize("shape", [(T, 0, E), (0, B, E), (0, E)], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_empty_input(kind, recompute, shape):
+    layer, _ = build(kind, dropout=0.1, recompute=recompute)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    memory = [torch.randn(S, *shape[1:], dtype=torch.float64)] if kind == "decoder" else []
+    y = layer(x, *memory)
+    grads = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+    assert y.shape == x.shape
+    assert [grad.shape for grad in grads] == [x.shape, *(p.shape for p in layer.parameters())]
+    assert all(grad.abs().sum() == 0 for grad in grads)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because")
+def test_gradients_of_each_sample():
+    ours, theirs = build("encoder")
+    x = torch.randn(3, T, E, dtype=torch.float64)
+
+    def per_sample(module):
+        def loss(parameters, x):
+            return torch.func.functional_call(module, parameters, (x,)).sin().sum()
+
+        parameters = {name: p.detach() for name, p in module.named_parameters()}
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+
+    mine, reference = per_sample(ours), per_sample(theirs)
+    for name, wanted in reference.items():
+        torch.testing.assert_close(mine[name], wanted)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
