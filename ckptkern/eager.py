@@ -282,6 +282,7 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
         o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, _heads(k, H), _heads(v, H), 0.0, core.window[1] is not None, scale=core.scale
         )
+        lse = lse.contiguous()  # aten lays it out as [B, S, H]
     else:
         s = attention_scores(q, k, core)
         lse = torch.logsumexp(s, -1)

@@ -41,6 +41,7 @@ class Segment:
     statics: str
     results: str
     grads: str
+    constants: frozenset[int] = frozenset()  # inputs without a gradient; torch.func, which cannot tell, asks for all
 
     # -- what subclasses define -----------------------------------------------------------------------------------
 
@@ -328,11 +329,13 @@ def build(segment: type[Segment]):
         node = function._backward_cls  # its name is in grad_fn, profiles and anomaly mode
         node.__name__ = node.__qualname__ = function.__name__ + "Backward"
 
+    constants = sum(1 << i for i in segment.constants)
+
     def apply(statics: tuple, *tensors) -> Tensor:
         if torch._C._are_functorch_transforms_active():
             if torch.compiler.is_compiling():
                 raise NotImplementedError(f"{name}: torch.compile of a torch.func transform is not supported")
-            return Transformed.apply(_present(tensors), *statics, *tensors)[0]
+            return Transformed.apply(_present(tensors) & ~constants, *statics, *tensors)[0]
         if torch.compiler.is_compiling():
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():

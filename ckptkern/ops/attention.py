@@ -39,6 +39,7 @@ class Attention(Segment):
     )
     results = "(Tensor out, Tensor lse)"
     grads = "Tensor[]"
+    constants = frozenset(range(3, 8))  # a mask or slopes that train go through PyTorch ops
 
     @staticmethod
     def _core(mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision):

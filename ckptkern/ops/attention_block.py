@@ -80,6 +80,7 @@ OPTION_SCHEMA = (
     "str backend, str precision, ScalarType dtype"
 )
 TENSORS = len(AttentionTensors._fields)
+CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + TENSORS))  # from cos on: no gradient
 OPTIONS = len(AttentionOptions._fields)
 
 
@@ -323,6 +324,7 @@ class AttentionBlock(Segment):
     statics = OPTION_SCHEMA
     results = "(Tensor y, Tensor out, Tensor lse, Tensor qkv)"
     grads = "Tensor[]"
+    constants = CONSTANTS
 
     @staticmethod
     def forward(x, *args):
@@ -497,6 +499,8 @@ def gather(
             f"{op}: rotary must be (cos, sin) of shape [S={S}, R] or [B={B}, S={S}, R] with R even and at most {D}, but "
             f"they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
+    if cos is not None and (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient is formed for rotary")
     left, right = check_window(op, window_size)
     right = 0 if is_causal else right
     like = x.new_empty(0).expand(B, H, S, 0)
@@ -524,6 +528,8 @@ def gather(
         slopes = alibi_slopes.float().reshape(-1, H).contiguous()
     max_len = 0
     if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
         if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
             raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
         max_len = S if max_seqlen is None else max_seqlen

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._common import check_choice
 from ._segment import Segment, absent, build, needed
 from .attention_block import (
-    AttentionHalf, AttentionOptions, AttentionTensors, attention_composite, attention_half, attention_half_backward,
+    CONSTANTS, AttentionHalf, AttentionOptions, AttentionTensors, attention_composite, attention_half, attention_half_backward,
     attention_half_backward_flops, attention_half_flops, tokens, with_lead,
 )  # fmt: skip
 from .attention_block import OPTION_SCHEMA as ATTENTION_OPTIONS
@@ -42,6 +42,7 @@ class TransformerLayer(Segment):
     statics = f"{ATTENTION_OPTIONS}, {_prefixed(MLP_OPTIONS)}"
     results = "(Tensor y, Tensor out, Tensor lse, Tensor qkv, Tensor mid, Tensor[] hidden)"
     grads = "Tensor[]"
+    constants = CONSTANTS
 
     @classmethod
     def arguments(cls, tensors):
