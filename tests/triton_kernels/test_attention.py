@@ -14,6 +14,7 @@ from ckptkern.eager import AttentionCore
 from ckptkern.triton_kernels.attention import TILES, AttentionTile
 
 BATCH = 2
+EPS = torch.finfo(torch.float32).eps
 TILE_SIZES = [AttentionTile(*size, 4, 1) for size in ((16, 32), (32, 64), (64, 32))]
 
 # What a core can have, each with all that it can be. `packed` lengths are those of three sequences, one of them empty.
@@ -141,7 +142,10 @@ def check(case: Case, device: str, **tiles) -> dict[str, torch.Tensor]:
     ours = results_of(triton_kernels, tensors, core, **tiles)
     exact = results_of(eager, wide(tensors), core)
     assert torch.equal(ours["empty"], exact["empty"])
-    assert_accurate(ours, results_of(eager, tensors, core), exact)
+    # What eager has more: p and ds stay in float32 where the kernels, as every flash attention, round them to feed the
+    # tensor cores; and eager's sums over rows are pairwise where a tile after the other is added to dk and dv.
+    slack = 8 * EPS if case.dtype == torch.float32 else torch.finfo(case.dtype).eps / 2
+    assert_accurate(ours, results_of(eager, tensors, core), exact, slack)
     return ours
 
 
@@ -232,7 +236,7 @@ def test_masks_are_those_of_keep_mask(tile, packed, device):
 
     With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were kept.
     """
-    p, B, H, Sq, Sk, D, plane_base = 0.4, 2, 2, 50, 64, 64, 7
+    p, B, H, Sq, Sk, D, plane_base = 0.4, 2, 2, 34, 48, 48, 7
     core = AttentionCore(1.0, "ieee", dropout=dropout_of(p, device), plane_base=plane_base)
     expected = state.keep_mask(
         core.dropout[0], p, Sq, Sk, planes=B * H, plane_base=plane_base, total_rows=Sq
@@ -272,7 +276,7 @@ def test_everything_dropped(device):
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 
-HEAVY = Case(torch.bfloat16, 40, (2, 1), (37, 41), (20, 3), "bool all", "heads", 0.3)
+HEAVY = Case(torch.bfloat16, 24, (2, 1), (33, 41), (20, 3), "bool all", "heads", 0.3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -290,10 +294,12 @@ def test_recompute_equals_forward(dtype, device):
 
 def test_ten_backward_runs_are_equal(device):
     """Pitfall 26: no atomics."""
-    core, tensors = core_of(HEAVY, device), inputs_of(HEAVY, device)
-    first = results_of(triton_kernels, tensors, core)
-    for _ in range(9):
-        assert_equal(results_of(triton_kernels, tensors, core), first)
+    case = dataclasses.replace(HEAVY, lengths=(17, 33), slopes=None)
+    core, (q, k, v, do) = core_of(case, device), inputs_of(case, device).values()
+    _, lse, delta = triton_kernels.attn_fwd(q, k, v, core, do=do)
+    first, *others = (triton_kernels.attn_bwd(q, k, v, do, lse, delta, core) for _ in range(10))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("case", [HEAVY, dataclasses.replace(HEAVY, lengths="packed", mask=None)], ids=str)

@@ -1,0 +1,293 @@
+"""scaled_dot_product_attention and varlen_attn against torch's own, and what is theirs alone."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from blocks import draws, plain_attention
+from cases import DTYPES, SEED, assert_same, assert_same_within_rounding, gradients, op_samples, output_gradient
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+P = 0.3
+
+
+def heads(*shapes, dtype=torch.float32, seed=0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for name, shape in zip(("q", "k", "v"), shapes, strict=True)
+    }
+
+
+def qkv(B=2, H=4, H_kv=None, Sq=7, Sk=5, D=6, **options):
+    kv = (B, H_kv or H, Sk, D)
+    return heads((B, H, Sq, D), kv, kv, **options)
+
+
+def ours(**options):
+    def run(t):
+        torch.manual_seed(SEED)
+        return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
+
+    return run
+
+
+def torchs(**options):
+    return lambda t: F.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
+
+
+BOOL = torch.rand(2, 4, 7, 5, generator=torch.Generator().manual_seed(5)) > 0.4
+MASKS = {
+    "all": BOOL.index_fill(3, torch.tensor(0), True),
+    "keys": BOOL[:, :1, :1].index_fill(3, torch.tensor(0), True),
+    "two dimensions": BOOL[0, 0].index_fill(1, torch.tensor(0), True),
+    "additive": torch.randn(1, 4, 7, 5, generator=torch.Generator().manual_seed(6)),
+    "additive keys": torch.randn(1, 5, generator=torch.Generator().manual_seed(7)),
+}
+
+
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("mask", [None, "causal", *MASKS])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_like_torchs(mask, scale, kv_heads):
+    """Every argument of torch's function, but dropout, whose mask is ours."""
+    options = {"scale": scale, "enable_gqa": kv_heads != 4}
+    options |= {"is_causal": True} if mask == "causal" else {"attn_mask": MASKS.get(mask)}
+    tensors = qkv(H_kv=kv_heads)
+    assert_same_within_rounding(gradients(ours(**options), tensors), gradients(torchs(**options), tensors))
+
+
+@pytest.mark.parametrize("shapes", [
+    ((7, 6), (5, 6), (5, 6)), ((3, 7, 6), (3, 5, 6), (3, 5, 6)), ((2, 3, 4, 7, 6),) * 3, ((2, 4, 7, 6), (1, 4, 5, 6), (1, 4, 5, 6)),
+    ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 9)), ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 3)),
+], ids=str)  # fmt: skip
+def test_shapes_like_torchs(shapes):
+    """Fewer and more dimensions, a broadcast batch, and a value head dim of its own."""
+    tensors = heads(*shapes)
+    assert_same_within_rounding(gradients(ours(), tensors), gradients(torchs(), tensors))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [(2, 1), (0, -1), (-1, 0), (-1, -1), (0, 0)], ids=str)
+def test_window_and_slopes(window, dtype):
+    tensors, slopes = qkv(dtype=dtype), torch.tensor([0.5, 0.25, 0.125, 1.0])
+    i, j = torch.arange(7)[:, None], torch.arange(5)
+    hidden = torch.zeros(7, 5, dtype=torch.bool)
+    for side, beyond in zip(window, (j < i - window[0], j > i + window[1]), strict=True):
+        hidden |= beyond if side >= 0 else False
+    bias = (-slopes[:, None, None] * (i - j).abs()).masked_fill(hidden, -math.inf)
+    results = gradients(ours(window_size=window, alibi_slopes=slopes), tensors)
+    wide = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+    dy = output_gradient(results["y"]).double()
+    expected = gradients(torchs(attn_mask=bias[None].double()), wide, dy)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name].double(), value.nan_to_num(), atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout(causal):
+    tensors = qkv(Sq=7, Sk=7)
+    expected = gradients(
+        lambda t: plain_attention(t["q"], t["k"], t["v"], causal=causal, p=P, drawn=draws()), tensors
+    )
+    assert_same_within_rounding(gradients(ours(dropout_p=P, is_causal=causal), tensors), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, P])
+def test_kept_bytes(dtype, p):
+    """q, k, v, o, the logsumexp in float32, and 16 bytes of dropout."""
+    tensors = qkv(dtype=dtype)
+    with kept_tensors() as kept:
+        ours(dropout_p=p)(tensors)
+    elements = 2 * 4 * 6 * (7 + 5 + 5 + 7)
+    assert kept.bytes == elements * dtype.itemsize + 2 * 4 * 7 * 4 + (16 if p else 0)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "window"])
+def test_rows_that_see_nothing(kind):
+    """Pitfall 20."""
+    tensors, hidden = qkv(Sq=7, Sk=3), torch.zeros(7, 3, dtype=torch.bool)
+    hidden[2], hidden[5] = True, True
+    options = {"attn_mask": ~hidden if kind == "bool" else torch.zeros(7, 3).masked_fill(hidden, -math.inf)}
+    rows = [2, 5]
+    if kind == "window":
+        options, rows = {"window_size": (1, 0)}, [4, 5, 6]
+    results = gradients(ours(**options), tensors)
+    assert all(value.isfinite().all() for value in results.values())
+    assert not results["y"][:, :, rows].any()
+    assert not results["q"][:, :, rows].any()
+
+
+OPTIONS = {"causal": {"is_causal": True}, "dropout": {"dropout_p": P}, "mask": {"attn_mask": MASKS["all"], "dropout_p": P}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+class TestSegment:
+    def test_orders(self, options):
+        tensors = qkv(B=2, H=2 if "attn_mask" not in options else 4, dtype=torch.float64)
+
+        def function(*values):
+            return ours(**options)(dict(zip("qkv", values, strict=True)))
+
+        assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
+        assert torch.autograd.gradgradcheck(function, tuple(tensors.values()), fast_mode=True)
+
+    def test_subsets(self, options):
+        everything = gradients(ours(**options), qkv())
+        for trained in itertools.chain(*(itertools.combinations("qkv", n) for n in (1, 2))):
+            tensors = {name: t.detach().requires_grad_(name in trained) for name, t in qkv().items()}
+            assert_same(gradients(ours(**options), tensors), {name: everything[name] for name in ("y", *trained)})
+
+    def test_compiled(self, options):
+        torch._dynamo.reset()
+        tensors = qkv()
+        call = torch.compile(
+            lambda t: ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options), backend="aot_eager",
+            fullgraph=True,
+        )  # fmt: skip
+
+        def seeded(t):
+            torch.manual_seed(SEED)
+            return call(t)
+
+        assert_same(gradients(seeded, tensors), gradients(ours(**options), tensors))
+
+    def test_torch_func(self, options):
+        tensors = qkv()
+        expected = gradients(ours(**options), tensors)
+        dy = output_gradient(expected.pop("y"))
+        detached = {name: t.detach() for name, t in tensors.items()}
+        assert_same(torch.func.grad(lambda t: (ours(**options)(t) * dy).sum())(detached), expected)
+
+    def test_opcheck(self, options):
+        class Setup:
+            fused = staticmethod(ours(**options))
+
+        for op, args in op_samples(Setup, qkv()):
+            torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+    def test_saved_on_the_cpu_and_strided(self, options):
+        tensors = qkv()
+
+        def offloaded(t):
+            with torch.autograd.graph.save_on_cpu():
+                return ours(**options)(t)
+
+        expected = gradients(ours(**options), tensors)
+        assert_same(gradients(offloaded, tensors), expected)
+        views = {name: t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for name, t in tensors.items()}
+        assert_same_within_rounding(gradients(ours(**options), views), expected)
+
+    def test_kernels(self, options):
+        tensors = qkv(dtype=torch.float32)
+        with ckptkern.backend("triton"):
+            results = gradients(ours(**options), tensors)
+        assert_same_within_rounding(results, gradients(ours(**options), tensors))
+
+
+def test_per_sample_gradients():
+    tensors = {name: t.detach() for name, t in qkv(B=3).items()}
+    grad = torch.func.grad(lambda t: ours(is_causal=True)(t).square().sum())
+    batched = torch.func.vmap(grad)(tensors)
+    for sample in range(3):
+        own = grad({name: t[sample] for name, t in tensors.items()})
+        assert_same_within_rounding({name: t[sample] for name, t in batched.items()}, own)
+
+
+def test_learned_mask():
+    """A mask or slopes that train get their gradient, from PyTorch ops."""
+    tensors = qkv() | {"mask": MASKS["additive"].clone().requires_grad_()}
+    results = gradients(lambda t: ours(attn_mask=t["mask"])(t), tensors)
+    assert_same_within_rounding(results, gradients(lambda t: torchs(attn_mask=t["mask"])(t), tensors))
+
+
+def test_autocast():
+    tensors = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = ours()(tensors)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in tensors.values())
+
+
+# -- packed sequences -------------------------------------------------------------------------------------------------
+
+CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ((0, 4, 4, 9), (0, 3, 5, 11)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_varlen_like_each_sequence(window, kv_heads, backend):
+    """One of them without queries."""
+    tensors = heads((9, 4, 6), (11, kv_heads, 6), (11, kv_heads, 6))
+    options = {"enable_gqa": kv_heads != 4}
+
+    def packed(t):
+        causal = window == (-1, 0)
+        return ckptkern.varlen_attn(
+            t["q"], t["k"], t["v"], CU_Q, CU_K, 5, 6, is_causal=causal, window_size=(-1, -1) if causal else window, **options
+        )
+
+    def one_by_one(t):
+        parts = []
+        for n in range(3):
+            rows, columns = slice(CU_Q[n], CU_Q[n + 1]), slice(CU_K[n], CU_K[n + 1])
+            i, j = torch.arange(CU_Q[n + 1] - CU_Q[n])[:, None], torch.arange(CU_K[n + 1] - CU_K[n])
+            seen = (j >= i - window[0] if window[0] >= 0 else j >= 0) & (j <= i + window[1] if window[1] >= 0 else j >= 0)
+            q, k, v = (t[name][where].transpose(0, 1) for name, where in (("q", rows), ("k", columns), ("v", columns)))
+            parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options).transpose(0, 1))
+        return torch.cat(parts)
+
+    expected = gradients(one_by_one, tensors)
+    with ckptkern.backend(backend):
+        assert_same_within_rounding(gradients(packed, tensors), expected)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+Q = torch.randn(2, 4, 7, 6)
+ERRORS = {
+    "dtype": (TypeError, "must have one dtype", (Q, Q.double(), Q), {}),
+    "integers": (TypeError, "must be floating point", (Q.int(), Q, Q), {}),
+    "head dims": (ValueError, "head dim 6 but key has 3", (Q, Q[..., :3], Q), {}),
+    "rows": (ValueError, "key has 7 rows but value has 5", (Q, Q, Q[:, :, :5]), {}),
+    "heads": (ValueError, "enable_gqa=True", (Q, Q[:, :2], Q[:, :2]), {}),
+    "dividing heads": (ValueError, "must divide", (Q, Q[:, :3], Q[:, :3]), {"enable_gqa": True}),
+    "batches": (ValueError, "batch sizes must be equal or 1", (Q, Q.repeat(2, 1, 1, 1), Q), {}),
+    "one dimension": (ValueError, r"must be \[\.\.\., S, D\]", (Q[0, 0, 0], Q, Q), {}),
+    "mask and causal": (RuntimeError, "should not be set when is_causal", (Q, Q, Q), {"attn_mask": BOOL, "is_causal": True}),
+    "mask's shape": (ValueError, "does not broadcast", (Q, Q, Q), {"attn_mask": BOOL}),
+    "mask's dtype": (TypeError, "attn_mask must be bool", (Q, Q, Q), {"attn_mask": BOOL.int()}),
+    "probability": (ValueError, "dropout probability", (Q, Q, Q), {"dropout_p": 1.5}),
+    "window": (ValueError, "window_size must be", (Q, Q, Q), {"window_size": (-2, 0)}),
+    "slopes": (ValueError, "alibi_slopes must be", (Q, Q, Q), {"alibi_slopes": torch.ones(3)}),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "args", "options"), ERRORS.values(), ids=ERRORS)
+def test_errors(error, message, args, options):
+    with pytest.raises(error, match=f"scaled_dot_product_attention: .*{message}|scaled_dot_product_attention: {message}"):
+        ckptkern.scaled_dot_product_attention(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (ValueError, "must be \\[tokens, heads, head_dim\\]", {"query": Q}),
+        (ValueError, "must be int32", {"cu_seq_q": CU_Q.long()}),
+        (ValueError, "sequences but cu_seq_k has", {"cu_seq_q": CU_Q[:2]}),
+        (ValueError, "must have one shape", {"key": torch.randn(5, 4, 6)}),
+        (ValueError, "need enable_gqa=True", {"query": torch.randn(9, 8, 6)}),
+    ],
+)
+def test_varlen_errors(error, message, changes):
+    k = torch.randn(11, 4, 6)
+    arguments = dict(query=torch.randn(9, 4, 6), key=k, value=k, cu_seq_q=CU_Q, cu_seq_k=CU_K, max_q=5, max_k=6)
+    with pytest.raises(error, match=f"varlen_attn: .*{message}"):
+        ckptkern.varlen_attn(**arguments | changes)
