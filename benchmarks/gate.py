@@ -28,7 +28,17 @@ ARCHS = (80, 90)
 DTYPES = ("float16", "bfloat16")
 SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may use; A100 and H100/H200
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "WIDTH", "num_warps", "num_stages", "SUB")
-ALLOWED_SPILLS: dict[str, int] = {}  # case name -> bytes of stack, each with its reason. Empty is the aim.
+# Case name -> bytes of stack. dkdv with 128 columns at head dims 65..128 on sm_90 is a few registers too large; 64 columns
+# spill nothing, but there both warp groups compute the same columns: twice the products and dropout masks.
+ALLOWED_SPILLS: dict[str, int] = {
+    "attn_bwd/sm_90/bfloat16/d128": 32,
+    "attn_bwd/sm_90/bfloat16/d96": 24,
+    "attn_bwd/sm_90/bfloat16/d96+dropout": 80,
+    "attn_bwd/sm_90/bfloat16/d96+causal": 16,
+    "attn_bwd/sm_90/bfloat16/d96+causal+dropout": 72,
+}
+# Cases that do without HGMMA on sm_90: dk and dv of 64 columns x 256 dims, which it needs at least, are 256 registers.
+ALLOWED_HMMA = re.compile(r"attn_bwd/sm_90/\w+/d256")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +104,15 @@ class Report:
 
     def faults(self, case: Case | AttentionCase, product: bool, min_shared: int) -> list[str]:
         found = []
-        if self.stack > ALLOWED_SPILLS.get(self.case, 0) or (self.local and self.case not in ALLOWED_SPILLS):
+        allowed = ALLOWED_SPILLS.get(self.case, 0) if self.kernel != "_attn_dq_kernel" else 0
+        if self.stack > allowed or (self.local and not allowed):
             found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
         if self.shared > SHARED_LIMIT[case.arch]:
             found.append(f"{self.shared} B of shared memory, the card has {SHARED_LIMIT[case.arch]}")
-        if product and not self.tensor_core:
+        other = self.wrong_tensor_core and ALLOWED_HMMA.match(self.case) and self.kernel == "_attn_dkdv_kernel"
+        if product and not self.tensor_core and not other:
             found.append("no tensor-core instruction")
-        if product and self.wrong_tensor_core:
+        if product and self.wrong_tensor_core and not other:
             found.append(f"{self.wrong_tensor_core} HMMA instructions where HGMMA was meant")
         if product and not case.ragged and min_shared:
             if not self.async_copies:

@@ -419,8 +419,9 @@ class AttentionTile(NamedTuple):
 
 
 # (kernel, architecture) -> {(bytes per element, padded head dim): tile}; the next larger head dim serves. All pass the
-# compile gate without a spill. Eight warps lie one below the other, 16 rows each: fewer than 128 rows (columns for dkdv) are
-# computed twice, which only head dim 256 and sm_80's dkdv cannot avoid, for want of registers.
+# compile gate; its few bytes of spills on sm_90 are named there. Eight warps lie one below the other, 16 rows each, so a
+# tile of fewer than 128 rows (columns for dkdv) is computed twice: only where 128 do not fit into the registers, or (dq at
+# head dim 256 on sm_90) 128 x 32 would, but products narrower than 64 have given wrong results there (triton#11366).
 TILES = {
     ("fwd", 90): {(2, 64): (128, 128, 8, 3), (2, 128): (128, 64, 8, 3), (2, 256): (128, 64, 8, 2),
                   (4, 64): (64, 64, 8, 2), (4, 128): (64, 32, 8, 2), (4, 256): (32, 32, 8, 1)},
@@ -430,7 +431,7 @@ TILES = {
                    (4, 64): (32, 64, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
     ("dkdv", 80): {(2, 64): (32, 128, 8, 2), (2, 128): (64, 64, 8, 1), (2, 256): (32, 32, 8, 1),
                    (4, 64): (32, 64, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
-    ("dq", 90): {(2, 64): (128, 64, 8, 2), (2, 128): (128, 64, 8, 2), (2, 256): (128, 32, 8, 2),
+    ("dq", 90): {(2, 64): (128, 64, 8, 2), (2, 128): (128, 64, 8, 2), (2, 256): (64, 64, 8, 2),
                  (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
     ("dq", 80): {(2, 64): (128, 64, 8, 2), (2, 128): (128, 32, 8, 2), (2, 256): (64, 32, 8, 2),
                  (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
