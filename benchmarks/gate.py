@@ -28,8 +28,8 @@ ARCHS = (80, 90)
 DTYPES = ("float16", "bfloat16")
 SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may use; A100 and H100/H200
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "WIDTH", "num_warps", "num_stages", "SUB")
-# Case name -> bytes of stack. dkdv with 128 columns at head dims 65..128 on sm_90 is a few registers too large; 64 columns
-# spill nothing, but there both warp groups compute the same columns: twice the products and dropout masks.
+# Case name -> bytes of stack. dkdv with 128 columns at head dims 65..128 on sm_90 is a few registers too large; 64
+# columns spill nothing, but there both warp groups compute the same columns: twice the products and dropout masks.
 ALLOWED_SPILLS: dict[str, int] = {
     "attn_bwd/sm_90/bfloat16/d128": 32,
     "attn_bwd/sm_90/bfloat16/d96": 24,

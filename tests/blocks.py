@@ -6,8 +6,8 @@ A `Block` is used as a `cases.Setup` is: `fused`, `call` and `plain` take tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -120,7 +120,8 @@ class Attention(Half):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         rows = {"q": HEADS * HEAD_DIM, "k": self.kv_heads * HEAD_DIM, "v": self.kv_heads * HEAD_DIM}
         rows = {"qkv": sum(rows.values())} if self.packed else rows
-        shapes = {f"{name}_weight": (n, FEATURES) for name, n in rows.items()} | {"out_weight": (self.out, HEADS * HEAD_DIM)}
+        shapes = {f"{name}_weight": (n, FEATURES) for name, n in rows.items()}
+        shapes |= {"out_weight": (self.out, HEADS * HEAD_DIM)}
         if self.bias:
             shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
         if self.qk_norm:
@@ -219,7 +220,6 @@ class Block:
     attention: Attention | None = None
     mlp: MLP | None = None
     recompute: str = "selective"
-    dropout: bool = field(default=True)
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}-{self.recompute}"

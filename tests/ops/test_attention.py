@@ -62,7 +62,8 @@ def test_like_torchs(mask, scale, kv_heads):
 
 
 @pytest.mark.parametrize("shapes", [
-    ((7, 6), (5, 6), (5, 6)), ((3, 7, 6), (3, 5, 6), (3, 5, 6)), ((2, 3, 4, 7, 6),) * 3, ((2, 4, 7, 6), (1, 4, 5, 6), (1, 4, 5, 6)),
+    ((7, 6), (5, 6), (5, 6)), ((3, 7, 6), (3, 5, 6), (3, 5, 6)), ((2, 3, 4, 7, 6),) * 3,
+    ((2, 4, 7, 6), (1, 4, 5, 6), (1, 4, 5, 6)),
     ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 9)), ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 3)),
 ], ids=str)  # fmt: skip
 def test_shapes_like_torchs(shapes):
@@ -85,7 +86,8 @@ def test_window_and_slopes(window, dtype):
     dy = output_gradient(results["y"]).double()
     expected = gradients(torchs(attn_mask=bias[None].double()), wide, dy)
     for name, value in expected.items():
-        torch.testing.assert_close(results[name].double(), value.nan_to_num(), atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
+        near = {"atol": 4 * torch.finfo(dtype).eps, "rtol": 4 * torch.finfo(dtype).eps}
+        torch.testing.assert_close(results[name].double(), value.nan_to_num(), **near)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -123,7 +125,11 @@ def test_rows_that_see_nothing(kind):
     assert not results["q"][:, :, rows].any()
 
 
-OPTIONS = {"causal": {"is_causal": True}, "dropout": {"dropout_p": P}, "mask": {"attn_mask": MASKS["all"], "dropout_p": P}}
+OPTIONS = {
+    "causal": {"is_causal": True},
+    "dropout": {"dropout_p": P},
+    "mask": {"attn_mask": MASKS["all"], "dropout_p": P},
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -180,7 +186,7 @@ class TestSegment:
 
         expected = gradients(ours(**options), tensors)
         assert_same(gradients(offloaded, tensors), expected)
-        views = {name: t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for name, t in tensors.items()}
+        views = {name: t.detach().mT.contiguous().mT.requires_grad_() for name, t in tensors.items()}
         assert_same_within_rounding(gradients(ours(**options), views), expected)
 
     def test_kernels(self, options):
@@ -231,15 +237,17 @@ def test_varlen_like_each_sequence(window, kv_heads, backend):
     def packed(t):
         causal = window == (-1, 0)
         return ckptkern.varlen_attn(
-            t["q"], t["k"], t["v"], CU_Q, CU_K, 5, 6, is_causal=causal, window_size=(-1, -1) if causal else window, **options
-        )
+            t["q"], t["k"], t["v"], CU_Q, CU_K, 5, 6, is_causal=causal, window_size=(-1, -1) if causal else window,
+            **options,
+        )  # fmt: skip
 
     def one_by_one(t):
         parts = []
         for n in range(3):
             rows, columns = slice(CU_Q[n], CU_Q[n + 1]), slice(CU_K[n], CU_K[n + 1])
             i, j = torch.arange(CU_Q[n + 1] - CU_Q[n])[:, None], torch.arange(CU_K[n + 1] - CU_K[n])
-            seen = (j >= i - window[0] if window[0] >= 0 else j >= 0) & (j <= i + window[1] if window[1] >= 0 else j >= 0)
+            left, right = (side if side >= 0 else 99 for side in window)
+            seen = (j >= i - left) & (j <= i + right)
             q, k, v = (t[name][where].transpose(0, 1) for name, where in (("q", rows), ("k", columns), ("v", columns)))
             parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options).transpose(0, 1))
         return torch.cat(parts)
@@ -261,7 +269,7 @@ ERRORS = {
     "dividing heads": (ValueError, "must divide", (Q, Q[:, :3], Q[:, :3]), {"enable_gqa": True}),
     "batches": (ValueError, "batch sizes must be equal or 1", (Q, Q.repeat(2, 1, 1, 1), Q), {}),
     "one dimension": (ValueError, r"must be \[\.\.\., S, D\]", (Q[0, 0, 0], Q, Q), {}),
-    "mask and causal": (RuntimeError, "should not be set when is_causal", (Q, Q, Q), {"attn_mask": BOOL, "is_causal": True}),
+    "mask and causal": (RuntimeError, "should not be set", (Q, Q, Q), {"attn_mask": BOOL, "is_causal": True}),
     "mask's shape": (ValueError, "does not broadcast", (Q, Q, Q), {"attn_mask": BOOL}),
     "mask's dtype": (TypeError, "attn_mask must be bool", (Q, Q, Q), {"attn_mask": BOOL.int()}),
     "probability": (ValueError, "dropout probability", (Q, Q, Q), {"dropout_p": 1.5}),
@@ -272,7 +280,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("error", "message", "args", "options"), ERRORS.values(), ids=ERRORS)
 def test_errors(error, message, args, options):
-    with pytest.raises(error, match=f"scaled_dot_product_attention: .*{message}|scaled_dot_product_attention: {message}"):
+    with pytest.raises(error, match=f"scaled_dot_product_attention: .*{message}"):
         ckptkern.scaled_dot_product_attention(*args, **options)
 
 

@@ -100,9 +100,8 @@ def test_every_level_gives_the_same_bits(block):
 def test_strided_inputs_and_output_gradients(block):
     """Pitfalls 16, 17: any strides; .sum() sends strides of 0."""
     dense = block.make()
-    strided = {
-        name: (t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach()).requires_grad_() for name, t in dense.items()
-    }
+    strided = {name: (t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach()) for name, t in dense.items()}
+    strided = {name: t.requires_grad_() for name, t in strided.items()}
     assert_same_within_rounding(gradients(block.fused, strided), gradients(block.fused, dense))
     dy = torch.ones(()).expand(block.fused(dense).shape)
     assert_same_within_rounding(gradients(block.fused, dense, dy), gradients(block.fused, dense, dy.contiguous()))
@@ -263,6 +262,66 @@ def test_dropout_stops_outside_of_training():
     tensors = block.make()
     y = ckptkern.attention_block(tensors["x"], **block.attention.arguments(tensors), training=False)
     torch.testing.assert_close(y, block.without_dropout().plain(tensors))
+
+
+CU = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "bare"), dropout=False)[:2])
+def test_packed_sequences(block, level):
+    """Each as if it were alone; one of them is empty."""
+    tensors = block.make(lead=(11,))
+
+    def packed(t):
+        return ckptkern.attention_block(
+            t["x"], **block.attention.arguments(t), cu_seqlens=CU, max_seqlen=7, recompute=level
+        )
+
+    def one_by_one(t):
+        return torch.cat([block.call({**t, "x": t["x"][CU[n] : CU[n + 1]]}) for n in (0, 2)])
+
+    assert_same_within_rounding(gradients(packed, tensors), gradients(one_by_one, tensors))
+
+
+X, QKV, OUT = torch.randn(2, 7, 10), torch.randn(72, 10), torch.randn(10, 24)
+ERRORS = {
+    "dimensions": (ValueError, "input must be", {"x": X[0, 0]}),
+    "kv heads": (ValueError, "num_kv_heads=3 must divide num_heads=4", {"num_kv_heads": 3}),
+    "weights": (ValueError, "must be one tensor or three", {"qkv_weight": [QKV, QKV]}),
+    "rows": (ValueError, "do not fit", {"qkv_weight": QKV[:70]}),
+    "features": (ValueError, "qkv_weight has in_features=9", {"qkv_weight": QKV[:, :9]}),
+    "core": (ValueError, "out_weight has in_features=23", {"out_weight": OUT[:, :23]}),
+    "residual": (ValueError, "residual needs out_weight with 10 rows", {"out_weight": OUT[:5], "residual": True}),
+    "norm": (ValueError, "norm must be one of 'layer', 'rms'", {"norm": "batch"}),
+    "norm's weight": (ValueError, "need norm=", {"norm_weight": X[0, 0]}),
+    "q/k norm": (ValueError, "q's norm weight must have shape", {"qk_norm": (X[0, 0], X[0, 0])}),
+    "rotary": (ValueError, "rotary must be", {"rotary": (torch.ones(7, 8), torch.ones(7, 8))}),
+    "learned rotary": (ValueError, "no gradient is formed for rotary", {"rotary": (torch.ones(7, 4, requires_grad=True),) * 2}),
+    "padding": (ValueError, "key_padding_mask must be bool", {"key_padding_mask": torch.zeros(2, 6, dtype=torch.bool)}),
+    "packed": (ValueError, "cu_seqlens must be int32", {"cu_seqlens": CU}),
+    "packed and mask": (ValueError, "no meaning for sequences packed", {
+        "x": X[0], "cu_seqlens": CU, "key_padding_mask": torch.zeros(7, dtype=torch.bool)}),
+    "dtypes": (TypeError, "use one dtype, or torch.autocast", {"qkv_weight": QKV.double()}),
+    "level": (ValueError, "recompute must be one of", {"recompute": "some"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), ERRORS.values(), ids=ERRORS)
+def test_errors(error, message, changes):
+    arguments = dict(x=X, qkv_weight=QKV, qkv_bias=None, out_weight=OUT, out_bias=None, num_heads=4)
+    with pytest.raises(error, match=f"attention_block: .*{message}"):
+        ckptkern.attention_block(**arguments | changes)
+
+
+def test_errors_of_the_mlp_block_and_the_layer():
+    up, down = torch.randn(12, 10), torch.randn(10, 12)
+    with pytest.raises(ValueError, match="mlp_block: gate_bias needs gate_weight"):
+        ckptkern.mlp_block(X, up, None, down, None, gate_bias=up[:, 0])
+    with pytest.raises(ValueError, match="mlp_block: residual needs down_weight with 10 rows"):
+        ckptkern.mlp_block(X, up, None, down[:9], None)
+    with pytest.raises(ValueError, match="transformer_layer: recompute is an argument of transformer_layer, not of"):
+        ckptkern.transformer_layer(X, {"recompute": "full"}, {})
 
 
 # -- the kernels ------------------------------------------------------------------------------------------------------
