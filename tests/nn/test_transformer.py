@@ -221,6 +221,7 @@ def test_inference_equals_torchs(kind):
         lambda m, x, *memory: m(x[..., :-1], *memory),
         lambda m, x, *memory: m(x.float(), *memory),
         lambda m, x, *memory: m(x, *memory, is_causal=True) if not memory else m(x, *memory, tgt_is_causal=True),
+        lambda m, x, *memory: m(x, *memory, **{"memory_is_causal" if memory else "is_causal": True}),
         lambda m, x, *memory: m(x, *memory, torch.zeros(T, T + 1)),
         lambda m, x, *memory: m(x, *memory, torch.zeros(T, T, dtype=torch.int64)),
         lambda m, x, *memory: m(x, *[y[:, :1] for y in memory], torch.zeros(B, T, T)),
