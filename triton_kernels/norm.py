@@ -8,8 +8,8 @@
 
 All in float32 with one rounding at the end. mu and r are rebuilt from x and never kept: forward and backward share
 `normalized_tile` and the shape of its tile, so the rebuilt h has the bits of the first. A program holds whole rows in
-registers, so that x is read once. Rows of up to 16384 16-bit or 8192 float32 elements do not spill (8192 and 4096 where
-the length is no multiple of 16); longer ones work, slowly.
+registers, so that x is read once. Rows of up to 16384 elements do not spill (8192 in float32, 4096 where the length is
+no multiple of 16); longer ones work, slowly.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ class RowTile(NamedTuple):
         }
 
 
-def row_tile(D: int) -> RowTile:
-    """The tile for rows of D elements: 16 elements a thread (32 in the longest rows), whatever the dtype."""
-    BLOCK_D = max(16, triton.next_power_of_2(D))
-    longest_held = 4096 if D % 16 else 8192
+def row_tile(x: torch.Tensor) -> RowTile:
+    """The tile for rows of x: 16 elements a thread (32 in the longest rows), 8 where short rows are float32."""
+    BLOCK_D = max(16, triton.next_power_of_2(x.shape[1]))
     return RowTile(
-        BLOCK_M=max(1, 4096 // BLOCK_D),
+        BLOCK_M=max(1, (2048 if x.itemsize == 4 else 4096) // BLOCK_D),
         BLOCK_D=BLOCK_D,
-        num_warps=8 if BLOCK_D <= 4096 else 16,
-        HELD=longest_held >= BLOCK_D,
+        num_warps=8 if BLOCK_D < 8192 else 16,
+        HELD=BLOCK_D < 16384,
     )
 
 
@@ -168,7 +167,7 @@ def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype, *, 
     weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
     xn = torch.empty((M, D), dtype=out_dtype, device=x.device)
     total = torch.empty((M, D), dtype=x.dtype, device=x.device) if keep_sum else None
-    tile = row_tile(D)
+    tile = row_tile(x)
     if M and D:
         launch(
             _norm_fwd_kernel, (triton.cdiv(M, tile.BLOCK_M),), x, addend, weight, bias, xn, total, M, D, x.stride(0),
@@ -188,7 +187,7 @@ def norm_bwd(
     dxn, x, residual = (None if one is None else rows_of(one) for one in (dxn, x, residual))
     weight = None if weight is None else weight.contiguous()
     dx = torch.empty((M, D), dtype=x.dtype, device=x.device)
-    tile = row_tile(D)
+    tile = row_tile(x)
     tiles = triton.cdiv(M, tile.BLOCK_M)
     per_program = triton.cdiv(tiles, programs(arch_of(x), tile.num_warps))
     rows = triton.cdiv(tiles, max(per_program, 1))

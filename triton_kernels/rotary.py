@@ -37,10 +37,13 @@ class HeadTile(NamedTuple):
 
 
 def head_tile(D: int, R: int) -> HeadTile:
-    """Eight elements of each part for each of 128 threads (16-byte loads), and at most 4096 elements in all."""
+    """Eight elements of each half for each of 128 threads (16-byte loads), and at most 2048 elements in all.
+
+    Where only a part of a row turns its halves are read 8 bytes at a time or less: twice the tokens take 254 registers.
+    """
     half = triton.next_power_of_2(R // 2) if R else 0
     rest = triton.next_power_of_2(D - R) if D > R else 0
-    tokens = min(1024 // min(half or rest, rest or half), 4096 // (2 * half + rest))
+    tokens = min(1024 // min(half or rest, rest or half), 2048 // (2 * half + rest))
     return HeadTile(1 << max(tokens, 1).bit_length() - 1, half, rest)
 
 
@@ -125,9 +128,7 @@ def _heads_fwd_kernel(
         sin_rows = token_rows(t, S, stride_sinb, stride_sins)
         cos_a, cos_b, _ = load_parts(cos_ptr, cos_rows, mask_t, R, R, INTERLEAVED, BLOCK_HALF, 0)
         sin_a, sin_b, _ = load_parts(sin_ptr, sin_rows, mask_t, R, R, INTERLEAVED, BLOCK_HALF, 0)
-    same_row = tl.zeros(
-        (BLOCK_S,), dtype=tl.int64
-    )  # the weight in the layout of x: a row alone is read 2 bytes at a time
+    same_row = tl.zeros((BLOCK_S,), dtype=tl.int64)  # the weight once a token: a row alone is read 2 bytes at a time
     first = tl.program_id(1) * HEADS
     x_rows += first.to(tl.int64) * stride_xh
     y_rows += first.to(tl.int64) * stride_yh
@@ -168,9 +169,7 @@ def _heads_bwd_kernel(
     dweight_a = tl.zeros((BLOCK_S, BLOCK_HALF if R > 0 else 1), dtype=tl.float32)
     dweight_b = dweight_a
     dweight_rest = tl.zeros((BLOCK_S, BLOCK_REST if R < D else 1), dtype=tl.float32)
-    same_row = tl.zeros(
-        (BLOCK_S,), dtype=tl.int64
-    )  # the weight in the layout of x: a row alone is read 2 bytes at a time
+    same_row = tl.zeros((BLOCK_S,), dtype=tl.int64)  # the weight once a token: a row alone is read 2 bytes at a time
     first = tl.program_id(1) * HEADS
     dy_rows += first.to(tl.int64) * stride_dyh
     x_rows += first.to(tl.int64) * stride_xh
