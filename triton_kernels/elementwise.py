@@ -108,7 +108,7 @@ def store_column_sum(ptr, pid_m, offs_n, N, value, mask):
     tl.store(ptr + pid_m.to(tl.int64) * N + offs_n, total, mask=offs_n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _act_bwd_kernel(
     dy_ptr, kept_ptr, dz_ptr, db_ptr, M, N, stride_dym, stride_keptm, stride_dzm,
     ACT: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
