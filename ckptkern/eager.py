@@ -82,6 +82,10 @@ def _column_sum(dz: Tensor, wanted: bool) -> Tensor | None:
     return dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32)) if wanted else None
 
 
+def act_fwd(z, u, activation):
+    return act(z, activation) if u is None else act(z, activation) * u
+
+
 def act_bwd(dy, kept, activation, *, bits=False, db=False):
     dz = torch.where(unpack_bits(kept, dy.shape[1]), dy, 0) if bits else act_grad_of(dy, kept, activation)
     return dz, _column_sum(dz, db)

@@ -4,12 +4,12 @@ Reading order: tile.py (tiles, dot, cast), elementwise.py (activations), philox.
 (Linear + activation), mlp.py (MLP and gated MLP), stack.py (narrow chains). Kernels import nothing of ckptkern but kernels.
 """
 
-from .elementwise import act_bwd, dropout
+from .elementwise import act_bwd, act_fwd, dropout
 from .linear import act_grad, linear_bwd, linear_fwd
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, mlp_bwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
 __all__ = [
-    "act_bwd", "act_grad", "dropout", "gated_act_grad", "gated_bwd", "gated_fwd", "linear_bwd", "linear_fwd", "mlp_bwd",
-    "pack_stack", "stack_bwd", "stack_fwd", "stack_width",
+    "act_bwd", "act_fwd", "act_grad", "dropout", "gated_act_grad", "gated_bwd", "gated_fwd", "linear_bwd", "linear_fwd",
+    "mlp_bwd", "pack_stack", "stack_bwd", "stack_fwd", "stack_width",
 ]  # fmt: skip

@@ -321,6 +321,11 @@ def dropout_arguments(rng: Tensor | None, p: float) -> tuple[Tensor | None, int,
     return (None, 0, 1.0) if rng is None else (rng, *state.threshold_scale(p))
 
 
+def dropped(p: ModuleType, h: Tensor, dropout: tuple[Tensor | None, int, float], row_base: int) -> Tensor:
+    """dropout(h), h itself without a state; `p` is the backend's module."""
+    return h if dropout[0] is None else p.dropout(h, *dropout, row_base=row_base)
+
+
 def draw_state(x: Tensor, p: float, training: bool) -> Tensor | None:
     """The 16 bytes that dropout keeps, or None where nothing is dropped."""
     return state.draw(x) if training and p > 0.0 else None

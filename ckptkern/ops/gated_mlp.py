@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, row_count,
-    rows_2d, token_chunks, unflattened,
+    choose_level, column_sum, draw_state, dropout_arguments, dropped, matmul_precision, parse_bytes, primitives,
+    row_count, rows_2d, token_chunks, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -82,9 +82,11 @@ class GatedMLP(Segment):
             options = dict(dropout=dropout, row_base=start)
             h_rows = None if h is None else h[rows]
             keep_h = h is None and needed(needs, WD)
-            if not need_gate and (h is not None or g is None):
-                if h is None:
+            if not need_gate:
+                if h is None and g is None:
                     h_rows = p.gated_fwd(x_rows, wg_, bg_, wu_, bu_, activation, precision, **options)[0]
+                elif h is None:
+                    h_rows = dropped(p, p.act_fwd(g[rows], u[rows], activation), **options)
             else:
                 wanted = dict(keep_h=keep_h, dbg=BG in bias_grads, dbu=BU in bias_grads)
                 if g is None and (backend == "eager" or max(features, wd.shape[0]) <= TRIPLE_MAX_FEATURES):

@@ -167,7 +167,9 @@ class LinearStack(Segment):
                     break
                 h = kept[i - 1] if relu else h_last if i == L - 1 else None
                 dz_below = None
-                if i > lowest or (h is None and need_dw[i]):
+                if i == lowest and h is None and need_dw[i]:
+                    h = p.act_fwd(kept[i - 1], None, activation)
+                elif i > lowest:
                     dz_below, made, db = p.act_grad(
                         dz, ws[i], kept[i - 1], activation, precision, keep_h=h is None and need_dw[i],
                         h_over_z=not stored, db=need_db[i - 1],

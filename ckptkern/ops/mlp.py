@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, row_count,
-    rows_2d, token_chunks, unflattened,
+    choose_level, column_sum, draw_state, dropout_arguments, dropped, matmul_precision, parse_bytes, primitives,
+    row_count, rows_2d, token_chunks, unflattened,
 )  # fmt: skip
 from ._segment import Segment, absent, build, needed
 
@@ -90,9 +90,11 @@ class MLP(Segment):
             options = dict(dropout=dropout, row_base=start)
             h_rows = None if h is None else h[rows]
             keep_h = h is None and needed(needs, W2)
-            if not need_dz and (h is not None or z is None):
-                if h is None:
+            if not need_dz:
+                if h is None and z is None:
                     h_rows = p.linear_fwd(x_rows, w1_, b1_, activation, precision, **options)[0]
+                elif h is None:
+                    h_rows = dropped(p, p.act_fwd(z[rows], None, activation), **options)
             else:
                 if z is not None:
                     dz, made, db = p.act_grad(
