@@ -87,6 +87,7 @@ def launches(M: int, threshold: int, first_row: int):
         "gated_fwd": lambda t: t.gated_fwd(x, w, b, w, b, *plain, keep_gu=True, **dropped),
         "gated_bwd": lambda t: t.gated_bwd(x, w, b, w, b, dy, v, *plain, dbg=True, dbu=True, **dropped),
         "gated_act_grad": lambda t: t.gated_act_grad(dy, v, dh, dh, *plain, dbg=True, dbu=True, **dropped),
+        "act_fwd": lambda t: t.act_fwd(dh, dh, "gelu"),
         "act_bwd": lambda t: t.act_bwd(dh, dh, "gelu", db=True),
         "act_bwd of bits": lambda t: t.act_bwd(dh, bits, "relu", bits=True, db=True),
         "dropout": lambda t: t.dropout(dh, dropped["dropout"][0], *dropped["dropout"][1:], row_base=first_row),

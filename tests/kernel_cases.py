@@ -55,6 +55,7 @@ LAUNCHERS = [
     Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("keep_gu",), True),
     Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS),
     Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS),
+    Launcher("act_fwd", {"z": "MN", "u": "MN"}, ("h",), (), False, product=False),
     Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
 ]
 BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
@@ -86,6 +87,7 @@ def call(launcher: Launcher, backend: ModuleType, tensors: dict, activation: str
     options = dict.fromkeys(launcher.wants, True) | options
     precision = ("ieee",) if launcher.product else ()
     results = getattr(backend, launcher.name)(*tensors.values(), activation, *precision, **options)
+    results = results if isinstance(results, tuple) else (results,)
     return {name: result for name, result in zip(launcher.outputs, results, strict=True) if result is not None}
 
 

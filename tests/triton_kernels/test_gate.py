@@ -83,6 +83,12 @@ def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     assert len(specialized[name]) == 1, "\n".join(specialized[name])
 
 
+@pytest.mark.parametrize("name", gate.OPS)
+def test_no_multiply_add_is_fused(name, specialized):
+    """A product and sum fused in forward and not in recompute would differ in the last bit."""
+    assert all("'enable_fp_fusion': False" in key for key in specialized[name])
+
+
 def test_the_gate_refuses_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="run it in a process without TRITON_INTERPRET=1"):
