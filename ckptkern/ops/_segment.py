@@ -9,8 +9,8 @@ A segment is (inputs) -> output, with some tensors kept in between. From its des
 - a Function over the backward op, whose own backward differentiates the plain PyTorch composite: second order is right.
 
 `needs` is a bitmask over the inputs, of any length: the library ops take it in words of 62 bits, because a stack of 31
-layers has more inputs than an int64 has bits. What it leaves out costs no GEMM. Op bodies run with autocast off and cast weights
-inside, so that a cast copy never lives from forward to backward; the public function casts x.
+layers has more inputs than an int64 has bits. What it leaves out costs no GEMM. Op bodies run with autocast off and
+cast weights inside, so that a cast copy never lives from forward to backward; the public function casts x.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Segment:
 
     @classmethod
     def missing_input(cls, dy: Tensor, saved: tuple, statics: tuple) -> Tensor:
-        """Stands in for an input that was not kept when the composite is differentiated; raises if gradients need it."""
+        """Stands in for an input that was not kept, when the composite is differentiated; raises if that needs it."""
         raise RuntimeError(
             f"{cls.name}: second-order gradients need the input, which was not kept because the weight that reads it "
             f"is frozen; use recompute='full'"
