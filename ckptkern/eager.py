@@ -26,14 +26,14 @@ def _relu2(z: Tensor) -> Tensor:
 
 # name -> (act(z), dy, z -> dy * act'(z)). For relu, z may be relu's own output: the gradient is the same.
 ACTIVATIONS = {
-    "relu": (F.relu, lambda dy, z: _aten.threshold_backward(dy, z, 0)),
+    "relu": (F.relu, lambda dy, z: _aten.threshold_backward.default(dy, z, 0)),
     "relu2": (_relu2, lambda dy, z: dy * F.relu(z).mul_(2)),
-    "gelu": (F.gelu, lambda dy, z: _aten.gelu_backward(dy, z)),
+    "gelu": (F.gelu, _aten.gelu_backward.default),
     "gelu_tanh": (
         lambda z: F.gelu(z, approximate="tanh"),
-        lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"),
+        lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh"),
     ),
-    "silu": (F.silu, lambda dy, z: _aten.silu_backward(dy, z)),
+    "silu": (F.silu, _aten.silu_backward.default),
     "identity": (lambda z: z, lambda dy, z: dy),
 }
 
@@ -78,8 +78,13 @@ def _dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
     return h if dropout_[0] is None else dropout(h, *dropout_, row_base=row_base)
 
 
+def column_sum(dy: Tensor) -> Tensor:
+    """Sum of the rows, in float32 at least."""
+    return dy.sum(0, dtype=torch.float32 if dy.dtype.itemsize < 4 else None)
+
+
 def _column_sum(dz: Tensor, wanted: bool) -> Tensor | None:
-    return dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32)) if wanted else None
+    return column_sum(dz) if wanted else None
 
 
 def act_fwd(z, u, activation):

@@ -4,7 +4,8 @@ A segment is (inputs) -> output, with some tensors kept in between. From its des
 - `ckptkern::NAME_fwd(inputs, statics) -> (y, kept...)` and `ckptkern::NAME_bwd(dy, inputs, kept, statics, needs) ->
   gradients`, raw functional library ops with fakes, vmap rules and FLOP formulas, so that torch.compile, FLOP counters
   and selective checkpointing see them;
-- a classic autograd Function for eager mode, the quickest on the host;
+- a classic autograd Function for eager mode, the quickest on the host; it calls the op's body itself where nothing
+  would see the op;
 - a `setup_context` Function with a generated vmap rule for torch.compile and torch.func;
 - a Function over the backward op, whose own backward differentiates the plain PyTorch composite: second order is right.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import state
@@ -46,12 +48,12 @@ class Segment:
 
     @staticmethod
     def forward(*args):
-        """(*inputs, *statics) -> (y, kept...); `empty(0)` for what is not kept at this level."""
+        """(*inputs, *statics) -> (y, kept...); None for what is not kept at this level."""
         raise NotImplementedError
 
     @staticmethod
     def backward(dy, *args):
-        """(dy, *inputs, *kept, *statics, needs) -> a gradient per input, `empty(0)` where it is not needed."""
+        """(dy, *inputs, *kept, *statics, needs) -> a gradient per input, None where it is not needed."""
         raise NotImplementedError
 
     @staticmethod
@@ -116,9 +118,33 @@ def needed(needs: int, index: int) -> bool:
     return bool(needs >> index & 1)
 
 
-def absent(like: Tensor) -> Tensor:
-    """The empty tensor that stands for «not wanted» in an op's results."""
-    return like.new_empty(0)
+def _filled(results, like: Tensor):
+    """An op's results with `empty(0)` in place of None: a schema has no optional results."""
+    if results is None:
+        return like.new_empty(0)
+    return results if isinstance(results, Tensor) else type(results)(_filled(result, like) for result in results)
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _watched(tensors) -> bool:
+    """Does anything see the op besides its body: the compiler, a transform, a mode, the profiler, a tensor subclass?"""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _direct(body, *args):
+    """The op's body, as the dispatcher runs it. The way through the dispatcher is a tenth of a tiny mlp's host time."""
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():
+            return body(*args)
+    return body(*args)
 
 
 _WORD = 62
@@ -227,11 +253,11 @@ def build(segment: type[Segment]):
 
     def forward(*args):
         with torch._C._DisableAutocast():
-            return segment.forward(*_with_precision(args, precision_from_end))
+            return _filled(segment.forward(*_with_precision(args, precision_from_end)), args[0])
 
     def backward(*args):
         with torch._C._DisableAutocast():
-            return segment.backward(*_with_precision(_joined(args), precision_from_end + 1))
+            return _filled(segment.backward(*_with_precision(_joined(args), precision_from_end + 1)), args[0])
 
     def backward_fake(*args):
         return segment.backward_fake(*_joined(args))
@@ -276,14 +302,21 @@ def build(segment: type[Segment]):
                 segment.missing_input(dy, saved, statics)
             grads = Backward.apply(needs, *statics, dy, *saved)
         else:
-            grads = segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, _split(needs)))
-        return tuple(g if needs >> i & 1 else None for i, g in enumerate(grads))
+            arguments = segment.backward_arguments(saved, statics)
+            if _watched((dy, *saved)):
+                results = bwd(dy, *arguments, *statics, _split(needs))
+            else:
+                results = _direct(segment.backward, dy, *arguments, *statics, needs)
+            grads = segment.flat(results)
+        return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx, statics, *tensors):
-            outputs = segment.flat(fwd(*segment.arguments(tensors), *statics))
-            ctx.needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[1:]) if need)
+            arguments = segment.arguments(tensors)
+            results = fwd(*arguments, *statics) if _watched(tensors) else _direct(segment.forward, *arguments, *statics)
+            outputs = segment.flat(results)
+            ctx.needs = sum([need << i for i, need in enumerate(ctx.needs_input_grad[1:])])
             ctx.statics = statics
             ctx.precision = state.Precision()
             ctx.save_for_backward(*segment.saved(tensors, outputs, statics, ctx.needs))
@@ -313,7 +346,7 @@ def build(segment: type[Segment]):
         @staticmethod
         def backward(ctx, dy, *_):
             grads = gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs)
-            return (None,) * (1 + statics_count) + grads
+            return (None,) * (1 + statics_count) + tuple(grads)
 
     class Transformed(Functional):
         """Functional for torch.func; Dynamo traces no Function with a jvp."""
@@ -328,6 +361,9 @@ def build(segment: type[Segment]):
         node = function._backward_cls  # its name is in grad_fn, profiles and anomaly mode
         node.__name__ = node.__qualname__ = function.__name__ + "Backward"
 
+    # torch's Function.apply looks for a setup_context and for transforms (5 % of a tiny mlp's host time): known here.
+    apply_eager = super(torch.autograd.Function, Eager).apply
+
     def apply(statics: tuple, *tensors) -> Tensor:
         if torch._C._are_functorch_transforms_active():
             if torch.compiler.is_compiling():
@@ -339,6 +375,6 @@ def build(segment: type[Segment]):
                 # Dynamo, where nothing needs a gradient, hands a ctx to a forward(*args) that takes none
                 return segment.flat(fwd(*segment.arguments(tensors), *statics))[0]
             return Functional.apply(needs, *statics, *_distinct(tensors))[0]
-        return Eager.apply(statics, *tensors)
+        return apply_eager(statics, *[unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors])
 
     return apply
