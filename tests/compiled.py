@@ -1,4 +1,4 @@
-"""What tests/triton_kernels/test_gate.py learns from compiled kernels, as JSON: compiled.py planted | specialized
+"""What tests/triton_kernels/test_gate.py learns from compiled kernels, as JSON: compiled.py NAME
 
 A process of its own, without TRITON_INTERPRET: a kernel decorated under it cannot be compiled.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 
 import torch
@@ -105,5 +106,21 @@ def specialized() -> dict[str, list[str]]:
     return {name: sorted(found) for name, found in keys.items()}
 
 
+def maxima() -> dict[str, list[str]]:
+    """The kinds of float32 maximum in the PTX of relu's and relu2's forward and backward."""
+    M, N = 4096, 1024
+    calls = {
+        "relu": lambda: triton_kernels.act_fwd(meta(M, N), None, "relu"),
+        "relu2": lambda: triton_kernels.act_fwd(meta(M, N), None, "relu2"),
+        "relu2 backward": lambda: triton_kernels.act_bwd(meta(M, N), meta(M, N), "relu2"),
+    }
+    kinds = {}
+    for name, call in calls.items():
+        (launch,) = gate.catch_launches(call, 90)
+        kinds[name] = sorted(set(re.findall(r"\bmax\S*", gate.compile_launch(*launch, 90).asm["ptx"])))
+    return kinds
+
+
 if __name__ == "__main__":
-    json.dump({"planted": planted, "specialized": specialized}[sys.argv[1]](), sys.stdout)
+    answers = {"planted": planted, "specialized": specialized, "maxima": maxima}
+    json.dump(answers[sys.argv[1]](), sys.stdout)

@@ -89,6 +89,17 @@ def test_no_multiply_add_is_fused(name, specialized):
     assert all("'enable_fp_fusion': False" in key for key in specialized[name])
 
 
+@pytest.fixture(scope="module")
+def maxima() -> dict[str, list[str]]:
+    return learned("maxima")
+
+
+@pytest.mark.parametrize("name", ["relu", "relu2", "relu2 backward"])
+def test_relu_keeps_nan_on_the_device(name, maxima):
+    """tl.maximum drops NaN unless told not to; the interpreter's keeps it either way."""
+    assert maxima[name] == ["max.NaN.f32"]
+
+
 def test_the_gate_refuses_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="run it in a process without TRITON_INTERPRET=1"):
