@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -66,44 +67,71 @@ def specializations(call, arch: int) -> set[str]:
     return keys
 
 
-ROWS = (1, 2, 16, 17, 1024, 2**20 + 1)
-THRESHOLDS = (1, 16, 17, 6554, 32768, 65536)
-FIRST_ROWS = (0, 16, 128, 2**20, 2**30 + 128)
-
-
-def launches(M: int, threshold: int, first_row: int):
-    """Every launcher on M rows of features that are multiples of 16."""
-    K, N, D, L = 64, 128, 32, 3
+def launches(
+    M: int = 4096,
+    K: int = 1024,
+    N: int = 4096,
+    D: int = 1024,
+    *,
+    activation: str = "relu",
+    view: Callable[[int, int], torch.Tensor] = meta,
+    threshold: int = 6554,
+    first_row: int = 0,
+) -> dict[str, Callable[[], object]]:
+    """Every launcher with everything it can give; `view` makes its matrices."""
     dropped = {"dropout": (meta(2, dtype=torch.int64), threshold, 65536 / (65537 - threshold)), "row_base": first_row}
-    x, dy, dh, b = meta(M, K), meta(M, D), meta(M, N), meta(N)
-    w, v = meta(N, K), meta(D, N)
-    bits = meta(M, N // 8, dtype=torch.uint8)
-    narrow = meta(L, 64, 64), meta(L, 64)
-    plain = ("relu", "ieee")
+    x, dy, dh, b, w, v = view(M, K), view(M, D), view(M, N), meta(N), view(N, K), view(D, N)
+    bits, narrow = meta(M, -(-N // 8), dtype=torch.uint8), (meta(3, 64, 64), meta(3, 64))
+    how, t = (activation, "ieee"), triton_kernels
     return {
-        "linear_fwd": lambda t: t.linear_fwd(x, w, b, *plain, keep_z=True, keep_bits=True, **dropped),
-        "linear_bwd": lambda t: t.linear_bwd(x, w, b, dh, *plain, db=True),
-        "act_grad": lambda t: t.act_grad(dy, v, dh, *plain, keep_h=True, db=True, **dropped),
-        "mlp_bwd": lambda t: t.mlp_bwd(x, w, b, dy, v, *plain, db=True, **dropped),
-        "gated_fwd": lambda t: t.gated_fwd(x, w, b, w, b, *plain, keep_gu=True, **dropped),
-        "gated_bwd": lambda t: t.gated_bwd(x, w, b, w, b, dy, v, *plain, dbg=True, dbu=True, **dropped),
-        "gated_act_grad": lambda t: t.gated_act_grad(dy, v, dh, dh, *plain, dbg=True, dbu=True, **dropped),
-        "act_fwd": lambda t: t.act_fwd(dh, dh, "gelu"),
-        "act_bwd": lambda t: t.act_bwd(dh, dh, "gelu", db=True),
-        "act_bwd of bits": lambda t: t.act_bwd(dh, bits, "relu", bits=True, db=True),
-        "dropout": lambda t: t.dropout(dh, dropped["dropout"][0], *dropped["dropout"][1:], row_base=first_row),
-        "stack_fwd": lambda t: t.stack_fwd(x, *narrow, 64, *plain, keep_bits=True),
-        "stack_bwd": lambda t: t.stack_bwd(x, *narrow, x, bits[:, :8], *plain),
+        "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, keep_bits=activation == "relu", **dropped),
+        "linear_bwd": lambda: t.linear_bwd(x, w, b, dh, *how, db=True),
+        "act_grad": lambda: t.act_grad(dy, v, dh, *how, keep_h=True, db=True, **dropped),
+        "mlp_bwd": lambda: t.mlp_bwd(x, w, b, dy, v, *how, db=True, **dropped),
+        "gated_fwd": lambda: t.gated_fwd(x, w, b, w, b, *how, keep_gu=True, **dropped),
+        "gated_bwd": lambda: t.gated_bwd(x, w, b, w, b, dy, v, *how, dbg=True, dbu=True, **dropped),
+        "gated_act_grad": lambda: t.gated_act_grad(dy, v, dh, dh, *how, dbg=True, dbu=True, **dropped),
+        "act_fwd": lambda: t.act_fwd(dh, dh, activation),
+        "act_bwd": lambda: t.act_bwd(dh, dh, activation, db=True),
+        "act_bwd of bits": lambda: t.act_bwd(dh, bits, "relu", bits=True, db=True),
+        "dropout": lambda: t.dropout(dh, *dropped["dropout"], row_base=first_row),
+        "stack_fwd": lambda: t.stack_fwd(view(M, 64), *narrow, 64, *how, keep_bits=activation == "relu"),
+        "stack_bwd": lambda: t.stack_bwd(view(M, 64), *narrow, view(M, 64), bits[:, :8], "relu", "ieee"),
     }
 
 
 def specialized() -> dict[str, list[str]]:
     """The compilations of each launcher over lengths, dropout probabilities and first rows."""
+    rows, thresholds = (1, 2, 16, 17, 1024, 2**20 + 1), (1, 16, 17, 6554, 32768, 65536)
     keys: dict[str, set[str]] = {}
-    for M, threshold, first_row in itertools.product(ROWS, THRESHOLDS, FIRST_ROWS):
-        for name, call in launches(M, threshold, first_row).items():
-            keys.setdefault(name, set()).update(specializations(lambda call=call: call(triton_kernels), 90))
+    for M, threshold, first_row in itertools.product(rows, thresholds, (0, 16, 128, 2**20, 2**30 + 128)):
+        for name, call in launches(M, threshold=threshold, first_row=first_row).items():
+            keys.setdefault(name, set()).update(specializations(call, 90))
     return {name: sorted(found) for name, found in keys.items()}
+
+
+# Launches that look aligned in all respects but one.
+UNEVEN = {
+    "offset of one element": {"view": lambda m, n: meta(m, n + 16)[:, 1:-15]},
+    "rows 8 elements further apart": {"view": lambda m, n: meta(m, n + 8)[:, :-8]},
+    "odd number of outputs": {"N": 4095},
+    "odd number of inputs": {"K": 1023, "D": 1023},
+}
+
+
+def uneven() -> dict[str, list[str]]:
+    """What spills among them, with the tile that their launcher chooses."""
+    spills = {}
+    for kind, options in UNEVEN.items():
+        found = spills[kind] = []
+        for name in ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd"):
+            call = launches(activation="gelu", **options)[name]
+            for arch in gate.ARCHS:
+                (launch,) = gate.catch_launches(call, arch)
+                read = gate.read_cubin(gate.compile_launch(*launch, arch))
+                if read["stack"] or read["local"]:
+                    found.append(f"{name} on sm_{arch}: {read['stack']} B of stack, {read['local']} local instructions")
+    return spills
 
 
 def maxima() -> dict[str, list[str]]:
@@ -122,5 +150,5 @@ def maxima() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    answers = {"planted": planted, "specialized": specialized, "maxima": maxima}
+    answers = {"planted": planted, "specialized": specialized, "uneven": uneven, "maxima": maxima}
     json.dump(answers[sys.argv[1]](), sys.stdout)
