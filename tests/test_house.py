@@ -30,11 +30,11 @@ LAYERS = {
     "ops": 3,
     "nn": 4,
     "env": 5,
-    "benchmarks": 6,
+    "benchmarks": 7,
     "demo": 6,
     "verify": 6,
     "demo_figure": 5,
-    "__main__": 7,
+    "__main__": 8,
 }
 TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
 WITH_EXTRAS = {"benchmarks", "demo", "demo_figure", "env", "__main__"}
