@@ -38,9 +38,13 @@ def _fresh_compiler():
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_opcheck(setup):
-    """Schema, fakes, aot dispatch with dynamic shapes, on the arguments of a step, then of one with frozen inputs."""
-    names = list(make(setup))
-    samples = op_samples(setup, make(setup)) + op_samples(setup, make(setup, frozen=names[1::2]))
+    """Schema, fakes, aot dispatch with dynamic shapes, on the arguments of a step, then of one that mixes dtypes.
+
+    The second has frozen inputs, and float32 parameters under bf16 autocast: a gradient has its parameter's dtype.
+    """
+    samples = op_samples(setup, make(setup))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        samples += op_samples(setup, make(setup, frozen=list(make(setup))[1::3]))
     assert [str(op) for op, _ in samples] == [f"ckptkern.{setup.op.name}_{way}.default" for way in ("fwd", "bwd")] * 2
     for op, args in samples:
         torch.library.opcheck(op, args)
