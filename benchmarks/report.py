@@ -39,22 +39,27 @@ def _figure(row: dict[str, str], field: str, form: str, scale: float = 1.0) -> s
     return format(float(row[field]) * scale, form) if row.get(field) else "–"
 
 
-def _mib(row: dict[str, str], field: str) -> str:
-    return _figure(row, field, ".3g" if row.get(field) and float(row[field]) < 100 * MIB else ".0f", 1 / MIB)
+def _bytes(row: dict[str, str], field: str) -> str:
+    if not row.get(field):
+        return "–"
+    size, units = float(row[field]), ["B", "KiB", "MiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
 
 
 def case_table(rows: Rows, timed: bool) -> str:
     """All measured ways of a case. timed: with milliseconds, which mean something on a GPU only."""
     base = next((float(row["ms"]) for row in rows if row["way"] == CHECKPOINT and row["ms"]), None)
     graphs = any(row["graph_ms"] for row in rows)
-    heading = ["way", "time / eager", "time / checkpoint", "kept MiB", "peak MiB", "error / eager's"]
+    heading = ["way", "time / eager", "time / checkpoint", "kept", "peak", "error / eager's"]
     heading += ["ms (p20–p80)"] * timed + ["CUDA graph ms"] * graphs
     lines = []
     for row in rows:
         if row["status"] != "ok":
             continue
         line = [row["way"], _figure(row, "ratio", ".2f"), _figure(row, "ms", ".2f", 1 / base) if base else "–"]
-        line += [_mib(row, "kept_bytes"), _mib(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
+        line += [_bytes(row, "kept_bytes"), _bytes(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
         if timed:
             line.append(
                 " ".join(
@@ -93,19 +98,20 @@ def report(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """One table for the README: a line a case, time / eager and kept MiB of every way that was measured somewhere."""
+    """One table for the README: a line a case, time / eager and kept bytes of every way that was measured somewhere."""
     by_case, env = read(folder)
     measured = [{row["way"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
-    names = list(dict.fromkeys(way for found in measured for way in found if "eager" in found))
+    fullest_first = sorted((found for found in measured if "eager" in found), key=len, reverse=True)
+    names = list(dict.fromkeys(way for found in fullest_first for way in found))
     lines = []
     for case, found in zip(by_case, measured, strict=True):
         if "eager" in found:
             cells = [
-                f"{_figure(found[n], 'ratio', '.2f')} · {_mib(found[n], 'kept_bytes')}" if n in found else ""
+                f"{_figure(found[n], 'ratio', '.2f')} · {_bytes(found[n], 'kept_bytes')}" if n in found else ""
                 for n in names
             ]
             lines.append([case, *cells])
-    heading = f"**{env.get('device', folder.name)}**, time / eager · kept MiB. {preface(env)}"
+    heading = f"**{env.get('device', folder.name)}**, time / eager · kept for backward. {preface(env)}"
     return f"{heading}\n\n{table(['case', *names], lines)}"
 
 

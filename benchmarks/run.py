@@ -47,7 +47,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What a figure must come with: versions, devices, clocks, SDPA backends, tiles, commit, date."""
     found = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _answer("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"),
+        "commit": _answer("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"),
         **env.collect(),
     }
     if device.type == "cuda":

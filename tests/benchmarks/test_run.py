@@ -65,7 +65,7 @@ def test_writes_rows_for_every_way_environment_and_report(monkeypatch, tmp_path)
     assert str(Path.home()) not in json.dumps(env)
     text = (tmp_path / "new" / "report.md").read_text()
     assert "## tiny/d16x24, float32" in text
-    assert re.search(r"\| ckptkern full \| \d+\.\d\d \| \d+\.\d\d \| 0\.00146 \|", text)
+    assert re.search(r"\| ckptkern full \| \d+\.\d\d \| \d+\.\d\d \| 1\.5 KiB \|", text)
 
 
 def test_figures(monkeypatch, tmp_path):
@@ -233,7 +233,7 @@ def test_readme_is_written_and_a_stale_one_is_noticed(monkeypatch, tmp_path, cap
     text = readme.read_text()
     assert text.startswith(f"# before\n{report.BEGIN}\n")
     assert text.endswith(f"{report.END}\nafter\n")
-    assert "| tiny/d16x24 | 1.00 · 0.0132 |" in text
+    assert "| tiny/d16x24 | 1.00 · 13.5 KiB |" in text
     assert report.main([*arguments, "--check"]) == 0
     csv_text = (results / "cpu" / "results.csv").read_text()
     (results / "cpu" / "results.csv").write_text(csv_text.replace("tiny", "other"))
