@@ -245,6 +245,13 @@ def _launch_gated_act_grad(case):
     )  # fmt: skip
 
 
+def _launch_act_fwd(case):
+    from ..triton_kernels import elementwise
+
+    meta, M, _, N, _, _, _ = _tensors(case)
+    elementwise.act_fwd(meta(M, N), meta(M, N) if case.extras else None, case.activation)
+
+
 def _launch_act_bwd(case):
     import torch
 
@@ -324,6 +331,7 @@ OPS = {
     "gated_fwd": _launch_gated_fwd,
     "gated_bwd": _launch_gated_bwd,
     "gated_act_grad": _launch_gated_act_grad,
+    "act_fwd": _launch_act_fwd,
     "act_bwd": _launch_act_bwd,
     "dropout": _launch_dropout,
 }

@@ -7,6 +7,7 @@ Same saved sets, same dropout masks, same rounding points: z is rounded, act(z) 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,32 +23,61 @@ Dropout = tuple[Tensor | None, int, float]  # (state, threshold, scale); state N
 NO_DROPOUT: Dropout = (None, 0, 1.0)
 
 
-def _relu2(z: Tensor) -> Tensor:
-    return F.relu(z).square()
+class Activation(NamedTuple):
+    """act: z -> act(z). grad: dy, z -> dy * act'(z). act_ and grad_ write the same over z and over dy.
+
+    For relu, z may be relu's own output: the gradient is the same.
+    """
+
+    act: Callable[[Tensor], Tensor]
+    grad: Callable[[Tensor, Tensor], Tensor]
+    act_: Callable[[Tensor], Tensor]
+    grad_: Callable[[Tensor, Tensor], Tensor]
 
 
-# name -> (act(z), dy, z -> dy * act'(z)). For relu, z may be relu's own output: the gradient is the same.
 ACTIVATIONS = {
-    "relu": (F.relu, lambda dy, z: _aten.threshold_backward(dy, z, 0)),
-    "relu2": (_relu2, lambda dy, z: dy * F.relu(z).mul_(2)),
-    "gelu": (F.gelu, lambda dy, z: _aten.gelu_backward(dy, z)),
-    "gelu_tanh": (
-        lambda z: F.gelu(z, approximate="tanh"),
-        lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"),
+    "relu": Activation(
+        F.relu,
+        lambda dy, z: _aten.threshold_backward.default(dy, z, 0),
+        torch.relu_,
+        lambda dy, z: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=dy),
     ),
-    "silu": (F.silu, lambda dy, z: _aten.silu_backward(dy, z)),
-    "identity": (lambda z: z, lambda dy, z: dy),
+    "relu2": Activation(
+        lambda z: F.relu(z).square(),
+        lambda dy, z: dy * F.relu(z).mul_(2),
+        lambda z: torch.relu_(z).square_(),
+        lambda dy, z: dy.mul_(F.relu(z).mul_(2)),
+    ),
+    "gelu": Activation(
+        F.gelu,
+        _aten.gelu_backward.default,
+        torch._C._nn.gelu_,
+        lambda dy, z: _aten.gelu_backward.grad_input(dy, z, grad_input=dy),
+    ),
+    "gelu_tanh": Activation(
+        lambda z: F.gelu(z, approximate="tanh"),
+        lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh"),
+        lambda z: torch._C._nn.gelu_(z, approximate="tanh"),
+        lambda dy, z: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=dy),
+    ),
+    "silu": Activation(
+        F.silu,
+        _aten.silu_backward.default,
+        lambda z: F.silu(z, inplace=True),
+        lambda dy, z: _aten.silu_backward.grad_input(dy, z, grad_input=dy),
+    ),
+    "identity": Activation(lambda z: z, lambda dy, z: dy, lambda z: z, lambda dy, z: dy),
 }
 
 
 def act(z: Tensor, activation: str) -> Tensor:
     """act(z). May be z itself (identity)."""
-    return ACTIVATIONS[activation][0](z)
+    return ACTIVATIONS[activation].act(z)
 
 
 def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     """dy * act'(z). May be dy itself (identity)."""
-    return ACTIVATIONS[activation][1](dy, z)
+    return ACTIVATIONS[activation].grad(dy, z)
 
 
 def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -80,8 +110,17 @@ def _dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
     return h if dropout_[0] is None else dropout(h, *dropout_, row_base=row_base)
 
 
+def column_sum(dy: Tensor) -> Tensor:
+    """Sum of the rows, in float32 at least."""
+    return dy.sum(0, dtype=torch.float32 if dy.dtype.itemsize < 4 else None)
+
+
 def _column_sum(dz: Tensor, wanted: bool) -> Tensor | None:
-    return dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32)) if wanted else None
+    return column_sum(dz) if wanted else None
+
+
+def act_fwd(z, u, activation):
+    return act(z, activation) if u is None else act(z, activation) * u
 
 
 def act_bwd(dy, kept, activation, *, bits=False, db=False):
@@ -102,15 +141,19 @@ def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
 def act_grad(
     dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False, db=False
 ):
-    dz = act_grad_of(_dropped(torch.mm(dy, w), dropout, row_base), z, activation)
-    h = _dropped(act(z, activation), dropout, row_base) if keep_h else None
+    function = ACTIVATIONS[activation]
+    dz = function.grad_(_dropped(torch.mm(dy, w), dropout, row_base), z)
+    h = None
+    if keep_h:
+        h = _dropped(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
     return dz, h, _column_sum(dz, db)
 
 
 def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, db=False):
     return act_grad(
-        dy, w2, product(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, keep_h=keep_h, db=db
-    )
+        dy, w2, product(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, keep_h=keep_h,
+        h_over_z=True, db=db,
+    )  # fmt: skip
 
 
 def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_gu=False):
@@ -136,7 +179,7 @@ def gated_act_grad(
     a = act(g, activation)
     h = _dropped(a * u, dropout, row_base) if keep_h else None
     du = dh * a
-    dg = act_grad_of(dh.mul_(u), g, activation)
+    dg = ACTIVATIONS[activation].grad_(dh.mul_(u), g)
     return dg, du, h, _column_sum(dg, dbg), _column_sum(du, dbu)
 
 
@@ -240,6 +283,11 @@ def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) ->
     return torch.matmul(attention_weights(q, k, core).to(v.dtype), _heads(v, q.shape[1]))
 
 
+def _inner_contiguous(x: Tensor) -> Tensor:
+    """aten's flash attention for the CPU takes an inner stride of 1 for granted, and gives wrong numbers for another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def flash_covers(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
     """Does aten's flash attention for the CPU compute this core? It returns o and lse, and its backward takes them."""
     return (
@@ -280,7 +328,7 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
     if flash_covers(q, k, core):
         H = q.shape[1]
         o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _heads(k, H), _heads(v, H), 0.0, core.window[1] is not None, scale=core.scale
+            *map(_inner_contiguous, (q, _heads(k, H), _heads(v, H))), 0.0, core.window[1] is not None, scale=core.scale
         )
         lse = lse.contiguous()  # aten lays it out as [B, S, H]
     else:
@@ -311,7 +359,8 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
     H, H_kv = q.shape[1], k.shape[1]
     if o is not None and flash_covers(q, k, core):
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, _heads(k, H), _heads(v, H), o, lse, 0.0, core.window[1] is not None, scale=core.scale
+            *map(_inner_contiguous, (do, q, _heads(k, H), _heads(v, H), o)), lse, 0.0, core.window[1] is not None,
+            scale=core.scale,
         )
     else:
         p = torch.exp(attention_scores(q, k, core) - lse.masked_fill(lse == -math.inf, math.inf)[..., None])

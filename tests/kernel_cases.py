@@ -16,6 +16,12 @@ from ckptkern import eager, state, triton_kernels
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Every activation in bf16, whose rounding shows most; two of them in the other types.
+ACTIVATIONS_AND_DTYPES = [
+    (activation, dtype)
+    for dtype in DTYPES
+    for activation in (ACTIVATIONS if dtype is torch.bfloat16 else ("relu", "silu"))
+]
 STATE = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)  # signed 64-bit words with every 16-bit piece in use
 RAGGED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way, and none full
 
@@ -55,6 +61,7 @@ LAUNCHERS = [
     Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("keep_gu",), True),
     Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS),
     Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS),
+    Launcher("act_fwd", {"z": "MN", "u": "MN"}, ("h",), (), False, product=False),
     Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
 ]
 BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
@@ -86,6 +93,7 @@ def call(launcher: Launcher, backend: ModuleType, tensors: dict, activation: str
     options = dict.fromkeys(launcher.wants, True) | options
     precision = ("ieee",) if launcher.product else ()
     results = getattr(backend, launcher.name)(*tensors.values(), activation, *precision, **options)
+    results = results if isinstance(results, tuple) else (results,)
     return {name: result for name, result in zip(launcher.outputs, results, strict=True) if result is not None}
 
 

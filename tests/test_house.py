@@ -26,15 +26,16 @@ LAYERS = {
     "triton_kernels": 0,
     "memory": 0,
     "state": 1,
+    "eager_glue": 1,
     "eager": 2,
     "ops": 3,
     "nn": 4,
     "env": 5,
-    "benchmarks": 6,
+    "benchmarks": 7,
     "demo": 6,
     "verify": 6,
     "demo_figure": 5,
-    "__main__": 7,
+    "__main__": 8,
 }
 TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
 WITH_EXTRAS = {"benchmarks", "demo", "demo_figure", "env", "__main__"}

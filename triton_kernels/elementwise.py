@@ -108,7 +108,22 @@ def store_column_sum(ptr, pid_m, offs_n, N, value, mask):
     tl.store(ptr + pid_m.to(tl.int64) * N + offs_n, total, mask=offs_n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
+def _act_fwd_kernel(
+    z_ptr, u_ptr, h_ptr, M, N, stride_zm, stride_um, stride_hm,
+    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """h = round(act(z)), or round(act(z) u): the bits of forward's epilogue before its dropout."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    h = act(widen(load_tile(z_ptr, stride_zm, offs_m, offs_n, mask)), ACT)
+    if u_ptr is not None:
+        h *= widen(load_tile(u_ptr, stride_um, offs_m, offs_n, mask))
+    store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, cast(h, h_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["M"])
 def _act_bwd_kernel(
     dy_ptr, kept_ptr, dz_ptr, db_ptr, M, N, stride_dym, stride_keptm, stride_dzm,
     ACT: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -161,6 +176,20 @@ def _blocks(x: torch.Tensor) -> dict:
     if arch_of(x) == INTERPRETER:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, enable_fp_fusion=False)
     return dict(BLOCK_M=32, BLOCK_N=128, num_warps=4, enable_fp_fusion=False)
+
+
+def act_fwd(z, u, activation: str):
+    """act(z), or act(z) * u, rounded once: h [M, N] from stored z (and u) where no gradient of z is wanted."""
+    M, N = z.shape
+    z, u = rows_of(z), rows_of(u)
+    h = torch.empty((M, N), dtype=z.dtype, device=z.device)
+    blocks = _blocks(z)
+    if M and N:
+        launch(
+            _act_fwd_kernel, (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])), z, u, h, M, N,
+            z.stride(0), 0 if u is None else u.stride(0), h.stride(0), ACT=activation, **blocks,
+        )  # fmt: skip
+    return h
 
 
 def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):

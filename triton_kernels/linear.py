@@ -180,8 +180,8 @@ def linear_fwd(
     M, K = x.shape
     N = w.shape[0]
     x, w, b = rows_of(x), rows_of(w), rows_of(b)
-    tile = tile or tile_for("linear", arch_of(x), x, w)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    tile = tile or tile_for("linear", arch_of(x), x, w, h)
     z = torch.empty_like(h) if keep_z else None
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
     if M and N:
@@ -198,7 +198,7 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
     M, K = x.shape
     N = w.shape[0]
     x, w, b, dh = rows_of(x), rows_of(w), rows_of(b), rows_of(dh)
-    tile = tile or tile_for("linear", arch_of(x), x, w)
+    tile = tile or tile_for("linear", arch_of(x), x, w, dh)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:

@@ -243,8 +243,8 @@ def gated_fwd(
     M, K = x.shape
     N = wg.shape[0]
     x, wg, bg, wu, bu = map(rows_of, (x, wg, bg, wu, bu))
-    tile = tile or tile_for("dual", arch_of(x), x, wg, wu)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    tile = tile or tile_for("dual", arch_of(x), x, wg, wu, h)
     g, u = (torch.empty_like(h), torch.empty_like(h)) if keep_gu else (None, None)
     if M and N:
         launch(

@@ -80,11 +80,15 @@ INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
 
 
 def tile_for(kernel: str, arch: int, *operands: torch.Tensor) -> Tile:
-    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER): a pure function of the operands' shapes and dtype."""
+    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER): a pure function of the operands' dtype, shapes, alignment.
+
+    `operands` are all matrices that the kernel reads or writes row by row. One that Triton takes for ragged (an address
+    that is no multiple of 16 bytes, a row length or stride that is none of 16 elements) makes the launch so.
+    """
     if arch == INTERPRETER:
         return INTERPRETED_TILE
     dtype = operands[0].dtype
-    aligned = all(x.stride(0) * dtype.itemsize % 16 == 0 and x.shape[1] % 16 == 0 for x in operands)
+    aligned = all(not (x.stride(0) % 16 or x.shape[1] % 16 or x.data_ptr() % 16) for x in operands)
     shape_class = ("32" if dtype.itemsize == 4 else "16") if aligned else "ragged"
     return TILES[kernel, 90 if 90 <= arch < 100 else 80][shape_class]
 

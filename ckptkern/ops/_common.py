@@ -203,13 +203,13 @@ def check_weight(op: str, name: str, weight: Tensor, bias: Tensor | None, x: Ten
             f"{op}: the bias of {name} must have shape ({weight.shape[0]},), one value for each of its out_features, "
             f"but has shape {tuple(bias.shape)}"
         )
-    for what, tensor in ((name, weight), (f"the bias of {name}", bias)):
-        if tensor is None:
+    for tensor in (weight, bias):
+        if tensor is None or (tensor.device == x.device and tensor.is_floating_point()):
             continue
+        what = name if tensor is weight else f"the bias of {name}"
         if tensor.device != x.device:
             raise ValueError(f"{op}: input is on {x.device} but {what} is on {tensor.device}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{op}: {what} must be floating point, not {tensor.dtype}")
+        raise TypeError(f"{op}: {what} must be floating point, not {tensor.dtype}")
 
 
 def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
@@ -254,8 +254,10 @@ def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[in
 
     What is done with a range is a function of its own, so that its tensors are gone before the next one's are made.
     """
-    size = max(workspace // max(bytes_per_row, 1) // CHUNK_ROWS, 1) * CHUNK_ROWS
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)] or [(0, 0)]
+    if rows * bytes_per_row <= workspace:
+        return [(0, rows)]
+    size = max(workspace // bytes_per_row // CHUNK_ROWS, 1) * CHUNK_ROWS
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 class WeightGrad:
@@ -281,7 +283,7 @@ class WeightGrad:
             self.total = part if self.total is None else self.total.add_(part)
 
     def result(self) -> Tensor:
-        return self.total.to(self.dtype)
+        return cast_parameter(self.total, self.dtype)
 
 
 class BiasGrad:
@@ -294,11 +296,10 @@ class BiasGrad:
         self.total = part if self.total is None else self.total.add_(part)
 
     def result(self) -> Tensor:
-        return self.total.to(self.dtype)
+        return cast_parameter(self.total, self.dtype)
 
 
-def column_sum(dy: Tensor) -> Tensor:
-    return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
+column_sum = eager.column_sum
 
 
 def row_count(x: Tensor) -> int:
@@ -308,21 +309,31 @@ def row_count(x: Tensor) -> int:
 
 def rows_2d(x: Tensor) -> Tensor:
     """[..., K] -> [rows, K]; a view where the strides allow it."""
-    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(row_count(x), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(row_count(x), x.shape[-1])
+
+
+def part(rows: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """rows[start:stop], or the tensor itself where that is all of it."""
+    return rows if rows is None or stop - start == rows.shape[0] else rows[start:stop]
 
 
 def unflattened(rows: Tensor, lead: torch.Size) -> Tensor:
     """[rows, K] -> [*lead, K], not a view: autograd refuses to change a Function's result in place if it is one."""
-    return torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[1]))
+    return rows if len(lead) == 1 else torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[1]))
 
 
 def cast_parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return parameter if parameter is None else parameter.to(dtype)
+    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
 
 
 def dropout_arguments(rng: Tensor | None, p: float) -> tuple[Tensor | None, int, float]:
     """(state, threshold, scale) as the primitives take them."""
     return (None, 0, 1.0) if rng is None else (rng, *state.threshold_scale(p))
+
+
+def dropped(p: ModuleType, h: Tensor, dropout: tuple[Tensor | None, int, float], row_base: int) -> Tensor:
+    """dropout(h), h itself without a state; `p` is the backend's module."""
+    return h if dropout[0] is None else p.dropout(h, *dropout, row_base=row_base)
 
 
 def draw_state(x: Tensor, p: float, training: bool) -> Tensor | None:

@@ -4,19 +4,21 @@ A segment is (inputs) -> output, with some tensors kept in between. From its des
 - `ckptkern::NAME_fwd(inputs, statics) -> (y, kept...)` and `ckptkern::NAME_bwd(dy, inputs, kept, statics, needs) ->
   gradients`, raw functional library ops with fakes, vmap rules and FLOP formulas, so that torch.compile, FLOP counters
   and selective checkpointing see them;
-- a classic autograd Function for eager mode, the quickest on the host;
+- a classic autograd Function for eager mode, the quickest on the host; it calls the op's body itself where nothing
+  would see the op;
 - a `setup_context` Function with a generated vmap rule for torch.compile and torch.func;
 - a Function over the backward op, whose own backward differentiates the plain PyTorch composite: second order is right.
 
 `needs` is a bitmask over the inputs, of any length: the library ops take it in words of 62 bits, because a stack of 31
-layers has more inputs than an int64 has bits. What it leaves out costs no GEMM. Op bodies run with autocast off and cast weights
-inside, so that a cast copy never lives from forward to backward; the public function casts x.
+layers has more inputs than an int64 has bits. What it leaves out costs no GEMM. Op bodies run with autocast off and
+cast weights inside, so that a cast copy never lives from forward to backward; the public function casts x.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import state
@@ -47,12 +49,12 @@ class Segment:
 
     @staticmethod
     def forward(*args):
-        """(*inputs, *statics) -> (y, kept...); `empty(0)` for what is not kept at this level."""
+        """(*inputs, *statics) -> (y, kept...); None for what is not kept at this level."""
         raise NotImplementedError
 
     @staticmethod
     def backward(dy, *args):
-        """(dy, *inputs, *kept, *statics, needs) -> a gradient per input, `empty(0)` where it is not needed."""
+        """(dy, *inputs, *kept, *statics, needs) -> a gradient per input, None where it is not needed."""
         raise NotImplementedError
 
     @staticmethod
@@ -106,7 +108,7 @@ class Segment:
 
     @classmethod
     def missing_input(cls, dy: Tensor, saved: tuple, statics: tuple) -> Tensor:
-        """Stands in for an input that was not kept when the composite is differentiated; raises if gradients need it."""
+        """Stands in for an input that was not kept, when the composite is differentiated; raises if that needs it."""
         raise RuntimeError(
             f"{cls.name}: second-order gradients need the input, which was not kept because the weight that reads it "
             f"is frozen; use recompute='full'"
@@ -117,9 +119,33 @@ def needed(needs: int, index: int) -> bool:
     return bool(needs >> index & 1)
 
 
-def absent(like: Tensor) -> Tensor:
-    """The empty tensor that stands for «not wanted» in an op's results."""
-    return like.new_empty(0)
+def _filled(results, like: Tensor):
+    """An op's results with `empty(0)` in place of None: a schema has no optional results."""
+    if results is None:
+        return like.new_empty(0)
+    return results if isinstance(results, Tensor) else type(results)(_filled(result, like) for result in results)
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _watched(tensors) -> bool:
+    """Does anything see the op besides its body: the compiler, a transform, a mode, the profiler, a tensor subclass?"""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _direct(body, *args):
+    """The op's body, as the dispatcher runs it. The way through the dispatcher is a tenth of a tiny mlp's host time."""
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():
+            return body(*args)
+    return body(*args)
 
 
 _WORD = 62
@@ -228,11 +254,11 @@ def build(segment: type[Segment]):
 
     def forward(*args):
         with torch._C._DisableAutocast():
-            return segment.forward(*_with_precision(args, precision_from_end))
+            return _filled(segment.forward(*_with_precision(args, precision_from_end)), args[0])
 
     def backward(*args):
         with torch._C._DisableAutocast():
-            return segment.backward(*_with_precision(_joined(args), precision_from_end + 1))
+            return _filled(segment.backward(*_with_precision(_joined(args), precision_from_end + 1)), args[0])
 
     def backward_fake(*args):
         return segment.backward_fake(*_joined(args))
@@ -277,14 +303,21 @@ def build(segment: type[Segment]):
                 segment.missing_input(dy, saved, statics)
             grads = Backward.apply(needs, *statics, dy, *saved)
         else:
-            grads = segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, _split(needs)))
-        return tuple(g if needs >> i & 1 else None for i, g in enumerate(grads))
+            arguments = segment.backward_arguments(saved, statics)
+            if _watched((dy, *saved)):
+                results = bwd(dy, *arguments, *statics, _split(needs))
+            else:
+                results = _direct(segment.backward, dy, *arguments, *statics, needs)
+            grads = segment.flat(results)
+        return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx, statics, *tensors):
-            outputs = segment.flat(fwd(*segment.arguments(tensors), *statics))
-            ctx.needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[1:]) if need)
+            arguments = segment.arguments(tensors)
+            results = fwd(*arguments, *statics) if _watched(tensors) else _direct(segment.forward, *arguments, *statics)
+            outputs = segment.flat(results)
+            ctx.needs = sum([need << i for i, need in enumerate(ctx.needs_input_grad[1:])])
             ctx.statics = statics
             ctx.precision = state.Precision()
             ctx.save_for_backward(*segment.saved(tensors, outputs, statics, ctx.needs))
@@ -314,7 +347,7 @@ def build(segment: type[Segment]):
         @staticmethod
         def backward(ctx, dy, *_):
             grads = gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs)
-            return (None,) * (1 + statics_count) + grads
+            return (None,) * (1 + statics_count) + tuple(grads)
 
     class Transformed(Functional):
         """Functional for torch.func; Dynamo traces no Function with a jvp."""
@@ -330,6 +363,8 @@ def build(segment: type[Segment]):
         node.__name__ = node.__qualname__ = function.__name__ + "Backward"
 
     constants = sum(1 << i for i in segment.constants)
+    # torch's Function.apply looks for a setup_context and for transforms (5 % of a tiny mlp's host time): known here.
+    apply_eager = super(torch.autograd.Function, Eager).apply
 
     def apply(statics: tuple, *tensors) -> Tensor:
         if torch._C._are_functorch_transforms_active():
@@ -342,6 +377,6 @@ def build(segment: type[Segment]):
                 # Dynamo, where nothing needs a gradient, hands a ctx to a forward(*args) that takes none
                 return segment.flat(fwd(*segment.arguments(tensors), *statics))[0]
             return Functional.apply(needs, *statics, *_distinct(tensors))[0]
-        return Eager.apply(statics, *tensors)
+        return apply_eager(statics, *[unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors])
 
     return apply

@@ -12,7 +12,7 @@ from .. import eager
 from ._common import (
     check_input, check_probability, choose_backend, draw_state, dropout_arguments, matmul_precision, primitives,
 )  # fmt: skip
-from ._segment import Segment, absent, build, needed
+from ._segment import Segment, build, needed
 
 Q, K, V = range(3)
 
@@ -76,8 +76,8 @@ class Attention(Segment):
             p, q, k, v, do, out, lse, core, need_dq=needed(needs, Q), need_dkv=needed(needs, K) or needed(needs, V)
         )
         return [
-            eager.as_heads(g) if needed(needs, i) else absent(do) for i, g in enumerate(grads)
-        ] + [absent(do) for _ in range(5)]  # fmt: skip
+            eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)
+        ] + [None for _ in range(5)]  # fmt: skip
 
     @staticmethod
     def backward_fake(do, q, k, v, *others):

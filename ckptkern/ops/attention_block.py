@@ -16,7 +16,7 @@ from ._common import (
     WeightGrad, cast_parameter, check_choice, check_input, check_level, check_probability, check_weight, choose_backend,
     choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, primitives, row_count, unflattened,
 )  # fmt: skip
-from ._segment import Segment, absent, build, needed
+from ._segment import Segment, build, needed
 from .attention import as_mask, attention_flops, check_window, core_of
 
 NORMS = ("layer", "rms")
@@ -332,9 +332,9 @@ class AttentionBlock(Segment):
         y, out, lse, qkv = attention_half(x, t, o)
         return (
             with_lead(y, x),
-            out if o.recompute != "full" else absent(out),
-            lse if o.recompute != "full" else absent(lse),
-            qkv if o.recompute == "none" else absent(qkv),
+            out if o.recompute != "full" else None,
+            lse if o.recompute != "full" else None,
+            qkv if o.recompute == "none" else None,
         )
 
     @staticmethod
@@ -357,7 +357,7 @@ class AttentionBlock(Segment):
             tokens(dy), x, t, AttentionOptions(*rest[3 : 3 + OPTIONS]), out, lse, qkv, rest[-1]
         )
         return [
-            grads[name] if needed(rest[-1], i) else absent(dy) for i, name in enumerate(("x", *AttentionTensors._fields))
+            grads[name] if needed(rest[-1], i) else None for i, name in enumerate(("x", *AttentionTensors._fields))
         ]
 
     @staticmethod
@@ -389,11 +389,11 @@ def fake_results(x: Tensor, t: AttentionTensors, o: AttentionOptions):
     wide = torch.promote_types(o.dtype, torch.float32)
     y_dtype = torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype
     if o.recompute == "full":
-        out, lse = like.new_empty(0), like.new_empty(0, dtype=wide)
+        out, lse = x.new_empty(0), x.new_empty(0)
     else:
         out = like.new_empty_strided((B, o.num_heads, S, D), (S * t.wo.shape[1], D, t.wo.shape[1], 1))
         lse = like.new_empty((B, o.num_heads, S), dtype=wide)
-    qkv = like.new_empty((M, total) if o.recompute == "none" else 0)
+    qkv = like.new_empty((M, total)) if o.recompute == "none" else x.new_empty(0)
     return x.new_empty((*x.shape[:-1], t.wo.shape[0]), dtype=y_dtype), out, lse, qkv
 
 

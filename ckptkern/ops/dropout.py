@@ -9,7 +9,7 @@ from .. import eager
 from ._common import (
     check_input, check_probability, choose_backend, draw_state, dropout_arguments, primitives, rows_2d, unflattened,
 )  # fmt: skip
-from ._segment import Segment, absent, build
+from ._segment import Segment, build
 
 
 class Dropout(Segment):
@@ -35,7 +35,7 @@ class Dropout(Segment):
 
     @staticmethod
     def backward(dy, x, rng, p, backend, precision, needs):
-        return [*Dropout.forward(dy, rng, p, backend, precision), absent(dy)]
+        return [*Dropout.forward(dy, rng, p, backend, precision), None]
 
     @staticmethod
     def backward_fake(dy, x, rng, p, backend, precision, needs):

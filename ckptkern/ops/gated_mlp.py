@@ -8,10 +8,10 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, row_count,
-    rows_2d, token_chunks, unflattened,
+    choose_level, column_sum, draw_state, dropout_arguments, dropped, matmul_precision, parse_bytes, primitives,
+    row_count, rows_2d, token_chunks, unflattened,
 )  # fmt: skip
-from ._segment import Segment, absent, build, needed
+from ._segment import Segment, build, needed
 
 X, WG, BG, WU, BU, WD, BD = range(7)
 # As for mlp (ops/mlp.py): up to this many features the triple product, above it g and u first, then one product.
@@ -38,7 +38,7 @@ class GatedMLP(Segment):
             keep_gu=keep_gu,
         )  # fmt: skip
         y = unflattened(eager.product(h, wd, bd), x.shape[:-1])
-        return y, g if keep_gu else absent(x), u if keep_gu else absent(x), h if keep_h else absent(x)
+        return y, g if keep_gu else None, u if keep_gu else None, h if keep_h else None
 
     @staticmethod
     def forward_fake(x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, *statics):
@@ -64,7 +64,7 @@ class GatedMLP(Segment):
         dy, x, wg, bg, wu, bu, wd, bd, rng, g, u, h, activation, dropout_p, recompute, backend, precision, workspace,
         needs,
     ):  # fmt: skip
-        p, like, lead, dtype = primitives(backend), dy, dy.shape[:-1], dy.dtype
+        p, lead, dtype = primitives(backend), dy.shape[:-1], dy.dtype
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         M, hidden, features = dy.shape[0], wg.shape[0], wg.shape[1]
         wg_, bg_, wu_, bu_, wd_ = (cast_parameter(t, dtype) for t in (wg, bg, wu, bu, wd))
@@ -74,7 +74,7 @@ class GatedMLP(Segment):
         chunks = token_chunks(M, (7 if rng is None else 8) * hidden * dy.element_size(), workspace)
         weight_grads = {i: WeightGrad(w.dtype, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)}
         bias_grads = {i: BiasGrad(b.dtype) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
-        dx = dy.new_empty((M, features)) if needed(needs, X) else absent(like)
+        dx = dy.new_empty((M, features)) if needed(needs, X) else None
 
         def add(start: int, stop: int) -> None:
             rows = slice(start, stop)
@@ -82,9 +82,11 @@ class GatedMLP(Segment):
             options = dict(dropout=dropout, row_base=start)
             h_rows = None if h is None else h[rows]
             keep_h = h is None and needed(needs, WD)
-            if not need_gate and (h is not None or g is None):
-                if h is None:
+            if not need_gate:
+                if h is None and g is None:
                     h_rows = p.gated_fwd(x_rows, wg_, bg_, wu_, bu_, activation, precision, **options)[0]
+                elif h is None:
+                    h_rows = dropped(p, p.act_fwd(g[rows], u[rows], activation), **options)
             else:
                 wanted = dict(keep_h=keep_h, dbg=BG in bias_grads, dbu=BU in bias_grads)
                 if g is None and (backend == "eager" or max(features, wd.shape[0]) <= TRIPLE_MAX_FEATURES):
@@ -120,7 +122,7 @@ class GatedMLP(Segment):
             grads[X] = unflattened(dx, lead)
         if needed(needs, BD):
             grads[BD] = column_sum(dy).to(bd.dtype)
-        return tuple(grads[i] if i in grads else absent(like) for i in range(8))
+        return tuple(grads.get(i) for i in range(8))
 
     @staticmethod
     def backward_fake(dy, x, wg, bg, wu, bu, wd, bd, rng, g, u, h, *statics_and_needs):

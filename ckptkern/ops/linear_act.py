@@ -10,7 +10,7 @@ from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
     choose_level, column_sum, matmul_precision, primitives, row_count, rows_2d, unflattened,
 )  # fmt: skip
-from ._segment import Segment, absent, build, needed
+from ._segment import Segment, build, needed
 
 X, W, B = range(3)
 
@@ -44,8 +44,8 @@ class LinearAct(Segment):
             )
         return (
             unflattened(y, x.shape[:-1]),
-            z if keep_z else absent(x),
-            bits if keep_bits else x.new_empty(0, dtype=torch.uint8),
+            z if keep_z else None,
+            bits if keep_bits else None,
         )
 
     @staticmethod
@@ -55,7 +55,7 @@ class LinearAct(Segment):
         return (
             x.new_empty((*x.shape[:-1], N)),
             x.new_empty((M, N) if keep_z else 0),
-            x.new_empty((M, (N + 7) // 8) if keep_bits else 0, dtype=torch.uint8),
+            x.new_empty((M, (N + 7) // 8), dtype=torch.uint8) if keep_bits else x.new_empty(0),
         )
 
     @staticmethod
@@ -75,7 +75,7 @@ class LinearAct(Segment):
 
     @staticmethod
     def backward(dy, x, w, b, z, bits, activation, recompute, backend, precision, needs):
-        p, like, lead = primitives(backend), dy, dy.shape[:-1]
+        p, lead = primitives(backend), dy.shape[:-1]
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         w_, b_ = cast_parameter(w, dy.dtype), cast_parameter(b, dy.dtype)
         need_db = needed(needs, B)
@@ -93,9 +93,9 @@ class LinearAct(Segment):
         if need_db:
             bias_grad.add(db)
         return (
-            unflattened(torch.mm(dz, w_), lead) if needed(needs, X) else absent(like),
-            dw.result() if needed(needs, W) else absent(like),
-            bias_grad.result() if need_db else absent(like),
+            unflattened(torch.mm(dz, w_), lead) if needed(needs, X) else None,
+            dw.result() if needed(needs, W) else None,
+            bias_grad.result() if need_db else None,
         )
 
     @staticmethod

@@ -13,7 +13,7 @@ from ._common import (
     choose_level, matmul_precision, parse_bytes, primitives, row_count, rows_2d, token_chunks,
     unflattened,
 )  # fmt: skip
-from ._segment import Segment, absent, build, needed
+from ._segment import Segment, build, needed
 
 X = 0
 
@@ -86,7 +86,7 @@ class LinearStack(Segment):
                     hidden.append(z.clone() if z is y else z)
                 elif keep_hidden and i != last:
                     hidden.append(y)
-        return unflattened(y, x.shape[:-1]), bits if keep_bits else x.new_empty(0, dtype=torch.uint8), hidden
+        return unflattened(y, x.shape[:-1]), bits if keep_bits else None, hidden
 
     @staticmethod
     def forward_fake(x, weights, biases, activation, recompute, *statics):
@@ -95,7 +95,7 @@ class LinearStack(Segment):
         kept = (weights[:-1] if activation == "relu" else weights) if keep_hidden else []
         return (
             x.new_empty((*x.shape[:-1], N)),
-            x.new_empty((M, (N + 7) // 8) if keep_bits else 0, dtype=torch.uint8),
+            x.new_empty((M, (N + 7) // 8), dtype=torch.uint8) if keep_bits else x.new_empty(0),
             [x.new_empty((M, w.shape[0])) for w in kept],
         )
 
@@ -109,7 +109,7 @@ class LinearStack(Segment):
 
     @staticmethod
     def backward(dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, needs):
-        p, L, like = primitives(backend), len(weights), dy
+        p, L = primitives(backend), len(weights)
         M, out_features = row_count(dy), weights[-1].shape[0]
         dy, rows = rows_2d(dy), rows_2d(x)
         width = _narrow_width(backend, recompute, x, weights)
@@ -120,13 +120,13 @@ class LinearStack(Segment):
             dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
             dws = [
                 dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
-                if need_dw[i] else absent(like) for i, w in enumerate(weights)
+                if need_dw[i] else None for i, w in enumerate(weights)
             ]  # fmt: skip
             dbs = [
-                db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else absent(like)
+                db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else None
                 for i, w in enumerate(weights)
             ]
-            return absent(like) if dx is None else unflattened(dx, x.shape[:-1]), dws, dbs
+            return None if dx is None else unflattened(dx, x.shape[:-1]), dws, dbs
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
         stored = [rows_2d(h) for h in hidden]
         # every z or h, the last h, and z, dh, dz, h of the layer at hand
@@ -134,7 +134,7 @@ class LinearStack(Segment):
         chunks = token_chunks(M, (sum(widths) + 4 * max(widths)) * dy.element_size(), workspace)
         weight_grads = [WeightGrad(w.dtype, len(chunks)) for w in weights]
         bias_grads = [BiasGrad(b.dtype) for b in biases] or [None] * L
-        dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else absent(like)
+        dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
         lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)
         relu = activation == "relu"
 
@@ -167,7 +167,9 @@ class LinearStack(Segment):
                     break
                 h = kept[i - 1] if relu else h_last if i == L - 1 else None
                 dz_below = None
-                if i > lowest or (h is None and need_dw[i]):
+                if i == lowest and h is None and need_dw[i]:
+                    h = p.act_fwd(kept[i - 1], None, activation)
+                elif i > lowest:
                     dz_below, made, db = p.act_grad(
                         dz, ws[i], kept[i - 1], activation, precision, keep_h=h is None and need_dw[i],
                         h_over_z=not stored, db=need_db[i - 1],
@@ -181,8 +183,8 @@ class LinearStack(Segment):
             add(start, stop)
         return (
             unflattened(dx, x.shape[:-1]) if needed(needs, X) else dx,
-            [grad.result() if need else absent(like) for grad, need in zip(weight_grads, need_dw, strict=True)],
-            [grad.result() if need else absent(like) for grad, need in zip(bias_grads, need_db, strict=True)],
+            [grad.result() if need else None for grad, need in zip(weight_grads, need_dw, strict=True)],
+            [grad.result() if need else None for grad, need in zip(bias_grads, need_db, strict=True)],
         )
 
     @staticmethod

@@ -8,10 +8,10 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives, row_count,
-    rows_2d, token_chunks, unflattened,
+    choose_level, column_sum, draw_state, dropout_arguments, dropped, matmul_precision, parse_bytes, part, primitives,
+    row_count, rows_2d, token_chunks, unflattened,
 )  # fmt: skip
-from ._segment import Segment, absent, build, needed
+from ._segment import Segment, build, needed
 
 X, W1, B1, W2, B2 = range(5)
 # The dual product saves one pass over z and dh (4 M h bytes), but its 128-wide tile costs 10-15 % of two products:
@@ -46,7 +46,7 @@ class MLP(Segment):
         y = unflattened(eager.product(h, w2, b2), x.shape[:-1])
         if activation == "identity" and keep_z and keep_h and rng is None:
             h = h.clone()  # results of an op may not share memory
-        return y, z if keep_z else absent(x), h if keep_h else absent(x)
+        return y, z if keep_z else None, h if keep_h else None
 
     @staticmethod
     def forward_fake(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace):
@@ -69,69 +69,66 @@ class MLP(Segment):
     def backward(
         dy, x, w1, b1, w2, b2, rng, z, h, activation, dropout_p, recompute, backend, precision, workspace, needs
     ):
-        p, dtype = primitives(backend), dy.dtype
-        like, lead = dy, dy.shape[:-1]
-        dy = rows_2d(dy)
-        x = None if x is None else rows_2d(x)
-        M = dy.shape[0]
-        w1_, b1_, w2_ = (cast_parameter(t, dtype) for t in (w1, b1, w2))
+        p, dtype, lead = primitives(backend), dy.dtype, dy.shape[:-1]
+        need_dx, need_dw1, need_db1, need_dw2, need_db2 = [needs >> i & 1 == 1 for i in range(5)]
+        need_dz = need_dx or need_dw1 or need_db1
+        dy, x = rows_2d(dy), None if x is None else rows_2d(x)
+        w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
         dropout = dropout_arguments(rng, dropout_p)
-        need_dz = needed(needs, X) or needed(needs, W1) or needed(needs, B1)
         # z, dh, dz or z, dz, h; the eager backend's dropout adds a product, a copy and a mask
-        chunks = token_chunks(M, (3 if rng is None else 6) * w1.shape[0] * dy.element_size(), workspace)
+        bytes_per_row = (3 if rng is None else 6) * w1.shape[0] * dy.element_size()
+        chunks = token_chunks(dy.shape[0], bytes_per_row, workspace)
         dw1, dw2 = WeightGrad(w1.dtype, len(chunks)), WeightGrad(w2.dtype, len(chunks))
-        db1 = BiasGrad(b1.dtype) if needed(needs, B1) else None
-        db2 = column_sum(dy).to(b2.dtype) if needed(needs, B2) else absent(like)
-        dx = dy.new_empty((M, w1.shape[1])) if needed(needs, X) else absent(like)
+        db1 = BiasGrad(b1.dtype) if need_db1 else None
+        dx = dy.new_empty((dy.shape[0], w1.shape[1])) if need_dx and len(chunks) > 1 else None
 
         def add(start: int, stop: int) -> None:
-            rows = slice(start, stop)
-            x_rows, dy_rows = None if x is None else x[rows], dy[rows]
+            nonlocal dx
+            x_rows, dy_rows, z_rows, h_rows = [part(t, start, stop) for t in (x, dy, z, h)]
             options = dict(dropout=dropout, row_base=start)
-            h_rows = None if h is None else h[rows]
-            keep_h = h is None and needed(needs, W2)
-            if not need_dz and (h is not None or z is None):
-                if h is None:
+            keep_h = h is None and need_dw2
+            if not need_dz:
+                if h is None and z is None:
                     h_rows = p.linear_fwd(x_rows, w1_, b1_, activation, precision, **options)[0]
+                elif h is None:
+                    h_rows = dropped(p, p.act_fwd(z_rows, None, activation), **options)
             else:
-                if z is not None:
+                if z is not None or h is not None:
                     dz, made, db = p.act_grad(
-                        dy_rows, w2_, z[rows], activation, precision, keep_h=keep_h, db=db1 is not None, **options
-                    )
-                elif h is not None:
-                    dz, made, db = p.act_grad(
-                        dy_rows, w2_, h_rows, activation, precision, db=db1 is not None, **options
-                    )
+                        dy_rows, w2_, h_rows if z is None else z_rows, activation, precision, keep_h=keep_h,
+                        db=need_db1, **options,
+                    )  # fmt: skip
                 elif backend == "eager" or max(w1.shape[1], w2.shape[0]) <= DUAL_MAX_FEATURES:
                     dz, made, db = p.mlp_bwd(
-                        x_rows, w1_, b1_, dy_rows, w2_, activation, precision, keep_h=keep_h, db=db1 is not None,
-                        **options,
-                    )  # fmt: skip
+                        x_rows, w1_, b1_, dy_rows, w2_, activation, precision, keep_h=keep_h, db=need_db1, **options
+                    )
                 else:
                     z_rows = p.linear_fwd(x_rows, w1_, b1_, "identity", precision)[0]
                     dz, made, db = p.act_grad(
-                        dy_rows, w2_, z_rows, activation, precision, keep_h=keep_h, h_over_z=True, db=db1 is not None,
+                        dy_rows, w2_, z_rows, activation, precision, keep_h=keep_h, h_over_z=True, db=need_db1,
                         **options,
                     )  # fmt: skip
                 h_rows = made if keep_h else h_rows
-                if db1 is not None:
+                if need_db1:
                     db1.add(db)
-                if needed(needs, W1):
+                if need_dw1:
                     dw1.add(dz, x_rows)
-                if needed(needs, X):
-                    torch.mm(dz, w1_, out=dx[rows])
-            if needed(needs, W2):
+                if need_dx and dx is None:
+                    dx = torch.mm(dz, w1_)
+                elif need_dx:
+                    torch.mm(dz, w1_, out=dx[start:stop])
+            if need_dw2:
                 dw2.add(dy_rows, h_rows)
 
-        for start, stop in chunks if need_dz or needed(needs, W2) else ():
+        for start, stop in chunks if need_dz or need_dw2 else ():
             add(start, stop)
         return (
-            unflattened(dx, lead) if needed(needs, X) else dx,
-            dw1.result() if needed(needs, W1) else absent(like),
-            db1.result() if db1 is not None else absent(like),
-            dw2.result() if needed(needs, W2) else absent(like),
-            db2,
-            absent(like),
+            unflattened(dx, lead) if need_dx else None,
+            dw1.result() if need_dw1 else None,
+            db1.result() if need_db1 else None,
+            dw2.result() if need_dw2 else None,
+            cast_parameter(column_sum(dy), b2.dtype) if need_db2 else None,
+            None,
         )
 
     @staticmethod

@@ -12,7 +12,7 @@ from ._common import (
     cast_parameter, check_input, check_probability, check_statics, check_weight, choose_backend, choose_level,
     draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives,
 )  # fmt: skip
-from ._segment import Segment, absent, build, needed
+from ._segment import Segment, build, needed
 from .attention_block import check_norm, composite_norm, compute_dtype, tokens, with_lead
 from .gated_mlp import GatedMLP
 from .mlp import MLP
@@ -186,7 +186,7 @@ class MLPBlock(Segment):
         t, kept, rest = MLPTensors(*args[:TENSORS]), args[TENSORS], args[TENSORS + 1 :]
         grads = mlp_half_backward(tokens(dy), x, t, MLPOptions(*rest[:OPTIONS]), kept, rest[-1])
         return [
-            grads[name] if needed(rest[-1], i) else absent(dy) for i, name in enumerate(("x", *MLPTensors._fields))
+            grads[name] if needed(rest[-1], i) else None for i, name in enumerate(("x", *MLPTensors._fields))
         ]
 
     @staticmethod
@@ -225,6 +225,7 @@ def fake_results(x: Tensor, t: MLPTensors, o: MLPOptions):
         like, *(getattr(t, name) for name in names), t.rng, o.activation, o.dropout_p, o.recompute, o.backend,
         o.precision, o.workspace,
     )  # fmt: skip
+    kept = [x.new_empty(0) if k is None else k for k in present(kept, o)]
     dtype = torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype
     return x.new_empty((*x.shape[:-1], t.down_weight.shape[0]), dtype=dtype), kept
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ._common import check_choice
-from ._segment import Segment, absent, build, needed
+from ._segment import Segment, build, needed
 from .attention_block import (
     CONSTANTS, AttentionHalf, AttentionOptions, AttentionTensors, attention_composite, attention_half, attention_half_backward,
     attention_half_backward_flops, attention_half_flops, tokens, with_lead,
@@ -71,10 +71,10 @@ class TransformerLayer(Segment):
         keeps_core, keeps_all = oa.recompute != "full", oa.recompute == "none"
         return (
             with_lead(y, x),
-            out if keeps_core else absent(out),
-            lse if keeps_core else absent(lse),
-            qkv if keeps_all else absent(qkv),
-            mid if keeps_all else absent(mid),
+            out if keeps_core else None,
+            lse if keeps_core else None,
+            qkv if keeps_all else None,
+            mid if keeps_all else None,
             hidden,
         )
 
@@ -84,7 +84,7 @@ class TransformerLayer(Segment):
         oa, om = _options(statics)
         mid, out, lse, qkv = attention_fake(x, ta, oa)
         y, hidden = mlp_fake(mid, tm, om)
-        return y, out, lse, qkv, mid if oa.recompute == "none" else mid.new_empty(0), hidden
+        return y, out, lse, qkv, mid if oa.recompute == "none" else x.new_empty(0), hidden
 
     @staticmethod
     def saved(tensors, outputs, statics, needs):
@@ -108,12 +108,12 @@ class TransformerLayer(Segment):
                 mid = AttentionHalf(x, ta, oa).result(out)
             mid = with_lead(mid, x)
         mlp_grads = mlp_half_backward(tokens(dy), mid, tm, om, hidden, mlp_needs)
-        grads = [mlp_grads[name] if needed(mlp_needs, i) else absent(dy) for i, name in enumerate(MLPTensors._fields, 1)]
+        grads = [mlp_grads[name] if needed(mlp_needs, i) else None for i, name in enumerate(MLPTensors._fields, 1)]
         if attention_needs:
             dmid = tokens(mlp_grads["x"])
             made = attention_half_backward(dmid, x, ta, oa, out, lse, qkv, attention_needs)
         names = ("x", *AttentionTensors._fields)
-        return [made[n] if needed(attention_needs, i) else absent(dy) for i, n in enumerate(names)] + grads
+        return [made[n] if needed(attention_needs, i) else None for i, n in enumerate(names)] + grads
 
     @staticmethod
     def backward_fake(dy, x, ta, tm, *others):

@@ -271,6 +271,18 @@ def test_compiled(name):
 
 
 @every_layer
+def test_export(name):
+    """torch.export sees one op, for any batch size."""
+    module = TWINS[name].ours(**TWINS[name].options).eval()
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(module, (data(),), dynamic_shapes=({0: batch},))
+    ours = [node for node in program.graph.nodes if "ckptkern" in str(node.target)]
+    assert len(ours) == 1
+    x = torch.randn(9, 4, 7)
+    assert torch.equal(program.module()(x), module(x))
+
+
+@every_layer
 def test_autocast_gives_its_dtype(name):
     module = TWINS[name].ours()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -21,6 +21,7 @@ from cases import (
     setups,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import ckptkern
 from ckptkern.memory import kept_tensors
@@ -37,9 +38,13 @@ def _fresh_compiler():
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_opcheck(setup):
-    """Schema, fakes, aot dispatch with dynamic shapes, on the arguments of a step, then of one with frozen inputs."""
-    names = list(make(setup))
-    samples = op_samples(setup, make(setup)) + op_samples(setup, make(setup, frozen=names[1::2]))
+    """Schema, fakes, aot dispatch with dynamic shapes, on the arguments of a step, then of one that mixes dtypes.
+
+    The second has frozen inputs, and float32 parameters under bf16 autocast: a gradient has its parameter's dtype.
+    """
+    samples = op_samples(setup, make(setup))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        samples += op_samples(setup, make(setup, frozen=list(make(setup))[1::3]))
     assert [str(op) for op, _ in samples] == [f"ckptkern.{setup.op.name}_{way}.default" for way in ("fwd", "bwd")] * 2
     for op, args in samples:
         torch.library.opcheck(op, args)
@@ -140,6 +145,38 @@ def test_two_masks_of_one_graph_differ(setup):
     ours = gradients(seeded(torch.compile(twice, backend="aot_eager", fullgraph=True)), tensors)
     assert_same(ours, gradients(seeded(twice), tensors))
     assert not torch.equal(*ours["y"])
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
+def test_compiled_checkpoint(setup):
+    """Pitfall 5: a compiled torch.utils.checkpoint rebuilds the op in backward, and its mask with it."""
+    tensors = make(setup)
+
+    def checkpointed(t):
+        torch.manual_seed(SEED)
+        return whole(t)
+
+    def whole(t):
+        return checkpoint(lambda *v: setup.call(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=False)
+
+    expected = gradients(checkpointed, tensors)
+    whole = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    assert_same(gradients(checkpointed, tensors), expected)
+
+
+def test_compiled_with_one_weight_as_several_inputs():
+    """Tied weights: the gradient is the sum over the places."""
+    w = (torch.randn(6, 6, dtype=torch.float64) * 0.6).requires_grad_()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for stack in (
+        lambda: ckptkern.linear_stack(x, [w, w, w], None, "silu"),
+        lambda: ckptkern.gated_mlp(x, w, w, w),
+        lambda: ckptkern.mlp(w, w, None, w, None),
+    ):
+        torch._dynamo.reset()
+        (eager,) = torch.autograd.grad(stack().sum(), w)
+        (graph,) = torch.autograd.grad(torch.compile(stack, backend="aot_eager", fullgraph=True)().sum(), w)
+        torch.testing.assert_close(graph, eager)
 
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("full",), ops=LAYERS))

@@ -6,6 +6,11 @@ import pytest
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # numpy's warnings of what floating point does by design, and what several tests make it do: inf - inf, overflow
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param

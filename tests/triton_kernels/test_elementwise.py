@@ -114,6 +114,18 @@ def test_bias_gradient_is_a_float32_sum_of_the_stored_rows(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("forward", ["linear_fwd", "gated_fwd"])
+def test_h_of_a_stored_z_has_the_bits_of_forward(forward, activation, dtype, device):
+    """Pitfall 15: act_fwd, then dropout, is the epilogue that forward ran."""
+    launcher, dropped = BY_NAME[forward], {"dropout": dropout_of(0.3, device), "row_base": 128}
+    kept = kernel(launcher, inputs_of(launcher, dtype, device, N=23), activation, **dropped)
+    z, u = (kept["z"], None) if forward == "linear_fwd" else (kept["g"], kept["u"])
+    h = triton_kernels.act_fwd(z, u, activation)
+    assert torch.equal(triton_kernels.dropout(h, *dropped["dropout"], row_base=128), kept["h"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.3, 1 / 65536, 1.0])
 @pytest.mark.parametrize("row_base", [0, 5, 48])
 def test_dropout_is_eager_dropout(dtype, p, row_base, device):

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from kernel_cases import ACTIVATIONS, BY_NAME, DTYPES, assert_equal, dropout_of, inputs_of, kernel
+from kernel_cases import ACTIVATIONS_AND_DTYPES, BY_NAME, DTYPES, assert_equal, dropout_of, inputs_of, kernel
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+each_activation_and_dtype = pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_DTYPES, ids=str)
 
 
 def pick(tensors, **names):
     return {new: tensors[old] for new, old in names.items()}
 
 
-@each_activation
-@each_dtype
+@each_activation_and_dtype
 def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
     """Pitfall 15: the dual product's z, h and dz are those of linear_fwd and act_grad, and h is forward's."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
@@ -26,8 +25,7 @@ def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
     assert torch.equal(dual["h"], kernel(BY_NAME["linear_fwd"], layer, activation, **options)["h"])
 
 
-@each_activation
-@each_dtype
+@each_activation_and_dtype
 def test_triple_product_equals_g_and_u_then_act_grad(activation, dtype, device):
     """Pitfall 15: as above for the gated MLP, whose g and u are two plain products in the two-step route."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}

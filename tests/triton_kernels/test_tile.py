@@ -131,16 +131,18 @@ def test_tile_depends_on_shape_class_dtype_and_architecture_alone(kernel, arch):
     ("view", "ragged"),
     [
         (lambda: meta(7, 64), False),  # rows need no multiple
-        (lambda: meta(64, 72)[:, :64], False),  # rows 144 bytes apart
+        (lambda: meta(64, 80)[:, :64], False),  # rows 80 elements apart
+        (lambda: meta(64, 128)[:, 16:80], False),
         (lambda: meta(64, 65), True),
-        (lambda: meta(64, 68)[:, :64], True),  # 136 bytes apart
+        (lambda: meta(64, 72)[:, :64], True),  # 144 bytes apart, but 72 elements: Triton knows multiples of 16 alone
+        (lambda: meta(64, 128)[:, 1:65], True),  # starts 2 bytes after a multiple of 16
         (lambda: meta(64, 128)[:, :24], True),  # a row of one tile and a half: its mask is not contiguous in 16s
         (lambda: meta(64, 1), True),
     ],
-    ids=["aligned", "padded", "odd row", "odd stride", "half tile", "one column"],
+    ids=["aligned", "padded", "offset", "odd row", "odd stride", "odd offset", "half tile", "one column"],
 )
 def test_aligned_and_ragged(view, ragged):
-    """A row that no 16-byte copy fits makes the whole launch ragged, whichever operand it is in."""
+    """Rows that no 16-byte copy fits make the whole launch ragged, whichever operand they are in."""
     table = TILES["linear", 90]
     for operands in itertools.permutations([meta(64, 64), view()]):
         assert tile_for("linear", 90, *operands) == table["ragged" if ragged else "16"]

@@ -1,0 +1,321 @@
+"""How a case is measured: every way checked against float64 first, then all right ways timed in turns, A B C A B C."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..memory import kept_tensors, peak_memory
+from ..verify import error_ratio, gradients, relative_errors
+from .cases import CHECKPOINTS, DTYPES, EAGER, Function, Item, Maker, build
+
+# steps whose quickest one stands for a round: whatever else runs on the CPU only ever adds
+HOST_BATCH, CPU_BATCH = 20, 3
+GRAPH_BELOW_MS = 2.0  # a step of eager's below this is short enough for gaps between launches to matter
+# of eager's error. Rivals round where they like (inductor's column sums on a CPU: 3.6): beyond this they are wrong
+OURS_AT_MOST, RIVALS_AT_MOST = 2.0, 8.0
+ENOUGH = 7  # rounds, whatever the time
+
+
+@dataclass
+class Row:
+    """One line of results.csv. Times in ms of forward + backward; ratio: of the medians, to eager's of the same run."""
+
+    case: str
+    way: str
+    device: str
+    dtype: str
+    status: str = "ok"  # wrong: not timed; failed: raised; missing: not installed; dropped: over budget
+    ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    ratio: float | None = None
+    rounds: int | None = None
+    graph_ms: float | None = None  # the same step as a CUDA graph, where it was captured
+    kept_bytes: int | None = None
+    peak_bytes: int | None = None
+    error_ratio: float | None = None  # largest error of output and gradients, in eager's own: at most 2 for ours
+    note: str = ""
+
+
+FIELDS = [field.name for field in dataclasses.fields(Row)]
+Emit = Callable[[Row], None]
+
+
+def one_line(error: BaseException, length: int = 200) -> str:
+    """The kind and first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:length]
+
+
+# -- right ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, torch fills every empty tensor with NaN, so that an element nobody writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*determinis")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class Judge:
+    """Compares a way's output and gradients with float64, in units of eager's own error."""
+
+    def __init__(self, item: Item, model: nn.Module, x: Tensor, dy: Tensor):
+        self.case, self.dy = item.case, dy
+        self.leaves = {"x": x, **dict(model.named_parameters())}
+        self.double, self.x64 = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
+        self.exact = None if self.case.exact else self._exact(self.double)
+        self.eager = self._errors(model)
+
+    def _exact(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        leaves = {"x": self.x64, **dict(self.double.named_parameters())}
+        return gradients(lambda: function(self.x64), leaves, self.dy.double())
+
+    def _errors(self, function: Function) -> dict[str, float]:
+        found = gradients(lambda: function(self.leaves["x"]), self.leaves, self.dy)
+        exact = self.exact or self._exact(lambda x: self.case.exact(self.double, x, found["y"]))
+        return relative_errors(found, exact)
+
+    def ratio(self, function: Function) -> tuple[float, str]:
+        """(error in eager's own, name of the worst tensor)."""
+        return error_ratio(self._errors(function), self.eager, self.dy.dtype)
+
+
+# -- fast -------------------------------------------------------------------------------------------------------------
+
+Step = Callable[[int], None]
+Clock = Callable[[Step, int], Callable[[], float]]  # runs a step; what it returns gives ms once the round is over
+
+
+def _quickest(batch: int, now: Callable[[], float], step: Step, index: int) -> Callable[[], float]:
+    seconds = float("inf")
+    for _ in range(batch):
+        begin = now()
+        step(index)
+        seconds = min(seconds, now() - begin)
+    return lambda: 1e3 * seconds
+
+
+def cpu_clock(step: Step, index: int) -> Callable[[], float]:
+    """On one thread its CPU time: on a busy machine half of the wall time may be another process's."""
+    return _quickest(CPU_BATCH, time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, step, index)
+
+
+host_clock: Clock = functools.partial(_quickest, HOST_BATCH, time.perf_counter)
+
+
+def cuda_clock(step: Step, index: int) -> Callable[[], float]:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    step(index)
+    end.record()
+    return lambda: begin.elapsed_time(end)
+
+
+def interleaved(
+    steps: dict[str, Step], clock: Clock, rounds: int, seconds: float = float("inf"), cuda: bool = False
+) -> tuple[dict[str, list[float]], dict[str, BaseException]]:
+    """(ms of every round by name, errors by name). Ends after `rounds`, or sooner, after `seconds` and ENOUGH rounds.
+
+    A step that raises leaves the rounds, and the others go on.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    errors: dict[str, BaseException] = {}
+    begin = time.perf_counter()
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(rounds):
+            takes = {}
+            for name, step in steps.items():
+                if name in errors:
+                    continue
+                try:
+                    takes[name] = clock(step, index)
+                except Exception as error:
+                    errors[name] = error
+            if cuda:
+                torch.cuda.synchronize()
+            for name, take in takes.items():
+                times[name].append(take())
+            if index + 1 >= ENOUGH and time.perf_counter() - begin > seconds:
+                break
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: taken for name, taken in times.items() if name not in errors}, errors
+
+
+def spread(times: list[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return statistics.median(times), fifths[0], fifths[3]
+
+
+def rotation(x: Tensor, dy: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Copies of the input that together leave nothing in L2 from one round to the next; itself on a CPU."""
+    if not x.is_cuda:
+        return [(x, dy)]
+    l2 = torch.cuda.get_device_properties(x.device).L2_cache_size
+    copies = min(max(1, -(-2 * l2 // (x.nbytes + dy.nbytes))), 16)
+    return [(torch.randn_like(x).requires_grad_(), torch.randn_like(dy)) for _ in range(copies)]
+
+
+def stepper(function: Function, model: nn.Module, inputs: list[tuple[Tensor, Tensor]]) -> Step:
+    """index -> forward + backward on one of the inputs, gradients set to None first."""
+    parameters = list(model.parameters())
+
+    def step(index: int) -> None:
+        x, dy = inputs[index % len(inputs)]
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        function(x).backward(dy)
+
+    return step
+
+
+def captured(step: Step) -> Step:
+    """The step as a CUDA graph, replayed on the input that it was captured with."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(0)
+    return lambda index: graph.replay()
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Torch's CPU threads inside; None leaves them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- a case -----------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int = 30, seconds: float = 4.0
+) -> None:
+    """Measures one case by all its ways and hands each row to `emit` as soon as it is complete."""
+    torch._dynamo.reset()  # a new size would make the shapes of an old graph dynamic
+    with threads(1 if item.case.host else None):
+        _measure(item, makers, device, emit, rounds, seconds)
+
+
+def _measure(
+    item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int, seconds: float
+) -> None:
+    cuda = device.type == "cuda"
+    model, x, dy = build(item, device)
+    judge = Judge(item, model, x, dy)
+    inputs = rotation(x, dy)
+    dtype = str(DTYPES[device.type]).removeprefix("torch.")
+    rows: dict[str, Row] = {}
+    steps: dict[str, Step] = {}
+    for name, make in makers.items():
+        row = Row(item.name, name, device.type, dtype)
+        ours = name.startswith("ckptkern")
+        try:
+            function = make(model, x)
+            with poisoned() if ours else contextlib.nullcontext():
+                row.error_ratio, worst = judge.ratio(function)
+            if not row.error_ratio <= (OURS_AT_MOST if ours else RIVALS_AT_MOST):
+                row.status, row.note = "wrong", f"error of {worst} is {row.error_ratio:.3g} times eager's"
+            else:
+                step = stepper(function, model, inputs)
+                with kept_tensors(exclude=[*model.parameters(), *model.buffers()]) as kept:
+                    function(x)
+                row.kept_bytes = kept.bytes
+                if not item.case.host:
+                    with peak_memory(device) as peak:
+                        step(0)
+                    row.peak_bytes = peak.bytes
+                for index in range(3):
+                    step(index)
+                rows[name], steps[name] = row, step
+                continue
+        except ImportError as error:
+            row.status, row.note = "missing", one_line(error)
+        except Exception as error:  # whatever a way raises is its result, and the others still want their turn
+            row.status, row.note = "failed", one_line(error)
+        emit(row)
+    del judge
+
+    clock = host_clock if item.case.host else cuda_clock if cuda else cpu_clock
+    times, errors = interleaved(steps, clock, rounds, float("inf") if cuda else seconds, cuda)
+    graphs: dict[str, float] = {}
+    if cuda and not item.case.host and EAGER in times and statistics.median(times[EAGER]) < GRAPH_BELOW_MS:
+        graphs = _graph_times({name: steps[name] for name in times}, rows, rounds)
+    for name, row in rows.items():
+        if name in errors:
+            row.status, row.note = "failed", one_line(errors[name])
+        else:
+            row.ms, row.p20_ms, row.p80_ms = spread(times[name])
+            row.rounds, row.graph_ms = len(times[name]), graphs.get(name)
+            row.ratio = row.ms / statistics.median(times[EAGER]) if EAGER in times else None
+        emit(row)
+
+
+def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> dict[str, float]:
+    replays: dict[str, Step] = {}
+    for name, step in steps.items():
+        if name in CHECKPOINTS:
+            rows[name].note = "no CUDA graph: it reads the random state, which fails in a capture"
+            continue
+        try:
+            replays[name] = captured(step)
+        except Exception as error:  # not every way can be captured
+            rows[name].note = f"no CUDA graph: {one_line(error, 120)}"
+    times, _ = interleaved(replays, cuda_clock, rounds, cuda=True)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def ceilings(device: torch.device, emit: Emit, rounds: int = 30) -> dict[str, float]:
+    """What this GPU can do at most, in this run: a copy of 1 GiB, and a bf16 product of 8192 cubed by cuBLAS."""
+    source, n = torch.randn(2**28, device=device), 8192
+    target = torch.empty_like(source)
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    steps = {"copy 1 GiB": lambda index: target.copy_(source), "bf16 matmul 8192": lambda index: torch.mm(a, b)}
+    interleaved(steps, cuda_clock, 3, cuda=True)
+    times, _ = interleaved(steps, cuda_clock, rounds, cuda=True)
+    copy_ms, matmul_ms = (statistics.median(taken) for taken in times.values())
+    found = {"copy GB/s": 2e-6 * source.nbytes / copy_ms, "bf16 matmul TFLOP/s": 2e-9 * n**3 / matmul_ms}
+    for (name, taken), (unit, value) in zip(times.items(), found.items(), strict=True):
+        median, p20, p80 = spread(taken)
+        dtype = "float32" if name.startswith("copy") else "bfloat16"
+        emit(
+            Row("ceiling", name, device.type, dtype, ms=median, p20_ms=p20, p80_ms=p80, rounds=len(taken),
+                note=f"{value:.0f} {unit.split()[-1]}")
+        )  # fmt: skip
+    return found

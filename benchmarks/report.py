@@ -1,0 +1,188 @@
+"""Tables and figures from results.csv, and the part of the README that shows them.
+
+python -m ckptkern.benchmarks.report --readme README.md            write that part again
+python -m ckptkern.benchmarks.report --readme README.md --check    exit status 1 if it is not current
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .cases import CHECKPOINT
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+MIB = 2**20
+Rows = list[dict[str, str]]
+
+
+def read(folder: Path) -> tuple[dict[str, Rows], dict]:
+    """(rows of results.csv by case, env.json)."""
+    by_case: dict[str, Rows] = {}
+    with open(folder / "results.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            by_case.setdefault(row["case"], []).append(row)
+    return by_case, json.loads((folder / "env.json").read_text())
+
+
+def table(heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Markdown, the first column left-aligned and the others right."""
+    rule = ["---", *["---:"] * (len(heading) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *lines))
+
+
+def _figure(row: dict[str, str], field: str, form: str, scale: float = 1.0) -> str:
+    return format(float(row[field]) * scale, form) if row.get(field) else "–"
+
+
+def _bytes(row: dict[str, str], field: str) -> str:
+    if not row.get(field):
+        return "–"
+    size, units = float(row[field]), ["B", "KiB", "MiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
+
+
+def case_table(rows: Rows, timed: bool) -> str:
+    """All measured ways of a case. timed: with milliseconds, which mean something on a GPU only."""
+    base = next((float(row["ms"]) for row in rows if row["way"] == CHECKPOINT and row["ms"]), None)
+    graphs = any(row["graph_ms"] for row in rows)
+    heading = ["way", "time / eager", "time / checkpoint", "kept", "peak", "error / eager's"]
+    heading += ["ms (p20–p80)"] * timed + ["CUDA graph ms"] * graphs
+    lines = []
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        line = [row["way"], _figure(row, "ratio", ".2f"), _figure(row, "ms", ".2f", 1 / base) if base else "–"]
+        line += [_bytes(row, "kept_bytes"), _bytes(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
+        if timed:
+            line.append(
+                " ".join(
+                    (_figure(row, "ms", ".3f"), f"({_figure(row, 'p20_ms', '.3f')}–{_figure(row, 'p80_ms', '.3f')})")
+                )
+            )
+        lines.append(line + [_figure(row, "graph_ms", ".3f")] * graphs)
+    others = [f"- {row['way'] or 'case'}: {row['status']}: {row['note']}" for row in rows if row["status"] != "ok"]
+    return "\n\n".join(filter(None, (table(heading, lines) if lines else "", "\n".join(others))))
+
+
+def preface(env: dict) -> str:
+    """Where and with what a folder's figures were measured."""
+    versions = env.get("versions", {})
+    text = f"torch {versions.get('torch', '?')}, triton {versions.get('triton', '?')}"
+    if env.get("ceilings"):
+        ceilings = ", ".join(f"{value:.0f} {name}" for name, value in env["ceilings"].items())
+        text += f", CUDA {versions.get('CUDA')}, driver {versions.get('NVIDIA driver')}; ceilings: {ceilings}"
+    else:
+        text += "; on a CPU only ratios within a case mean something. Kept bytes are exact"
+    return f"{text}. Commit {env.get('commit') or 'unknown'}, {env.get('date', '')[:10]}."
+
+
+def report(folder: Path) -> str:
+    """report.md of a folder."""
+    by_case, env = read(folder)
+    parts = [f"# {env.get('device', folder.name)}", preface(env)]
+    parts.append(
+        "Time of forward + backward, median of interleaved rounds. Every way was checked against float64 first; an\n"
+        "error is the largest of the output's and the gradients', in eager's own."
+    )
+    for case, rows in by_case.items():
+        if case != "ceiling":
+            parts += [f"## {case}, {rows[0]['dtype']}".rstrip(", "), case_table(rows, "ceilings" in env)]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(folder: Path) -> str:
+    """One table for the README: a line a case, time / eager and kept bytes of every way that was measured somewhere."""
+    by_case, env = read(folder)
+    measured = [{row["way"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
+    fullest_first = sorted((found for found in measured if "eager" in found), key=len, reverse=True)
+    names = list(dict.fromkeys(way for found in fullest_first for way in found))
+    lines = []
+    for case, found in zip(by_case, measured, strict=True):
+        if "eager" in found:
+            cells = [
+                f"{_figure(found[n], 'ratio', '.2f')} · {_bytes(found[n], 'kept_bytes')}" if n in found else ""
+                for n in names
+            ]
+            lines.append([case, *cells])
+    heading = f"**{env.get('device', folder.name)}**, time / eager · kept for backward. {preface(env)}"
+    return f"{heading}\n\n{table(['case', *names], lines)}"
+
+
+def draw(folder: Path) -> list[Path]:
+    """figures/<case>.png: time against eager's and kept bytes, a bar each a way. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    by_case, env = read(folder)
+    (folder / "figures").mkdir(exist_ok=True)
+    paths = []
+    for case, rows in by_case.items():
+        found = [row for row in rows if row["status"] == "ok" and row["ratio"]]
+        if not found:
+            continue
+        names = [row["way"] for row in found]
+        colors = [
+            "#0b6e7f" if "ckptkern" in name else "#e38b2c" if "checkpoint" in name else "#a9b4c0" for name in names
+        ]
+        figure = Figure(figsize=(10, 1.2 + 0.34 * len(found)), layout="constrained")
+        figure.suptitle(f"{case}, {rows[0]['dtype']}, {env.get('device', '')}", fontsize=11)
+        time_axes, kept_axes = figure.subplots(1, 2, sharey=True)
+        for axes, title, field, scale in (
+            (time_axes, "time of forward + backward / eager", "ratio", 1.0),
+            (kept_axes, "kept for backward, MiB", "kept_bytes", 1 / MIB),
+        ):
+            bars = axes.barh(names, [float(row[field]) * scale for row in found], color=colors)
+            axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.margins(x=0.15)
+            axes.spines[["top", "right"]].set_visible(False)
+        time_axes.axvline(1.0, color="#606870", linewidth=0.8, linestyle="--")
+        time_axes.invert_yaxis()
+        paths.append(folder / "figures" / f"{case.replace('/', '-')}.png")
+        figure.savefig(paths[-1], dpi=110)
+    return paths
+
+
+def write(folder: Path) -> None:
+    """report.md, and the figures if matplotlib is there."""
+    (folder / "report.md").write_text(report(folder))
+    try:
+        draw(folder)
+    except ImportError as error:
+        print(f"no figures: {error} (pip install 'ckptkern[bench]')", file=sys.stderr)
+
+
+def readme_part(results: Path) -> str:
+    """What belongs between the README's markers."""
+    folders = sorted(path.parent for path in results.glob("*/results.csv"))
+    return "\n\n".join(map(summary, folders)) or "No results yet."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.report", description=__doc__.split("\n")[0])
+    parser.add_argument("--readme", type=Path, required=True, help="file with the markers")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="(default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if it is not current")
+    args = parser.parse_args(argv)
+    text = args.readme.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        parser.error(f"{args.readme} has no {BEGIN} ... {END}")
+    current = f"{before}{BEGIN}\n{readme_part(args.results)}\n{END}{after}"
+    if args.check:
+        if current != text:
+            print(f"{args.readme} is not current: python -m ckptkern.benchmarks.report --readme {args.readme}")
+        return int(current != text)
+    args.readme.write_text(current)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
+
+results.csv gets its rows as they come; env.json, report.md and the figures follow at the end. Nothing but torch is
+needed for the measurements; the figures want matplotlib, the table on the terminal rich.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import env
+from . import cases, measure, report
+
+DEFAULT_RESULTS = Path("benchmarks/results")
+MINUTES = {"cuda": 6.0, "cpu": 4.0}  # `make gpu` has ten, its tests and the build included
+
+
+def device_name(device: torch.device) -> str:
+    """A folder's name: "cpu", "nvidia-h200"."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def _answer(*command: str) -> str | None:
+    """What a program prints, or None where there is none or it fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure must come with: versions, devices, clocks, SDPA backends, tiles, commit, date."""
+    found = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _answer("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"),
+        **env.collect(),
+    }
+    if device.type == "cuda":
+        fields = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
+        index = str(device.index or 0)
+        clocks = _answer("nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader")
+        found["clocks"] = (
+            dict(zip(fields.split(","), clocks.split(", "), strict=False)) if clocks else "nvidia-smi does not answer"
+        )
+    if importlib.util.find_spec("triton"):
+        from ..triton_kernels.tile import TILES
+
+        found["tiles"] = {
+            f"{kernel} sm_{arch}": {shapes: tile._asdict() for shapes, tile in table.items()}
+            for (kernel, arch), table in TILES.items()
+        }
+    return found
+
+
+def select(pattern: str, device: str) -> list[cases.Item]:
+    """Items whose name matches the regular expression; a comma is another |. Raises ValueError where none does."""
+    try:
+        matches = re.compile(pattern.replace(",", "|")).search
+    except re.error as error:
+        raise ValueError(f"--cases {pattern!r} is no regular expression: {error}") from error
+    found = [item for item in cases.items(device) if matches(item.name)]
+    if not found:
+        raise ValueError(f"--cases {pattern!r} matches none of {', '.join(item.name for item in cases.items(device))}")
+    return found
+
+
+class Sheet:
+    """results.csv, each row on the disk when it is known."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "w", newline="")  # noqa: SIM115  (closed by `with Sheet(...)`)
+        self._writer = csv.writer(self._file, lineterminator="\n")
+        self._writer.writerow(measure.FIELDS)
+
+    def __enter__(self) -> Sheet:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def __call__(self, row: measure.Row) -> None:
+        values = dataclasses.astuple(row)
+        self._writer.writerow("" if v is None else f"{v:.5g}" if isinstance(v, float) else v for v in values)
+        self._file.flush()
+        measured = f"{row.ms:.4g} ms" + (f", {row.ratio:.2f} of eager" if row.ratio else "") if row.ms else row.note
+        say(f"  {row.way:30} {row.status:8} {measured}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``python -m ckptkern bench``."""
+    parser.description = "Measure every case by every way: time, kept and peak bytes, error. Correct before fast."
+    parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the cases and their ways, and measure nothing")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"(default: {DEFAULT_RESULTS}/<device>)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of every way (default: 30; on a CPU at most)")
+    parser.add_argument(
+        "--budget-minutes", type=float, metavar="M",
+        help=f"after this, the cases of lowest priority are dropped and named (default: {MINUTES['cuda']:g} on a GPU, "
+        f"{MINUTES['cpu']:g} on a CPU)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 if all of ours were right and ran, 1 if not, 2 for arguments that make no sense."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        say("ckptkern bench: --device: wanted cuda but torch sees no CUDA device")
+        return 2
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    compiling = kind == "cuda" if args.compile is None else args.compile
+    try:
+        items = select(args.cases, kind)
+    except ValueError as error:
+        say(f"ckptkern bench: {error}")
+        return 2
+    if args.list:
+        for item in items:
+            print(f"{item.name:36} {', '.join(cases.ways(item.case, compiling))}")
+        return 0
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    out = args.out or DEFAULT_RESULTS / device_name(device)
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {"rounds": args.rounds, "cases": args.cases, "compile": compiling}
+    found = {"device": device_name(device), "settings": settings, **environment(device)}
+    (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
+
+    minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[kind]
+    deadline = time.monotonic() + 60 * minutes
+    dropped, bad = [], []
+    with Sheet(out / "results.csv") as sheet:
+
+        def emit(row: measure.Row) -> None:
+            sheet(row)
+            if row.way.startswith("ckptkern") and row.status != "ok":
+                bad.append(f"{row.case} {row.way}: {row.status}: {row.note}")
+
+        if kind == "cuda":
+            found["ceilings"] = measure.ceilings(device, emit, args.rounds)
+            (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
+        for place, item in enumerate(items, 1):
+            if time.monotonic() > deadline:
+                dropped.append(item.name)
+                emit(measure.Row(item.name, "", kind, "", "dropped", note=f"over the budget of {minutes:g} minutes"))
+                continue
+            say(f"[{place}/{len(items)}] {item.name}")
+            try:
+                # on a CPU an item gets its share of what is left, at most 4 s of timing
+                left = max(0.0, deadline - time.monotonic()) / (len(items) - place + 1)
+                makers = cases.ways(item.case, compiling)
+                measure.measure(item, makers, device, emit, args.rounds, seconds=min(4.0, left / 2))
+            except Exception as error:  # the reference itself: out of memory, usually
+                emit(measure.Row(item.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
+            if kind == "cuda":
+                torch.cuda.empty_cache()
+    report.write(out)
+    for line in bad:
+        say(f"NOT RIGHT: {line}")
+    if dropped:
+        say(f"dropped, over the budget of {minutes:g} minutes: {', '.join(dropped)}")
+    say(f"results in {out}")
+    return 1 if bad else 0

@@ -1,0 +1,258 @@
+"""``python -m ckptkern verify``: does this installation compute what it should? To be pasted into a bug report.
+
+Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64
+PyTorch (error at most twice eager PyTorch's own in that dtype), kept bytes with the table of the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import env, ops, state
+from .memory import kept_tensors
+from .ops import _common
+
+Tensors = dict[str, Tensor]
+Result = tuple[str, str | None]  # what was checked, what is wrong with it
+
+TOKENS, FEATURES, HIDDEN, OUT = 72, 48, 80, 56
+P = 0.25  # k/65536 exactly, so that torch's scale is ours
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op, the same in PyTorch ops, and what it keeps: (level, relu?) -> (elements, mask bytes) a token."""
+
+    shapes: dict[str, tuple[int, ...]]  # parameters
+    fused: Callable[..., Tensor]  # (x, *parameters, activation=, recompute=)
+    plain: Callable[..., Tensor]  # (act, x, *parameters)
+    kept: Callable[[str, bool], tuple[int, int]]
+
+
+def _stack_plain(act: Callable, x: Tensor, *parameters: Tensor) -> Tensor:
+    for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+        x = act(F.linear(x, weight, bias))
+    return x
+
+
+OPS = {
+    "linear_act": Op(
+        {"weight": (OUT, FEATURES), "bias": (OUT,)},
+        ops.linear_act,
+        lambda act, x, w, b: act(F.linear(x, w, b)),
+        lambda level, relu: (
+            (FEATURES, -(-OUT // 8))
+            if level == "selective" and relu
+            else (FEATURES + (0 if level == "full" else OUT), 0)
+        ),
+    ),
+    "linear_stack": Op(
+        {"weight 0": (HIDDEN, FEATURES), "bias 0": (HIDDEN,), "weight 1": (OUT, HIDDEN), "bias 1": (OUT,)},
+        lambda x, w0, b0, w1, b1, **options: ops.linear_stack(x, [w0, w1], [b0, b1], **options),
+        _stack_plain,
+        lambda level, relu: (
+            (FEATURES, -(-OUT // 8) if relu else 0) if level == "full" else (FEATURES + HIDDEN + OUT, 0)
+        ),
+    ),
+    "mlp": Op(
+        {"fc1_weight": (HIDDEN, FEATURES), "fc1_bias": (HIDDEN,), "fc2_weight": (OUT, HIDDEN), "fc2_bias": (OUT,)},
+        ops.mlp,
+        lambda act, x, w1, b1, w2, b2: F.linear(act(F.linear(x, w1, b1)), w2, b2),
+        lambda level, relu: (
+            FEATURES + HIDDEN * {"none": 1 if relu else 2, "selective": 1, "full": 0}[level],
+            0,
+        ),
+    ),
+    "gated_mlp": Op(
+        {"gate_weight": (HIDDEN, FEATURES), "up_weight": (HIDDEN, FEATURES), "down_weight": (OUT, HIDDEN)},
+        ops.gated_mlp,
+        lambda act, x, g, u, d: F.linear(act(F.linear(x, g)) * F.linear(x, u), d),
+        lambda level, relu: (FEATURES + HIDDEN * {"none": 3, "selective": 2, "full": 0}[level], 0),
+    ),
+}
+
+
+# -- the rule by which results are judged, the benchmarks' too --------------------------------------------------------
+
+
+def gradients(function: Callable[[], Tensor], leaves: Tensors, dy: Tensor) -> Tensors:
+    """{"y": y, name: gradient of <dy, y>} for y = function() and every leaf; the leaves' .grad is None afterwards."""
+    for leaf in leaves.values():
+        leaf.grad = None
+    y = function()
+    y.backward(dy)
+    found = {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    for leaf in leaves.values():
+        leaf.grad = None
+    return found
+
+
+def relative_errors(found: Tensors, exact: Tensors) -> dict[str, float]:
+    """||found - exact|| / ||exact|| for every tensor; infinite where one is missing or not finite."""
+    errors = {}
+    for name, reference in exact.items():
+        value = found.get(name)
+        if value is None or value.shape != reference.shape or not bool(torch.isfinite(value).all()):
+            errors[name] = float("inf")
+            continue
+        difference = torch.linalg.vector_norm(value.to(reference.dtype) - reference)
+        errors[name] = (difference / torch.linalg.vector_norm(reference).clamp_min(1e-300)).item()
+    return errors
+
+
+def error_ratio(ours: dict[str, float], eager: dict[str, float], dtype: torch.dtype) -> tuple[float, str]:
+    """(largest ratio of ours' error to eager's, the tensor it belongs to). Right is at most 2.
+
+    A quarter ulp is added to eager's: rounding a result once costs up to half an ulp, also where eager was exact.
+    """
+    quarter_ulp = torch.finfo(dtype).eps / 4
+    return max((ours[name] / (eager[name] + quarter_ulp), name) for name in eager)
+
+
+# -- the checks -------------------------------------------------------------------------------------------------------
+
+
+def available_backends() -> Iterator[tuple[str, str]]:
+    """(device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
+    yield "cpu", "eager"
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for device in devices:
+        if device == "cuda":
+            yield device, "eager"
+        try:
+            with ops.backend("triton"):
+                _common.choose_backend("verify", torch.empty(0, device=device))
+        except RuntimeError:
+            continue
+        yield device, "triton"
+
+
+def check_philox() -> Iterator[Result]:
+    """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors)."""
+    words = state.philox4x32_10(0, (0, 0, 0, 0))
+    wanted = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    yield "Philox4x32-10, known answer", None if words == wanted else f"got {[hex(word) for word in words]}"
+
+
+def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
+    """The extension's masks, bit for bit those of the torch ops, of every other device and of the kernels."""
+    key = torch.tensor([0x0123456789ABCDEF, -0x123456789ABCDEF])
+    # threshold, planes, rows, cols, plane_base, row_base, col_base, total_rows
+    placed = (16384, 2, 70, 130, 1, 35, 17, 200)
+    mask = torch.ops.ckptkern.keep_mask(key, *placed)
+    for device in sorted({device for device, _ in backends}):
+        same = torch.equal(mask, state._keep_mask_torch(key.to(device), *placed).cpu())
+        yield f"mask of the extension = torch ops on {device}", None if same else "other bits"
+    whole = state.keep_mask(key, P, 500, 500)
+    rate, sigma = whole.double().mean().item(), (P * (1 - P) / whole.numel()) ** 0.5
+    yield "keep rate of a mask", None if abs(rate - (1 - P)) < 5 * sigma else f"{rate:.4f}, not {1 - P}"
+    for device, backend in backends:
+        dropped = _common.primitives(backend).dropout(
+            torch.ones(70, 130, device=device), key.to(device), *state.threshold_scale(P), row_base=32
+        )
+        same = torch.equal(dropped.cpu() != 0, state.keep_mask(key, P, 70, 130, row_base=32))
+        yield f"mask of dropout = extension, {device} {backend}", None if same else "other bits"
+
+
+def check_dropout(device: str, backend: str) -> Iterator[Result]:
+    """Forward's mask is replayed in backward from 16 bytes."""
+    x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
+    with ops.backend(backend), kept_tensors() as kept:
+        y = ops.dropout(x, P)
+    y.backward(torch.ones_like(y))
+    scale = state.threshold_scale(P)[1]
+    replayed = torch.equal(x.grad, torch.where(y != 0, scale, 0.0)) and torch.equal(y, x * x.grad)
+    fault = None if replayed else "backward's mask is not forward's"
+    yield f"dropout, {device} {backend}", fault or (None if kept.bytes == 16 else f"keeps {kept.bytes} B, not 16")
+
+
+def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
+    """Outputs, gradients and kept bytes at the three levels."""
+    op, act = OPS[name], ACTIVATIONS[activation]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
+        values = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(device=device, dtype=dtype)
+
+    scale = (2 / FEATURES) ** 0.5  # activations keep their size from layer to layer
+    leaves = {"x": random((TOKENS, FEATURES)), **{key: random(shape, scale) for key, shape in op.shapes.items()}}
+    dy = random((TOKENS, OUT))
+    doubles = {key: leaf.double().requires_grad_() for key, leaf in leaves.items()}
+    leaves = {key: leaf.requires_grad_() for key, leaf in leaves.items()}
+    exact = gradients(lambda: op.plain(act, *doubles.values()), doubles, dy.double())
+    eager = relative_errors(gradients(lambda: op.plain(act, *leaves.values()), leaves, dy), exact)
+    parameters = [leaf for key, leaf in leaves.items() if key != "x"]
+    for level in _common.LEVELS:
+
+        def fused(level: str = level) -> Tensor:
+            with ops.backend(backend):
+                return op.fused(*leaves.values(), activation=activation, recompute=level)
+
+        with kept_tensors(exclude=parameters) as kept:
+            fused()
+        ratio, worst = error_ratio(relative_errors(gradients(fused, leaves, dy), exact), eager, dtype)
+        elements, mask_bytes = op.kept(level, activation == "relu")
+        wanted = TOKENS * (elements * dtype.itemsize + mask_bytes)
+        faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
+        faults += [] if kept.bytes == wanted else [f"keeps {kept.bytes} B, documented are {wanted}"]
+        what = f"{name} {activation} {level}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
+        yield f"{what}: error {ratio:.2f} of eager's, {kept.bytes / TOKENS:g} B/token", "; ".join(faults) or None
+
+
+def checks() -> Iterator[Callable[[], Iterator[Result]]]:
+    """Every check, to be run in order."""
+    backends = list(available_backends())
+    yield check_philox
+    yield lambda: check_masks(backends)
+    for device, backend in backends:
+        yield lambda device=device, backend=backend: check_dropout(device, backend)
+        dtypes = (torch.float32, torch.bfloat16, torch.float16) if device == "cuda" else (torch.float32, torch.bfloat16)
+        for name in OPS:
+            for activation in ("silu", "gelu") if name == "gated_mlp" else ("relu", "gelu"):
+                for dtype in dtypes:
+                    yield lambda arguments=(name, activation, dtype, device, backend): check_op(*arguments)
+
+
+def header() -> list[str]:
+    """Versions and devices, a line each."""
+    data = env.collect()
+    return env.lines({key: data[key] for key in ("versions", "devices", "backends")})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``python -m ckptkern verify``."""
+    parser.description = (
+        "Check kernels against float64, masks against each other, kept bytes against the documentation."
+    )
+    parser.add_argument("--quiet", action="store_true", help="print failures and the last line only")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints a line a check, and returns 1 if one failed."""
+    begin = time.perf_counter()
+    if not args.quiet:
+        print("\n".join(header()))
+    done = failed = 0
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for check in checks():
+            try:
+                results = list(check())
+            except Exception as error:  # a kernel that does not compile is a finding, and the rest is still wanted
+                results = [(f"check {done + 1}", f"{type(error).__name__}: {error}")]
+            for what, fault in results:
+                done, failed = done + 1, failed + bool(fault)
+                if fault or not args.quiet:
+                    print(f"FAIL {what}: {fault}" if fault else f"ok   {what}", flush=True)
+    seconds = time.perf_counter() - begin
+    print(f"{failed} of {done} checks FAILED" if failed else f"all {done} checks passed in {seconds:.0f} s")
+    return 1 if failed else 0

@@ -1,0 +1,254 @@
+"""``python -m ckptkern bench`` end to end on tiny cases: every way gets its row, whatever the others do."""
+
+import argparse
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckptkern
+from ckptkern import __main__
+from ckptkern.benchmarks import cases, measure, report, run
+
+TINY = cases.Case(
+    "tiny",
+    lambda width: cases.MLP(width, nn.GELU()),
+    lambda model, level: (
+        lambda x: ckptkern.mlp(
+            x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, "gelu", recompute=level
+        )
+    ),
+    {"cpu": [cases.Size(16, 24)], "cuda": [cases.Size(16, 24)]},
+    priority=1,
+)
+
+
+def with_ways(**rivals) -> cases.Case:
+    return cases.Case(TINY.name, TINY.model, TINY.ours, TINY.sizes, TINY.priority, rivals=rivals)
+
+
+def bench(monkeypatch, out: Path, *arguments: str, case: cases.Case = TINY) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit status, and the rows by way."""
+    monkeypatch.setattr(cases, "CASES", [case])
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    status = run.main(parser.parse_args(["--device", "cpu", "--rounds", "2", "--out", str(out), *arguments]))
+    with open(out / "results.csv", newline="") as file:
+        return status, {row["way"]: row for row in csv.DictReader(file)}
+
+
+def test_writes_rows_for_every_way_environment_and_report(monkeypatch, tmp_path):
+    status, rows = bench(monkeypatch, tmp_path / "new")
+    assert status == 0
+    assert list(rows) == list(cases.ways(TINY, compile=False))
+    assert {"eager", "torch checkpoint", "ckptkern none", "ckptkern selective", "ckptkern full"} <= set(rows)
+    for row in rows.values():
+        assert row["status"] == "ok", row
+        assert (row["case"], row["rounds"], row["dtype"]) == ("tiny/d16x24", "2", "float32")
+        assert 0 < float(row["p20_ms"]) <= float(row["ms"]) <= float(row["p80_ms"])
+        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(rows["eager"]["ms"]), rel=1e-3)
+        assert float(row["error_ratio"]) <= 2
+        assert int(row["peak_bytes"]) > 0
+    token = 4 * 16  # bytes of x; z and h are four times as wide
+    assert int(rows["ckptkern full"]["kept_bytes"]) == 24 * token
+    assert int(rows["ckptkern selective"]["kept_bytes"]) == 24 * 5 * token
+    assert int(rows["ckptkern none"]["kept_bytes"]) == int(rows["eager"]["kept_bytes"]) == 24 * 9 * token
+    assert int(rows["torch checkpoint"]["kept_bytes"]) == 24 * token
+
+    env = json.loads((tmp_path / "new" / "env.json").read_text())
+    assert env["versions"]["torch"] == torch.__version__
+    assert {"date", "commit", "device", "settings", "sdpa"} <= set(env)
+    assert str(Path.home()) not in json.dumps(env)
+    text = (tmp_path / "new" / "report.md").read_text()
+    assert "## tiny/d16x24, float32" in text
+    assert re.search(r"\| ckptkern full \| \d+\.\d\d \| \d+\.\d\d \| 1\.5 KiB \|", text)
+
+
+def test_figures(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    bench(monkeypatch, tmp_path)
+    (figure,) = (tmp_path / "figures").iterdir()
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_way_is_not_timed(monkeypatch, tmp_path, capsys):
+    def wrong_output(model, x):
+        return lambda x: model(x) * 1.001
+
+    def wrong_gradient(model, x):
+        return lambda x: model(x) + 0.01 * (x - x.detach())
+
+    case = with_ways(output=wrong_output, gradient=wrong_gradient)
+    status, rows = bench(monkeypatch, tmp_path, case=case)
+    assert status == 0  # a rival's error is not ours
+    for way, tensor in (("output", ""), ("gradient", "x")):
+        assert rows[way]["status"] == "wrong"
+        assert f"error of {tensor}" in rows[way]["note"]
+        assert rows[way]["ms"] == rows[way]["ratio"] == ""
+        assert float(rows[way]["error_ratio"]) > measure.RIVALS_AT_MOST
+    assert rows["ckptkern full"]["status"] == "ok"
+    assert "output: wrong" in (tmp_path / "report.md").read_text()
+
+    case = with_ways(**{"ckptkern mine": wrong_output})
+    assert bench(monkeypatch, tmp_path, case=case)[0] == 1
+    assert "NOT RIGHT: tiny/d16x24 ckptkern mine: wrong" in capsys.readouterr().err
+
+
+def test_ours_may_err_twice_as_much_as_eager_and_rivals_eight_times(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "error_ratio", lambda *_: (3.0, "x"))
+    _, rows = bench(monkeypatch, tmp_path)
+    assert {way: row["status"] for way, row in rows.items()} == {
+        way: "wrong" if "ckptkern" in way else "ok" for way in rows
+    }
+
+
+def test_an_element_that_is_never_written_shows(monkeypatch, tmp_path):
+    class Partial(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x
+
+        @staticmethod
+        def backward(ctx, dy):
+            dx = torch.empty_like(dy)
+            dx[1:] = dy[1:]
+            return dx
+
+    def forgetful(model, x):
+        return lambda x: model(Partial.apply(x))
+
+    _, rows = bench(monkeypatch, tmp_path, case=with_ways(**{"ckptkern forgetful": forgetful}))
+    assert rows["ckptkern forgetful"]["status"] == "wrong"
+    assert rows["ckptkern forgetful"]["error_ratio"] == "inf"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_way_that_raises_is_recorded_and_the_rest_goes_on(monkeypatch, tmp_path):
+    def raises(model, x):
+        raise RuntimeError("no kernel\nfor this")
+
+    def raises_later(model, x, calls=[]):  # noqa: B006  (it counts)
+        def function(x):
+            calls.append(x)
+            if len(calls) > 8:
+                raise RuntimeError("worn out")
+            return model(x)
+
+        return function
+
+    _, rows = bench(monkeypatch, tmp_path, case=with_ways(first=raises, later=raises_later))
+    assert (rows["first"]["status"], rows["first"]["note"]) == ("failed", "RuntimeError: no kernel")
+    assert (rows["later"]["status"], rows["later"]["note"]) == ("failed", "RuntimeError: worn out")
+    assert rows["later"]["ms"] == ""
+    assert rows["ckptkern full"]["status"] == "ok"
+
+
+def test_what_cannot_be_imported_is_named_as_missing(monkeypatch, tmp_path):
+    def missing(model, x):
+        import no_such_package  # noqa: F401
+
+    _, rows = bench(monkeypatch, tmp_path, case=with_ways(rival=missing))
+    assert (rows["rival"]["status"], rows["rival"]["ms"]) == ("missing", "")
+    assert "no_such_package" in rows["rival"]["note"]
+    assert "- rival: missing: ModuleNotFoundError" in (tmp_path / "report.md").read_text()
+
+
+def test_over_budget_the_least_important_are_dropped_and_named(monkeypatch, tmp_path, capsys):
+    _, rows = bench(monkeypatch, tmp_path, "--budget-minutes", "0")
+    assert [row["status"] for row in rows.values()] == ["dropped"]
+    assert "tiny/d16x24" in capsys.readouterr().err
+    for device in ("cpu", "cuda"):
+        priorities = [item.priority for item in cases.items(device)]
+        assert priorities == sorted(priorities)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_list_names_all_cases_and_ways(capsys, device):
+    if device == "cpu":
+        assert __main__.main(["bench", "--list", "--device", "cpu", "--compile"]) == 0
+        listed = capsys.readouterr().out
+        for item in cases.items(device):
+            assert item.name in listed
+        for way in ("ckptkern selective", "compile, budget 0.5", "liger-kernel SwiGLU", "QuACK mlp_func", "flash-attn"):
+            assert way in listed
+    names = [item.name for item in cases.items(device)]
+    assert len(set(names)) == len(names)
+    for op in ("mlp-gelu", "mlp-relu", "gated_mlp", "linear_stack", "linear_act", "dropout", "host"):
+        assert any(name.startswith(op) for name in names)
+
+
+def test_arguments_that_match_nothing_say_so(capsys):
+    assert __main__.main(["bench", "--cases", "no such", "--device", "cpu"]) == 2
+    assert "mlp-gelu/d128x1024" in capsys.readouterr().err
+    assert __main__.main(["bench", "--cases", "(", "--device", "cpu"]) == 2
+    assert [item.case.name for item in run.select("^host,^dropout", "cpu")] == ["host", "dropout"]
+
+
+@pytest.mark.parametrize("item", cases.items("cpu"), ids=lambda item: item.name)
+def test_ours_are_right_in_every_case(item):
+    """Of the real cases only correctness, at a size that takes no time."""
+    small = item._replace(size=cases.Size(32, 200))
+    model, x, dy = cases.build(small, torch.device("cpu"))
+    judge = measure.Judge(small, model, x, dy)
+    for level in item.case.levels:
+        assert judge.ratio(item.case.ours(model, level))[0] <= 2
+
+
+def test_dropout_that_keeps_too_much_is_wrong():
+    (item,) = (item for item in cases.items("cpu") if item.case.name == "dropout")
+    model, x, dy = cases.build(item, torch.device("cpu"))
+    judge = measure.Judge(item, model, x, dy)
+    with pytest.raises(ValueError, match="keeps"):
+        judge.ratio(lambda x: nn.functional.dropout(x, 0.1) * (0.9 / 0.875))
+
+
+def test_rounds_are_interleaved_and_end_after_enough():
+    calls = []
+    steps = {name: lambda index, name=name: calls.append((index, name)) for name in "ab"}
+    times, errors = measure.interleaved(steps, _one, 3)
+    assert calls == [(0, "a"), (0, "b"), (1, "a"), (1, "b"), (2, "a"), (2, "b")]
+    assert times == {"a": [1.0] * 3, "b": [1.0] * 3}
+    assert errors == {}
+    times, _ = measure.interleaved(steps, _one, 100, seconds=0.0)
+    assert len(times["a"]) == measure.ENOUGH
+
+
+def _one(step, index):
+    step(index)
+    return lambda: 1.0
+
+
+def test_readme_is_written_and_a_stale_one_is_noticed(monkeypatch, tmp_path, capsys):
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    bench(monkeypatch, results / "cpu")
+    readme.write_text(f"# before\n{report.BEGIN}\n{report.END}\nafter\n")
+    arguments = ["--readme", str(readme), "--results", str(results)]
+    assert report.main([*arguments, "--check"]) == 1
+    assert "not current" in capsys.readouterr().out
+    assert report.main(arguments) == 0
+    text = readme.read_text()
+    assert text.startswith(f"# before\n{report.BEGIN}\n")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "| tiny/d16x24 | 1.00 · 13.5 KiB |" in text
+    assert report.main([*arguments, "--check"]) == 0
+    csv_text = (results / "cpu" / "results.csv").read_text()
+    (results / "cpu" / "results.csv").write_text(csv_text.replace("tiny", "other"))
+    assert report.main([*arguments, "--check"]) == 1
+    readme.write_text("no markers")
+    with pytest.raises(SystemExit):
+        report.main(arguments)
+
+
+@pytest.mark.gpu
+def test_runs_on_the_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(cases, "CASES", [TINY])
+    assert __main__.main(["bench", "--out", str(tmp_path), "--rounds", "3", "--no-compile"]) == 0
+    with open(tmp_path / "results.csv", newline="") as file:
+        rows = {row["way"]: row for row in csv.DictReader(file)}
+    assert {"copy 1 GiB", "bf16 matmul 8192"} <= set(rows)
+    assert rows["ckptkern full"]["status"] == "ok"
+    assert float(rows["ckptkern full"]["graph_ms"]) > 0

@@ -1,0 +1,154 @@
+"""What tests/triton_kernels/test_gate.py learns from compiled kernels, as JSON: compiled.py NAME
+
+A process of its own, without TRITON_INTERPRET: a kernel decorated under it cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from ckptkern import triton_kernels
+from ckptkern.benchmarks import gate
+from ckptkern.triton_kernels.tile import Tile
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def act_grad(M: int = 4096, K: int = 1024, N: int = 4096, dtype: torch.dtype = torch.bfloat16, **options) -> None:
+    """One launch of act_grad with dropout, h and db."""
+    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111)
+    tensors = meta(M, K, dtype=dtype), meta(K, N, dtype=dtype), meta(M, N, dtype=dtype)
+    triton_kernels.act_grad(*tensors, "gelu", "ieee", dropout=dropout, keep_h=True, db=True, **options)
+
+
+# Launches that the gate must find fault with, each for one reason.
+PLANTED = {
+    "spill": (90, "bfloat16", lambda: act_grad(tile=Tile(128, 256, 64, 4, 3, 1))),
+    "ragged": (90, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 64, 8, 2))),
+    "ragged on sm_80": (80, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 32, 8, 2))),
+    "shared memory": (90, "bfloat16", lambda: act_grad(tile=Tile(128, 256, 64, 8, 6, 4))),
+    "not pipelined": (90, "bfloat16", lambda: act_grad(tile=Tile(128, 128, 64, 8, 1, 4))),
+    "no tensor core": (90, "float32", lambda: act_grad(dtype=torch.float32, tile=Tile(64, 64, 32, 8, 3))),
+    "HMMA on sm_90": (90, "bfloat16", lambda: act_grad(tile=Tile(32, 64, 64, 4, 3))),
+}
+
+
+def planted() -> dict[str, list[str]]:
+    """The faults of each planted launch, taken as aligned, and of a launch as shipped."""
+    faults = {}
+    for name, (arch, dtype, launch) in {**PLANTED, "none": (90, "bfloat16", act_grad)}.items():
+        gate.OPS[name] = lambda case, launch=launch: launch()
+        case = gate.Case(name, arch, dtype, ragged=False, activation="gelu", dropout=True, extras=True)
+        faults[name] = [fault for _, found in gate.gate(case) for fault in found]
+    unknown = gate.Case("act_grad", 90, "bfloat16", ragged=False, activation="tanh", dropout=False, extras=False)
+    faults["does not compile"] = gate.run([unknown], workers=1, progress=False)[1]
+    return faults
+
+
+def specializations(call, arch: int) -> set[str]:
+    """What Triton's launch cache would tell apart in the launches of `call`."""
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    keys = set()
+    for kernel, args, kwargs in gate.catch_launches(call, arch):
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, options = binder(*args, **kwargs, debug=False)
+        keys.add(f"{kernel.fn.__name__} {specialization} {options}")
+    return keys
+
+
+def launches(
+    M: int = 4096,
+    K: int = 1024,
+    N: int = 4096,
+    D: int = 1024,
+    *,
+    activation: str = "relu",
+    view: Callable[[int, int], torch.Tensor] = meta,
+    threshold: int = 6554,
+    first_row: int = 0,
+) -> dict[str, Callable[[], object]]:
+    """Every launcher with everything it can give; `view` makes its matrices."""
+    dropped = {"dropout": (meta(2, dtype=torch.int64), threshold, 65536 / (65537 - threshold)), "row_base": first_row}
+    x, dy, dh, b, w, v = view(M, K), view(M, D), view(M, N), meta(N), view(N, K), view(D, N)
+    bits, narrow = meta(M, -(-N // 8), dtype=torch.uint8), (meta(3, 64, 64), meta(3, 64))
+    how, t = (activation, "ieee"), triton_kernels
+    return {
+        "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, keep_bits=activation == "relu", **dropped),
+        "linear_bwd": lambda: t.linear_bwd(x, w, b, dh, *how, db=True),
+        "act_grad": lambda: t.act_grad(dy, v, dh, *how, keep_h=True, db=True, **dropped),
+        "mlp_bwd": lambda: t.mlp_bwd(x, w, b, dy, v, *how, db=True, **dropped),
+        "gated_fwd": lambda: t.gated_fwd(x, w, b, w, b, *how, keep_gu=True, **dropped),
+        "gated_bwd": lambda: t.gated_bwd(x, w, b, w, b, dy, v, *how, dbg=True, dbu=True, **dropped),
+        "gated_act_grad": lambda: t.gated_act_grad(dy, v, dh, dh, *how, dbg=True, dbu=True, **dropped),
+        "act_fwd": lambda: t.act_fwd(dh, dh, activation),
+        "act_bwd": lambda: t.act_bwd(dh, dh, activation, db=True),
+        "act_bwd of bits": lambda: t.act_bwd(dh, bits, "relu", bits=True, db=True),
+        "dropout": lambda: t.dropout(dh, *dropped["dropout"], row_base=first_row),
+        "stack_fwd": lambda: t.stack_fwd(view(M, 64), *narrow, 64, *how, keep_bits=activation == "relu"),
+        "stack_bwd": lambda: t.stack_bwd(view(M, 64), *narrow, view(M, 64), bits[:, :8], "relu", "ieee"),
+    }
+
+
+def specialized() -> dict[str, list[str]]:
+    """The compilations of each launcher over lengths, dropout probabilities and first rows."""
+    rows, thresholds = (1, 2, 16, 17, 1024, 2**20 + 1), (1, 16, 17, 6554, 32768, 65536)
+    keys: dict[str, set[str]] = {}
+    for M, threshold, first_row in itertools.product(rows, thresholds, (0, 16, 128, 2**20, 2**30 + 128)):
+        for name, call in launches(M, threshold=threshold, first_row=first_row).items():
+            keys.setdefault(name, set()).update(specializations(call, 90))
+    return {name: sorted(found) for name, found in keys.items()}
+
+
+# Launches that look aligned in all respects but one.
+UNEVEN = {
+    "offset of one element": {"view": lambda m, n: meta(m, n + 16)[:, 1:-15]},
+    "rows 8 elements further apart": {"view": lambda m, n: meta(m, n + 8)[:, :-8]},
+    "odd number of outputs": {"N": 4095},
+    "odd number of inputs": {"K": 1023, "D": 1023},
+}
+
+
+def uneven() -> dict[str, list[str]]:
+    """What spills among them, with the tile that their launcher chooses."""
+    spills = {}
+    for kind, options in UNEVEN.items():
+        found = spills[kind] = []
+        for name in ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd"):
+            call = launches(activation="gelu", **options)[name]
+            for arch in gate.ARCHS:
+                (launch,) = gate.catch_launches(call, arch)
+                read = gate.read_cubin(gate.compile_launch(*launch, arch))
+                if read["stack"] or read["local"]:
+                    found.append(f"{name} on sm_{arch}: {read['stack']} B of stack, {read['local']} local instructions")
+    return spills
+
+
+def maxima() -> dict[str, list[str]]:
+    """The kinds of float32 maximum in the PTX of relu's and relu2's forward and backward."""
+    M, N = 4096, 1024
+    calls = {
+        "relu": lambda: triton_kernels.act_fwd(meta(M, N), None, "relu"),
+        "relu2": lambda: triton_kernels.act_fwd(meta(M, N), None, "relu2"),
+        "relu2 backward": lambda: triton_kernels.act_bwd(meta(M, N), meta(M, N), "relu2"),
+    }
+    kinds = {}
+    for name, call in calls.items():
+        (launch,) = gate.catch_launches(call, 90)
+        kinds[name] = sorted(set(re.findall(r"\bmax\S*", gate.compile_launch(*launch, 90).asm["ptx"])))
+    return kinds
+
+
+if __name__ == "__main__":
+    answers = {"planted": planted, "specialized": specialized, "uneven": uneven, "maxima": maxima}
+    json.dump(answers[sys.argv[1]](), sys.stdout)

@@ -1,0 +1,113 @@
+"""``python -m ckptkern verify`` passes here, and each of its checks can fail."""
+
+import argparse
+
+import pytest
+import torch
+
+from ckptkern import eager, state, verify
+
+
+@pytest.fixture(autouse=True)
+def eager_only(monkeypatch):
+    """Interpreted kernels have tests of their own, and would take a minute."""
+    monkeypatch.setattr(verify, "available_backends", lambda: [("cpu", "eager")])
+
+
+def run(capsys, quiet=True) -> tuple[int, str]:
+    return verify.main(argparse.Namespace(quiet=quiet)), capsys.readouterr().out
+
+
+def faults(results) -> list[str]:
+    return [fault for _, fault in results if fault]
+
+
+def test_passes_and_says_what_it_checked(capsys):
+    before = torch.random.get_rng_state()
+    status, printed = run(capsys, quiet=False)
+    assert status == 0, printed
+    assert torch.equal(before, torch.random.get_rng_state())
+    lines = printed.splitlines()
+    assert lines[0] == "versions"
+    assert f"torch: {torch.__version__}" in printed
+    assert "FAIL" not in printed
+    checked = [line for line in lines if line.startswith("ok   ")]
+    assert lines[-1].startswith(f"all {len(checked)} checks passed")
+    for name in (*verify.OPS, "dropout", "Philox4x32-10", "mask of the extension"):
+        assert any(name in line for line in checked), name
+
+
+def test_a_wrong_gradient_fails(monkeypatch, capsys):
+    def wrong(dy, z):
+        return dy * (z > 0)
+
+    monkeypatch.setitem(eager.ACTIVATIONS, "gelu", eager.ACTIVATIONS["gelu"]._replace(grad=wrong, grad_=wrong))
+    status, printed = run(capsys)
+    assert status == 1
+    assert "FAIL mlp gelu full, float32, cpu eager" in printed
+    assert "mlp relu" not in printed
+    assert printed.splitlines()[-1].endswith("checks FAILED")
+
+
+def test_a_check_that_raises_fails_and_the_rest_goes_on(monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(verify, "check_dropout", broken)
+    status, printed = run(capsys)
+    assert status == 1
+    assert "RuntimeError: no such kernel" in printed
+    assert printed.splitlines()[-1].startswith("1 of ")
+
+
+def test_kept_bytes_are_compared_with_the_table():
+    op = verify.OPS["mlp"]
+    assert not faults(verify.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
+    with pytest.MonkeyPatch.context() as patch:
+        wrong = verify.Op(op.shapes, op.fused, op.plain, lambda level, relu: (verify.FEATURES + 1, 0))
+        patch.setitem(verify.OPS, "mlp", wrong)
+        found = faults(verify.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
+    assert len(found) == 3
+    assert f"documented are {verify.TOKENS * 4 * (verify.FEATURES + 1)}" in found[0]
+
+
+def test_other_masks_fail(monkeypatch):
+    torch_ops = state._keep_mask_torch
+    # 9 / 65536 of the 36400 elements
+    monkeypatch.setattr(state, "_keep_mask_torch", lambda key, threshold, *place: torch_ops(key, threshold + 9, *place))
+    assert "other bits" in faults(verify.check_masks([("cpu", "eager")]))
+    monkeypatch.setattr(state, "philox4x32_10", lambda key, counter: (0, 0, 0, 0))
+    assert faults(verify.check_philox())
+
+
+def test_a_mask_that_is_not_replayed_fails(monkeypatch):
+    forward = eager.dropout
+    monkeypatch.setattr(eager, "dropout", lambda x, *args, **kwargs: forward(x, *args, **{**kwargs, "row_base": 16}))
+    assert faults(verify.check_masks([("cpu", "eager")]))
+    calls = iter(range(0, 160, 16))
+    monkeypatch.setattr(eager, "dropout", lambda x, *args, **_: forward(x, *args, row_base=next(calls)))
+    assert faults(verify.check_dropout("cpu", "eager")) == ["backward's mask is not forward's"]
+
+
+@pytest.mark.parametrize(
+    ("found", "right"),
+    [
+        ({"y": torch.ones(3)}, True),
+        ({"y": torch.ones(3) * (1 + 2e-7)}, False),
+        ({"y": torch.tensor([1.0, 1.0, float("nan")])}, False),
+        ({"y": torch.ones(2)}, False),
+        ({"y": None}, False),
+    ],
+)
+def test_the_rule(found, right):
+    exact = {"y": torch.ones(3, dtype=torch.float64)}
+    ratio, worst = verify.error_ratio(verify.relative_errors(found, exact), {"y": 3e-8}, torch.float32)
+    assert worst == "y"
+    assert (ratio <= 2) == right
+
+
+@pytest.mark.gpu
+def test_passes_on_the_gpu(monkeypatch, capsys):
+    monkeypatch.undo()
+    status, printed = run(capsys)
+    assert status == 0, printed

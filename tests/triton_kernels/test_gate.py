@@ -1,0 +1,113 @@
+"""The compile gate: the shipped tiles pass it, planted faults do not, and no value compiles a kernel again."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptkern.benchmarks import gate
+
+ROOT = Path(__file__).parents[2]
+
+
+def outside_the_interpreter(*command: str) -> subprocess.CompletedProcess:
+    """A kernel that was decorated under TRITON_INTERPRET cannot be compiled: this needs a process without it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+def learned(what: str) -> dict:
+    done = outside_the_interpreter(str(ROOT / "tests" / "compiled.py"), what)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_shipped_tiles_pass():
+    """No spill, tensor cores, asynchronous copies: every kernel, tile row, architecture, dtype, aligned and ragged."""
+    cases = gate.shipped_cases()
+    assert len(cases) <= 300
+    for op in gate.OPS:
+        for arch in gate.ARCHS:
+            for dtype in gate.DTYPES:
+                kinds = {case.ragged for case in cases if (case.op, case.arch, case.dtype) == (op, arch, dtype)}
+                assert kinds == {False, True}, (op, arch, dtype)
+    done = outside_the_interpreter("-m", "ckptkern.benchmarks.gate")
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+    assert done.stdout.endswith(f"compile gate: {len(cases)} kernels, no fault\n")
+    assert len(re.findall(r"stack +0 ", done.stdout)) == len(cases)
+
+
+FAULTS = {
+    "spill": r"spills: \d+ B of stack",
+    "ragged": r"\d+ two-byte global loads on the aligned path",
+    "ragged on sm_80": r"no asynchronous copy in the main loop",
+    "shared memory": r"294912 B of shared memory, the card has 232448",
+    "not pipelined": r"no asynchronous copy in the main loop",
+    "no tensor core": r"no tensor-core instruction",
+    "HMMA on sm_90": r"\d+ HMMA instructions where HGMMA was meant",
+    "does not compile": r"act_grad/sm_90/bfloat16/tanh\+aligned: CompilationError",
+}
+
+
+@pytest.fixture(scope="module")
+def planted() -> dict[str, list[str]]:
+    return learned("planted")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_found(name, planted):
+    assert any(re.match(FAULTS[name], fault) for fault in planted[name]), planted[name]
+
+
+def test_nothing_is_found_where_nothing_is_planted(planted):
+    assert planted.keys() == {*FAULTS, "none"}
+    assert planted["none"] == []
+
+
+@pytest.fixture(scope="module")
+def specialized() -> dict[str, list[str]]:
+    return learned("specialized")
+
+
+@pytest.mark.parametrize("name", [*gate.OPS, "act_bwd of bits"])
+def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
+    """Pitfall 8: Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.
+
+    Row counts, thresholds and first rows enter no address. Seeds are tensors: their values are never seen.
+    """
+    assert len(specialized[name]) == 1, "\n".join(specialized[name])
+
+
+@pytest.mark.parametrize("name", gate.OPS)
+def test_no_multiply_add_is_fused(name, specialized):
+    """A product and sum fused in forward and not in recompute would differ in the last bit."""
+    assert all("'enable_fp_fusion': False" in key for key in specialized[name])
+
+
+def test_what_is_ragged_in_one_respect_gets_a_tile_that_does_not_spill():
+    """An aligned tile spilled where the rows were aligned in length alone, or only the output's were not."""
+    spills = learned("uneven")
+    assert len(spills) == 4
+    assert not any(spills.values()), spills
+
+
+@pytest.fixture(scope="module")
+def maxima() -> dict[str, list[str]]:
+    return learned("maxima")
+
+
+@pytest.mark.parametrize("name", ["relu", "relu2", "relu2 backward"])
+def test_relu_keeps_nan_on_the_device(name, maxima):
+    """tl.maximum drops NaN unless told not to; the interpreter's keeps it either way."""
+    assert maxima[name] == ["max.NaN.f32"]
+
+
+def test_the_gate_refuses_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="run it in a process without TRITON_INTERPRET=1"):
+        gate.run(gate.shipped_cases()[:1])
