@@ -114,7 +114,7 @@ class Report:
             found.append("no tensor-core instruction")
         if product and self.wrong_tensor_core and not other:
             found.append(f"{self.wrong_tensor_core} HMMA instructions where HGMMA was meant")
-        if product and not case.ragged and min_shared:
+        if product and not case.ragged and (min_shared or " K" in self.tile):
             if not self.async_copies:
                 found.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
