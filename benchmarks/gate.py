@@ -26,6 +26,10 @@ from unittest import mock
 
 ARCHS = (80, 90)
 DTYPES = ("float16", "bfloat16")
+# Multiplications by one of Philox's two constants, as the assembler writes them.
+PHILOX_MULTIPLY = re.compile(
+    r"(?:IMAD\.HI\.U32|IMAD\.WIDE\.U32)[^\n]*(?:-0x2daee0ad|-0x326172a9|0xd2511f53|0xcd9e8d57)"
+)
 SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may use; A100 and H100/H200
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "WIDTH", "num_warps", "num_stages", "SUB")
 # Case name -> bytes of stack. dkdv with 128 columns at head dims 65..128 on sm_90 is a few registers too large; 64
@@ -352,7 +356,7 @@ def catch_launches(call, arch: int) -> list[tuple]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
         for module in (attention, elementwise, linear, mlp, stack):
-            patches.enter_context(mock.patch.object(module, "arch_of", lambda x: arch))
+            patches.enter_context(mock.patch.object(module, "arch_of", return_value=arch))
         call()
     return caught
 
@@ -381,7 +385,9 @@ def read_cubin(compiled) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
         sass = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
     usage = usage.stdout + usage.stderr
     mnemonics = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
@@ -399,7 +405,7 @@ def read_cubin(compiled) -> dict[str, int]:
         async_copies=count(r"LDGSTS|UTMALDG|UBLKCP"),
         narrow_loads=count(r"LDG\S*\.[US]16"),
         instructions=len(mnemonics),
-        philox=len(re.findall(r"(?:IMAD\.HI\.U32|IMAD\.WIDE\.U32)[^\n]*(?:-0x2daee0ad|-0x326172a9|0xd2511f53|0xcd9e8d57)", sass)),
+        philox=len(PHILOX_MULTIPLY.findall(sass)),
     )  # fmt: skip
 
 
@@ -509,7 +515,9 @@ def main() -> int:
     if args.csv:
         write_csv(reports, args.csv)
     for report in reports:
-        print(f"{report.case:64} {report.tile:24} reg {report.registers:3} stack {report.stack:4} smem {report.shared:6}")
+        print(
+            f"{report.case:64} {report.tile:24} reg {report.registers:3} stack {report.stack:4} smem {report.shared:6}"
+        )
     if table := dropout_table(reports):
         print("dropout, per element of the scores:")
     for name, kernel, instructions, calls in table:

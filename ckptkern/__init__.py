@@ -2,8 +2,17 @@
 
 from . import nn
 from .ops import (
-    attention_block, backend, dropout, gated_mlp, linear_act, linear_stack, mlp, mlp_block,
-    scaled_dot_product_attention, transformer_layer, varlen_attn,
+    attention_block,
+    backend,
+    dropout,
+    gated_mlp,
+    linear_act,
+    linear_stack,
+    mlp,
+    mlp_block,
+    scaled_dot_product_attention,
+    transformer_layer,
+    varlen_attn,
 )  # fmt: skip
 
 __version__ = "0.1.0"

@@ -193,7 +193,6 @@ def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
     return torch.where(mask.view(h.shape), h * scale, 0)
 
 
-
 class AttentionCore(NamedTuple):
     """Everything of an attention core but q, k and v: shared by forward, recompute and backward, on both backends.
 
@@ -223,7 +222,7 @@ def empty_heads(q: Tensor) -> Tensor:
 
 def as_heads(x: Tensor) -> Tensor:
     """x in the memory layout of `empty_heads`, itself if it has it: what an op returns does not depend on the backend."""
-    B, H, S, D = x.shape
+    _, H, S, D = x.shape
     return x if x.stride() == (S * H * D, D, H * D, 1) and x._base is None else empty_heads(x).copy_(x)
 
 
@@ -310,9 +309,7 @@ def _packed(function, core: AttentionCore, query_like: tuple, key_like: tuple, r
             cu_q=None, cu_k=None, plane_base=core.plane_base + b * query_like[0].shape[1],
             slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
         )  # fmt: skip
-        results.append(
-            function(*(x[:, :, rows] for x in query_like), *(x[:, :, cols] for x in key_like), own)
-        )
+        results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, cols] for x in key_like), own))
     joined = []
     for column, like in zip(zip(*results, strict=True), result_rows, strict=True):
         joined.append(None if column[0] is None else torch.cat(column, 2) if column else like)
@@ -359,7 +356,10 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
     H, H_kv = q.shape[1], k.shape[1]
     if o is not None and flash_covers(q, k, core):
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_inner_contiguous, (do, q, _heads(k, H), _heads(v, H), o)), lse, 0.0, core.window[1] is not None,
+            *map(_inner_contiguous, (do, q, _heads(k, H), _heads(v, H), o)),
+            lse,
+            0.0,
+            core.window[1] is not None,
             scale=core.scale,
         )
     else:
@@ -373,6 +373,6 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
         dq = (torch.matmul(ds, _wide(_heads(k, H))) * core.scale).to(q.dtype) if need_dq else None
         dk = torch.matmul(ds.transpose(-1, -2), _wide(q)) * core.scale
         dv = torch.matmul(dropped.transpose(-1, -2), _wide(do))
-    if H != H_kv:
+    if H_kv != H:
         dk, dv = (x.unflatten(1, (H_kv, H // H_kv)).sum(2) for x in (dk, dv))
     return (dq if need_dq else None), *((dk.to(k.dtype), dv.to(v.dtype)) if need_dkv else (None, None))

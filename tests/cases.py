@@ -336,7 +336,9 @@ def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors, factor: float
         error = torch.linalg.vector_norm(ours[name].double() - reference).item()
         eager_error = torch.linalg.vector_norm(eager[name].double() - reference).item()
         half_ulp = torch.finfo(eager[name].dtype).eps / 2 * torch.linalg.vector_norm(reference).item()
-        assert error <= factor * eager_error + half_ulp, f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
+        assert error <= factor * eager_error + half_ulp, (
+            f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
+        )
 
 
 def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = None) -> None:

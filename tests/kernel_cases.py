@@ -112,9 +112,7 @@ def error(value: Tensor, reference: Tensor) -> float:
     return ((value.double() - reference).norm() / (reference.norm() or 1.0)).item()
 
 
-def assert_accurate(
-    ours: dict, eagers: dict, references: dict, slack: float = torch.finfo(torch.float32).eps
-) -> None:
+def assert_accurate(ours: dict, eagers: dict, references: dict, slack: float = torch.finfo(torch.float32).eps) -> None:
     """The 2x rule: our error against float64 is at most twice eager PyTorch's own in the same dtype.
 
     The slack of one float32 rounding serves results in which eager happens to be exact.

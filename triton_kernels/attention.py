@@ -72,7 +72,9 @@ def score_tile(
 
 
 @triton.jit
-def column_phases(m0, Sk, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def column_phases(
+    m0, Sk, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
     """(lo, full_lo, full_hi, hi) of the column tiles that rows m0.. see: those in [full_lo, full_hi) need no edge mask."""
     lo = 0
     full_lo = 0
@@ -248,7 +250,8 @@ def probability_tile(s, lse):
 def _dkdv_steps(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_dos, n0, lo, hi, Sq, Sk,
     scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dk / scale and dv of a column tile from the row tiles in [lo, hi). Scores are transposed: [BLOCK_N, BLOCK_M]."""
     offs_n = n0 + tl.arange(0, k.shape[0])
@@ -278,7 +281,9 @@ def _dkdv_steps(
 
 
 @triton.jit
-def row_range(n0, Sq, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def row_range(
+    n0, Sq, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
     """[lo, hi) of the rows that see any of the columns n0.., lo a multiple of BLOCK_M."""
     lo = 0
     hi = Sq
@@ -330,16 +335,25 @@ def _attn_dkdv_kernel(
                 state_ptr, threshold, keep_scale, first_block, D, HEAD_D, LEFT, RIGHT, PRECISION, BLOCK_M,
             )  # fmt: skip
         store_rows(
-            dk_ptr + b * stride_dkb + h_kv * stride_dkh + col0 * stride_dks, stride_dks, offs_n, Sk_b, D, HEAD_D, dk * scale
+            dk_ptr + b * stride_dkb + h_kv * stride_dkh + col0 * stride_dks,
+            stride_dks,
+            offs_n,
+            Sk_b,
+            D,
+            HEAD_D,
+            dk * scale,
         )
-        store_rows(dv_ptr + b * stride_dvb + h_kv * stride_dvh + col0 * stride_dvs, stride_dvs, offs_n, Sk_b, D, HEAD_D, dv)
+        store_rows(
+            dv_ptr + b * stride_dvb + h_kv * stride_dvh + col0 * stride_dvs, stride_dvs, offs_n, Sk_b, D, HEAD_D, dv
+        )
 
 
 @triton.jit
 def _dq_steps(
     dq, q, do, lse, delta, k_ptr, v_ptr, stride_ks, stride_vs, m0, lo, hi, Sq, Sk,
     scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq / scale of a row tile from the column tiles in [lo, hi)."""
     offs_m = m0 + tl.arange(0, q.shape[0])
@@ -387,7 +401,9 @@ def _attn_dq_kernel(
         first_block = _first_block(plane_base, b, h, H, Sq)
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs, stride_qs, offs_m, Sq_b, D, HEAD_D)
-        do = load_rows(do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, stride_dos, offs_m, Sq_b, D, HEAD_D)
+        do = load_rows(
+            do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, stride_dos, offs_m, Sq_b, D, HEAD_D
+        )
         row_ptrs = b * stride_lseb + h * stride_lseh + row0
         lse = _load_row_values(lse_ptr + row_ptrs, offs_m, Sq_b, float("-inf"))
         delta = _load_row_values(delta_ptr + row_ptrs, offs_m, Sq_b, 0.0)
@@ -399,7 +415,13 @@ def _attn_dq_kernel(
             first_block, D, HEAD_D, LEFT, RIGHT, PRECISION, BLOCK_N,
         )  # fmt: skip
         store_rows(
-            dq_ptr + b * stride_dqb + h * stride_dqh + row0 * stride_dqs, stride_dqs, offs_m, Sq_b, D, HEAD_D, dq * scale
+            dq_ptr + b * stride_dqb + h * stride_dqh + row0 * stride_dqs,
+            stride_dqs,
+            offs_m,
+            Sq_b,
+            D,
+            HEAD_D,
+            dq * scale,
         )
 
 

@@ -135,7 +135,9 @@ def _act_bwd_kernel(
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     dy = widen(load_tile(dy_ptr, stride_dym, offs_m, offs_n, mask))
     if BITS:
-        byte = tl.load(kept_ptr + offs_m.to(tl.int64)[:, None] * stride_keptm + (offs_n >> 3)[None, :], mask=mask, other=0)
+        byte = tl.load(
+            kept_ptr + offs_m.to(tl.int64)[:, None] * stride_keptm + (offs_n >> 3)[None, :], mask=mask, other=0
+        )
         dz = tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0)
     else:
         dz = act_grad(widen(load_tile(kept_ptr, stride_keptm, offs_m, offs_n, mask)), dy, ACT)

@@ -14,10 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementwise import act, act_grad as act_grad_of, load_tile, pack_bits, store_column_sum, store_tile
+from .elementwise import act, load_tile, pack_bits, store_column_sum, store_tile
+from .elementwise import act_grad as act_grad_of
 from .philox import checked_row_base, dropout_tile
 from .tile import (
-    arch_of, by_slices, cast, launch, product_tile, program_tile, rows_of, slice_offsets, tile_for, widen,
+    arch_of,
+    by_slices,
+    cast,
+    launch,
+    product_tile,
+    program_tile,
+    rows_of,
+    slice_offsets,
+    tile_for,
+    widen,
 )  # fmt: skip
 
 
@@ -51,7 +61,12 @@ def _linear_fwd_store(
         offs_byte = n0 // 8 + tl.arange(0, acc.shape[1] // 8)
         bits = pack_bits(~(widen(z) <= 0.0), acc.shape[0], acc.shape[1])  # NaN counts as passed, as in torch
         store_tile(
-            bits_ptr, stride_bitsm, offs_m, offs_byte, (offs_m < M)[:, None] & (offs_byte < tl.cdiv(N, 8))[None, :], bits
+            bits_ptr,
+            stride_bitsm,
+            offs_m,
+            offs_byte,
+            (offs_m < M)[:, None] & (offs_byte < tl.cdiv(N, 8))[None, :],
+            bits,
         )
     h = hidden_tile(z, state_ptr, threshold, scale, row_base + pid_m * acc.shape[0], n0, ACT)
     store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
@@ -171,7 +186,17 @@ def row_stride(x: torch.Tensor | None) -> int:
 
 
 def linear_fwd(
-    x, w, b, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_z=False, keep_bits=False, tile=None
+    x,
+    w,
+    b,
+    activation: str,
+    precision: str,
+    *,
+    dropout=NO_DROPOUT,
+    row_base=0,
+    keep_z=False,
+    keep_bits=False,
+    tile=None,
 ):
     """h = dropout(act(x w^T + b)) -> (h [M, N], z [M, N] or None, bits uint8 [M, ceil(N/8)] or None).
 

@@ -17,11 +17,26 @@ import triton.language as tl
 
 from .elementwise import act, act_grad, load_tile, store_column_sum, store_tile
 from .linear import (
-    NO_DROPOUT, grid_of, hidden_grad_tile, hidden_tile, partial_rows, preact_tile, row_stride,
+    NO_DROPOUT,
+    grid_of,
+    hidden_grad_tile,
+    hidden_tile,
+    partial_rows,
+    preact_tile,
+    row_stride,
 )  # fmt: skip
 from .philox import checked_row_base, dropout_tile
 from .tile import (
-    arch_of, by_slices, cast, launch, product_tile, program_tile, rows_of, slice_offsets, tile_for, widen,
+    arch_of,
+    by_slices,
+    cast,
+    launch,
+    product_tile,
+    program_tile,
+    rows_of,
+    slice_offsets,
+    tile_for,
+    widen,
 )  # fmt: skip
 
 
@@ -228,7 +243,8 @@ def mlp_bwd(
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
         launch(
-            _mlp_bwd_kernel, grid_of(M, N, tile), x, w1, b1, dy, w2, h, dz, partial, *dropout, checked_row_base(row_base), M, N, K, D,
+            _mlp_bwd_kernel, grid_of(M, N, tile),
+            x, w1, b1, dy, w2, h, dz, partial, *dropout, checked_row_base(row_base), M, N, K, D,
             x.stride(0), w1.stride(0), dy.stride(0), w2.stride(0), row_stride(h), dz.stride(0),
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
@@ -273,7 +289,8 @@ def gated_bwd(
     if M and N:
         launch(
             _gated_bwd_kernel, grid_of(M, N, tile), x, wg, bg, wu, bu, dy, wd, h, dg, du, partial_g, partial_u,
-            *dropout, checked_row_base(row_base), M, N, K, D,
+            *dropout, checked_row_base(row_base),
+            M, N, K, D,
             x.stride(0), wg.stride(0), wu.stride(0), dy.stride(0), wd.stride(0), row_stride(h), dg.stride(0),
             du.stride(0), ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0,
             EVEN_D=D % tile.BLOCK_K == 0, **tile.launch_options(),

@@ -53,7 +53,9 @@ def _stack_fwd_kernel(
         offs_byte = tl.arange(0, WIDTH // 8)
         bits = pack_bits(~(widen(z) <= 0.0), BLOCK_M, WIDTH)
         tl.store(
-            bits_ptr + rows * stride_bitsm + offs_byte[None, :], bits, mask=mask_m & (offs_byte < tl.cdiv(N, 8))[None, :]
+            bits_ptr + rows * stride_bitsm + offs_byte[None, :],
+            bits,
+            mask=mask_m & (offs_byte < tl.cdiv(N, 8))[None, :],
         )
 
 
@@ -170,7 +172,9 @@ def pack_stack(weights, biases, width: int, dtype: torch.dtype):
     return packed, packed_b
 
 
-def stack_fwd(x, packed_w, packed_b, out_features: int, activation: str, precision: str, *, keep_bits=False, block_m=None):
+def stack_fwd(
+    x, packed_w, packed_b, out_features: int, activation: str, precision: str, *, keep_bits=False, block_m=None
+):
     """x [M, K] through the packed layers -> (y [M, out_features], relu's bits of the last layer or None)."""
     M, K = x.shape
     L, width, _ = packed_w.shape

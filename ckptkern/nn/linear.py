@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -66,7 +67,7 @@ class LinearStack(torch.nn.Module):
         check_statics("LinearStack", activation, recompute)
         parse_bytes("LinearStack", workspace)
         self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(k, n, bias, device, dtype) for k, n in zip(features, features[1:], strict=False)
+            torch.nn.Linear(k, n, bias, device, dtype) for k, n in itertools.pairwise(features)
         )
         self.activation, self.recompute, self.workspace = activation, recompute, workspace
 

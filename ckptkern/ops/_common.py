@@ -188,7 +188,9 @@ def check_input(op: str, x: Tensor) -> None:
         raise TypeError(f"{op}: input must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
 
 
-def check_weight(op: str, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, in_features: int, source: str) -> None:
+def check_weight(
+    op: str, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, in_features: int, source: str
+) -> None:
     """`weight` [N, in_features] and `bias` [N] fit an input with `in_features` features that comes from `source`."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(weight).__name__}")

@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 from .. import eager
 from ._common import (
-    check_input, check_probability, choose_backend, draw_state, dropout_arguments, matmul_precision, primitives,
+    check_input,
+    check_probability,
+    choose_backend,
+    draw_state,
+    dropout_arguments,
+    matmul_precision,
+    primitives,
 )  # fmt: skip
 from ._segment import Segment, build, needed
 
@@ -46,7 +52,9 @@ class Attention(Segment):
         return core_of(scale, precision, left, right, mask, slopes, rng, dropout_p, cu_q, cu_k, max_q, max_k)
 
     @staticmethod
-    def forward(q, k, v, mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, backend, precision):
+    def forward(
+        q, k, v, mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, backend, precision
+    ):
         core = Attention._core(
             mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision
         )  # fmt: skip
@@ -55,9 +63,7 @@ class Attention(Segment):
 
     @staticmethod
     def forward_fake(q, k, v, *others):
-        return eager.empty_heads(q), q.new_empty(
-            q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
-        )
+        return eager.empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
     @staticmethod
     def saved(tensors, outputs, statics, needs):
@@ -197,14 +203,14 @@ def scaled_dot_product_attention(
         raise ValueError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
     query, key, value = _broadcast_batch(op, query, key, value)
     H, H_kv = query.shape[1], key.shape[1]
-    if value.shape[1] != H_kv or (H != H_kv and (not enable_gqa or H_kv == 0 or H % H_kv)):
+    if value.shape[1] != H_kv or (H_kv != H and (not enable_gqa or H_kv == 0 or H % H_kv)):
         raise ValueError(
             f"{op}: query has {H} heads, key {H_kv} and value {value.shape[1]}; fewer key and value heads need "
             f"enable_gqa=True and must divide those of query"
         )
     D, D_v = query.shape[-1], value.shape[-1]
     scale = 1.0 / math.sqrt(D) if scale is None and D else 1.0 if scale is None else scale
-    if D != D_v:  # zeros add nothing to a score and make columns that are cut off again
+    if D_v != D:  # zeros add nothing to a score and make columns that are cut off again
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
         value = F.pad(value, (0, max(D - D_v, 0)))
     left, right = check_window(op, window_size)
@@ -226,7 +232,7 @@ def scaled_dot_product_attention(
             float(dropout_p), float(scale), left, right, 0, 0, choose_backend(op, query), matmul_precision(query)
         )  # fmt: skip
         out = _apply(statics, query, key, value, attn_mask, slopes, rng, None, None)
-    out = out[..., :D_v] if D != D_v else out
+    out = out[..., :D_v] if D_v != D else out
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 
 
@@ -305,16 +311,16 @@ def varlen_attn(
         if cu.dim() != 1 or cu.dtype != torch.int32 or cu.numel() < 1:
             raise ValueError(f"{op}: {name} must be int32 [N + 1], but is {cu.dtype} of shape {tuple(cu.shape)}")
     if cu_seq_q.shape != cu_seq_k.shape:
-        raise ValueError(
-            f"{op}: cu_seq_q has {cu_seq_q.numel() - 1} sequences but cu_seq_k has {cu_seq_k.numel() - 1}"
-        )
+        raise ValueError(f"{op}: cu_seq_q has {cu_seq_q.numel() - 1} sequences but cu_seq_k has {cu_seq_k.numel() - 1}")
     H, H_kv, D = query.shape[1], key.shape[1], query.shape[2]
     if key.shape != value.shape or key.shape[2] != D:
         raise ValueError(
             f"{op}: key {tuple(key.shape)} and value {tuple(value.shape)} must have one shape, and query's head dim {D}"
         )
-    if H != H_kv and (not enable_gqa or H_kv == 0 or H % H_kv):
-        raise ValueError(f"{op}: {H_kv} key and value heads for {H} query heads need enable_gqa=True and must divide them")
+    if H_kv != H and (not enable_gqa or H_kv == 0 or H % H_kv):
+        raise ValueError(
+            f"{op}: {H_kv} key and value heads for {H} query heads need enable_gqa=True and must divide them"
+        )
     left, right = check_window(op, window_size)
     right = 0 if is_causal else right
     scale = 1.0 / math.sqrt(D) if scale is None else scale

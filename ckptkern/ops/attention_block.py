@@ -13,8 +13,22 @@ from torch.nn import functional as F
 
 from .. import eager
 from ._common import (
-    WeightGrad, cast_parameter, check_choice, check_input, check_level, check_probability, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, matmul_precision, primitives, row_count, unflattened,
+    WeightGrad,
+    cast_parameter,
+    check_choice,
+    check_input,
+    check_level,
+    check_probability,
+    check_weight,
+    choose_backend,
+    choose_level,
+    column_sum,
+    draw_state,
+    dropout_arguments,
+    matmul_precision,
+    primitives,
+    row_count,
+    unflattened,
 )  # fmt: skip
 from ._segment import Segment, build, needed
 from .attention import as_mask, attention_flops, check_window, core_of
@@ -107,7 +121,18 @@ class AttentionHalf:
         self.B, self.S = batch_and_rows(x)
         self.D = t.wo.shape[1] // o.num_heads
         self.core = core_of(
-            o.scale, o.precision, o.left, o.right, t.mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len
+            o.scale,
+            o.precision,
+            o.left,
+            o.right,
+            t.mask,
+            t.slopes,
+            t.rng,
+            o.dropout_p,
+            t.cu,
+            t.cu,
+            o.max_len,
+            o.max_len,
         )
 
     def cast(self, parameter: Tensor | None) -> Tensor | None:
@@ -150,9 +175,7 @@ class AttentionHalf:
         q, k, v = self.split(qkv)
         if t.q_norm is not None or t.cos is not None:
             q, k = (
-                self.p.heads_fwd(
-                    raw, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=None if keep_raw else raw
-                )
+                self.p.heads_fwd(raw, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=None if keep_raw else raw)
                 for raw, weight in ((q, t.q_norm), (k, t.k_norm))
             )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -292,7 +315,9 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         o.scale, o.precision, o.left, o.right, t.mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len
     )
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
-    f = F.linear(out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]), t.wo.to(o.dtype), cast_parameter(t.bo, o.dtype))
+    f = F.linear(
+        out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]), t.wo.to(o.dtype), cast_parameter(t.bo, o.dtype)
+    )
     f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
     y = x + f if o.residual else f
     return composite_norm(y, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and not o.norm_first else y
@@ -356,9 +381,7 @@ class AttentionBlock(Segment):
         grads = attention_half_backward(
             tokens(dy), x, t, AttentionOptions(*rest[3 : 3 + OPTIONS]), out, lse, qkv, rest[-1]
         )
-        return [
-            grads[name] if needed(rest[-1], i) else None for i, name in enumerate(("x", *AttentionTensors._fields))
-        ]
+        return [grads[name] if needed(rest[-1], i) else None for i, name in enumerate(("x", *AttentionTensors._fields))]
 
     @staticmethod
     def backward_fake(dy, x, *args):
@@ -470,10 +493,18 @@ def gather(
     if H < 1 or H_kv < 1 or H % H_kv:
         raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
     parts = (qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight)
-    biases = (qkv_bias,) * len(parts) if qkv_bias is None else (qkv_bias,) if isinstance(qkv_bias, Tensor) else tuple(qkv_bias)
+    biases = (
+        (qkv_bias,) * len(parts)
+        if qkv_bias is None
+        else (qkv_bias,)
+        if isinstance(qkv_bias, Tensor)
+        else tuple(qkv_bias)
+    )
     if len(parts) not in (1, 3) or len(biases) != len(parts):
         raise ValueError(f"{op}: qkv_weight must be one tensor or three (q, k, v), and qkv_bias alike")
-    for name, w, b in zip(("qkv_weight",) if len(parts) == 1 else ("q_weight", "k_weight", "v_weight"), parts, biases, strict=True):
+    for name, w, b in zip(
+        ("qkv_weight",) if len(parts) == 1 else ("q_weight", "k_weight", "v_weight"), parts, biases, strict=True
+    ):
         check_weight(op, name, w, b, x, features, "input")
     D, remainder = divmod(parts[0].shape[0], H + 2 * H_kv if len(parts) == 1 else H)
     if remainder or (len(parts) == 3 and any(w.shape[0] != H_kv * D for w in parts[1:])):
@@ -524,7 +555,9 @@ def gather(
     slopes = None
     if alibi_slopes is not None:
         if alibi_slopes.shape not in ((H,), (B, H)):
-            raise ValueError(f"{op}: alibi_slopes must be [{H}] or [{B}, {H}], but has shape {tuple(alibi_slopes.shape)}")
+            raise ValueError(
+                f"{op}: alibi_slopes must be [{H}] or [{B}, {H}], but has shape {tuple(alibi_slopes.shape)}"
+            )
         slopes = alibi_slopes.float().reshape(-1, H).contiguous()
     max_len = 0
     if cu_seqlens is not None:

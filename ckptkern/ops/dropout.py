@@ -7,7 +7,14 @@ from torch import Tensor
 
 from .. import eager
 from ._common import (
-    check_input, check_probability, choose_backend, draw_state, dropout_arguments, primitives, rows_2d, unflattened,
+    check_input,
+    check_probability,
+    choose_backend,
+    draw_state,
+    dropout_arguments,
+    primitives,
+    rows_2d,
+    unflattened,
 )  # fmt: skip
 from ._segment import Segment, build
 

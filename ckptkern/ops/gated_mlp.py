@@ -7,9 +7,26 @@ from torch import Tensor
 
 from .. import eager
 from ._common import (
-    BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, dropped, matmul_precision, parse_bytes, primitives,
-    row_count, rows_2d, token_chunks, unflattened,
+    BiasGrad,
+    WeightGrad,
+    cast_input,
+    cast_parameter,
+    check_input,
+    check_statics,
+    check_weight,
+    choose_backend,
+    choose_level,
+    column_sum,
+    draw_state,
+    dropout_arguments,
+    dropped,
+    matmul_precision,
+    parse_bytes,
+    primitives,
+    row_count,
+    rows_2d,
+    token_chunks,
+    unflattened,
 )  # fmt: skip
 from ._segment import Segment, build, needed
 
@@ -72,7 +89,9 @@ class GatedMLP(Segment):
         need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
         # the eager backend's g, u, dh, act(g), h, dg, du, and a mask with its copy
         chunks = token_chunks(M, (7 if rng is None else 8) * hidden * dy.element_size(), workspace)
-        weight_grads = {i: WeightGrad(w.dtype, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)}
+        weight_grads = {
+            i: WeightGrad(w.dtype, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)
+        }
         bias_grads = {i: BiasGrad(b.dtype) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
         dx = dy.new_empty((M, features)) if needed(needs, X) else None
 

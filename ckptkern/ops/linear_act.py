@@ -7,8 +7,21 @@ from torch import Tensor
 
 from .. import eager
 from ._common import (
-    BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, matmul_precision, primitives, row_count, rows_2d, unflattened,
+    BiasGrad,
+    WeightGrad,
+    cast_input,
+    cast_parameter,
+    check_input,
+    check_statics,
+    check_weight,
+    choose_backend,
+    choose_level,
+    column_sum,
+    matmul_precision,
+    primitives,
+    row_count,
+    rows_2d,
+    unflattened,
 )  # fmt: skip
 from ._segment import Segment, build, needed
 
@@ -102,9 +115,7 @@ class LinearAct(Segment):
     def backward_fake(dy, x, w, b, z, bits, *statics_and_needs):
         needs = statics_and_needs[-1]
         dx = dy.new_empty((*dy.shape[:-1], w.shape[1]) if needed(needs, X) else 0)
-        return dx, *(
-            t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0) for i, t in ((W, w), (B, b))
-        )
+        return dx, *(t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0) for i, t in ((W, w), (B, b)))
 
     @staticmethod
     def composite(x, w, b, activation, recompute, backend, precision):

@@ -9,8 +9,21 @@ from torch import Tensor
 
 from .. import eager
 from ._common import (
-    BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, matmul_precision, parse_bytes, primitives, row_count, rows_2d, token_chunks,
+    BiasGrad,
+    WeightGrad,
+    cast_input,
+    cast_parameter,
+    check_input,
+    check_statics,
+    check_weight,
+    choose_backend,
+    choose_level,
+    matmul_precision,
+    parse_bytes,
+    primitives,
+    row_count,
+    rows_2d,
+    token_chunks,
     unflattened,
 )  # fmt: skip
 from ._segment import Segment, build, needed
@@ -110,7 +123,7 @@ class LinearStack(Segment):
     @staticmethod
     def backward(dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, needs):
         p, L = primitives(backend), len(weights)
-        M, out_features = row_count(dy), weights[-1].shape[0]
+        M = row_count(dy)
         dy, rows = rows_2d(dy), rows_2d(x)
         width = _narrow_width(backend, recompute, x, weights)
         need_dw = [needed(needs, 1 + i) for i in range(L)]
@@ -193,10 +206,7 @@ class LinearStack(Segment):
         return (
             dy.new_empty(x.shape if needed(needs, X) else 0),
             [w.new_empty(w.shape) if needed(needs, 1 + i) else dy.new_empty(0) for i, w in enumerate(weights)],
-            [
-                biases[i].new_empty(biases[i].shape) if needed(needs, 1 + L + i) else dy.new_empty(0)
-                for i in range(L)
-            ],
+            [biases[i].new_empty(biases[i].shape) if needed(needs, 1 + L + i) else dy.new_empty(0) for i in range(L)],
         )
 
     @staticmethod

@@ -7,9 +7,27 @@ from torch import Tensor
 
 from .. import eager
 from ._common import (
-    BiasGrad, WeightGrad, cast_input, cast_parameter, check_input, check_statics, check_weight, choose_backend,
-    choose_level, column_sum, draw_state, dropout_arguments, dropped, matmul_precision, parse_bytes, part, primitives,
-    row_count, rows_2d, token_chunks, unflattened,
+    BiasGrad,
+    WeightGrad,
+    cast_input,
+    cast_parameter,
+    check_input,
+    check_statics,
+    check_weight,
+    choose_backend,
+    choose_level,
+    column_sum,
+    draw_state,
+    dropout_arguments,
+    dropped,
+    matmul_precision,
+    parse_bytes,
+    part,
+    primitives,
+    row_count,
+    rows_2d,
+    token_chunks,
+    unflattened,
 )  # fmt: skip
 from ._segment import Segment, build, needed
 

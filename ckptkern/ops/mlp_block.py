@@ -9,8 +9,17 @@ from torch import Tensor
 
 from .. import eager
 from ._common import (
-    cast_parameter, check_input, check_probability, check_statics, check_weight, choose_backend, choose_level,
-    draw_state, dropout_arguments, matmul_precision, parse_bytes, primitives,
+    check_input,
+    check_probability,
+    check_statics,
+    check_weight,
+    choose_backend,
+    choose_level,
+    draw_state,
+    dropout_arguments,
+    matmul_precision,
+    parse_bytes,
+    primitives,
 )  # fmt: skip
 from ._segment import Segment, build, needed
 from .attention_block import check_norm, composite_norm, compute_dtype, tokens, with_lead
@@ -69,7 +78,7 @@ class MLPHalf:
     def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
         self.p, self.x, self.t, self.o = primitives(o.backend), tokens(x), t, o
         self.op, self.names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
-        self.arguments = tuple(getattr(t, name) for name in self.names) + (t.rng,)
+        self.arguments = (*(getattr(t, name) for name in self.names), t.rng)
         self.statics = (o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace)
 
     def inputs(self) -> Tensor:
@@ -114,7 +123,11 @@ def mlp_half_backward(dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, kept,
     need_dh = need("x") or (not trailing and (need("norm_weight") or need("norm_bias")))
     inner_needs = int(need_dh) | sum(1 << i for i, name in enumerate(half.names, 1) if need(name))
     made = half.op.backward(df, h, *half.arguments, *kept, *half.statics, inner_needs)
-    grads |= {name: grad for i, (name, grad) in enumerate(zip(half.names, made[1:], strict=False), 1) if needed(inner_needs, i)}
+    grads |= {
+        name: grad
+        for i, (name, grad) in enumerate(zip(half.names, made[1:], strict=False), 1)
+        if needed(inner_needs, i)
+    }
     if need_dh:
         residual = dy if o.residual else None
         if o.norm and o.norm_first:
@@ -185,9 +198,7 @@ class MLPBlock(Segment):
     def backward(dy, x, *args):
         t, kept, rest = MLPTensors(*args[:TENSORS]), args[TENSORS], args[TENSORS + 1 :]
         grads = mlp_half_backward(tokens(dy), x, t, MLPOptions(*rest[:OPTIONS]), kept, rest[-1])
-        return [
-            grads[name] if needed(rest[-1], i) else None for i, name in enumerate(("x", *MLPTensors._fields))
-        ]
+        return [grads[name] if needed(rest[-1], i) else None for i, name in enumerate(("x", *MLPTensors._fields))]
 
     @staticmethod
     def backward_fake(dy, x, *args):

@@ -11,16 +11,34 @@ from torch import Tensor
 from ._common import check_choice
 from ._segment import Segment, build, needed
 from .attention_block import (
-    CONSTANTS, AttentionHalf, AttentionOptions, AttentionTensors, attention_composite, attention_half, attention_half_backward,
-    attention_half_backward_flops, attention_half_flops, tokens, with_lead,
+    CONSTANTS,
+    AttentionHalf,
+    AttentionOptions,
+    AttentionTensors,
+    attention_composite,
+    attention_half,
+    attention_half_backward,
+    attention_half_backward_flops,
+    attention_half_flops,
+    tokens,
+    with_lead,
 )  # fmt: skip
 from .attention_block import OPTION_SCHEMA as ATTENTION_OPTIONS
-from .attention_block import fake_results as attention_fake, gather as gather_attention
-from .mlp_block import (
-    MLPOptions, MLPTensors, mlp_composite, mlp_half, mlp_half_backward, mlp_half_backward_flops, mlp_half_flops, present,
-)  # fmt: skip
+from .attention_block import fake_results as attention_fake
+from .attention_block import gather as gather_attention
 from .mlp_block import OPTION_SCHEMA as MLP_OPTIONS
-from .mlp_block import fake_results as mlp_fake, gather as gather_mlp
+from .mlp_block import (
+    MLPOptions,
+    MLPTensors,
+    mlp_composite,
+    mlp_half,
+    mlp_half_backward,
+    mlp_half_backward_flops,
+    mlp_half_flops,
+    present,
+)  # fmt: skip
+from .mlp_block import fake_results as mlp_fake
+from .mlp_block import gather as gather_mlp
 
 A, M = len(AttentionTensors._fields), len(MLPTensors._fields)
 
@@ -178,7 +196,9 @@ def transformer_layer(
             if taken in given:
                 raise ValueError(f"{op}: {taken} is an argument of {op}, not of {name}")
     check_choice(op, "recompute", recompute, ("none", "selective", "full"))
-    ta, oa = gather_attention(op, x, training=training, recompute=recompute, **{"residual": True} | dict(attention_arguments))
+    ta, oa = gather_attention(
+        op, x, training=training, recompute=recompute, **{"residual": True} | dict(attention_arguments)
+    )
     inner = "none" if oa.recompute == "none" else "full"
     tm, om = gather_mlp(
         op, x, training=training, recompute=inner, workspace=workspace, dtype=oa.dtype, **dict(mlp_arguments)

@@ -93,9 +93,7 @@ def test_window_and_slopes(window, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout(causal):
     tensors = qkv(Sq=7, Sk=7)
-    expected = gradients(
-        lambda t: plain_attention(t["q"], t["k"], t["v"], causal=causal, p=P, drawn=draws()), tensors
-    )
+    expected = gradients(lambda t: plain_attention(t["q"], t["k"], t["v"], causal=causal, p=P, drawn=draws()), tensors)
     assert_same_within_rounding(gradients(ours(dropout_p=P, is_causal=causal), tensors), expected)
 
 

@@ -249,7 +249,7 @@ def test_nothing_given_is_overwritten(block):
     y.backward(dy)
     assert torch.equal(dy, kept_dy)
     assert_same({n: t.detach() for n, t in tensors.items()}, {n: t.detach() for n, t in before.items()})
-    for name in ("x", [n for n in tensors if n.endswith("_weight")][0]):
+    for name in ("x", next(n for n in tensors if n.endswith("_weight"))):
         y = block.fused(tensors)
         with torch.no_grad():
             tensors[name].add_(1)
@@ -334,7 +334,9 @@ def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
     with ckptkern.backend("triton"):
-        ours = {level: gradients(block.with_(recompute=level).fused, tensors) for level in ("none", "selective", "full")}
+        ours = {
+            level: gradients(block.with_(recompute=level).fused, tensors) for level in ("none", "selective", "full")
+        }
     eager = gradients(block.plain, tensors)
     assert_as_exact(ours["full"], eager, gradients(block.plain, clone(tensors, torch.float64)))
     assert_same(ours["full"], ours["none"])
@@ -351,7 +353,8 @@ def test_rebuilt_output_of_the_core_is_that_of_forward(block):
         dy[1, token, 3] = 1
         with ckptkern.backend("triton"):
             rows = [
-                gradients(block.with_(recompute=level).fused, tensors, dy)["out_weight"][3] for level in ("none", "full")
+                gradients(block.with_(recompute=level).fused, tensors, dy)["out_weight"][3]
+                for level in ("none", "full")
             ]
         assert rows[0].any()
         assert torch.equal(*rows)

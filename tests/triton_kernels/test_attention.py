@@ -129,7 +129,15 @@ def results_of(backend, tensors: dict, core: AttentionCore, **tiles) -> dict[str
     both = {"tiles": (tiles["tile"], tiles["tile"])} if tiles else {}
     dq, dk, dv = backend.attn_bwd(q, k, v, do, lse, delta, core, **both)
     empty = lse == -math.inf
-    results = {"o": o, "lse": lse.masked_fill(empty, 0), "delta": delta, "kept delta": kept, "dq": dq, "dk": dk, "dv": dv}
+    results = {
+        "o": o,
+        "lse": lse.masked_fill(empty, 0),
+        "delta": delta,
+        "kept delta": kept,
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+    }
     return results | {"empty": empty.to(torch.uint8)}
 
 
@@ -198,7 +206,9 @@ def hiding(kind: str, device: str) -> tuple[AttentionCore, torch.Tensor]:
         mask[0, 1, 3] = mask[1, 0, 16:33] = 0
         rows = (mask == 0).all(-1)
     if kind == "additive":
-        return AttentionCore(0.3, "ieee", mask=torch.zeros(mask.shape, device=device).masked_fill(mask == 0, -math.inf)), rows
+        return AttentionCore(
+            0.3, "ieee", mask=torch.zeros(mask.shape, device=device).masked_fill(mask == 0, -math.inf)
+        ), rows
     window = (None, 0) if kind == "bool and causal" else (None, None)
     return AttentionCore(0.3, "ieee", window, mask), rows
 
@@ -208,14 +218,18 @@ def test_rows_that_see_nothing_give_zeros(kind, device):
     """Pitfall 20: zeros and zero gradients, never NaN, and nothing from such a row reaches dk or dv."""
     core, hidden = hiding(kind, device)
     core = core._replace(dropout=dropout_of(0.3, device)) if kind == "bool" else core
-    tensors = {name: torch.randn(BATCH, 2, S, 24, device=device) for name, S in (("q", 40), ("k", 20), ("v", 20), ("do", 40))}
+    tensors = {
+        name: torch.randn(BATCH, 2, S, 24, device=device) for name, S in (("q", 40), ("k", 20), ("v", 20), ("do", 40))
+    }
     ours = results_of(triton_kernels, tensors, core)
     assert torch.equal(ours["empty"].bool(), hidden)
     assert hidden.any()
     for name in ("o", "dq", "delta", "kept delta"):
         assert not ours[name][hidden].any(), name
     assert_accurate(ours, results_of(eager, tensors, core), results_of(eager, wide(tensors), core))
-    louder = tensors | {name: t.masked_fill(hidden[..., None], 1e3) for name, t in tensors.items() if name in ("q", "do")}
+    louder = tensors | {
+        name: t.masked_fill(hidden[..., None], 1e3) for name, t in tensors.items() if name in ("q", "do")
+    }
     assert_equal(results_of(triton_kernels, {n: louder[n] for n in tensors}, core), ours)
 
 
@@ -246,6 +260,7 @@ def test_masks_are_those_of_keep_mask(tile, packed, device):
     no_rows, ones = torch.zeros_like(rows), torch.ones_like(columns) / D
     delta = torch.zeros(B, H, Sq, device=device)
     if packed:
+
         def pack(x):
             return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
@@ -359,7 +374,10 @@ def test_large_scores_stay_finite(dtype, device):
         assert result.isfinite().all(), name
     assert_accurate(
         {name: ours[name] for name in ("o", "lse")},
-        *({name: results[name] for name in ("o", "lse")} for results in (results_of(eager, t, core) for t in (tensors, wide(tensors)))),
+        *(
+            {name: results[name] for name in ("o", "lse")}
+            for results in (results_of(eager, t, core) for t in (tensors, wide(tensors)))
+        ),
     )  # fmt: skip
 
 

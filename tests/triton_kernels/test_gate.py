@@ -38,8 +38,11 @@ def test_shipped_tiles_pass():
                 assert kinds == {False, True}, (op, arch, dtype)
     done = outside_the_interpreter("-m", "ckptkern.benchmarks.gate")
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
-    assert done.stdout.endswith(f"compile gate: {len(cases)} kernels, no fault\n")
-    assert len(re.findall(r"stack +0 ", done.stdout)) == len(cases)
+    *table, verdict = done.stdout.splitlines()
+    stacks = [(line.split()[0], int(stack[1])) for line in table if (stack := re.search(r"stack +(\d+) ", line))]
+    assert verdict == f"compile gate: {len(stacks)} kernels, no fault"
+    assert {case for case, _ in stacks} == {case.name for case in cases}
+    assert {case for case, stack in stacks if stack} == set(gate.ALLOWED_SPILLS)  # none fixed and still excused
 
 
 FAULTS = {
