@@ -98,7 +98,7 @@ class LinearStack(Segment):
                 if activation != "relu" and keep_hidden:
                     hidden.append(z.clone() if z is y else z)
                 elif keep_hidden and i != last:
-                    hidden.append(y)
+                    hidden = [*hidden, y]  # Dynamo of torch 2.11 makes hidden a tuple
         return unflattened(y, x.shape[:-1]), bits if keep_bits else None, hidden
 
     @staticmethod
@@ -117,7 +117,7 @@ class LinearStack(Segment):
         keep_hidden, keep_bits = _kept(*statics[:2])
         y, bits, *hidden = outputs
         if keep_hidden and statics[0] == "relu":
-            hidden.append(y)
+            hidden = [*hidden, y]  # Dynamo of torch 2.11 makes hidden a tuple
         return [*tensors, bits if keep_bits else None, *hidden]
 
     @staticmethod

@@ -60,5 +60,6 @@ def test_defaults():
     """relu, selective."""
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(8, 3)
     assert torch.equal(ckptkern.linear_act(x, w), F.relu(F.linear(x, w)))
-    saved = ckptkern.linear_act(x, w).grad_fn.saved_tensors
+    y = ckptkern.linear_act(x, w)  # before torch 2.13 a grad_fn does not outlive its output
+    saved = y.grad_fn.saved_tensors
     assert [t.dtype for t in saved if t is not None and t is not w] == [torch.uint8]
