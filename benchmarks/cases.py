@@ -2,6 +2,9 @@
 
 A way is a name and a maker `(model, x) -> function`, whose function takes x to y with the model's own parameters. So
 all ways are checked against one float64 copy of the model and share its weights. To add a case, append to CASES.
+
+Attention and layers with dropout are judged without it and timed with it: every way draws its own masks. That masks are
+replayed, and are those of the definition, is what tests/ holds.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ import itertools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from .. import nn as nn_modules
 from .. import ops
 
 Function = Callable[[Tensor], Tensor]
@@ -30,13 +37,20 @@ DROPOUT_P = 0.125  # k/65536 exactly, so that torch's scale is ours
 
 
 class Size(NamedTuple):
-    """Rows of the input and its width; the model's other widths follow from it."""
+    """Rows of the input and its width; the model's other widths follow from it. length: rows a sequence, if any."""
 
     width: int
     rows: int
+    length: int | None = None
 
     def __str__(self) -> str:
-        return f"d{self.width}x{self.rows}"
+        return f"d{self.width}x{self.rows}" + (f"-s{self.length}" if self.length else "")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.length is None:
+            return self.rows, self.width
+        return self.rows // self.length, self.length, self.width
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ class Case:
     sizes    device type -> sizes, the most important first
     priority lower runs first; a case's second size counts one more, and so on
     rivals   further ways; a maker that raises ImportError is reported as missing
+    drops    judged with the model in evaluation, timed in training, where it has dropout
     exact    (float64 model, float64 x, a way's y) -> float64 y; where None, the model itself
     host     time the host alone: tiny tensors, one thread, no device synchronisation between steps
     """
@@ -59,6 +74,7 @@ class Case:
     priority: int
     levels: Sequence[str] = LEVELS
     rivals: dict[str, Maker] = field(default_factory=dict)
+    drops: bool = False
     exact: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     host: bool = False
 
@@ -98,8 +114,12 @@ def _compiled(budget: float | None, checkpointed: bool, model: nn.Module, x: Ten
     # dynamo keeps what it compiled by code object: without one of its own, this budget would get another's graph
     call = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
     function = torch.compile(call, dynamic=False)
+    judged = model.training
     with config.patch(activation_memory_budget=1.0 if budget is None else budget):
-        function(x)
+        for training in sorted({judged, True}):  # a model that drops is judged in the one and timed in the other
+            model.train(training)
+            function(x)
+    model.train(judged)
     return function
 
 
@@ -152,6 +172,120 @@ class GatedMLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """Causal attention [B, H, S, D] by torch; float64 a head at a time: all of 8192 x 8192 scores would not fit a GPU."""
+    if q.dtype != torch.float64:
+        return F.scaled_dot_product_attention(
+            q, k, v, None, dropout_p, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    assert not dropout_p, "float64 is what ways are judged by, without dropout"
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+
+    def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.T * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+    share = q.shape[1] // k.shape[1]
+    heads = [
+        torch.stack([checkpoint(head, q[b, h], k[b, h // share], v[b, h // share], use_reentrant=False)
+                     for h in range(q.shape[1])])
+        for b in range(q.shape[0])
+    ]  # fmt: skip
+    return torch.stack(heads)
+
+
+class Attention(nn.Module):
+    """x + out(attention(norm(x))), causal, heads of 128 (16 in narrow models): half of a GPT layer.
+
+    share: query heads for one key and value head. dropout_p: of the attention weights.
+    """
+
+    def __init__(self, width: int, share: int = 1, dropout_p: float = 0.0):
+        super().__init__()
+        self.head_dim, self.dropout_p = 128 if width >= 512 else 16, dropout_p
+        self.heads = width // self.head_dim
+        self.kv_heads = max(1, self.heads // share)
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        o = attend(q, k, v, self.dropout_p if self.training else 0.0)
+        return x + self.out(o.transpose(1, 2).flatten(2))
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        """Of ckptkern.attention_block."""
+        return dict(
+            qkv_weight=self.qkv.weight, qkv_bias=self.qkv.bias, out_weight=self.out.weight, out_bias=self.out.bias,
+            num_heads=self.heads, num_kv_heads=self.kv_heads, norm="layer", norm_weight=self.norm.weight,
+            norm_bias=self.norm.bias, norm_eps=self.norm.eps, is_causal=True, dropout_p=self.dropout_p, residual=True,
+        )  # fmt: skip
+
+
+class GPTLayer(nn.Module):
+    """Attention, and x + mlp(norm(x)) with GELU."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.attention, self.norm, self.mlp = Attention(width), nn.LayerNorm(width), MLP(width, nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return x + self.mlp(self.norm(x))
+
+    def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of ckptkern.transformer_layer."""
+        mlp = self.mlp
+        return self.attention.arguments(x), dict(
+            up_weight=mlp.fc1.weight, up_bias=mlp.fc1.bias, down_weight=mlp.fc2.weight, down_bias=mlp.fc2.bias,
+            activation="gelu", norm="layer", norm_weight=self.norm.weight, norm_bias=self.norm.bias,
+            norm_eps=self.norm.eps,
+        )  # fmt: skip
+
+
+class LlamaLayer(nn.Module):
+    """RMSNorm, rotary attention with a quarter as many key and value heads, RMSNorm, SwiGLU, no biases."""
+
+    POSITIONS = 8192
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.head_dim = 128 if width >= 512 else 16
+        self.heads = width // self.head_dim
+        self.kv_heads = max(1, self.heads // 4)
+        rows = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        self.q, self.k, self.v = (nn.Linear(width, n, bias=False) for n in rows)
+        self.out, self.mlp = nn.Linear(width, width, bias=False), GatedMLP(width)
+        self.norm, self.mlp_norm = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
+        cos, sin = nn_modules.rotary_tables(torch.arange(self.POSITIONS), self.head_dim)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [B, H, S, D] by halves, as Hugging Face has it."""
+        S, half = x.shape[2], self.head_dim // 2
+        return x * self.cos[:S] + torch.cat((-x[..., half:], x[..., :half]), -1) * self.sin[:S]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.out(attend(self.rotate(q), self.rotate(k), v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of ckptkern.transformer_layer."""
+        S, mlp = x.shape[1], self.mlp
+        return dict(
+            qkv_weight=[self.q.weight, self.k.weight, self.v.weight], qkv_bias=None, out_weight=self.out.weight,
+            out_bias=None, num_heads=self.heads, num_kv_heads=self.kv_heads, norm="rms", norm_weight=self.norm.weight,
+            norm_eps=self.norm.eps, rotary=(self.cos[:S], self.sin[:S]), is_causal=True,
+        ), dict(
+            gate_weight=mlp.gate.weight, up_weight=mlp.up.weight, up_bias=None, down_weight=mlp.down.weight,
+            down_bias=None, activation="silu", norm="rms", norm_weight=self.mlp_norm.weight,
+            norm_eps=self.mlp_norm.eps,
+        )  # fmt: skip
+
+
 def _mlp(activation: str, model: MLP, level: str) -> Function:
     return lambda x: ops.mlp(
         x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, activation, recompute=level
@@ -174,6 +308,14 @@ def _linear_stack(model: nn.Sequential, level: str) -> Function:
     return lambda x: ops.linear_stack(
         x, [layer.weight for layer in layers], [layer.bias for layer in layers], "relu", recompute=level
     )
+
+
+def _attention(model: Attention, level: str) -> Function:
+    return lambda x: ops.attention_block(x, **model.arguments(x), training=model.training, recompute=level)
+
+
+def _layer(model: GPTLayer | LlamaLayer, level: str) -> Function:
+    return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=level)
 
 
 def _linear_act(model: nn.Sequential, level: str) -> Function:
@@ -209,6 +351,50 @@ def _liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
     return lambda x: model.down(function.apply(model.gate(x), model.up(x)))
 
 
+def _sdpa_flash(model: nn.Module, x: Tensor) -> Function:
+    """Eager with torch's flash attention in place of what it would choose, cuDNN's on Hopper."""
+    if not x.is_cuda:
+        raise ImportError("SDPA has several fused backends on CUDA only")
+
+    def function(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return model(x)
+
+    return function
+
+
+_SDPA_FORWARDS = tuple(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
+)
+
+
+class SelectiveCheckpoint:
+    """torch.utils.checkpoint that runs everything again but attention's core, whatever kernel serves it."""
+
+    def __init__(self, model: nn.Module, x: Tensor):
+        self.model, self.saved = model, None
+
+    def contexts(self):
+        forward, recompute = create_selective_checkpoint_contexts(list(_SDPA_FORWARDS))
+        self.saved = forward.storage
+        return forward, recompute
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return checkpoint(self.model, x, use_reentrant=False, context_fn=self.contexts)
+
+    def unseen_bytes(self) -> int:
+        """What the last call keeps where saved-tensor hooks do not see it."""
+        tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+ATTENTION_RIVALS: dict[str, Maker] = {
+    f"{CHECKPOINT}, SDPA saved": SelectiveCheckpoint,
+    "SDPA flash": _sdpa_flash,
+}
+
+
 def _sizes(cuda: Sequence[int], cpu: Sequence[int], cuda_rows: int = TOKENS["cuda"]) -> dict[str, list[Size]]:
     return {"cuda": [Size(d, cuda_rows) for d in cuda], "cpu": [Size(d, TOKENS["cpu"]) for d in cpu]}
 
@@ -219,7 +405,26 @@ _STACK_SIZES = {
     "cpu": [Size(64, 2048), Size(128, TOKENS["cpu"])],
 }
 
+# the first sizes span the range: launches and glue weigh most in the first, products and the core in the second
+_SEQUENCE_SIZES = {
+    "cuda": [
+        Size(d, TOKENS["cuda"], S)
+        for d, S in ((1024, 2048), (4096, 8192), (2048, 2048), (1024, 8192), (4096, 2048), (2048, 8192))
+    ],
+    "cpu": [Size(64, TOKENS["cpu"], 128), Size(128, TOKENS["cpu"], 256)],
+}
+
+
+def _attention_case(name: str, priority: int, **options) -> Case:
+    return Case(
+        name, lambda d: Attention(d, **options), _attention, _SEQUENCE_SIZES, priority, rivals=ATTENTION_RIVALS,
+        drops="dropout_p" in options,
+    )  # fmt: skip
+
+
 CASES = [
+    Case("gpt_layer", GPTLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=ATTENTION_RIVALS),
+    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=ATTENTION_RIVALS),
     Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=1),
     Case(
         "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=2,
@@ -238,6 +443,10 @@ CASES = [
         rivals={"liger-kernel SwiGLU": _liger_swiglu},
     ),
     Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=1),
+    _attention_case("attention", 1),
+    _attention_case("attention-dropout", 2, dropout_p=DROPOUT_P),
+    _attention_case("attention-gqa", 3, share=4),
+    _attention_case("attention-gqa-dropout", 4, share=4, dropout_p=DROPOUT_P),
     Case(
         "linear_act-relu", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()), _linear_act,
         _sizes(cuda=(1024, 4096), cpu=(256,)), priority=3,
@@ -260,9 +469,12 @@ def items(device: str) -> list[Item]:
 
 
 def build(item: Item, device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    """(model, x, dy) of an item, random, in the device's dtype; x needs a gradient. y has x's shape in every case."""
+    """(model, x, dy) of an item, random, in the device's dtype; x needs a gradient. y has x's shape in every case.
+
+    The model is as ways are judged: in evaluation where it drops.
+    """
     torch.manual_seed(seed)
     dtype = DTYPES[device.type]
-    model = item.case.model(item.size.width).to(device, dtype)
-    x, dy = (torch.randn(item.size.rows, item.size.width, device=device, dtype=dtype) for _ in range(2))
+    model = item.case.model(item.size.width).to(device, dtype).train(not item.case.drops)
+    x, dy = (torch.randn(item.size.shape, device=device, dtype=dtype) for _ in range(2))
     return model, x.requires_grad_(), dy

@@ -26,6 +26,7 @@ GRAPH_BELOW_MS = 2.0  # a step of eager's below this is short enough for gaps be
 # of eager's error. Rivals round where they like (inductor's column sums on a CPU: 3.6): beyond this they are wrong
 OURS_AT_MOST, RIVALS_AT_MOST = 2.0, 8.0
 ENOUGH = 7  # rounds, whatever the time
+DROPS = "timed with dropout, judged without it: every way draws its own masks"
 
 
 @dataclass
@@ -47,6 +48,9 @@ class Row:
     peak_bytes: int | None = None
     error_ratio: float | None = None  # largest error of output and gradients, in eager's own: at most 2 for ours
     note: str = ""
+
+    def add_note(self, text: str) -> None:
+        self.note = "; ".join(filter(None, (self.note, text)))
 
 
 FIELDS = [field.name for field in dataclasses.fields(Row)]
@@ -247,16 +251,19 @@ def _measure(
         row = Row(item.name, name, device.type, dtype)
         ours = name.startswith("ckptkern")
         try:
+            model.train(not item.case.drops)
             function = make(model, x)
             with poisoned() if ours else contextlib.nullcontext():
                 row.error_ratio, worst = judge.ratio(function)
             if not row.error_ratio <= (OURS_AT_MOST if ours else RIVALS_AT_MOST):
                 row.status, row.note = "wrong", f"error of {worst} is {row.error_ratio:.3g} times eager's"
             else:
+                model.train()
+                row.add_note(DROPS if item.case.drops else "")
                 step = stepper(function, model, inputs)
                 with kept_tensors(exclude=[*model.parameters(), *model.buffers()]) as kept:
                     function(x)
-                row.kept_bytes = kept.bytes
+                row.kept_bytes = kept.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
                 if not item.case.host:
                     with peak_memory(device) as peak:
                         step(0)
@@ -271,6 +278,7 @@ def _measure(
             row.status, row.note = "failed", one_line(error)
         emit(row)
     del judge
+    model.train()
 
     clock = host_clock if item.case.host else cuda_clock if cuda else cpu_clock
     times, errors = interleaved(steps, clock, rounds, float("inf") if cuda else seconds, cuda)
@@ -291,12 +299,12 @@ def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> d
     replays: dict[str, Step] = {}
     for name, step in steps.items():
         if name in CHECKPOINTS:
-            rows[name].note = "no CUDA graph: it reads the random state, which fails in a capture"
+            rows[name].add_note("no CUDA graph: it reads the random state, which fails in a capture")
             continue
         try:
             replays[name] = captured(step)
         except Exception as error:  # not every way can be captured
-            rows[name].note = f"no CUDA graph: {one_line(error, 120)}"
+            rows[name].add_note(f"no CUDA graph: {one_line(error, 120)}")
     times, _ = interleaved(replays, cuda_clock, rounds, cuda=True)
     return {name: statistics.median(taken) for name, taken in times.items()}
 

@@ -68,6 +68,8 @@ def case_table(rows: Rows, timed: bool) -> str:
             )
         lines.append(line + [_figure(row, "graph_ms", ".3f")] * graphs)
     others = [f"- {row['way'] or 'case'}: {row['status']}: {row['note']}" for row in rows if row["status"] != "ok"]
+    notes = dict.fromkeys(row["note"] for row in rows if row["status"] == "ok" and row["note"])
+    others = [f"- {note}" for note in notes] + others
     return "\n\n".join(filter(None, (table(heading, lines) if lines else "", "\n".join(others))))
 
 

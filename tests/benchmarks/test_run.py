@@ -173,11 +173,15 @@ def test_list_names_all_cases_and_ways(capsys, device):
         listed = capsys.readouterr().out
         for item in cases.items(device):
             assert item.name in listed
-        for way in ("ckptkern selective", "compile, budget 0.5", "liger-kernel SwiGLU", "QuACK mlp_func", "flash-attn"):
+        ways = ("ckptkern selective", "compile, budget 0.5", "liger-kernel SwiGLU", "QuACK mlp_func", "flash-attn")
+        for way in (*ways, "torch checkpoint, SDPA saved", "SDPA flash"):
             assert way in listed
     names = [item.name for item in cases.items(device)]
     assert len(set(names)) == len(names)
-    for op in ("mlp-gelu", "mlp-relu", "gated_mlp", "linear_stack", "linear_act", "dropout", "host"):
+    for op in (
+        "mlp-gelu", "mlp-relu", "gated_mlp", "linear_stack", "linear_act", "dropout", "host", "attention/",
+        "attention-dropout", "attention-gqa/", "attention-gqa-dropout", "gpt_layer", "llama_layer",
+    ):  # fmt: skip
         assert any(name.startswith(op) for name in names)
 
 
@@ -191,11 +195,80 @@ def test_arguments_that_match_nothing_say_so(capsys):
 @pytest.mark.parametrize("item", cases.items("cpu"), ids=lambda item: item.name)
 def test_ours_are_right_in_every_case(item):
     """Of the real cases only correctness, at a size that takes no time."""
-    small = item._replace(size=cases.Size(32, 200))
+    small = item._replace(size=cases.Size(32, 200, 50 if item.size.length else None))
     model, x, dy = cases.build(small, torch.device("cpu"))
     judge = measure.Judge(small, model, x, dy)
     for level in item.case.levels:
         assert judge.ratio(item.case.ours(model, level))[0] <= 2
+
+
+def only(name: str) -> cases.Item:
+    """The case of this name at a size that takes no time: width 32, 2 heads of 16, 4 sequences of 50."""
+    case = next(case for case in cases.CASES if case.name == name)
+    return cases.Item(case, cases.Size(32, 200, 50), 0)
+
+
+def rows_of(item: cases.Item, *ways: str, **more) -> dict[str, measure.Row]:
+    makers = {way: make for way, make in cases.ways(item.case, compile=False).items() if way in ways} | more
+    rows: dict[str, measure.Row] = {}
+    measure.measure(item, makers, torch.device("cpu"), lambda row: rows.setdefault(row.way, row), rounds=1)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "none", "extra"),
+    [
+        # a token of "none": q, k, v and o, each 32 wide but where two query heads share k and v; 2 logsumexps
+        ("attention", 4 * 32 + 2, 0),
+        ("attention-dropout", 4 * 32 + 2, 16),
+        ("attention-gqa", 2 * 32 + 2 * 16 + 2, 0),
+        ("gpt_layer", 4 * 32 + 2 + 32 + 2 * 128, 0),  # the second half's x, z and h of the MLP
+        ("llama_layer", 2 * 32 + 2 * 16 + 2 + 32 + 3 * 88, 0),
+    ],
+)
+def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
+    """At "selective" x, o and the logsumexp, as the checkpoint that saves SDPA's results; at "full" x."""
+    levels = ("ckptkern none", "ckptkern selective", "ckptkern full")
+    selective = "torch checkpoint, SDPA saved"
+    rows = rows_of(only(name), *levels, selective)
+    assert {way: row.status for way, row in rows.items()} == dict.fromkeys([*levels, selective], "ok")
+    x = 200 * 4 * 32
+    assert rows["ckptkern none"].kept_bytes == x + 200 * 4 * none + extra
+    assert rows["ckptkern selective"].kept_bytes == x + 200 * 4 * (32 + 2) + extra
+    assert rows["ckptkern full"].kept_bytes == x + extra
+    if not extra:  # on a CPU torch's attention with dropout is no one op
+        assert rows[selective].kept_bytes == rows["ckptkern selective"].kept_bytes
+
+
+def test_dropout_of_attention_is_off_where_a_way_is_judged_and_on_where_it_is_timed():
+    seen = []
+
+    def watched(model, x):
+        def function(x):
+            seen.append(model.training)
+            return model(x)
+
+        return function
+
+    rows = rows_of(only("attention-dropout"), "ckptkern selective", watched=watched)
+    assert {row.status for row in rows.values()} == {"ok"}
+    assert {row.note for row in rows.values()} == {measure.DROPS}
+    judged = seen.index(True)
+    assert judged == 1
+    assert all(seen[judged:])
+    rows = rows_of(only("attention"), "ckptkern selective")
+    assert rows["ckptkern selective"].note == ""
+
+
+def test_flash_alone_is_missing_without_a_gpu():
+    (row,) = rows_of(only("attention"), "SDPA flash").values()
+    assert (row.status, row.note) == ("missing", "ImportError: SDPA has several fused backends on CUDA only")
+
+
+def test_attention_in_float64_is_sdpas():
+    q, k, v = (torch.randn(2, heads, 7, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(cases.attend(q, k, v), expected)
 
 
 def test_dropout_that_keeps_too_much_is_wrong():
