@@ -31,7 +31,10 @@ PHILOX_MULTIPLY = re.compile(
     r"(?:IMAD\.HI\.U32|IMAD\.WIDE\.U32)[^\n]*(?:-0x2daee0ad|-0x326172a9|0xd2511f53|0xcd9e8d57)"
 )
 SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may use; A100 and H100/H200
-TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "WIDTH", "num_warps", "num_stages", "SUB")
+TILE_KEYS = (
+    "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_S", "BLOCK_HALF", "BLOCK_REST", "WIDTH", "num_warps",
+    "num_stages", "SUB",
+)  # fmt: skip
 # Case name -> bytes of stack. dkdv with 128 columns at head dims 65..128 on sm_90 is a few registers too large; 64
 # columns spill nothing, but there both warp groups compute the same columns: twice the products and dropout masks.
 ALLOWED_SPILLS: dict[str, int] = {
@@ -53,9 +56,9 @@ class Case:
     arch: int
     dtype: str
     ragged: bool
-    activation: str
+    activation: str  # or another of VARIANTS
     dropout: bool
-    extras: bool  # the optional outputs: z, h, masks, bias gradients
+    extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
 
     @property
     def name(self) -> str:
@@ -108,7 +111,7 @@ class Report:
 
     def faults(self, case: Case | AttentionCase, product: bool, min_shared: int) -> list[str]:
         found = []
-        allowed = ALLOWED_SPILLS.get(self.case, 0) if self.kernel != "_attn_dq_kernel" else 0
+        allowed = ALLOWED_SPILLS.get(self.case, 0) if self.kernel == "_attn_dkdv_kernel" else 0
         if self.stack > allowed or (self.local and not allowed):
             found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
         if self.shared > SHARED_LIMIT[case.arch]:
@@ -143,11 +146,11 @@ def shipped_cases() -> list[Case | AttentionCase]:
     """Every kernel x tile row x architecture x dtype, aligned and ragged, with the heaviest flags, and once plain."""
     cases = []
     for op, arch, dtype in itertools.product(OPS, ARCHS, DTYPES):
-        heavy = "relu" if op == "stack_bwd" else "gelu"
+        heavy, *others = VARIANTS.get(op, ("gelu", "relu"))
         cases.append(Case(op, arch, dtype, False, heavy, op in DROPOUT_OPS, True))
         cases.append(Case(op, arch, dtype, True, heavy, op in DROPOUT_OPS, True))
         if dtype == "bfloat16":
-            cases.append(Case(op, arch, dtype, False, "relu", False, False))
+            cases += [Case(op, arch, dtype, False, variant, False, False) for variant in others]
     half = [case for case in attention_cases({"float16": (128,)}) if case.causal and case.dropout]
     return cases + attention_cases({"bfloat16": HEAD_DIMS}) + half
 
@@ -157,8 +160,9 @@ def all_cases() -> list[Case | AttentionCase]:
 
     return [
         Case(op, arch, dtype, ragged, activation, full and op in DROPOUT_OPS, full)
-        for op, arch, dtype, ragged, activation, full in itertools.product(
-            OPS, ARCHS, (*DTYPES, "float32"), (False, True), ACTIVATIONS, (False, True)
+        for op in OPS
+        for arch, dtype, ragged, activation, full in itertools.product(
+            ARCHS, (*DTYPES, "float32"), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
     ] + attention_cases(dict.fromkeys((*DTYPES, "float32"), HEAD_DIMS))
 
@@ -301,6 +305,65 @@ def _launch_stack_bwd(case):
     stack.stack_bwd(x, w, b, dy, bits, case.activation, _precision(case))
 
 
+def _norm(case: Case):
+    """(kind, x [M, K], a parameter [K], dtype): "layer-autocast" is a float32 stream of activations round bf16 ops."""
+    import torch
+
+    kind, _, autocast = case.activation.partition("-")
+    meta, M, K, _, _, _, dtype = _tensors(case)
+    wide = torch.float32 if autocast else dtype
+    return kind, meta(M, K, dtype=wide), meta(K, dtype=wide), dtype
+
+
+def _launch_norm_fwd(case):
+    from ..triton_kernels import norm
+
+    kind, x, weight, dtype = _norm(case)
+    norm.norm_fwd(x, weight, weight if kind == "layer" else None, 1e-5, kind, dtype)
+
+
+def _launch_norm_bwd(case):
+    import torch
+
+    from ..triton_kernels import norm
+
+    kind, x, weight, dtype = _norm(case)
+    norm.norm_bwd(
+        torch.empty_like(x, dtype=dtype), x, weight, 1e-5, kind, residual=torch.empty_like(x), need_dweight=True,
+        need_dbias=kind == "layer",
+    )  # fmt: skip
+
+
+def _heads(case: Case):
+    """(q as a view of one projection, its norm's weight, cos and sin): what attention_block hands over, in place."""
+    import torch
+
+    B, S, H, D, R = (3, 1001, 5, 75, 50) if case.ragged else (2, 4096, 8, 128, 128)
+    dtype = getattr(torch, case.dtype)
+    q = torch.empty(B, S, 2 * H, D, dtype=dtype, device="meta")[:, :, :H]
+    angles = torch.empty(S, R, dtype=torch.float32, device="meta")
+    return q, torch.empty(D, dtype=dtype, device="meta") if case.extras else None, angles, angles
+
+
+def _launch_heads_fwd(case):
+    from ..triton_kernels import rotary
+
+    q, weight, cos, sin = _heads(case)
+    rotary.heads_fwd(q, weight, 1e-6, cos, sin, case.activation == "interleaved", out=q)
+
+
+def _launch_heads_bwd(case):
+    import torch
+
+    from ..triton_kernels import rotary
+
+    q, weight, cos, sin = _heads(case)
+    dq = torch.empty_like(q, memory_format=torch.preserve_format)
+    rotary.heads_bwd(
+        dq, q, weight, 1e-6, cos, sin, case.activation == "interleaved", out=dq, need_dweight=weight is not None
+    )
+
+
 def _launch_attention(case: AttentionCase):
     import torch
 
@@ -317,6 +380,8 @@ def _launch_attention(case: AttentionCase):
     core = AttentionCore(0.125, _precision(case), (None, 0 if case.causal else None), dropout=dropout)
     if case.op == "attn_bwd":
         attention.attn_bwd(q, k, v, do, lse, lse, core)
+        if not case.causal and not case.dropout:  # delta knows of neither
+            attention.attn_delta(do, do, core)
     else:
         attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
 
@@ -338,6 +403,16 @@ OPS = {
     "act_fwd": _launch_act_fwd,
     "act_bwd": _launch_act_bwd,
     "dropout": _launch_dropout,
+    "norm_fwd": _launch_norm_fwd,
+    "norm_bwd": _launch_norm_bwd,
+    "heads_fwd": _launch_heads_fwd,
+    "heads_bwd": _launch_heads_bwd,
+}
+# What takes an activation's place where there is none, the heaviest first.
+VARIANTS = {
+    "stack_bwd": ("relu", "relu"),
+    **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
+    **dict.fromkeys(("heads_fwd", "heads_bwd"), ("halves", "interleaved")),
 }
 DROPOUT_OPS = {"linear_fwd", "act_grad", "mlp_bwd", "gated_fwd", "gated_bwd", "gated_act_grad"}
 
@@ -346,7 +421,7 @@ def catch_launches(call, arch: int) -> list[tuple]:
     """Every (kernel, args, kwargs) that `call()` would have launched on compute capability `arch`."""
     from triton.runtime.jit import JITFunction
 
-    from ..triton_kernels import attention, elementwise, linear, mlp, stack
+    from ..triton_kernels import attention, elementwise, linear, mlp, norm, stack
 
     caught = []
 
@@ -355,7 +430,7 @@ def catch_launches(call, arch: int) -> list[tuple]:
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
-        for module in (attention, elementwise, linear, mlp, stack):
+        for module in (attention, elementwise, linear, mlp, norm, stack):
             patches.enter_context(mock.patch.object(module, "arch_of", return_value=arch))
         call()
     return caught

@@ -18,6 +18,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ckptkern import triton_kernels
 from ckptkern.benchmarks import gate
+from ckptkern.eager import AttentionCore
 from ckptkern.triton_kernels.tile import Tile
 
 
@@ -82,6 +83,10 @@ def launches(
     dropped = {"dropout": (meta(2, dtype=torch.int64), threshold, 65536 / (65537 - threshold)), "row_base": first_row}
     x, dy, dh, b, w, v = view(M, K), view(M, D), view(M, N), meta(N), view(N, K), view(D, N)
     bits, narrow = meta(M, -(-N // 8), dtype=torch.uint8), (meta(3, 64, 64), meta(3, 64))
+    gain, angles, qkv = meta(K), meta(M, 64, dtype=torch.float32), meta(2, M, 3, 4, 64)
+    q, *heads = qkv[:, :, 0], *(part.transpose(1, 2) for part in qkv.unbind(2))
+    lse = meta(2, 4, M, dtype=torch.float32)
+    core = AttentionCore(0.125, "ieee", (None, 0), dropout=dropped["dropout"], plane_base=first_row)
     how, t = (activation, "ieee"), triton_kernels
     return {
         "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, keep_bits=activation == "relu", **dropped),
@@ -95,6 +100,15 @@ def launches(
         "act_bwd": lambda: t.act_bwd(dh, dh, activation, db=True),
         "act_bwd of bits": lambda: t.act_bwd(dh, bits, "relu", bits=True, db=True),
         "dropout": lambda: t.dropout(dh, *dropped["dropout"], row_base=first_row),
+        "norm_fwd": lambda: t.norm_fwd(x, gain, gain, 1e-5, "layer", torch.bfloat16),
+        "norm_bwd": lambda: t.norm_bwd(x, x, gain, 1e-5, "layer", residual=x, need_dweight=True, need_dbias=True),
+        "heads_fwd": lambda: t.heads_fwd(q, gain[:64], 1e-6, angles, angles, out=q),
+        "heads_bwd": lambda: t.heads_bwd(q, q, gain[:64], 1e-6, angles, angles, out=q, need_dweight=True),
+        "attn_fwd": lambda: t.attn_fwd(*heads, core),
+        "attn_fwd_delta": lambda: t.attn_fwd(*heads, core, do=heads[0]),
+        "attn_delta": lambda: t.attn_delta(*heads[:2], core),
+        "attn_dkdv": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dq=False),
+        "attn_dq": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dkv=False),
         "stack_fwd": lambda: t.stack_fwd(view(M, 64), *narrow, 64, *how, keep_bits=activation == "relu"),
         "stack_bwd": lambda: t.stack_bwd(view(M, 64), *narrow, view(M, 64), bits[:, :8], "relu", "ieee"),
     }

@@ -24,6 +24,10 @@ from .tile import INTERPRETER, arch_of, cast, dot, launch, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# no length and no scalar compiles a kernel again; the strides of lse are lengths
+DYNAMIC = [
+    "Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right", "stride_lseb", "stride_lseh"
+]  # fmt: skip
 
 
 @triton.jit
@@ -155,7 +159,7 @@ def _first_block(plane_base, b, h, H, Sq):
     return ((plane_base + b * H + h) * tl.cdiv(Sq, 16)).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right"])
+@triton.jit(do_not_specialize=DYNAMIC)
 def _attn_fwd_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, o_ptr, lse_ptr, delta_ptr,
     Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,
@@ -215,7 +219,7 @@ def _attn_fwd_kernel(
             tl.store(delta_ptr + row_ptrs, tl.sum(widen(o) * widen(do), axis=1), mask=offs_m < Sq_b)
 
 
-@triton.jit(do_not_specialize=["Sq", "H", "tiles"])
+@triton.jit(do_not_specialize=["Sq", "H", "tiles", "stride_lseb", "stride_lseh"])
 def _delta_kernel(
     o_ptr, do_ptr, cuq_ptr, delta_ptr, Sq, H, tiles, stride_ob, stride_oh, stride_os,
     stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh,
@@ -294,7 +298,7 @@ def row_range(
     return lo, hi
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right"])
+@triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,
@@ -376,7 +380,7 @@ def _dq_steps(
     return dq
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right"])
+@triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dq_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,

@@ -77,7 +77,10 @@ def specialized() -> dict[str, list[str]]:
     return learned("specialized")
 
 
-@pytest.mark.parametrize("name", [*gate.OPS, "act_bwd of bits"])
+ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dq")
+
+
+@pytest.mark.parametrize("name", [*gate.OPS, *ATTENTION, "act_bwd of bits"])
 def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     """Pitfall 8: Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.
 
@@ -86,7 +89,7 @@ def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     assert len(specialized[name]) == 1, "\n".join(specialized[name])
 
 
-@pytest.mark.parametrize("name", gate.OPS)
+@pytest.mark.parametrize("name", [*gate.OPS, *ATTENTION])
 def test_no_multiply_add_is_fused(name, specialized):
     """A product and sum fused in forward and not in recompute would differ in the last bit."""
     assert all("'enable_fp_fusion': False" in key for key in specialized[name])
