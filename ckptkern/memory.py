@@ -14,7 +14,28 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Kept", "Peak", "kept_tensors", "peak_memory"]
+__all__ = ["Kept", "Peak", "dense_parts", "format_size", "kept_tensors", "parse_size", "peak_memory"]
+
+_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a size like "64MiB", "1.5 GB" or "4096"; None if it is none."""
+    number = text.strip().rstrip("BbIiKkMmGg").strip()
+    unit = text.strip()[len(number) :].strip().upper() or "B"
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        return None
+
+
+def format_size(size: int) -> str:
+    """Bytes in the largest binary unit that leaves a number of at least 1: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
 
 
 @dataclass
@@ -40,12 +61,12 @@ class Peak:
     bytes: int = 0
 
 
-def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with a storage of their own that ``tensor`` is made of: itself, unless a wrapper or sparse."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from _dense_parts(getattr(tensor, name))
+            yield from dense_parts(getattr(tensor, name))
     elif tensor.layout == torch.strided:
         yield tensor
     elif tensor.layout == torch.sparse_coo:
@@ -85,10 +106,10 @@ def kept_tensors(exclude: Iterable[torch.Tensor] = ()) -> Iterator[Kept]:
     # a weak reference keeps the address of a dead storage from being reused, so a key never stands for two storages
     seen: set[StorageWeakRef] = set()
     for tensor in exclude:
-        seen.update(StorageWeakRef(part.untyped_storage()) for part in _dense_parts(tensor))
+        seen.update(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        for part in _dense_parts(tensor):
+        for part in dense_parts(tensor):
             storage = part.untyped_storage()
             key = StorageWeakRef(storage)
             if key not in seen:

@@ -36,6 +36,7 @@ def _load_extension() -> ModuleType:
 _C = _load_extension()
 
 Precision = _C.Precision
+SegmentState = _C.SegmentState
 
 _rng_state_op = torch.ops.ckptkern.rng_state.default
 _keep_mask_op = torch.ops.ckptkern.keep_mask.default

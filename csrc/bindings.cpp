@@ -1,6 +1,7 @@
 // ckptkern._C: the Python module, and the ops that torch sees.
 #include "philox.h"
 #include "precision.h"
+#include "segment_state.h"
 
 #include <ATen/ops/randint.h>
 #include <pybind11/stl.h>
@@ -55,4 +56,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("autocast_dtype", &Precision::autocast_dtype, py::arg("device_type"))
       .def("fp32_precision", &Precision::fp32_precision, py::arg("backend"), py::arg("op"))
       .def_property_readonly("deterministic", &Precision::deterministic);
+  using ckptkern::SegmentState;
+  py::class_<SegmentState>(m, "SegmentState")
+      .def(
+          py::init<const py::tuple&, const py::dict&, bool>(),
+          py::arg("args"),
+          py::arg("kwargs"),
+          py::arg("preserve_rng_state"))
+      .def("arguments", &SegmentState::arguments)
+      .def("enter", &SegmentState::enter)
+      .def("exit", &SegmentState::exit);
 }

@@ -8,9 +8,10 @@ from .dropout import Dropout
 from .linear import Linear, LinearStack
 from .llama import LlamaAttention, LlamaDecoderLayer, rotary_tables
 from .mlp import MLP, GatedMLP
+from .sequential import Sequential
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
     "MLP", "Dropout", "GatedMLP", "Linear", "LinearStack", "LlamaAttention", "LlamaDecoderLayer", "MultiheadAttention",
-    "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
+    "Sequential", "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
 ]  # fmt: skip

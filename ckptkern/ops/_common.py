@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import eager, state
+from ..memory import parse_size
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
 LEVELS = ("none", "selective", "full")
@@ -139,13 +140,16 @@ def read_precision() -> str:
 def _inside_checkpoint() -> bool:
     """Is this call itself a part of something that will be, or is being, recomputed?
 
-    torch's non-reentrant checkpoint is seen by its saved-tensor hooks, in forward and in recompute; every reentrant
+    torch's non-reentrant checkpoint, and ours, is seen by its saved-tensor hooks, in forward and in recompute; every reentrant
     one by running forward inside a backward pass. Recomputing inside a recompute costs GEMMs and keeps nothing less.
     """
     if torch._C._current_graph_task_id() != -1:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__module__", "") in (
+        "torch.utils.checkpoint",
+        "ckptkern.checkpoint",
+    )
 
 
 def choose_level(recompute: str) -> str:
@@ -229,7 +233,6 @@ def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
 
 # -- tokens and weight gradients ------------------------------------------------------------------------------------
 
-_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DEFAULT_WORKSPACE = 2**30
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 
@@ -240,12 +243,7 @@ def parse_bytes(op: str, value: int | str | None) -> int:
         return DEFAULT_WORKSPACE
     size = value
     if isinstance(value, str):
-        number = value.strip().rstrip("BbIiKkMmGg").strip()
-        unit = value.strip()[len(number) :].strip().upper() or "B"
-        try:
-            size = int(float(number) * _UNITS[unit])
-        except (ValueError, KeyError, OverflowError):
-            size = None
+        size = parse_size(value)
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     raise ValueError(f"{op}: workspace must be a positive number of bytes or a string like '64MiB', not {value!r}")

@@ -1,0 +1,42 @@
+"""nn.Sequential whose layers are run in segments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import sequential
+
+
+class Sequential(torch.nn.Sequential):
+    """torch.nn.Sequential, which in backward rebuilds the insides of segments of its layers.
+
+    segments: as in `ckptkern.sequential.split`: a number, "sqrt", "every 2", "2GiB", a name pattern or a callable.
+    options: those of `ckptkern.checkpoint`. A bound in bytes is measured on fake tensors at the first forward pass for
+    each input shape, dtype, autocast dtype and mode (training or not), and remembered. Parameters and `state_dict` are
+    those of torch.nn.Sequential; where no gradient is made, so is forward.
+    """
+
+    def __init__(self, *layers, segments: sequential.Segments = "sqrt", **options):
+        super().__init__(*layers)
+        self.segments, self.options = segments, options
+        self._parts: dict[tuple, list[sequential.Part]] = {}
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(input)
+        device = input.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = (self.segments, len(self), tuple(input.shape), input.dtype, input.requires_grad, autocast, self.training)
+        if key not in self._parts:
+            self._parts[key] = sequential.split(self, self.segments, input)
+        return sequential.run(self, self._parts[key], input, **self.options)
+
+    def __getitem__(self, index):
+        part = super().__getitem__(index)
+        if isinstance(index, slice):
+            part.segments, part.options = self.segments, self.options
+        return part
+
+    def extra_repr(self) -> str:
+        return f"segments={self.segments!r}"

@@ -1,0 +1,217 @@
+"""Which layers of a list become segments: a count, √L, every k-th, a bound in bytes, names; and running them so."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .checkpoint import checkpoint
+from .memory import dense_parts, format_size, parse_size
+
+__all__ = ["Part", "checkpoint_sequential", "run", "split"]
+
+Segments = int | str | Callable[[str, Callable], bool]
+
+
+class Part(NamedTuple):
+    """Layers [start, stop), recomputed in backward as one segment, or run as they are."""
+
+    start: int
+    stop: int
+    recompute: bool
+
+
+def _named(functions) -> tuple[list[str], list[Callable]]:
+    if isinstance(functions, nn.Module):
+        pairs = list(functions.named_children())
+    else:
+        pairs = [(str(i), function) for i, function in enumerate(functions)]
+    return [name for name, _ in pairs], [function for _, function in pairs]
+
+
+def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, input: Tensor | None = None) -> list[Part]:
+    """The parts of a list of layers, in order, that a `segments` argument stands for.
+
+    segments:
+      4            as many segments of equal length, of which the last, with what is left over, is run as it is: its
+                   backward comes first (torch's own rule)
+      "sqrt"       round(√L) segments: the least memory for one more forward pass (Chen et al., arXiv:1604.06174)
+      "every 3"    the first, fourth, ... layer, each a segment of its own
+      "2GiB"       the fewest recomputed layers, the greediest first, with which no more than that is kept for backward.
+                   `input` tells shapes and dtypes: nothing is computed, but the layers are traced on fake tensors
+      "block*"     layers whose name matches (fnmatch), each a segment of its own; names are those of the
+                   nn.Sequential's children, or places in the list
+      a callable   (name, layer) -> bool, likewise
+
+    Raises ValueError where nothing can be meant: more segments than layers, a pattern that matches none, a bound that
+    a single segment already exceeds, a bound without an input.
+    """
+    names, layers = _named(functions)
+    count = len(layers)
+    if isinstance(segments, str) and segments == "sqrt":
+        segments = max(1, round(math.sqrt(count)))
+    if isinstance(segments, int) and not isinstance(segments, bool):
+        if not 1 <= segments <= max(count, 1):
+            raise ValueError(f"segments must lie between 1 and the number of layers, {count}, but is {segments}")
+        size = count // segments
+        parts = [Part(i * size, (i + 1) * size, True) for i in range(segments - 1)]
+        return [*parts, Part((segments - 1) * size, count, False)]
+    if isinstance(segments, str) and (every := re.fullmatch(r"every (\d+)", segments)):
+        step = int(every[1])
+        if step < 1:
+            raise ValueError(f"segments must name every 1st layer or more, but is {segments!r}")
+        return _alone([i % step == 0 for i in range(count)])
+    if isinstance(segments, str) and (budget := parse_size(segments)) is not None:
+        if input is None:
+            raise ValueError(f"segments={segments!r} is a bound in bytes, which needs an input to measure with")
+        return _within(budget, layers, input)
+    if isinstance(segments, str):
+        chosen = [fnmatch.fnmatchcase(name, segments) for name in names]
+    elif callable(segments):
+        chosen = [bool(segments(name, layer)) for name, layer in zip(names, layers, strict=True)]
+    else:
+        raise ValueError(
+            "segments must be a number of segments, 'sqrt', 'every k', a size like '2GiB', a name pattern or a callable "
+            f"but is {segments!r}"
+        )
+    if not any(chosen):
+        raise ValueError(f"segments={segments!r} chooses none of the layers {', '.join(names)}")
+    return _alone(chosen)
+
+
+def _alone(chosen: Iterable[bool]) -> list[Part]:
+    """A part for every chosen layer, and one for every run of others."""
+    parts: list[Part] = []
+    for i, recompute in enumerate(chosen):
+        if parts and not recompute and not parts[-1].recompute:
+            parts[-1] = parts[-1]._replace(stop=i + 1)
+        else:
+            parts.append(Part(i, i + 1, recompute))
+    return parts
+
+
+# -- a bound in bytes -------------------------------------------------------------------------------------------------
+
+
+class _Layer(NamedTuple):
+    """What a layer keeps when it is run as it is, and its input: storages by key, in bytes."""
+
+    kept: dict[int, int]
+    input: dict[int, int]
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    parts = [part.untyped_storage() for tensor in tensors for part in dense_parts(tensor)]
+    return {storage._cdata: storage.nbytes() for storage in parts}
+
+
+def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
+    """Every layer on fake tensors: no arithmetic, no memory, no random numbers drawn, no statistics changed."""
+    found, alive = [], []
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+        x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
+        parameters = [t for m in layers if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())]
+        fake_parameters = _storages(mode.from_tensor(t) for t in parameters)
+        for layer in layers:
+            kept: list[Tensor] = []
+
+            def pack(tensor: Tensor, kept=kept) -> Tensor:
+                kept.append(tensor.detach())
+                return kept[-1]
+
+            given = x
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                x = layer(x)
+            alive += [kept, given]  # so that no storage's address is used again
+            mine = {key: size for key, size in _storages(kept).items() if key not in fake_parameters}
+            found.append(_Layer(mine, _storages([given])))
+    return found
+
+
+def _kept(parts: list[Part], layers: list[_Layer]) -> int:
+    storages: dict[int, int] = {}
+    for part in parts:
+        if part.recompute:
+            storages.update(layers[part.start].input)
+        else:
+            for layer in layers[part.start : part.stop]:
+                storages.update(layer.kept)
+    return sum(storages.values())
+
+
+def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
+    measured = _measure(layers, input)
+    gain = [sum(layer.kept.values()) - sum(layer.input.values()) for layer in measured]
+    chosen = [False] * len(layers)
+    for i in sorted(range(len(layers)), key=lambda i: -gain[i]):
+        if _kept(_alone(chosen), measured) <= budget:
+            return _alone(chosen)
+        chosen[i] = True
+    parts = _alone(chosen)
+    while (kept := _kept(parts, measured)) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
+        if len(parts) == 1:
+            raise ValueError(
+                f"no more than {format_size(budget)} shall be kept, but one segment of all layers keeps "
+                f"{format_size(kept)}, its input"
+            )
+        joined = [
+            [*parts[:i], Part(parts[i].start, parts[i + 1].stop, True), *parts[i + 2 :]] for i in range(len(parts) - 1)
+        ]
+        # the shortest of the pairs that save most: even segments peak lowest
+        parts = min(joined, key=lambda some: (_kept(some, measured), max(part.stop - part.start for part in some)))
+    return parts
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(functions: nn.Sequential | Sequence[Callable], parts: list[Part], input, **options):
+    """The layers one after the other, by the parts of `split`; options are those of `checkpoint`."""
+    _, layers = _named(functions)
+    for part in parts:
+        some = layers[part.start : part.stop]
+        if part.recompute:
+            input = checkpoint(_chain(some), input, **options)
+        else:
+            for layer in some:
+                input = layer(input)
+    return input
+
+
+def _chain(layers: list[Callable]) -> Callable:
+    if len(layers) == 1:
+        return layers[0]
+
+    def chain(input):
+        for layer in layers:
+            input = layer(input)
+        return input
+
+    return chain
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable],
+    segments: Segments,
+    input,
+    use_reentrant: bool | None = False,
+    **options,
+):
+    """A list of layers, run in segments whose insides are rebuilt in backward.
+
+    As ``torch.utils.checkpoint.checkpoint_sequential``, where `segments` may also be a strategy: see `split`, whose
+    parts can be kept and handed to `run`, or `ckptkern.nn.Sequential`, which keeps them. options: those of
+    `checkpoint`, preserve_rng_state first of all. Raises ValueError as these do.
+    """
+    known = {"preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
+    if unknown := options.keys() - known:
+        raise ValueError(f"Unexpected keyword arguments: {','.join(sorted(unknown))}")
+    parts = split(functions, segments, input if isinstance(input, Tensor) else None)
+    return run(functions, parts, input, use_reentrant=use_reentrant, **options)

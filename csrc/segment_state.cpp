@@ -1,0 +1,170 @@
+#include "segment_state.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <mutex>
+
+namespace py = pybind11;
+
+namespace ckptkern {
+namespace {
+
+// Generators are handles: a copy is the same generator.
+at::Tensor read_state(at::Generator generator) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  try {
+    return generator.get_state();
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(
+        false,
+        "ckptkern.checkpoint: the random state of ",
+        generator.device(),
+        " cannot be read here: ",
+        error.what_without_backtrace(),
+        ". In a CUDA graph capture use preserve_rng_state=False, and ckptkern.dropout or ckptkern's layers for dropout: "
+        "they replay their masks from a tensor of their own.");
+  }
+}
+
+void write_state(const GeneratorState& saved) {
+  at::Generator generator = saved.generator;
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(saved.state);
+}
+
+std::vector<GeneratorState> read_states(const std::vector<at::Device>& devices) {
+  std::vector<GeneratorState> states;
+  const auto add = [&](const at::Generator& generator) { states.push_back({generator, read_state(generator)}); };
+  add(at::detail::getDefaultCPUGenerator());
+  for (const auto& device : devices) {
+    add(at::globalContext().defaultGenerator(device));
+  }
+  return states;
+}
+
+// What the segments that this thread is inside of overwrote, outermost first.
+std::vector<std::vector<GeneratorState>>& outer_states() {
+  thread_local std::vector<std::vector<GeneratorState>> instance;
+  return instance;
+}
+
+} // namespace
+
+SegmentState::SegmentState(const py::tuple& args, const py::dict& kwargs, bool preserve_rng_state) {
+  std::vector<at::Device> devices;
+  tensors_.reserve(args.size());
+  args_ = take(args, devices);
+  kwargs_ = take(kwargs, devices);
+  if (preserve_rng_state) {
+    generators_ = read_states(devices);
+  }
+}
+
+Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices) {
+  Argument argument;
+  PyObject* const pointer = value.ptr();
+  if (THPVariable_Check(pointer)) {
+    const at::Tensor& tensor = THPVariable_Unpack(pointer);
+    argument.kind = Argument::Kind::tensor;
+    argument.tensor = tensors_.size();
+    tensors_.emplace_back(tensor, /*is_output=*/false);
+    const at::Device device = tensor.device();
+    if (!device.is_cpu() && !device.is_meta() && std::find(devices.begin(), devices.end(), device) == devices.end()) {
+      devices.push_back(device);
+    }
+    return argument;
+  }
+  const auto children = [&](const auto& sequence) {
+    for (py::handle child : sequence) {
+      argument.children.push_back(take(child, devices));
+    }
+  };
+  if (PyTuple_CheckExact(pointer)) {
+    argument.kind = Argument::Kind::tuple;
+    children(py::reinterpret_borrow<py::tuple>(value));
+  } else if (PyTuple_Check(pointer) && py::hasattr(value, "_make")) {
+    argument.kind = Argument::Kind::named_tuple;
+    argument.object = py::type::of(value);
+    children(py::reinterpret_borrow<py::tuple>(value));
+  } else if (PyList_CheckExact(pointer)) {
+    argument.kind = Argument::Kind::list;
+    children(py::reinterpret_borrow<py::list>(value));
+  } else if (PyDict_CheckExact(pointer)) {
+    argument.kind = Argument::Kind::dict;
+    const auto dict = py::reinterpret_borrow<py::dict>(value);
+    py::list keys;
+    for (const auto& item : dict) {
+      keys.append(item.first);
+      argument.children.push_back(take(item.second, devices));
+    }
+    argument.object = keys;
+  } else {
+    argument.object = py::reinterpret_borrow<py::object>(value);
+  }
+  return argument;
+}
+
+py::object SegmentState::give(const Argument& argument) const {
+  const auto fill = [&](auto sequence) {
+    for (const auto i : c10::irange(argument.children.size())) {
+      sequence[i] = give(argument.children[i]);
+    }
+    return sequence;
+  };
+  switch (argument.kind) {
+    case Argument::Kind::tensor:
+      return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensors_[argument.tensor].unpack()));
+    case Argument::Kind::tuple:
+      return fill(py::tuple(argument.children.size()));
+    case Argument::Kind::named_tuple:
+      return argument.object.attr("_make")(fill(py::tuple(argument.children.size())));
+    case Argument::Kind::list:
+      return fill(py::list(argument.children.size()));
+    case Argument::Kind::dict: {
+      py::dict dict;
+      const auto keys = argument.object.cast<py::list>();
+      for (const auto i : c10::irange(argument.children.size())) {
+        dict[keys[i]] = give(argument.children[i]);
+      }
+      return dict;
+    }
+    case Argument::Kind::object:
+      break;
+  }
+  return argument.object;
+}
+
+py::tuple SegmentState::arguments() const {
+  return py::make_tuple(give(args_), give(kwargs_));
+}
+
+void SegmentState::enter() const {
+  precision_.enter();
+  try {
+    std::vector<GeneratorState> outer;
+    outer.reserve(generators_.size());
+    for (const auto& saved : generators_) {
+      outer.push_back({saved.generator, read_state(saved.generator)});
+    }
+    outer_states().push_back(std::move(outer));
+    std::for_each(generators_.begin(), generators_.end(), write_state);
+  } catch (...) {
+    precision_.exit();
+    throw;
+  }
+}
+
+void SegmentState::exit() const {
+  auto& stack = outer_states();
+  TORCH_CHECK(!stack.empty(), "SegmentState: exit without enter on this thread");
+  const auto outer = std::move(stack.back());
+  stack.pop_back();
+  std::for_each(outer.begin(), outer.end(), write_state);
+  precision_.exit();
+}
+
+} // namespace ckptkern

@@ -1,0 +1,54 @@
+// What a general segment keeps of its call: its arguments, and the state of the world that it ran in.
+#pragma once
+
+#include "precision.h"
+
+#include <ATen/core/Generator.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <vector>
+
+namespace ckptkern {
+
+// An argument tree with every tensor taken out: tuples, named tuples, lists and dicts are taken apart, whatever
+// else is kept as it is.
+struct Argument {
+  enum class Kind { object, tensor, tuple, named_tuple, list, dict };
+
+  Kind kind = Kind::object;
+  pybind11::object object; // the value itself; a named tuple's type; a dict's keys, as a list
+  std::size_t tensor = 0; // place among the saved tensors
+  std::vector<Argument> children;
+};
+
+struct GeneratorState {
+  at::Generator generator;
+  at::Tensor state;
+};
+
+// Taken by the constructor, in forward. Tensors are autograd's saved variables: saved-tensor hooks that are active
+// see them, and a change in place is an error when they are read. enter() puts precision and random state back to
+// those of forward, exit() gives back what was there before enter(), also after an error in between.
+class SegmentState {
+ public:
+  SegmentState(const pybind11::tuple& args, const pybind11::dict& kwargs, bool preserve_rng_state);
+
+  // (args, kwargs) as they were given. Runs unpack hooks, and so a parent segment's recompute.
+  pybind11::tuple arguments() const;
+
+  void enter() const;
+  void exit() const;
+
+ private:
+  Argument take(pybind11::handle value, std::vector<at::Device>& devices);
+  pybind11::object give(const Argument& argument) const;
+
+  Precision precision_;
+  std::vector<torch::autograd::SavedVariable> tensors_;
+  Argument args_;
+  Argument kwargs_;
+  std::vector<GeneratorState> generators_;
+};
+
+} // namespace ckptkern
