@@ -169,6 +169,19 @@ class Attention(Half):
         elements = {"full": 0, "selective": core, "none": 2 * core + 2 * self.kv_heads * HEAD_DIM}[level]
         return elements, 0 if level == "full" else 4 * HEADS
 
+    def products(self) -> dict[str, int]:
+        """Multiply-adds a token of each product, and of one [S, D] x [D, S] of all heads."""
+        core = HEADS * HEAD_DIM
+        qkv = FEATURES * (core + 2 * self.kv_heads * HEAD_DIM)
+        return {"qkv": qkv, "out": core * self.out, "core": core * LENGTH}
+
+    def multiply_adds(self, level: str) -> tuple[int, int]:
+        """(forward's, backward's) a token, everything trained."""
+        qkv, out, core = self.products().values()
+        backward = 2 * (qkv + out) + 5 * core
+        backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
+        return qkv + out + 2 * core, backward + (out if self.norm and not self.norm_first else 0)
+
     def states(self) -> int:
         return (self.dropout_p > 0) + (self.resid_p > 0)
 
@@ -204,6 +217,12 @@ class MLP(Half):
         if self.gated:
             return HIDDEN * {"full": 0, "selective": 2, "none": 3}[level], 0
         return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[level], 0
+
+    def multiply_adds(self, level: str) -> tuple[int, int]:
+        """(forward's, backward's) a token, everything trained."""
+        up, down = HIDDEN * FEATURES * (1 + self.gated), HIDDEN * FEATURES
+        backward = 2 * (up + down) + (up if level == "full" else 0)
+        return up + down, backward + (up + down if self.norm and not self.norm_first else 0)
 
     def states(self) -> int:
         return (self.dropout_p > 0) + (self.resid_p > 0)
@@ -289,6 +308,16 @@ class Block:
         if self.op == "transformer_layer" and self.recompute == "none":
             total += tokens * FEATURES * x_itemsize  # what passes between the halves
         return total
+
+    def multiply_adds(self) -> int:
+        """A token of a step. A layer rebuilds what passes between its halves: by one product from o, or all of it."""
+        if self.op != "transformer_layer":
+            return sum(self.halves[0].multiply_adds(self.recompute))
+        level = self.recompute
+        halves = self.attention.multiply_adds("none" if level == "full" else level)
+        halves += self.mlp.multiply_adds("none" if level == "none" else "full")
+        between = {"none": 0, "selective": self.attention.products()["out"], "full": halves[0]}[level]
+        return sum(halves) + between
 
 
 LLAMA = dict(norm="rms", bias=False)

@@ -350,7 +350,9 @@ def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = No
 
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_FACTORS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2)}
+_FACTORS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2), "aten::matmul": (0, 1)}
+_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_CORES = {_FLASH: (2, 0), f"{_FLASH}_backward": (5, 1)}  # products [Sq, D] x [D, Sk] a head, where q stands
 _OTHER_PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot", "aten::convolution"}
 
 
@@ -383,7 +385,12 @@ class Watch(TorchDispatchMode):
         assert name not in _OTHER_PRODUCTS, name
         if name in _FACTORS:
             left, right = (args[i] for i in _FACTORS[name])
-            flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+            flops = 2 * left.numel() * right.shape[-1]
+        elif name in _CORES:
+            products, at = _CORES[name]
+            left, right = args[at], args[at + 1]
+            flops = products * 2 * left.numel() * right.shape[-2]
+        if name in _FACTORS or name in _CORES:
             self.flops += flops
             self.registered += 0 if self.depth else flops
             self.dtypes.append((left.dtype, right.dtype))

@@ -222,10 +222,11 @@ def attention_half_backward(dy, x, t: AttentionTensors, o: AttentionOptions, out
     trailing = bool(o.norm) and not o.norm_first
     inner = [n for n in ("x", "wq", "wk", "wv", "bq", "bk", "bv", "q_norm", "k_norm") if need(n)]
     inner += [n for n in ("norm_weight", "norm_bias") if need(n) and not trailing]
+    rebuilt = out is None and (bool(inner) or trailing or need("wo"))
     weights = half.weights()
 
     raw = h = None
-    if inner or out is None:
+    if inner or rebuilt:
         h = half.inputs()
         raw = half.project(h) if qkv is None else qkv
         q, k, v = half.heads(raw, keep_raw=qkv is not None or t.q_norm is not None)
@@ -239,9 +240,10 @@ def attention_half_backward(dy, x, t: AttentionTensors, o: AttentionOptions, out
         )
         grads |= {"norm_weight": dweight, "norm_bias": dbias}
     df = half.drop(dy.to(o.dtype))
-    do = torch.mm(df, half.cast(t.wo)).view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
-    delta = None
-    if out is None:
+    do = delta = None
+    if inner:
+        do = torch.mm(df, half.cast(t.wo)).view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
+    if rebuilt and not trailing:
         out, lse, delta = p.attn_fwd(q, k, v, half.core, do=do)
         out = eager.as_heads(out)
     if need("wo"):
@@ -279,7 +281,7 @@ def attention_half_backward(dy, x, t: AttentionTensors, o: AttentionOptions, out
                 grads[f"w{suffix}"] = grad.result()
             if need(f"b{suffix}"):
                 grads[f"b{suffix}"] = column_sum(part)
-            if need("x") or need("norm_weight") or need("norm_bias"):
+            if need("x") or (not trailing and (need("norm_weight") or need("norm_bias"))):
                 w = half.cast(w)
                 dh = torch.mm(part, w) if dh is None else dh.addmm_(part, w)
         residual = dy if o.residual else None
@@ -432,19 +434,21 @@ def attention_half_backward_flops(x, t: AttentionTensors, o: AttentionOptions, o
     B, S = batch_and_rows(x)
     fields = ("x", *AttentionTensors._fields)
     need = {name for i, name in enumerate(fields) if needed(needs, i)}
-    inner = need - {"wo", "bo"}
+    trailing = bool(o.norm) and not o.norm_first
+    inner = need - {"wo", "bo"} - ({"norm_weight", "norm_bias"} if trailing else set())
+    rebuilt = out is None and (bool(inner) or trailing or "wo" in need)
     projections = [w for w in (t.wq, t.wk, t.wv) if w is not None]
     total = sum(w.numel() for w in projections)
-    products = t.wo.numel()  # do
-    products += t.wo.numel() * ("wo" in need)
-    if inner or out is None:
+    # do, dWo, and the trailing norm's input
+    products = t.wo.numel() * (bool(inner) + ("wo" in need) + trailing)
+    if inner or rebuilt:
         products += total if qkv is None else 0
     if inner & {"x", "norm_weight", "norm_bias"}:
         products += total
     products += sum(w.numel() for w, n in zip(projections, ("wq", "wk", "wv"), strict=False) if n in need)
     D = t.wo.shape[1] // o.num_heads
     shape = (B, o.num_heads, S, D)
-    core = (2 if out is None else 0) + (5 if inner else 0)
+    core = 2 * rebuilt + 5 * bool(inner)
     return 2 * B * S * products + attention_flops(shape, shape, core)
 
 

@@ -250,14 +250,14 @@ def mlp_half_backward_flops(dy, x, t: MLPTensors, o: MLPOptions, kept, needs: in
     fields = ("x", *MLPTensors._fields)
     need = {name for i, name in enumerate(fields) if needed(needs, i)}
     op, names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
-    inner = int(bool(need & {"x", "norm_weight", "norm_bias"})) | sum(
-        1 << i for i, name in enumerate(names, 1) if name in need
-    )
+    trailing = bool(o.norm) and not o.norm_first
+    need_dh = bool(need & ({"x"} if trailing else {"x", "norm_weight", "norm_bias"}))
+    inner = int(need_dh) | sum(1 << i for i, name in enumerate(names, 1) if name in need)
     flops = op.backward_flops(
         tokens(dy), tokens(x), *(getattr(t, name) for name in names), t.rng, *kept, o.activation, o.dropout_p,
         o.recompute, o.backend, o.precision, o.workspace, inner,
     )  # fmt: skip
-    return flops + (mlp_half_flops(x, t) if o.norm and not o.norm_first else 0)
+    return flops + (mlp_half_flops(x, t) if trailing else 0)
 
 
 _apply = build(MLPBlock)

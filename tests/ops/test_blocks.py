@@ -1,20 +1,29 @@
 """What the factory promises of attention_block, mlp_block and transformer_layer, as test_segment.py of the other ops."""
 
+import gc
+import itertools
+import random
+import weakref
+
 import pytest
 import torch
 from blocks import BATCH, FEATURES, LENGTH, blocks
 from cases import (
     DTYPES,
     SEED,
+    Watch,
     assert_as_exact,
     assert_same,
     assert_same_within_rounding,
     clone,
     gradients,
+    live_tensors,
     op_samples,
     output_gradient,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern.memory import kept_tensors
@@ -144,16 +153,42 @@ def test_gradgradcheck(block):
     assert torch.autograd.gradgradcheck(function, tuple(tensors.values()), fast_mode=True)
 
 
+@pytest.mark.parametrize("block", blocks(("full",)))
+def test_nothing_trained(block):
+    assert not block.fused(block.make(frozen=list(block.make()))).requires_grad
+
+
+def watched(block, tensors) -> Watch:
+    with Watch() as watch:
+        watch.gradients = gradients(block.fused, tensors)
+    return watch
+
+
+@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
 @pytest.mark.parametrize("block", blocks())
-def test_frozen_inputs(block):
-    """Pitfalls 23, 24: one frozen, or one alone trained: the same bits as with everything trained."""
+def test_number_of_products(block, dropout):
+    """No product that the level does not rebuild; the registered FLOPs are those that run, and torch's counter's."""
+    block = block if dropout else block.without_dropout()
+    seen = watched(block, block.make())
+    assert seen.flops == 2 * BATCH * LENGTH * block.multiply_adds()
+    with FlopCounterMode(display=False) as counter:
+        gradients(block.fused, block.make())
+    assert counter.get_total_flops() == seen.flops
+    by_op = {str(op).removeprefix("ckptkern.") for op in counter.get_flop_counts()["Global"]}
+    assert by_op == {f"{block.op}_fwd", f"{block.op}_bwd"}
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_subsets_of_frozen_inputs(block):
+    """Pitfalls 23, 24: the bits of everything trained, and no product that is not in the registered FLOPs."""
     names = list(block.make())
-    everything = gradients(block.fused, block.make())
-    for one in names:
-        for frozen in ({one}, set(names) - {one}):
-            some = gradients(block.fused, block.make(frozen=frozen))
-            assert_same(some, {name: value for name, value in everything.items() if name not in frozen})
-    assert not block.fused(block.make(frozen=names)).requires_grad
+    everything = watched(block, block.make())
+    subsets = [set(random.Random(i).sample(names, 1 + i % (len(names) - 1))) for i in range(16)]
+    for frozen in [{one} for one in names] + [set(names) - {one} for one in names] + subsets:
+        some = watched(block, block.make(frozen=frozen))
+        assert_same(some.gradients, {name: g for name, g in everything.gradients.items() if name not in frozen})
+        assert some.registered == some.flops, frozen
+        assert some.flops <= everything.flops, frozen
 
 
 @pytest.mark.parametrize("block", blocks())
@@ -176,6 +211,36 @@ def test_compiled_equals_eager(block):
         return call(t)
 
     assert_same(gradients(compiled, tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("block", blocks(("selective",), names=("llama",)))
+def test_inductor(block):
+    """At the level that hands o and the logsumexp from graph to graph: their fakes' strides are the real ones."""
+    torch._dynamo.reset()
+    tensors, call = block.make(), torch.compile(block.call, backend="inductor", fullgraph=True)
+
+    def compiled(t):
+        torch.manual_seed(SEED)
+        return call(t)
+
+    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph has the fakes of an earlier run
+        assert_same_within_rounding(gradients(compiled, tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("block", blocks(("selective", "full"), names=("pre-norm", "llama", "bare")))
+def test_one_graph_for_all_batch_sizes(block):
+    """Pitfall 8: sizes compile once, dynamically; seeds compile nothing. Lengths too, but where tables have one."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(block.call, backend=counter, fullgraph=True)
+    lengths = (7,) if block.attention and block.attention.rotary else (7, 9, 33)
+    for batch, length, seed in itertools.product((2, 5, 3, 16), lengths, (1, 2)):
+        tensors = block.make(lead=(batch, length))
+        torch.manual_seed(seed)
+        ours = gradients(call, tensors)
+        torch.manual_seed(seed)
+        assert_same(ours, gradients(block.call, tensors))
+    assert counter.frame_count <= 2 + (len(lengths) > 1)  # the first size, then any batch, then any length
 
 
 @pytest.mark.parametrize("block", blocks())
@@ -249,12 +314,39 @@ def test_nothing_given_is_overwritten(block):
     y.backward(dy)
     assert torch.equal(dy, kept_dy)
     assert_same({n: t.detach() for n, t in tensors.items()}, {n: t.detach() for n, t in before.items()})
-    for name in ("x", next(n for n in tensors if n.endswith("_weight"))):
+    for name in ("x", *(n for n in tensors if n.endswith(("weight", "gain")))):
         y = block.fused(tensors)
         with torch.no_grad():
             tensors[name].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_memory_is_flat_without_the_garbage_collector(block):
+    """Pitfall 30: fifty steps leave no tensor behind, and dropping a graph frees its output and input."""
+    tensors = block.make()
+
+    def step():
+        x = tensors["x"] * 1
+        y = block.call({**tensors, "x": x})
+        y.square().mean().backward()
+        return weakref.ref(x), weakref.ref(y)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            step()
+        before = live_tensors()
+        for _ in range(47):
+            dead = step()
+        assert live_tensors() == before
+        assert [ref() for ref in dead] == [None, None]
+        dropped = weakref.ref(block.call({**tensors, "x": tensors["x"] * 1}))
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 def test_dropout_stops_outside_of_training():
