@@ -44,6 +44,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .memory import dense_parts
+
 __all__ = ["Store", "compress", "offload", "partition"]
 
 MIN_BYTES = 1 << 20
@@ -191,7 +193,11 @@ class Store:
         if select is not None and not callable(select):
             raise TypeError(f"{name}: select must be a function of a tensor, not {type(select).__name__}")
         self._min_bytes, self._select = min_bytes, select
-        self._excluded = {StorageWeakRef(tensor.untyped_storage()) for tensor in exclude}
+        self._excluded: set[StorageWeakRef] = set()
+        for tensor in exclude:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: exclude must hold tensors, not {type(tensor).__name__}")
+            self._excluded.update(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
         self._entered = threading.local()
 
     def put(self, flat: Tensor) -> object:

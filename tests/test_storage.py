@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import checkpoint
 
 import ckptkern
 from ckptkern import storage
@@ -73,13 +73,14 @@ class Fused(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self):
+    def __init__(self, checkpoint):
         super().__init__()
+        self.checkpoint = checkpoint
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = self.checkpoint(block, x, use_reentrant=False)
         return x
 
 
@@ -93,7 +94,8 @@ MODULES = {
     "plain": plain,
     "fused full": lambda: Fused("full"),
     "fused selective": lambda: Fused("selective"),
-    "checkpoint": Checkpointed,
+    "general": lambda: Checkpointed(ckptkern.checkpoint),
+    "torch's checkpoint": lambda: Checkpointed(torch.utils.checkpoint.checkpoint),
 }
 EXACT = {
     "offload": lambda: offload(min_bytes=0),
@@ -382,6 +384,7 @@ def test_torch_func_refuses_it():
         (lambda: offload(prefetch=-1), ValueError, "prefetch must be an int of at least 0, not -1"),
         (lambda: offload(in_flight=None), ValueError, "in_flight must be an int"),
         (lambda: offload(select=3), TypeError, "select must be a function of a tensor, not int"),
+        (lambda: offload(exclude=[3]), TypeError, "exclude must hold tensors, not int"),
         (lambda: offload(directory="/no/such"), NotADirectoryError, "'/no/such' is not a directory"),
         (lambda: compress("fp4"), ValueError, "one of 'fp8', 'int8', 'relu', not 'fp4'"),
         (lambda: compress("fp8", block=0), ValueError, "block must be an int of at least 1, not 0"),
