@@ -140,6 +140,9 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
     torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
+
+    Under autocast the result has torch's dtype but in one case: on CUDA, post-norm, a float16 or bfloat16 src gives that
+    dtype, where torch's layer_norm and so its layer give float32. On a CPU torch's gives src's dtype too.
     """
 
     torch_class = torch.nn.TransformerEncoderLayer
@@ -194,6 +197,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     MultiheadAttention, which keeps its inputs, q, k, v, o and the logsumexp at every level.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. Masks: as in MultiheadAttention.
+    Dtypes under autocast: as in TransformerEncoderLayer.
     """
 
     torch_class = torch.nn.TransformerDecoderLayer

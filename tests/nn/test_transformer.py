@@ -367,6 +367,16 @@ def test_a_token_that_sees_nothing_has_no_attention(norm_first):
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("hidden", [-1e9, torch.finfo(torch.float32).min])
+def test_a_padded_sequence_of_finite_floats_equals_torchs(hidden):
+    ours, theirs = (module.float() for module in build("encoder", batch_first=True))
+    src, padding = torch.randn(B, T, E), torch.zeros(B, T)
+    padding[1] = hidden
+    torch.testing.assert_close(
+        ours(src, src_key_padding_mask=padding), theirs(src, src_key_padding_mask=padding), rtol=1e-5, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_autocast_is_as_exact_as_torch(kind, norm_first):
@@ -381,6 +391,19 @@ def test_autocast_is_as_exact_as_torch(kind, norm_first):
     with torch.autocast("cpu", torch.bfloat16):
         mine, eager = (run(module.float(), call, single) for module in (ours, theirs))
     assert_as_exact(mine, eager, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast_gives_torchs_dtype(kind, norm_first, dtype):
+    """Of the output and all gradients, whatever comes in."""
+    ours, theirs = (module.float() for module in build(kind, norm_first=norm_first))
+    inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
+    inputs = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, reference = (run(module, lambda m, **given: m(*given.values()), inputs) for module in (ours, theirs))
+    assert {name: t.dtype for name, t in mine.items()} == {name: t.dtype for name, t in reference.items()}
 
 
 @pytest.mark.parametrize("shape", [(T, 0, E), (0, B, E), (0, E)], ids=str)
