@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -25,7 +24,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
-from .state import SegmentState
+from .state import Recompute, SavedTensors, SegmentState, StandIn, unpack_saved
 
 __all__ = ["checkpoint", "checkpointed"]
 
@@ -39,109 +38,93 @@ class _Stop(Exception):
     """Ends a recompute: all that was asked for is there."""
 
 
-class _Saved:
-    """Stands in the graph for a tensor. values: the recomputed tensor by backward pass."""
+class Segment(SavedTensors):
+    """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
-    __slots__ = ("__weakref__", "segment", "values")
-
-    def __init__(self, segment: Segment):
-        self.segment, self.values = segment, {}
-
-
-class Segment:
-    """One call of `checkpoint`."""
+    __slots__ = (
+        "buffers", "checksums", "device_context", "done", "function", "lock", "modules", "on_error", "recompute_context",
+        "state",
+    )  # fmt: skip
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
         self.function, self.recompute_context, self.on_error = function, contexts and contexts[1], on_error
-        self.early_stop, self.check = early_stop, check
+        self.stops_early, self.compares = early_stop, check != "none"
+        self.checksums: list[Tensor] | None = [] if check == "values" else None
         self.device_context = _device_context() if torch._C._len_torch_function_stack() else None
-        self.saved: list[weakref.ref[_Saved]] = []
-        self.metadata: list[tuple] = []
-        self.checksums: list[Tensor] = []
-        self.watched: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # parameters and their versions
-        self.modules = list(_modules_of(function))
+        self.modules = _modules_of(function)
         # dicts of buffers and the versions in them: what forward changes, recompute shall not change again
         self.buffers = [(module._buffers, _versions(module._buffers)) for module in self.modules if module._buffers]
-        self.completed = self.lenient = False
-        self.done: set = set()  # backward passes that the segment was recomputed for
+        self.done: dict = {}  # key of every backward pass that the segment was recomputed for
         self.lock = threading.Lock()  # two devices' backward threads may want the same segment
         self.state = SegmentState(args, kwargs, preserve_rng_state)
 
     # -- forward
 
-    def pack(self, x: Tensor) -> _Saved:
-        saved = _Saved(self)
-        self.saved.append(weakref.ref(saved))
-        base = x._base
-        leaf = x if base is None else base
-        if leaf.is_leaf and id(leaf) not in self.watched and (leaf.requires_grad or isinstance(leaf, Parameter)):
-            self.watched[id(leaf)] = weakref.ref(leaf), leaf._version
-        if self.check != "none":
-            self.metadata.append((x.shape, x.dtype, x.device))
-            if self.check == "values":
-                self.checksums.append(_checksum(x))
-        return saved
+    def hook(self) -> Callable[[Tensor], StandIn]:
+        if self.checksums is None:
+            return self.pack
+
+        def pack(x: Tensor) -> StandIn:
+            self.checksums.append(_checksum(x))
+            return self.pack(x)
+
+        return pack
 
     def complete(self) -> None:
         """After forward: what it changed itself is no error."""
         self.completed = True
         for module in self.modules:
             for parameter in module._parameters.values():
-                if parameter is not None and not parameter.is_inference():
-                    self.watched[id(parameter)] = weakref.ref(parameter), parameter._version
-        self.buffers = [(buffers, before) for buffers, before in self.buffers if _versions(buffers) != before]
+                if parameter is not None:
+                    self.watch(parameter)
+        if self.buffers:
+            self.buffers = [(buffers, before) for buffers, before in self.buffers if _versions(buffers) != before]
 
     # -- backward
 
-    def unpack(self, saved: _Saved, key) -> Tensor:
-        if key == -1:  # outside of any backward pass every read is one of its own
-            key = object()
-        with self.lock:
-            if key not in self.done:
-                self.recompute(key)
-        try:
-            return saved.values.pop(key)
-        except KeyError:
-            extra = "" if torch._C._get_graph_exec_group() is None else (
-                "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
-                "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
-            )  # fmt: skip
-            raise CheckpointError(
-                "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
-                f"{extra}If you are calling ctx.saved_tensors in backward, make sure to do so only once. Otherwise "
-                "please open an issue with details on your use case."
-            ) from None
+    def key(self) -> int:
+        """Of the backward pass that this is. Passes of one group share a recompute; outside of any each read is one."""
+        group = torch._C._get_graph_exec_group()
+        if group is None:
+            task = torch._C._current_graph_task_id()
+            return task if task != -1 else -2 - len(self.done)
+        return next((key for key, value in self.done.items() if value is group), -2 - len(self.done))
 
-    def recompute(self, key) -> None:
+    def unpack(self, saved: StandIn) -> Tensor:
+        try:
+            with self.lock:
+                key = self.key()
+                if key not in self.done:
+                    self.recompute(key)
+                    self.done[key] = torch._C._get_graph_exec_group()
+            value = saved.take(key)
+            if value is None:
+                extra = "" if self.done[key] is None else (
+                    "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
+                    "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
+                )  # fmt: skip
+                raise CheckpointError(
+                    "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
+                    f"{extra}If you are calling ctx.saved_tensors in backward, make sure to do so only once. Otherwise "
+                    "please open an issue with details on your use case."
+                )
+            return value
+        except CheckpointError as error:
+            if self.on_error is not None:
+                self.on_error(error)  # raises, with the operators of both runs
+            raise
+
+    def recompute(self, key: int) -> None:
         args, kwargs = self.state.arguments()
         self.refuse_changed_parameters()
-        count, different, wrong = 0, [], []
+        run = Recompute(self, key, _Stop)
+        wrong: list[Tensor] = []
 
         def pack(x: Tensor) -> Tensor:
-            nonlocal count
-            x = x.detach() if x.requires_grad else x
-            place, count = count, count + 1
-            if place >= len(self.saved):
-                if not self.completed:  # a backward pass inside forward: what comes later is not asked for yet
-                    self.lenient = True
-                    return x
-                raise CheckpointError(
-                    "torch.utils.checkpoint: trying to save more tensors during recomputation than during the original "
-                    f"forward pass.\n{_tip()}"
-                )
-            saved = self.saved[place]()
-            if saved is not None:  # else nobody can ask for it
-                saved.values[key] = x
-                if self.metadata and self.metadata[place] != (x.shape, x.dtype, x.device):
-                    different.append(place)
-                elif self.checksums:
-                    wrong.append(self.checksums[place] != _checksum(x))
-                    positions.append(place)
-            if self.early_stop and count == len(self.saved):
-                raise _Stop
-            return x
+            if run.count < len(self.checksums):
+                wrong.append(self.checksums[run.count] != _checksum(x))
+            return run.pack(x)
 
-        positions: list[int] = []
         buffers = [(buffers, dict(buffers)) for buffers, _ in self.buffers]
         grad_mode = torch.is_grad_enabled()
         self.state.enter()
@@ -149,7 +132,7 @@ class Segment:
             torch._C._set_grad_enabled(True)
             for module_buffers, before in buffers:
                 module_buffers.update({name: b if b is None else b.clone() for name, b in before.items()})
-            _push_hooks(pack, _identity)
+            _push_hooks(run.pack if self.checksums is None else pack, _identity)
             try:
                 if torch.compiler.is_compiling():  # compiled autograd: the segment ran in eager, and so it shall here
                     torch._disable_dynamo(self.run)(args, kwargs)
@@ -159,21 +142,18 @@ class Segment:
                 pass
             finally:
                 _pop_hooks()
-            self.compare(key, count, different)
+            self.compare(run)
         except BaseException:
-            for reference in self.saved:
-                if (saved := reference()) is not None:
-                    saved.values.pop(key, None)
+            self.drop(key)
             raise
         finally:
             for module_buffers, before in buffers:
                 module_buffers.update(before)
             torch._C._set_grad_enabled(grad_mode)
             self.state.exit()
-        self.done.add(key)
         self.keep_versions()
         if wrong:
-            self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]), positions, key)
+            self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
 
     def run(self, args, kwargs) -> None:
         if self.recompute_context is None and self.device_context is None:
@@ -185,77 +165,63 @@ class Segment:
     # -- checks
 
     def refuse_changed_parameters(self) -> None:
-        for reference, version in self.watched.values():
-            parameter = reference()
-            if parameter is not None and parameter._version != version:
-                raise CheckpointError(
-                    f"ckptkern.checkpoint: {_name_of(parameter, self.modules)} of shape {tuple(parameter.shape)} was "
-                    f"changed in place between forward and backward of {_describe(self.function)}: it is at version "
-                    f"{parameter._version}, forward saw version {version}. Recomputing would give the gradients of "
-                    "another function. Run backward before the optimizer's step, or the segment again."
-                )
+        if (found := self.changed()) is not None:
+            parameter, now, then = found
+            raise CheckpointError(
+                f"ckptkern.checkpoint: {_name_of(parameter, self.modules)} of shape {tuple(parameter.shape)} was changed "
+                f"in place between forward and backward of {_describe(self.function)}: it is at version {now}, forward "
+                f"saw version {then}. Recomputing would give the gradients of another function. Run backward before the "
+                "optimizer's step, or the segment again."
+            )
 
-    def keep_versions(self) -> None:
-        """A recompute that changes a parameter as forward did (a clamp) is no error in the next one."""
-        for key, (reference, version) in self.watched.items():
-            parameter = reference()
-            if parameter is not None and parameter._version != version:
-                self.watched[key] = reference, parameter._version
+    def too_many(self) -> None:
+        raise CheckpointError(
+            "torch.utils.checkpoint: trying to save more tensors during recomputation than during the original forward "
+            f"pass.\n{_tip()}"
+        )
 
-    def compare(self, key, count: int, different: list[int]) -> None:
+    def compare(self, run: Recompute) -> None:
         if self.lenient:
             return
-        if count != len(self.saved):
+        if run.count != len(self):
             raise CheckpointError(
                 "torch.utils.checkpoint: A different number of tensors was saved during the original forward and "
-                f"recomputation.\nNumber of tensors saved during forward: {len(self.saved)}\nNumber of tensors saved "
-                f"during recomputation: {count}.\n{_tip()}"
+                f"recomputation.\nNumber of tensors saved during forward: {len(self)}\nNumber of tensors saved during "
+                f"recomputation: {run.count}.\n{_tip()}"
             )
-        if different:
-            lines = []
-            for place in different:
-                names = ("shape", "dtype", "device")
-                before = dict(zip(names, self.metadata[place], strict=True))
-                x = self.saved[place]().values[key]
-                after = {name: getattr(x, name) for name in names}
-                lines.append(f"tensor at position {place}:\nsaved metadata: {before}\nrecomputed metadata: {after}\n")
+        if different := run.different:
+            lines = [
+                f"tensor at position {place}:\nsaved metadata: {self.described(place)}\n"
+                f"recomputed metadata: { {'shape': x.shape, 'dtype': x.dtype, 'device': x.device} }\n"
+                for place, x in different
+            ]
             raise CheckpointError(
                 "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than "
                 f"during the forward pass.\n{''.join(lines)}.\n{_tip()}"
             )
 
-    def report_later(self, wrong: Tensor, positions: list[int], key) -> None:
+    def described(self, place: int) -> dict:
+        shape, dtype, device = self.metadata(place)
+        return {"shape": torch.Size(shape), "dtype": dtype, "device": device}
+
+    def report_later(self, wrong: Tensor) -> None:
         """Reads the flags on the device once, at the end of the backward pass."""
 
         def read() -> None:
             flags = wrong.tolist()
             if any(flags):
-                place = positions[flags.index(True)]
-                shape, dtype, device = self.metadata[place]
+                place = flags.index(True)
+                shape, dtype, device = self.metadata(place)
                 raise CheckpointError(
                     f"ckptkern.checkpoint: {_describe(self.function)} recomputed other values than forward had: the "
-                    f"first tensor that differs is saved tensor {place} of {len(self.saved)}, shape {tuple(shape)}, "
-                    f"{dtype}, on {device}; {sum(flags)} of {len(flags)} differ."
+                    f"first tensor that differs is saved tensor {place} of {len(self)}, shape {shape}, {dtype}, on "
+                    f"{device}; {sum(flags)} of {len(flags)} differ."
                 )
 
         if torch._C._current_graph_task_id() == -1:
             read()
         else:
             torch.autograd.Variable._execution_engine.queue_callback(read)
-
-
-def _unpack(saved: _Saved) -> Tensor:
-    group = torch._C._get_graph_exec_group()  # backward passes of one group share a recompute
-    key = torch._C._current_graph_task_id() if group is None else group
-    if (value := saved.values.pop(key, None)) is not None:
-        return value
-    segment = saved.segment
-    try:
-        return segment.unpack(saved, key)
-    except CheckpointError as error:
-        if segment.on_error is not None:
-            segment.on_error(error)  # raises, with the operators of both runs
-        raise
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -281,22 +247,24 @@ def _device_context():
     return modes[-1] if modes else None
 
 
-def _walk(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
+def _walk(module: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
+    found.append(module)
     for child in module._modules.values():
         if child is not None:
-            yield from _walk(child)
+            _walk(child, found)
+    return found
 
 
-def _modules_of(function) -> Iterator[nn.Module]:
+def _modules_of(function) -> list[nn.Module]:
     """The modules that a function is, is bound to, or closes over, with their children."""
+    found: list[nn.Module] = []
     if isinstance(function, nn.Module):
-        yield from _walk(function)
+        _walk(function, found)
     elif isinstance(function, types.MethodType):
-        yield from _modules_of(function.__self__)
+        found += _modules_of(function.__self__)
     elif isinstance(function, functools.partial):
         for part in (function.func, *function.args, *function.keywords.values()):
-            yield from _modules_of(part)
+            found += _modules_of(part)
     elif isinstance(function, types.FunctionType):
         for cell in function.__closure__ or ():
             try:
@@ -305,7 +273,8 @@ def _modules_of(function) -> Iterator[nn.Module]:
                 continue
             for part in value if type(value) in (list, tuple) else (value,):
                 if isinstance(part, nn.Module):
-                    yield from _walk(part)
+                    _walk(part, found)
+    return found
 
 
 def _versions(buffers: dict[str, Tensor | None]) -> list[int]:
@@ -423,7 +392,7 @@ def _checkpoint(function, args, kwargs, preserve_rng_state, context_fn, check, d
     if (stop := torch_checkpoint._enable_checkpoint_early_stop) is not None:
         early_stop = stop
     segment = Segment(function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error)
-    _push_hooks(segment.pack, _unpack)
+    _push_hooks(segment.hook(), unpack_saved)
     try:
         if contexts is None:
             result = function(*args, **kwargs)

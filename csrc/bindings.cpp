@@ -1,6 +1,7 @@
 // ckptkern._C: the Python module, and the ops that torch sees.
 #include "philox.h"
 #include "precision.h"
+#include "saved_tensors.h"
 #include "segment_state.h"
 
 #include <ATen/ops/randint.h>
@@ -56,6 +57,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("autocast_dtype", &Precision::autocast_dtype, py::arg("device_type"))
       .def("fp32_precision", &Precision::fp32_precision, py::arg("backend"), py::arg("op"))
       .def_property_readonly("deterministic", &Precision::deterministic);
+  if (!ckptkern::add_saved_tensors(m.ptr())) {
+    throw py::error_already_set();
+  }
   using ckptkern::SegmentState;
   py::class_<SegmentState>(m, "SegmentState")
       .def(

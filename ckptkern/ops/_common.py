@@ -137,6 +137,10 @@ def read_precision() -> str:
 # -- level ----------------------------------------------------------------------------------------------------------
 
 
+# Modules of the unpack hooks of torch's checkpoint, and of ours in forward and in recompute.
+RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.checkpoint")
+
+
 def _inside_checkpoint() -> bool:
     """Is this call itself a part of something that will be, or is being, recomputed?
 
@@ -146,10 +150,7 @@ def _inside_checkpoint() -> bool:
     if torch._C._current_graph_task_id() != -1:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") in (
-        "torch.utils.checkpoint",
-        "ckptkern.checkpoint",
-    )
+    return hooks is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING
 
 
 def choose_level(recompute: str) -> str:

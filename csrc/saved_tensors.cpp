@@ -1,0 +1,471 @@
+#include "saved_tensors.h"
+
+#include <c10/core/AutogradState.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/tensor_dtypes.h>
+
+#include <new>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace ckptkern {
+namespace {
+
+// An owned reference, for containers.
+struct Owned {
+  explicit Owned(PyObject* object) : object(object) {}
+  Owned(Owned&& other) noexcept : object(std::exchange(other.object, nullptr)) {}
+  Owned& operator=(Owned&& other) noexcept {
+    std::swap(object, other.object);
+    return *this;
+  }
+  ~Owned() {
+    Py_XDECREF(object);
+  }
+  PyObject* release() {
+    return std::exchange(object, nullptr);
+  }
+  PyObject* object;
+};
+
+struct Metadata {
+  explicit Metadata(const at::Tensor& x) : sizes(x.sizes()), dtype(x.scalar_type()), device(x.device()) {}
+  bool operator==(const Metadata& other) const {
+    return sizes == other.sizes && dtype == other.dtype && device == other.device;
+  }
+  c10::DimVector sizes;
+  at::ScalarType dtype;
+  at::Device device;
+};
+
+struct Watched {
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
+  int64_t version;
+};
+
+struct StandIn;
+
+struct Segment {
+  PyObject_HEAD
+  struct Members {
+    std::vector<StandIn*> places; // null where backward can no longer ask for the tensor
+    std::vector<Metadata> metadata; // of every place, or of none where it is not compared
+    std::unordered_map<c10::TensorImpl*, Watched> watched;
+    bool compares = true;
+    bool stops_early = true;
+    bool completed = false; // forward has returned
+    bool lenient = false; // recomputed by a backward pass inside forward: the number of tensors proves nothing
+  } m;
+};
+
+struct StandIn {
+  PyObject_HEAD
+  Segment* segment; // owned
+  std::size_t place;
+  std::vector<std::pair<int64_t, Owned>> values; // by backward pass
+
+  PyObject* take(int64_t key) {
+    for (auto i = values.begin(); i != values.end(); ++i) {
+      if (i->first == key) {
+        PyObject* value = i->second.release();
+        values.erase(i);
+        return value;
+      }
+    }
+    return nullptr;
+  }
+};
+
+struct Recompute {
+  PyObject_HEAD
+  Segment* segment; // owned
+  PyObject* stop; // owned: the exception class that ends the run
+  int64_t key;
+  std::size_t count;
+  std::vector<std::pair<std::size_t, Owned>> different;
+};
+
+PyTypeObject segment_type{PyVarObject_HEAD_INIT(nullptr, 0)};
+PyTypeObject stand_in_type{PyVarObject_HEAD_INIT(nullptr, 0)};
+PyTypeObject recompute_type{PyVarObject_HEAD_INIT(nullptr, 0)};
+PyObject* parameter_type = nullptr;
+
+template <typename T>
+T* as(PyObject* object) {
+  return reinterpret_cast<T*>(object);
+}
+
+const at::Tensor* tensor_of(PyObject* object) {
+  if (!THPVariable_Check(object)) {
+    PyErr_Format(PyExc_TypeError, "wanted a tensor but got %s", Py_TYPE(object)->tp_name);
+    return nullptr;
+  }
+  return &THPVariable_Unpack(object);
+}
+
+void watch(Segment& segment, const at::Tensor& parameter) {
+  if (!parameter.is_inference()) {
+    segment.m.watched.insert_or_assign(
+        parameter.unsafeGetTensorImpl(),
+        Watched{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), parameter._version()});
+  }
+}
+
+// The parameter, or other leaf that trains, that x is or views.
+void watch_leaf_of(Segment& segment, PyObject* object, const at::Tensor& x) {
+  const bool view = x.is_view();
+  const at::Tensor leaf = view ? at::Tensor(x._base()) : x;
+  if (!leaf.is_leaf() || segment.m.watched.count(leaf.unsafeGetTensorImpl()) != 0) {
+    return;
+  }
+  bool watched = leaf.requires_grad();
+  if (!watched) { // frozen
+    const Owned wrapped(view ? THPVariable_Wrap(leaf) : (Py_INCREF(object), object));
+    watched = reinterpret_cast<PyObject*>(Py_TYPE(wrapped.object)) == parameter_type;
+  }
+  if (watched) {
+    watch(segment, leaf);
+  }
+}
+
+// --- SavedTensors
+
+PyObject* segment_new(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr) {
+    new (&as<Segment>(self)->m) Segment::Members();
+  }
+  return self;
+}
+
+void segment_dealloc(PyObject* self) {
+  as<Segment>(self)->m.~Members();
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* segment_pack(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const at::Tensor* x = tensor_of(object);
+  if (x == nullptr) {
+    return nullptr;
+  }
+  auto& m = as<Segment>(self)->m;
+  watch_leaf_of(*as<Segment>(self), object, *x);
+  if (m.compares) {
+    m.metadata.emplace_back(*x);
+  }
+  auto* stand_in = as<StandIn>(stand_in_type.tp_alloc(&stand_in_type, 0));
+  if (stand_in == nullptr) {
+    return nullptr;
+  }
+  new (&stand_in->values) decltype(stand_in->values)();
+  stand_in->place = m.places.size();
+  Py_INCREF(self);
+  stand_in->segment = as<Segment>(self);
+  m.places.push_back(stand_in);
+  return reinterpret_cast<PyObject*>(stand_in);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* segment_watch(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const at::Tensor* x = tensor_of(object);
+  if (x == nullptr) {
+    return nullptr;
+  }
+  watch(*as<Segment>(self), *x);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// (parameter, its version now, its version in forward) of one that was changed, or None
+PyObject* segment_changed(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  for (const auto& entry : as<Segment>(self)->m.watched) {
+    const auto impl = entry.second.tensor.lock();
+    if (impl && impl->version_counter().current_version() != entry.second.version) {
+      const int64_t version = impl->version_counter().current_version();
+      return Py_BuildValue("NLL", THPVariable_Wrap(at::Tensor(impl)), (long long)version, (long long)entry.second.version);
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// A recompute that changes a parameter as forward did (a clamp) is no error in the next one.
+PyObject* segment_keep_versions(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  for (auto& entry : as<Segment>(self)->m.watched) {
+    if (const auto impl = entry.second.tensor.lock()) {
+      entry.second.version = impl->version_counter().current_version();
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// (shape, dtype, device) of the tensor that forward saved at a place
+PyObject* segment_metadata(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const auto& all = as<Segment>(self)->m.metadata;
+  const std::size_t place = PyLong_AsSize_t(object);
+  if (place >= all.size()) {
+    if (!PyErr_Occurred()) {
+      PyErr_Format(PyExc_IndexError, "place %zu of %zu", place, all.size());
+    }
+    return nullptr;
+  }
+  const Metadata& metadata = all[place];
+  const Owned shape(PyTuple_New(static_cast<Py_ssize_t>(metadata.sizes.size())));
+  for (const auto i : c10::irange(metadata.sizes.size())) {
+    PyTuple_SET_ITEM(shape.object, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(metadata.sizes[i]));
+  }
+  return Py_BuildValue(
+      "OON", shape.object, torch::getTHPDtype(metadata.dtype), THPDevice_New(metadata.device));
+  END_HANDLE_TH_ERRORS
+}
+
+// Lets go of what a recompute has handed out: it failed.
+PyObject* segment_drop(PyObject* self, PyObject* object) {
+  const int64_t key = PyLong_AsLongLong(object);
+  if (key == -1 && PyErr_Occurred() != nullptr) {
+    return nullptr;
+  }
+  std::vector<Owned> dropped; // freed at the end, for a tensor's end may run anything
+  for (StandIn* stand_in : as<Segment>(self)->m.places) {
+    if (stand_in != nullptr) {
+      dropped.emplace_back(stand_in->take(key));
+    }
+  }
+  Py_RETURN_NONE;
+}
+
+Py_ssize_t segment_length(PyObject* self) {
+  return static_cast<Py_ssize_t>(as<Segment>(self)->m.places.size());
+}
+
+template <bool Segment::Members::*Flag>
+PyObject* get_flag(PyObject* self, void*) {
+  return PyBool_FromLong(static_cast<long>(as<Segment>(self)->m.*Flag));
+}
+
+template <bool Segment::Members::*Flag>
+int set_flag(PyObject* self, PyObject* value, void*) {
+  const int truth = value == nullptr ? -1 : PyObject_IsTrue(value);
+  if (truth < 0) {
+    return -1;
+  }
+  as<Segment>(self)->m.*Flag = truth != 0;
+  return 0;
+}
+
+template <bool Segment::Members::*Flag>
+PyGetSetDef flag(const char* name) {
+  return {name, get_flag<Flag>, set_flag<Flag>, nullptr, nullptr};
+}
+
+PyMethodDef segment_methods[] = {
+    {"pack", segment_pack, METH_O, "x -> its stand-in"},
+    {"watch", segment_watch, METH_O, "notes the version of a parameter"},
+    {"changed", segment_changed, METH_NOARGS, "(parameter, version now, version in forward) of a changed one, or None"},
+    {"keep_versions", segment_keep_versions, METH_NOARGS, "takes the versions of now for forward's"},
+    {"metadata", segment_metadata, METH_O, "place -> (shape, dtype, device)"},
+    {"drop", segment_drop, METH_O, "key: lets go of what its recompute has handed out"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef segment_flags[] = {
+    flag<&Segment::Members::compares>("compares"),
+    flag<&Segment::Members::stops_early>("stops_early"),
+    flag<&Segment::Members::completed>("completed"),
+    flag<&Segment::Members::lenient>("lenient"),
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PySequenceMethods segment_sequence{};
+
+// --- StandIn
+
+void stand_in_dealloc(PyObject* object) {
+  auto* self = as<StandIn>(object);
+  self->segment->m.places[self->place] = nullptr;
+  {
+    const auto values = std::move(self->values);
+  }
+  self->values.~vector();
+  Py_DECREF(self->segment);
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyObject* stand_in_take(PyObject* self, PyObject* object) {
+  const int64_t key = PyLong_AsLongLong(object);
+  if (key == -1 && PyErr_Occurred() != nullptr) {
+    return nullptr;
+  }
+  PyObject* value = as<StandIn>(self)->take(key);
+  if (value == nullptr) {
+    Py_RETURN_NONE;
+  }
+  return value;
+}
+
+PyMethodDef stand_in_methods[] = {
+    {"take", stand_in_take, METH_O, "key -> the tensor that was recomputed for it, once; then None"},
+    {nullptr, nullptr, 0, nullptr}};
+
+// --- Recompute
+
+PyObject* recompute_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *segment = nullptr, *stop = nullptr;
+  long long key = 0;
+  if (PyArg_ParseTuple(args, "O!LO", &segment_type, &segment, &key, &stop) == 0) {
+    return nullptr;
+  }
+  auto* self = as<Recompute>(type->tp_alloc(type, 0));
+  if (self != nullptr) {
+    new (&self->different) decltype(self->different)();
+    Py_INCREF(segment);
+    Py_INCREF(stop);
+    self->segment = as<Segment>(segment);
+    self->stop = stop;
+    self->key = key;
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void recompute_dealloc(PyObject* object) {
+  auto* self = as<Recompute>(object);
+  self->different.~vector();
+  Py_DECREF(self->segment);
+  Py_DECREF(self->stop);
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyObject* recompute_pack(PyObject* object, PyObject* argument) {
+  HANDLE_TH_ERRORS
+  auto* self = as<Recompute>(object);
+  auto& m = self->segment->m;
+  const at::Tensor* given = tensor_of(argument);
+  if (given == nullptr) {
+    return nullptr;
+  }
+  // detached: else the tensor would keep the graph of this run, and a saved output itself
+  Owned x(given->requires_grad() ? THPVariable_Wrap(given->detach()) : (Py_INCREF(argument), argument));
+  const std::size_t place = self->count++;
+  if (place >= m.places.size()) {
+    if (m.completed) {
+      return PyObject_CallMethod(reinterpret_cast<PyObject*>(self->segment), "too_many", nullptr);
+    }
+    m.lenient = true; // a backward pass inside forward: what comes later is not asked for yet
+    return x.release();
+  }
+  if (StandIn* stand_in = m.places[place]) {
+    Py_INCREF(x.object);
+    stand_in->values.emplace_back(self->key, Owned(x.object));
+    if (m.compares && !(m.metadata[place] == Metadata(*given))) {
+      Py_INCREF(x.object);
+      self->different.emplace_back(place, Owned(x.object));
+    }
+  }
+  if (m.stops_early && self->count == m.places.size()) {
+    PyErr_SetNone(self->stop);
+    return nullptr;
+  }
+  return x.release();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* recompute_count(PyObject* self, void*) {
+  return PyLong_FromSize_t(as<Recompute>(self)->count);
+}
+
+// [(place, recomputed tensor), ...] of those whose shape, dtype or device is not forward's
+PyObject* recompute_different(PyObject* self, void*) {
+  PyObject* list = PyList_New(0);
+  for (const auto& entry : as<Recompute>(self)->different) {
+    const Owned item(Py_BuildValue("nO", static_cast<Py_ssize_t>(entry.first), entry.second.object));
+    if (list == nullptr || item.object == nullptr || PyList_Append(list, item.object) < 0) {
+      Py_XDECREF(list);
+      return nullptr;
+    }
+  }
+  return list;
+}
+
+PyMethodDef recompute_methods[] = {
+    {"pack", recompute_pack, METH_O, "x -> x, detached; the stand-in of its place has it now"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef recompute_values[] = {
+    {"count", recompute_count, nullptr, "tensors saved so far", nullptr},
+    {"different", recompute_different, nullptr, "[(place, tensor)] that do not look as in forward", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+// --- unpack
+
+PyObject* unpack_saved(PyObject*, PyObject* object) {
+  if (Py_TYPE(object) != &stand_in_type) {
+    PyErr_Format(PyExc_TypeError, "unpack_saved: wanted a StandIn but got %s", Py_TYPE(object)->tp_name);
+    return nullptr;
+  }
+  auto* stand_in = as<StandIn>(object);
+  if (!c10::AutogradState::get_tls_state().get_graph_exec_group().has_value()) {
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (task >= 0) {
+      if (PyObject* value = stand_in->take(task)) {
+        return value;
+      }
+    }
+  }
+  return PyObject_CallMethod(reinterpret_cast<PyObject*>(stand_in->segment), "unpack", "O", object);
+}
+
+PyMethodDef functions[] = {
+    {"unpack_saved", unpack_saved, METH_O, "stand-in -> its tensor, recomputed if need be"},
+    {nullptr, nullptr, 0, nullptr}};
+
+bool add_type(PyObject* module, PyTypeObject& type, const char* name) {
+  return PyType_Ready(&type) == 0 && PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject*>(&type)) == 0;
+}
+
+} // namespace
+
+bool add_saved_tensors(PyObject* module) {
+  const Owned nn(PyImport_ImportModule("torch.nn.parameter"));
+  parameter_type = nn.object == nullptr ? nullptr : PyObject_GetAttrString(nn.object, "Parameter");
+  if (parameter_type == nullptr) {
+    return false;
+  }
+  segment_sequence.sq_length = segment_length;
+  segment_type.tp_name = "ckptkern._C.SavedTensors";
+  segment_type.tp_basicsize = sizeof(Segment);
+  segment_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE;
+  segment_type.tp_new = segment_new;
+  segment_type.tp_dealloc = segment_dealloc;
+  segment_type.tp_methods = segment_methods;
+  segment_type.tp_getset = segment_flags;
+  segment_type.tp_as_sequence = &segment_sequence;
+
+  stand_in_type.tp_name = "ckptkern._C.StandIn";
+  stand_in_type.tp_basicsize = sizeof(StandIn);
+  stand_in_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  stand_in_type.tp_dealloc = stand_in_dealloc;
+  stand_in_type.tp_methods = stand_in_methods;
+
+  recompute_type.tp_name = "ckptkern._C.Recompute";
+  recompute_type.tp_basicsize = sizeof(Recompute);
+  recompute_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  recompute_type.tp_new = recompute_new;
+  recompute_type.tp_dealloc = recompute_dealloc;
+  recompute_type.tp_methods = recompute_methods;
+  recompute_type.tp_getset = recompute_values;
+
+  return add_type(module, segment_type, "SavedTensors") && add_type(module, stand_in_type, "StandIn") &&
+      add_type(module, recompute_type, "Recompute") && PyModule_AddFunctions(module, functions) == 0;
+}
+
+} // namespace ckptkern
