@@ -6,6 +6,7 @@ Same saved sets, same dropout masks, same rounding points: z is rounded, act(z) 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -278,7 +279,7 @@ def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
 def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """o in differentiable PyTorch ops."""
     if core.cu_q is not None:
-        return _packed(lambda q, k, v, c: (attention_composite(q, k, v, c),), core, (q,), (k, v), (q,))[0]
+        return _packed(lambda q, k, v, c: (attention_composite(q, k, v, c),), core, (q,), (k, v))[0]
     return torch.matmul(attention_weights(q, k, core).to(v.dtype), _heads(v, q.shape[1]))
 
 
@@ -298,30 +299,58 @@ def flash_covers(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
     )  # fmt: skip
 
 
-def _packed(function, core: AttentionCore, query_like: tuple, key_like: tuple, result_rows: tuple):
-    """Runs `function(query-like..., key-like..., core)` on each packed sequence and joins its results along the rows."""
-    cu_q, cu_k = core.cu_q.tolist(), core.cu_k.tolist()
-    B = len(cu_q) - 1
+def _spans(cu: Tensor, longest: int) -> list[slice]:
+    """The rows of each packed sequence, at most `longest`; one without rows if there is no sequence."""
+    bounds = cu.tolist()
+    return [slice(a, min(b, a + longest)) for a, b in itertools.pairwise(bounds)] or [slice(0, 0)]
+
+
+def _joined(parts: tuple, spans: list[slice], rows: int) -> Tensor | None:
+    """parts [1, H, length, ...] at their spans of `rows` rows, zeros between and after them."""
+    if parts[0] is None:
+        return None
+    pieces, at = [], 0
+    for part, span in zip(parts, spans, strict=True):
+        pieces += [part.new_zeros((*part.shape[:2], span.start - at, *part.shape[3:])), part]
+        at = span.stop
+    pieces.append(part.new_zeros((*part.shape[:2], rows - at, *part.shape[3:])))
+    return torch.cat(pieces, 2)
+
+
+def _packed(function, core: AttentionCore, query_like: tuple, key_like: tuple, key_results: int = 0) -> tuple:
+    """`function(query-like..., key-like..., core)` of each packed sequence, its results joined along the rows.
+
+    The last `key_results` results have the rows of keys, the others those of queries. Rows in no sequence are zeros.
+    """
+    row_spans, column_spans = _spans(core.cu_q, core.max_q), _spans(core.cu_k, core.max_k)
     results = []
-    for b in range(B):
-        rows, cols = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+    for b, (rows, columns) in enumerate(zip(row_spans, column_spans, strict=True)):
         own = core._replace(
             cu_q=None, cu_k=None, plane_base=core.plane_base + b * query_like[0].shape[1],
             slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
         )  # fmt: skip
-        results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, cols] for x in key_like), own))
-    joined = []
-    for column, like in zip(zip(*results, strict=True), result_rows, strict=True):
-        joined.append(None if column[0] is None else torch.cat(column, 2) if column else like)
-    return tuple(joined)
+        results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, columns] for x in key_like), own))
+    by_result = list(zip(*results, strict=True))
+    first_key = len(by_result) - key_results
+    return tuple(
+        _joined(parts, row_spans, query_like[0].shape[2])
+        if i < first_key
+        else _joined(parts, column_spans, key_like[0].shape[2])
+        for i, parts in enumerate(by_result)
+    )
+
+
+def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
+    """softmax(s), zeros in a row that sees nothing. Not exp(s - lse): lse rounds log(sum) away where scores are large."""
+    return torch.softmax(s, -1).masked_fill((lse == -math.inf)[..., None], 0.0)
 
 
 def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
     if core.cu_q is not None:
         if do is None:
-            o, lse = _packed(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v), (q, q[..., 0]))
+            o, lse = _packed(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v))
             return o, lse, None
-        return _packed(lambda q, do, k, v, c: attn_fwd(q, k, v, c, do=do), core, (q, do), (k, v), (q, q, q))
+        return _packed(lambda q, do, k, v, c: attn_fwd(q, k, v, c, do=do), core, (q, do), (k, v))
     if flash_covers(q, k, core):
         H = q.shape[1]
         o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -331,7 +360,7 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
     else:
         s = attention_scores(q, k, core)
         lse = torch.logsumexp(s, -1)
-        p = torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
+        p = _probabilities(s, lse)
         keep = _attention_keep(q, k, core)
         if keep is not None:
             p = torch.where(keep, p * core.dropout[2], 0.0)
@@ -350,9 +379,7 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
         def one(q, do, lse, delta, k, v, own):
             return attn_bwd(q, k, v, do, lse, delta, own, need_dq=need_dq, need_dkv=need_dkv)
 
-        # query-like and key-like results are joined along different rows, each in its own order
-        cu_q, cu_k = core.cu_q.tolist(), core.cu_k.tolist()
-        return _packed(one, core, (q, do, lse, delta), (k, v), (q, k, v)) if cu_q and cu_k else (q, k, v)
+        return _packed(one, core, (q, do, lse, delta), (k, v), key_results=2)
     H, H_kv = q.shape[1], k.shape[1]
     if o is not None and flash_covers(q, k, core):
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -363,7 +390,7 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
             scale=core.scale,
         )
     else:
-        p = torch.exp(attention_scores(q, k, core) - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
+        p = _probabilities(attention_scores(q, k, core), lse)
         dp = torch.matmul(_wide(do), _wide(_heads(v, H)).transpose(-1, -2))
         keep = _attention_keep(q, k, core)
         dropped = p

@@ -7,7 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import draws, plain_attention
-from cases import DTYPES, SEED, assert_same, assert_same_within_rounding, gradients, op_samples, output_gradient
+from cases import (
+    DTYPES,
+    SEED,
+    assert_as_exact,
+    assert_same,
+    assert_same_within_rounding,
+    clone,
+    gradients,
+    op_samples,
+    output_gradient,
+)
 
 import ckptkern
 from ckptkern.memory import kept_tensors
@@ -121,6 +131,39 @@ def test_rows_that_see_nothing(kind):
     assert all(value.isfinite().all() for value in results.values())
     assert not results["y"][:, :, rows].any()
     assert not results["q"][:, :, rows].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_rows_hidden_by_a_finite_mask(value, dtype):
+    """Their weights still add up to one: as exact as softmax's own, in both directions."""
+    mask = torch.zeros(7, 5, dtype=dtype)
+    mask[2:4] = max(value, torch.finfo(dtype).min)
+    tensors, dy = qkv(dtype=dtype), torch.randn(2, 4, 7, 6).to(dtype)
+
+    def softmaxed(t):
+        s = t["q"] @ t["k"].mT * 6**-0.5 + mask.to(t["q"].dtype)
+        return s.softmax(-1) @ t["v"]
+
+    exact = gradients(softmaxed, clone(tensors, torch.float64), dy.double())
+    assert_as_exact(gradients(ours(attn_mask=mask), tensors, dy), gradients(softmaxed, tensors, dy), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, P])
+def test_large_scores(p, dtype):
+    """|q| of 100, keys alike: next to a score of 1e4, a float32 logsumexp has no digits left for log(5)."""
+    tensors = {name: t.detach() for name, t in qkv(dtype=dtype).items()}
+    tensors["q"] = 100 * tensors["q"].sign()
+    tensors["k"] = (100 * tensors["k"][:, :, :1].sign()).expand(2, 4, 5, 6)
+    tensors["v"].requires_grad_()
+
+    def plain(t):
+        return plain_attention(t["q"], t["k"], t["v"], p=p, drawn=draws())
+
+    exact = gradients(plain, clone(tensors, torch.float64))
+    call = ours(dropout_p=p, attn_mask=None if p else torch.ones(7, 5, dtype=torch.bool))
+    assert_as_exact(gradients(call, tensors), gradients(plain, tensors), exact)
 
 
 OPTIONS = {
