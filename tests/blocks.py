@@ -310,14 +310,18 @@ class Block:
         return total
 
     def multiply_adds(self) -> int:
-        """A token of a step. A layer rebuilds what passes between its halves: by one product from o, or all of it."""
+        """A token of a step. A layer rebuilds what passes between its halves: by one product from o, or all of it.
+
+        That product gives a trailing norm its input too.
+        """
         if self.op != "transformer_layer":
             return sum(self.halves[0].multiply_adds(self.recompute))
         level = self.recompute
         halves = self.attention.multiply_adds("none" if level == "full" else level)
         halves += self.mlp.multiply_adds("none" if level == "none" else "full")
-        between = {"none": 0, "selective": self.attention.products()["out"], "full": halves[0]}[level]
-        return sum(halves) + between
+        out = self.attention.products()["out"]
+        between = {"none": 0, "selective": out, "full": halves[0]}[level]
+        return sum(halves) + between - (0 if level == "none" or self.attention.norm_first else out)
 
 
 LLAMA = dict(norm="rms", bias=False)

@@ -198,25 +198,34 @@ class AttentionHalf:
         """The block's output before a trailing norm."""
         return self.x + f if self.o.residual else f
 
-    def result(self, out: Tensor) -> Tensor:
-        """y [tokens, d] from o."""
-        o, y = self.o, self.total(self.branch(out))
+    def normed(self, y: Tensor) -> Tensor:
+        """The block's output from what is before a trailing norm."""
+        o = self.o
         if o.norm and not o.norm_first:
-            y = self.p.norm_fwd(y, self.t.norm_weight, self.t.norm_bias, o.norm_eps, o.norm, y.dtype)
+            return self.p.norm_fwd(y, self.t.norm_weight, self.t.norm_bias, o.norm_eps, o.norm, y.dtype)
         return y
+
+    def attend(self, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, qkv): o and lse of the core, and the projections, raw if `keep_raw`."""
+        qkv = self.project(self.inputs())
+        out, lse, _ = self.p.attn_fwd(*self.heads(qkv, keep_raw), self.core)
+        return eager.as_heads(out), lse, qkv
 
 
 def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
-    """(y [tokens, d], out, lse, qkv): o and lse of the core, and the raw projections."""
+    """(y [tokens, d], out, lse, qkv)."""
     half = AttentionHalf(x, t, o)
-    qkv = half.project(half.inputs())
-    out, lse, _ = half.p.attn_fwd(*half.heads(qkv, o.recompute == "none"), half.core)
-    out = eager.as_heads(out)
-    return half.result(out), out, lse, qkv
+    out, lse, qkv = half.attend(o.recompute == "none")
+    return half.normed(half.total(half.branch(out))), out, lse, qkv
 
 
-def attention_half_backward(dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int) -> dict:
-    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None: rebuilt."""
+def attention_half_backward(
+    dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int, total: Tensor | None = None
+) -> dict:
+    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None: rebuilt.
+
+    total: what a trailing norm read, if it is at hand.
+    """
     half, grads = AttentionHalf(x, t, o), {}
     p, need = half.p, lambda name: needed(needs, 0 if name == "x" else 1 + AttentionTensors._fields.index(name))
     trailing = bool(o.norm) and not o.norm_first
@@ -234,7 +243,7 @@ def attention_half_backward(dy, x, t: AttentionTensors, o: AttentionOptions, out
         if out is None:  # the trailing norm's input comes before the gradient that delta is made of
             out, lse, _ = p.attn_fwd(q, k, v, half.core)
             out = eager.as_heads(out)
-        total = half.total(half.branch(out))
+        total = half.total(half.branch(out)) if total is None else total
         dy, dweight, dbias = p.norm_bwd(
             dy, total, t.norm_weight, o.norm_eps, o.norm, need_dweight=need("norm_weight"), need_dbias=need("norm_bias")
         )
@@ -430,7 +439,9 @@ def attention_half_flops(x, t: AttentionTensors, o: AttentionOptions) -> int:
     return 2 * B * S * weights + attention_flops(shape, shape, 2)
 
 
-def attention_half_backward_flops(x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int) -> int:
+def attention_half_backward_flops(
+    x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int, total: Tensor | None = None
+) -> int:
     B, S = batch_and_rows(x)
     fields = ("x", *AttentionTensors._fields)
     need = {name for i, name in enumerate(fields) if needed(needs, i)}
@@ -438,13 +449,13 @@ def attention_half_backward_flops(x, t: AttentionTensors, o: AttentionOptions, o
     inner = need - {"wo", "bo"} - ({"norm_weight", "norm_bias"} if trailing else set())
     rebuilt = out is None and (bool(inner) or trailing or "wo" in need)
     projections = [w for w in (t.wq, t.wk, t.wv) if w is not None]
-    total = sum(w.numel() for w in projections)
+    qkv_weights = sum(w.numel() for w in projections)
     # do, dWo, and the trailing norm's input
-    products = t.wo.numel() * (bool(inner) + ("wo" in need) + trailing)
+    products = t.wo.numel() * (bool(inner) + ("wo" in need) + (trailing and total is None))
     if inner or rebuilt:
-        products += total if qkv is None else 0
+        products += qkv_weights if qkv is None else 0
     if inner & {"x", "norm_weight", "norm_bias"}:
-        products += total
+        products += qkv_weights
     products += sum(w.numel() for w, n in zip(projections, ("wq", "wk", "wv"), strict=False) if n in need)
     D = t.wo.shape[1] // o.num_heads
     shape = (B, o.num_heads, S, D)

@@ -118,18 +118,18 @@ class TransformerLayer(Segment):
         oa, om = _options(statics_and_needs)
         attention_needs = needs & (1 << 1 + A) - 1
         mlp_needs = needs >> 1 + A << 1 | int(attention_needs != 0)
+        total = None
         if mid is None:
+            half = AttentionHalf(x, ta, oa)
             if out is None:
-                # "none": q/k norm and rotation leave qkv as projected, which the attention half's backward reads
-                mid, out, lse, qkv = attention_half(x, ta, oa._replace(recompute="none"))
-            else:
-                mid = AttentionHalf(x, ta, oa).result(out)
-            mid = with_lead(mid, x)
+                out, lse, qkv = half.attend(keep_raw=True)  # as the attention half's backward reads them
+            total = half.total(half.branch(out))
+            mid = with_lead(half.normed(total), x)
         mlp_grads = mlp_half_backward(tokens(dy), mid, tm, om, hidden, mlp_needs)
         grads = [mlp_grads[name] if needed(mlp_needs, i) else None for i, name in enumerate(MLPTensors._fields, 1)]
         if attention_needs:
             dmid = tokens(mlp_grads["x"])
-            made = attention_half_backward(dmid, x, ta, oa, out, lse, qkv, attention_needs)
+            made = attention_half_backward(dmid, x, ta, oa, out, lse, qkv, attention_needs, total)
         names = ("x", *AttentionTensors._fields)
         return [made[n] if needed(attention_needs, i) else None for i, n in enumerate(names)] + grads
 
@@ -155,13 +155,14 @@ class TransformerLayer(Segment):
         attention_needs = needs & (1 << 1 + A) - 1
         mlp_needs = needs >> 1 + A << 1 | int(attention_needs != 0)
         flops = mlp_half_backward_flops(dy, x, tm, om, hidden, mlp_needs)
+        total = None if mid is not None else x
         if mid is None and out is None:
             flops += attention_half_flops(x, ta, oa)
             out = qkv = x
         elif mid is None:
             flops += 2 * tokens(x).shape[0] * ta.wo.numel()
         if attention_needs:
-            flops += attention_half_backward_flops(x, ta, oa, out, qkv, attention_needs)
+            flops += attention_half_backward_flops(x, ta, oa, out, qkv, attention_needs, total)
         return flops
 
 
