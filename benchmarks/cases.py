@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .. import nn as nn_modules
 from .. import ops
+from ..checkpoint import checkpoint as ckptkern_checkpoint
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
@@ -458,6 +459,11 @@ CASES = [
     Case(
         "host", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"),
         {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=0, levels=("full",), host=True,
+    ),
+    Case(
+        "host-general", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()),
+        lambda model, level: functools.partial(ckptkern_checkpoint, model),
+        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=0, levels=("",), host=True,
     ),
 ]  # fmt: skip
 
