@@ -280,7 +280,7 @@ def _next(name: str, then: Store | None) -> Store:
 
 
 class _Flight:
-    """A copy that was started. `resident`, its end on the device, lives on stream `home`. Safe to drop at any time."""
+    """A copy that was started. `resident`, its end on the device, lives on stream `home`, which waits when it is dropped."""
 
     __slots__ = ("event", "home", "resident")
 
@@ -387,10 +387,8 @@ class _Lane:
         """Let go of the sources whose copies have landed, and of the oldest beyond `in_flight` in any case."""
         while self.pending:
             flight, weak = self.pending[0]
-            if not flight.landed():
-                if len(self.pending) <= self.in_flight:
-                    return
-                flight.join(flight.home)
+            if not flight.landed() and len(self.pending) <= self.in_flight:
+                return
             copy = weak()
             if copy is not None:
                 copy.out = None

@@ -504,7 +504,11 @@ class Event:
 
 
 class Stream:
+    def __init__(self):
+        self.waited, self.recorded = [], []
+
     def wait_event(self, event):
+        self.waited.append(event)
         event.run()
 
 
@@ -539,7 +543,7 @@ class SlowLane(storage._Lane):
 @pytest.fixture
 def slow(monkeypatch):
     monkeypatch.setattr(storage, "_Lane", SlowLane)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: stream.recorded.append(self.data_ptr()))
     yield
     while SlowLane.made:
         for event in list(SlowLane.made.pop().events):
@@ -615,6 +619,24 @@ def test_backward_fetches_ahead_in_reverse_order_and_no_further():
     y.backward()
     assert lane.log == [f"bring {size}" for size in reversed(sizes)]
     assert ahead == [[14, 15], [13, 14], [12, 13], [11, 12], [11], []]
+
+
+@pytest.mark.usefixtures("slow")
+def test_the_stream_that_unpacks_is_the_one_that_waits():
+    keep, x = offload(min_bytes=0, prefetch=1, in_flight=0), torch.randn(10, requires_grad=True)
+    with keep:
+        first = x.exp()
+        second = first.exp()
+    (lane,) = keep._lanes.values()
+    home, other = lane.current, Stream()
+    assert torch.equal(second.grad_fn._saved_result, second)
+    assert len(home.waited) == 3  # both on their way out, the second on its way back
+    lane.current = other
+    found = first.grad_fn._saved_result
+    assert len(home.waited) == 3
+    assert len(other.waited) == 1
+    assert other.recorded == [found.data_ptr()]
+    assert torch.equal(found, first)
 
 
 @pytest.mark.usefixtures("slow")
