@@ -114,11 +114,9 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
     """Every layer on fake tensors: no arithmetic, no memory, no random numbers drawn, no statistics changed."""
-    found, alive = [], []
+    found, alive = [], []  # alive: so that no storage's address is used again
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
-        parameters = [t for m in layers if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())]
-        fake_parameters = _storages(mode.from_tensor(t) for t in parameters)
         for layer in layers:
             kept: list[Tensor] = []
 
@@ -126,13 +124,19 @@ def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
                 kept.append(tensor.detach())
                 return kept[-1]
 
-            given = x
+            given, state = x, {}
+            if isinstance(layer, nn.Module):
+                state = {name: _fake(mode, t) for name, t in (*layer.named_parameters(), *layer.named_buffers())}
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                x = layer(x)
-            alive += [kept, given]  # so that no storage's address is used again
-            mine = {key: size for key, size in _storages(kept).items() if key not in fake_parameters}
-            found.append(_Layer(mine, _storages([given])))
+                x = torch.func.functional_call(layer, state, (x,)) if state else layer(x)
+            own = _storages(state.values())
+            found.append(_Layer({k: size for k, size in _storages(kept).items() if k not in own}, _storages([given])))
+            alive += [kept, given, state]
     return found
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def _kept(parts: list[Part], layers: list[_Layer]) -> int:
