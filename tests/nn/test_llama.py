@@ -1,6 +1,7 @@
 """nn.LlamaDecoderLayer against the same layer in plain PyTorch, in float64."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -168,7 +169,20 @@ def test_attention_alone_is_the_layers():
     mid = x + module.self_attn(module.input_layernorm(x))
     h = module.post_attention_layernorm(mid)
     torch.testing.assert_close(module(x), mid + module.mlp(h))
-    assert torch.equal(copy.deepcopy(module)(x), module(x))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"]
+)
+def test_copies(copied):
+    module, x = layer(qk_norm=True, recompute="full", workspace="1MiB"), torch.randn(B, S, E, dtype=torch.float64)
+    twin, expected = copied(module), module(x)
+    assert torch.equal(twin(x), expected)
+    assert repr(twin) == repr(module)
+    with torch.no_grad():
+        twin.self_attn.o_proj.weight.zero_()
+    assert not torch.equal(twin(x), expected)
+    assert torch.equal(module(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
