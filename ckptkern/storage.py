@@ -438,7 +438,7 @@ class _CudaLane(_Lane):
         self.side = torch.cuda.Stream(self.device)
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def stream(self):
         return torch.cuda.current_stream(self.device)
@@ -729,7 +729,8 @@ class compress(Store):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("compress: 'relu' decides on the host, which CUDA graph capture does not allow")
         stream = torch.cuda.current_stream(count.device)
-        flight = _Flight(torch.empty((), dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True), stream)
+        host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
+        flight = _Flight(host.copy_(count, non_blocking=True), stream)
         flight.event = stream.record_event()
         return flight
 

@@ -246,6 +246,17 @@ def test_layout_and_bits_come_back(keep, layout):
         assert bool(puts) == (layout not in ("empty", "sparse", "conjugate"))
 
 
+@pytest.mark.parametrize("keep", [*EXACT, "int8"])
+def test_a_default_device_does_not_matter(keep):
+    x, make = torch.randn(40).relu(), EXACT.get(keep, lambda: compress("int8", min_bytes=0))
+    (expected,), keep = through(make(), x), make()
+    with torch.device("meta"):
+        with keep:
+            y = Save.apply(torch.ones((), device="cpu", requires_grad=True), found := [], x)
+        y.backward(torch.ones((), device="cpu"))
+    assert torch.equal(found[0], expected)
+
+
 def test_gaps_and_repeats_are_not_kept():
     keep = offload(min_bytes=0)
     puts = watch(keep)
