@@ -24,6 +24,7 @@ from .tile import INTERPRETER, arch_of, cast, dot, launch, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST_LSE = tl.constexpr(-(2.0**24))  # from here on neighbouring float32 numbers are more than 1 apart
 # no length and no scalar compiles a kernel again; the strides of lse are lengths
 DYNAMIC = [
     "Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right", "stride_lseb", "stride_lseh"
@@ -64,7 +65,9 @@ def score_tile(
         if mask_ptr.dtype.element_ty == tl.int8:
             s = tl.where(tl.load(mask_ptr + offsets, mask=inside, other=0) != 0, s, float("-inf"))
         else:
-            s += widen(tl.load(mask_ptr + offsets, mask=inside, other=0.0)) * LOG2E
+            m = widen(tl.load(mask_ptr + offsets, mask=inside, other=0.0))
+            # a mask of the dtype's lowest value stays finite in units of log 2: torch weighs a row of them evenly
+            s += tl.where(m == float("-inf"), m, tl.maximum(m, -2.0e38) * LOG2E)
     if EDGE:
         seen = j < Sk
         if LEFT:
@@ -129,10 +132,10 @@ def _fwd_steps(
 
 @triton.jit
 def _sequence(cu_ptr, b, S):
-    """(first row, length) of sequence b: packed by cu_ptr int32 [B + 1], or (0, S)."""
+    """(first row, length) of sequence b: packed by cu_ptr int32 [B + 1], of which S rows are seen, or (0, S)."""
     if cu_ptr is not None:
         start = tl.load(cu_ptr + b).to(tl.int64)
-        return start, (tl.load(cu_ptr + b + 1) - start).to(tl.int32)
+        return start, tl.minimum(tl.load(cu_ptr + b + 1) - start, S).to(tl.int32)
     else:
         return b * 0, S
 
@@ -246,8 +249,11 @@ def _load_row_values(ptr, offs_m, S, other):
 
 @triton.jit
 def probability_tile(s, lse):
-    """p = exp(s - lse) for s in units of log 2; lse broadcasts. A row that saw nothing has p = 0."""
-    return tl.exp2(s - tl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+    """p = exp(s - lse) for s in units of log 2; lse broadcasts. A row that saw nothing has p = 0.
+
+    So has one of which a mask hides everything by finite numbers, so far down that an lse has no digit for log sum.
+    """
+    return tl.exp2(s - tl.where(lse < LOWEST_LSE, float("inf"), lse * LOG2E))
 
 
 @triton.jit
@@ -511,15 +517,23 @@ def empty_heads(q: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided((B, H, S, D), (S * H * D, D, H * D, 1), dtype=q.dtype, device=q.device)
 
 
+def _zero(*results: torch.Tensor | None) -> None:
+    """What rows of packed tokens hold that are in no sequence: the kernels visit none of them."""
+    for result in results:
+        if result is not None:
+            result.zero_()
+
+
 def _common(q, k, core):
     B, H, Sq, Sk, group = _geometry(q, k, core)
-    left, right = core.window
+    # further than the scores there is nothing to see, and a row plus a bound near 2**31 would overflow
+    left, right = (min(side or 0, longest) for side, longest in zip(core.window, (Sq, Sk), strict=True))
     D = q.shape[-1]
     flags = dict(
-        D=D, HEAD_D=padded_head_dim(D), GROUP=group, LEFT=left is not None, RIGHT=right is not None,
-        PRECISION=core.precision,
+        D=D, HEAD_D=padded_head_dim(D), GROUP=group, LEFT=core.window[0] is not None,
+        RIGHT=core.window[1] is not None, PRECISION=core.precision,
     )  # fmt: skip
-    return B, H, Sq, Sk, left or 0, right or 0, flags
+    return B, H, Sq, Sk, left, right, flags
 
 
 def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
@@ -534,6 +548,8 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
     o = empty_heads(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     delta = None if do is None else torch.empty_like(lse)
+    if packed:
+        _zero(o, lse, delta)
     do = None if do is None else inner_contiguous(do)
     tile = tile or attention_tile("fwd", arch_of(q), q.dtype, q.shape[-1])
     tiles = triton.cdiv(Sq, tile.BLOCK_M)
@@ -554,6 +570,8 @@ def attn_delta(o, do, core):
     B, H, Sq, *_ = _geometry(o, o, core)
     packed = core.cu_q is not None
     delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
+    if packed:
+        _zero(delta)
     D = o.shape[-1]
     BLOCK_M = 32
     tiles = triton.cdiv(Sq, BLOCK_M)
@@ -579,6 +597,8 @@ def attn_bwd(
     dq = (empty_heads(q) if dq is None else dq) if need_dq else None
     dk = (empty_heads(k) if dk is None else dk) if need_dkv else None
     dv = (empty_heads(v) if dv is None else dv) if need_dkv else None
+    if packed:
+        _zero(dq, dk, dv)
     tile_kv, tile_q = tiles or (
         attention_tile("dkdv", arch_of(q), q.dtype, q.shape[-1]), attention_tile("dq", arch_of(q), q.dtype, q.shape[-1])
     )  # fmt: skip

@@ -183,7 +183,8 @@ def scaled_dot_product_attention(
     attn_mask: bool (True = keep) or additive, broadcastable to [B, H, Sq, Sk]. Its gradient, if wanted, is formed in
     PyTorch ops. is_causal aligns top-left. window_size = (left, right): row i sees i - left <= j <= i + right, -1 is no
     bound. alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as in torch.
-    A row that sees nothing gives zeros and zero gradients.
+    A row that sees nothing gives zeros and zero gradients. One of which an additive mask hides everything by a large
+    finite number (-1e9) gives the mean of the values, as in torch, and from the kernels no gradient.
     Raises ValueError (shapes), TypeError (dtypes), RuntimeError (attn_mask together with is_causal; backend).
     """
     op = "scaled_dot_product_attention"
@@ -296,7 +297,8 @@ def varlen_attn(
     """Attention within sequences of different lengths, packed without padding (torch.nn.attention.varlen.varlen_attn).
 
     query [T_q, H, D], key and value [T_k, H_kv, D] -> [T_q, H, D]; cu_seq_q, cu_seq_k int32 [N + 1]: sequence n has the
-    rows cu_seq[n] .. cu_seq[n + 1] - 1; max_q, max_k: the longest sequence's length (no read-back from the device).
+    rows cu_seq[n] .. cu_seq[n + 1] - 1; max_q, max_k: the longest sequence's length (no read-back from the device). Rows in
+    no sequence, and those of a sequence beyond max_q or max_k, are not seen; they give zeros and zero gradients.
     is_causal is window_size (-1, 0). Bounds align top-left, as in scaled_dot_product_attention; where each sequence has as
     many queries as keys (self-attention) there is no difference to other alignments.
     Kept for backward: q, k, v, the output, and the logsumexp.

@@ -642,7 +642,8 @@ def attention_block(
     rotary_interleaved neighbouring pairs (GPT-J).
     attn_mask: bool (True = keep) or additive, broadcastable to [B, H, S, S]; key_padding_mask: bool [B, S], True = masked
     out, as in nn.MultiheadAttention. is_causal, window_size, alibi_slopes: as in scaled_dot_product_attention.
-    cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens).
+    cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
+    tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch: replayed from 16 bytes each.
     recompute: what is kept for backward besides parameters (of x, x itself):
 

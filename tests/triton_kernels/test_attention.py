@@ -17,7 +17,8 @@ BATCH = 2
 EPS = torch.finfo(torch.float32).eps
 TILE_SIZES = [AttentionTile(*size, 4, 1) for size in ((16, 32), (32, 64), (64, 32))]
 
-# What a core can have, each with all that it can be. `packed` lengths are those of three sequences, one of them empty.
+# What a core can have, each with all that it can be. `packed` lengths are those of three sequences, one of them empty,
+# with rows before and after them that are in none.
 OPTIONS = {
     "dtype": DTYPES,
     "head_dim": (40, 64, 96, 1, 3),
@@ -86,7 +87,7 @@ def core_of(case: Case, device: str) -> AttentionCore:
     B, Sq, Sk = BATCH, *((19, 19) if case.packed else case.lengths)
     if case.packed:
         B = 3
-        cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in ((0, 17, 17, 50), (0, 35, 38, 60)))
+        cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in ((1, 18, 18, 51), (0, 35, 38, 60)))
         lengths = {"cu_q": cu_q, "cu_k": cu_k, "max_q": 33, "max_k": 35}
     mask = slopes = None
     if case.mask:
@@ -105,7 +106,7 @@ def core_of(case: Case, device: str) -> AttentionCore:
 
 def inputs_of(case: Case, device: str) -> dict[str, torch.Tensor]:
     """q, k, v and do, in the layout of `case`."""
-    B, Sq, Sk = (1, 50, 60) if case.packed else (BATCH, *case.lengths)
+    B, Sq, Sk = (1, 53, 62) if case.packed else (BATCH, *case.lengths)
     (H, H_kv), D = case.heads, case.head_dim
     shapes = {"q": (B, H, Sq, D), "k": (B, H_kv, Sk, D), "v": (B, H_kv, Sk, D), "do": (B, H, Sq, D)}
     tensors = {name: torch.randn(shape).to(device, case.dtype) for name, shape in shapes.items()}
@@ -162,8 +163,8 @@ def test_like_eager_and_as_exact(case, device):
     check(case, device)
 
 
-@pytest.mark.parametrize("left", [None, 0, 16, 31, 80], ids=lambda side: f"left {side}")
-@pytest.mark.parametrize("right", [None, 0, 17, 32], ids=lambda side: f"right {side}")
+@pytest.mark.parametrize("left", [None, 0, 16, 31, 80, 2**31 - 1], ids=lambda side: f"left {side}")
+@pytest.mark.parametrize("right", [None, 0, 17, 32, 2**31 - 1], ids=lambda side: f"right {side}")
 def test_windows_round_tile_edges(left, right, device):
     """Which tiles are visited, and which of them without an edge mask."""
     check(Case(head_dim=8, heads=(1, 1), lengths=(70, 70), window=(left, right)), device, tile=TILE_SIZES[0])
@@ -231,6 +232,43 @@ def test_rows_that_see_nothing_give_zeros(kind, device):
         name: t.masked_fill(hidden[..., None], 1e3) for name, t in tensors.items() if name in ("q", "do")
     }
     assert_equal(results_of(triton_kernels, {n: louder[n] for n in tensors}, core), ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [-1e9, torch.finfo(torch.float32).min])
+def test_rows_that_a_finite_mask_hides(value, dtype, device):
+    """The mean, as of torch. An lse so far down says nothing of the sum, so these rows give no gradient; the others theirs."""
+    mask = torch.zeros(1, 1, 40, 20, device=device)
+    mask[:, :, 3:9] = value
+    mask[:, :, 9:, 5:] = value
+    core = AttentionCore(0.3, "ieee", mask=mask.clamp(min=torch.finfo(dtype).min).to(dtype))
+    tensors = {
+        name: torch.randn(BATCH, 2, S, 24, device=device).to(dtype)
+        for name, S in (("q", 40), ("k", 20), ("v", 20), ("do", 40))
+    }
+    tensors["q"][:, :, 3:9] = 0  # in float64 -1e9 + s is not the same for every s
+    ours = results_of(triton_kernels, tensors, core)
+    assert not ours["dq"][:, :, 3:9].any()
+    tensors["do"][:, :, 3:9] = 0
+    assert_accurate(
+        *(
+            {name: t for name, t in results_of(backend, t, core).items() if name != "lse"}
+            for backend, t in ((triton_kernels, tensors), (eager, tensors), (eager, wide(tensors)))
+        ),
+        torch.finfo(dtype).eps,
+    )
+
+
+def test_no_row_beyond_the_longest_sequence(device):
+    """A sequence longer than it was said to be: the rows and columns beyond give zeros and are not seen."""
+    cu = torch.tensor([0, 40, 50], dtype=torch.int32, device=device)
+    core = AttentionCore(0.3, "ieee", cu_q=cu, cu_k=cu, max_q=20, max_k=33)
+    tensors = {name: torch.randn(1, 2, 50, 8, device=device) for name in ("q", "k", "v", "do")}
+    ours = results_of(triton_kernels, tensors, core)
+    assert_accurate(ours, results_of(eager, tensors, core), results_of(eager, wide(tensors), core))
+    for name, rows in (("o", 20), ("dq", 20), ("dk", 33), ("dv", 33)):
+        assert not ours[name][:, :, rows:40].any(), name
+        assert ours[name][:, :, :rows].any(-1).all(), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
