@@ -578,12 +578,10 @@ class _Blocks:
     def decode(self, parts: tuple[Tensor, Tensor], n: int, dtype: torch.dtype) -> Tensor:
         codes, scales = parts[0].view(-1, self.block), parts[1].view(-1, 1)
         flat = torch.empty(n, dtype=dtype, device=codes.device)
-        largest = torch.finfo(dtype).max  # top * scale may round to more than the block's largest was
         step = max(_CHUNK // self.block, 1)
         for row in range(0, len(codes), step):
             code = codes[row : row + step].float()
-            x = (code * scales[row : row + step]).clamp_(-largest, largest)
-            x = torch.where(code.abs() == self.code.infinity, code * torch.inf, x)
+            x = torch.where(code.abs() == self.code.infinity, code * torch.inf, code * scales[row : row + step])
             if self.code is _Int8:
                 x.masked_fill_(code == -128, torch.nan)
             target = flat[row * self.block : (row + step) * self.block]

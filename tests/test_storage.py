@@ -434,8 +434,8 @@ def test_buffers_are_reused_and_nothing_is_left_behind():
                     module(x)  # and no backward
             else:
                 gradients(module, x, keep)
-            counts.add((alive(), keep.host_bytes, len(keep._lanes[x.device].copies)))
-        assert len(counts) == 1, counts
+            counts.add((keep.host_bytes, len(keep._lanes[x.device].copies), step % 10 or alive()))
+        assert len(counts) == 10, counts
     finally:
         gc.enable()
 
@@ -899,7 +899,7 @@ def test_peaks_of_the_docs():
         print(f"{name:20} {peaks[name]:.1f} MB")
     nothing, *kept = peaks.values()
     assert kept[0] < kept[1] < 0.7 * nothing
-    assert kept[2] < 0.9 * nothing
+    assert kept[2] < 0.7 * nothing
 
 
 # -- partition ------------------------------------------------------------------------------------------------------
