@@ -178,7 +178,9 @@ def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0
 
 
 def check_probability(op: str, p: float) -> None:
-    if isinstance(p, Tensor) or not hasattr(p, "__float__") or not 0.0 <= p <= 1.0:
+    # isinstance first: a symbolic number of torch.compile is a float to it, and has no attribute
+    number = isinstance(p, (int, float)) or (hasattr(p, "__float__") and not isinstance(p, Tensor))
+    if not number or not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
 
 

@@ -270,6 +270,34 @@ def test_compiled(name):
         assert torch.equal(y, module(data()))
 
 
+DYNAMIC = {
+    "MLP": lambda: ckptkern.nn.MLP(16, dropout=0.1),
+    "Dropout": lambda: ckptkern.nn.Dropout(0.1),
+    "TransformerEncoderLayer": lambda: ckptkern.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
+    "LlamaDecoderLayer": lambda: ckptkern.nn.LlamaDecoderLayer(16, 4, 2, resid_dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_compiled_for_any_shape(name):
+    """With dynamic=True numbers of a module are symbolic too, dropout's probability among them."""
+    torch._dynamo.reset()
+    module = seeded(DYNAMIC[name])
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for shape in ((2, 8, 16), (3, 12, 16)):
+        x = torch.randn(shape)
+        assert_same(step(compiled, module, x), step(module, module, x))
+
+
+def test_compiled_with_a_schedule_of_dropout():
+    torch._dynamo.reset()
+    module = seeded(DYNAMIC["MLP"])
+    compiled, x = torch.compile(module, backend="aot_eager", fullgraph=True), torch.randn(4, 16)
+    for p in (0.1, 0.2, 0.3):
+        module.dropout = p
+        assert_same(step(compiled, module, x), step(module, module, x))
+
+
 @every_layer
 def test_export(name):
     """torch.export sees one op, for any batch size."""
