@@ -65,8 +65,9 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with a storage of their own that ``tensor`` is made of: itself, unless a wrapper or sparse."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from dense_parts(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, torch.Tensor):  # a DTensor names its mesh too
+                yield from dense_parts(part)
     elif tensor.layout == torch.strided:
         yield tensor
     elif tensor.layout == torch.sparse_coo:

@@ -88,10 +88,13 @@ class _Parts:
     def __init__(self, tensor: Tensor, pack: Callable):
         names, self.context = tensor.__tensor_flatten__()
         self.kind, self.size, self.stride = type(tensor), tensor.size(), tensor.stride()
-        self.parts = {name: pack(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}
+        # a DTensor names its mesh among them
+        self.parts = {name: pack(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
 
     def unpack(self) -> Tensor:
-        parts = {name: part.unpack() for name, part in self.parts.items()}
+        saved = (_Stays, _Parts, _View)
+        parts = {name: part.unpack() if isinstance(part, saved) else part for name, part in self.parts.items()}
         return self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
 
 

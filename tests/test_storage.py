@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptkern
 from ckptkern import storage
-from ckptkern.memory import peak_memory
+from ckptkern.memory import kept_tensors, peak_memory
 from ckptkern.storage import compress, offload, partition
 
 
@@ -907,10 +907,11 @@ def test_peaks_of_the_docs():
 
 def _check_rank(rank, path, reports):
     import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
     torch.set_num_threads(1)
     store = dist.FileStore(path, 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     try:
         torch.manual_seed(0)
         tensors = [torch.randn(n) for n in (1, 2, 3, 8, 33)] + [
@@ -935,6 +936,26 @@ def _check_rank(rank, path, reports):
                 y = x.clone().requires_grad_().exp().sum()
             for _ in range(2):
                 y.backward(retain_graph=True)
+
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Replicate(), Shard(0)):
+            x = distribute_tensor(torch.randn(6, 4), mesh, [placement]).requires_grad_()
+            keep = offload(min_bytes=0) if placement.is_shard() else partition(min_bytes=0)
+            puts = watch(keep)
+            with keep:
+                y = x.exp().sin().sum()
+            y.backward()
+            assert type(x.grad) is type(x)
+            local = x.detach().to_local()
+            torch.testing.assert_close(x.grad.to_local(), local.exp().cos() * local.exp())
+            assert puts == [local.numel()]  # exp's result is sin's input
+            with kept_tensors() as kept:
+                y = x.exp()
+            assert kept.bytes == local.nbytes
+            with offload(min_bytes=0, exclude=[x]) as keep:
+                puts = watch(keep)
+                x.sin()
+            assert puts == []
 
         with partition(min_bytes=0):
             y = (torch.randn(10, requires_grad=True) + rank).exp().sum()
@@ -962,7 +983,7 @@ def test_partition_over_two_processes(tmp_path):
     for rank in ranks:
         rank.start()
     try:
-        assert sorted(reports.get(timeout=60) for _ in ranks) == [(0, None), (1, None)]
+        assert sorted(reports.get(timeout=120) for _ in ranks) == [(0, None), (1, None)]
         for rank in ranks:
             rank.join(timeout=20)
             assert rank.exitcode == 0
