@@ -1,5 +1,6 @@
 """What the factory promises of attention_block, mlp_block and transformer_layer, as test_segment.py of the other ops."""
 
+import functools
 import gc
 import itertools
 import random
@@ -22,11 +23,19 @@ from cases import (
     output_gradient,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern.memory import kept_tensors
+
+
+def seeded(function):
+    def run(t):
+        torch.manual_seed(SEED)
+        return function(t)
+
+    return run
 
 
 def given(block) -> list[torch.Tensor]:
@@ -205,12 +214,7 @@ def test_compiled_equals_eager(block):
     """Pitfall 5: one graph, the same bits and masks."""
     torch._dynamo.reset()
     tensors, call = block.make(), torch.compile(block.call, backend="aot_eager", fullgraph=True)
-
-    def compiled(t):
-        torch.manual_seed(SEED)
-        return call(t)
-
-    assert_same(gradients(compiled, tensors), gradients(block.fused, tensors))
+    assert_same(gradients(seeded(call), tensors), gradients(block.fused, tensors))
 
 
 @pytest.mark.parametrize("block", blocks(("selective",), names=("llama",)))
@@ -218,13 +222,8 @@ def test_inductor(block):
     """At the level that hands o and the logsumexp from graph to graph: their fakes' strides are the real ones."""
     torch._dynamo.reset()
     tensors, call = block.make(), torch.compile(block.call, backend="inductor", fullgraph=True)
-
-    def compiled(t):
-        torch.manual_seed(SEED)
-        return call(t)
-
     with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph has the fakes of an earlier run
-        assert_same_within_rounding(gradients(compiled, tensors), gradients(block.fused, tensors))
+        assert_same_within_rounding(gradients(seeded(call), tensors), gradients(block.fused, tensors))
 
 
 @pytest.mark.parametrize("block", blocks(("selective", "full"), names=("pre-norm", "llama", "bare")))
@@ -241,6 +240,60 @@ def test_one_graph_for_all_batch_sizes(block):
         torch.manual_seed(seed)
         assert_same(ours, gradients(block.call, tensors))
     assert counter.frame_count <= 2 + (len(lengths) > 1)  # the first size, then any batch, then any length
+
+
+@pytest.mark.parametrize("block", blocks(("full",), names=("llama",)))
+def test_compiled_with_frozen_inputs(block):
+    """Pitfall 24: x alone, the parameters alone, the last weight alone."""
+    names = list(block.make())
+    for trained in ({"x"}, set(names) - {"x"}, {[name for name in names if name.endswith("weight")][-1]}):
+        torch._dynamo.reset()
+        tensors, call = (
+            block.make(frozen=set(names) - trained),
+            torch.compile(block.call, backend="aot_eager", fullgraph=True),
+        )
+        assert_same(gradients(seeded(call), tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("block", blocks(names=("llama",)))
+def test_compiled_autocast_keeps_no_cast_weight(block):
+    """The same bytes as in eager mode, and the same bits."""
+    torch._dynamo.reset()
+    tensors = block.make()
+    excluded = [t for name, t in tensors.items() if name != "x"]
+
+    def call(t):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return block.call(t)
+
+    kept_bytes = []
+
+    def counted(function):
+        def run(t):
+            with kept_tensors(exclude=excluded) as kept:
+                y = function(t)
+            kept_bytes.append(kept.bytes)
+            return y
+
+        return seeded(run)
+
+    graph = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_same(gradients(counted(graph), tensors), gradients(counted(call), tensors))
+    assert kept_bytes[0] == kept_bytes[1]
+
+
+@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",)))
+def test_two_masks_of_one_graph_differ(block):
+    """Pitfall 6, and AOT's CSE: two draws in one graph are two draws."""
+    torch._dynamo.reset()
+    tensors = block.make()
+
+    def twice(t):
+        return torch.stack([block.call(t), block.call(t)])
+
+    ours = gradients(seeded(torch.compile(twice, backend="aot_eager", fullgraph=True)), tensors)
+    assert_same(ours, gradients(seeded(twice), tensors))
+    assert not torch.equal(*ours["y"])
 
 
 @pytest.mark.parametrize("block", blocks())
@@ -347,6 +400,71 @@ def test_memory_is_flat_without_the_garbage_collector(block):
         assert dropped() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("block", blocks(("none", "full")))
+def test_inference_mode_then_training(block):
+    """Pitfall 34: inference leaves nothing behind that training trips over."""
+    tensors = block.make()
+    expected = gradients(block.fused, tensors)
+    with torch.inference_mode():
+        assert torch.equal(block.fused(tensors), expected["y"])
+    assert_same(gradients(block.fused, tensors), expected)
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_every_saved_tensor_is_unpacked_once(block):
+    """Pitfalls 28, 36: hooks of checkpointing and sharding fire once for each saved tensor."""
+    packed, unpacked = [], []
+
+    def unpack(entry):
+        unpacked.append(entry[0])
+        return entry[1]
+
+    def pack(t):
+        packed.append(len(packed))
+        return packed[-1], t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = block.fused(block.make())
+    y.sum().backward()
+    assert len(packed) > 0
+    assert sorted(unpacked) == packed
+
+
+@pytest.mark.parametrize("block", blocks(("none",), names=("llama",)))
+def test_selective_checkpoint_may_save_the_op(block):
+    """A policy of torch's selective checkpointing sees the forward op and can keep its results: nothing runs again."""
+    tensors = block.make()
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, [getattr(torch.ops.ckptkern, f"{block.op}_fwd").default]
+    )
+
+    def checkpointed(t):
+        return checkpoint(
+            lambda *v: block.call(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=False,
+            context_fn=contexts,
+        )  # fmt: skip
+
+    with Watch() as ours:
+        grads = gradients(seeded(checkpointed), tensors)
+    with Watch() as direct:
+        assert_same(grads, gradients(lambda t: block.fused(t).sin(), tensors))
+    assert ours.flops == direct.flops
+
+
+@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",)))
+def test_forward_mode_is_refused_and_nodes_are_named(block):
+    tensors = block.make()
+    name = {"attention_block": "AttentionBlock", "mlp_block": "MLPBlock", "transformer_layer": "TransformerLayer"}[
+        block.op
+    ]
+    y = block.fused(tensors)
+    assert y.grad_fn.name() == f"{name}FunctionBackward"
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors["x"], torch.ones_like(tensors["x"]))
+        with pytest.raises(NotImplementedError, match=f"{block.op}: forward-mode AD is not supported"):
+            block.fused({**tensors, "x": dual})
 
 
 def test_dropout_stops_outside_of_training():
