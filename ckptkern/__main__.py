@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": (".demo", "train a small GPT three ways side by side: loss, memory and time", "demo"),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", "bench"),
     "verify": (".verify", "check this installation: kernels, masks, kept bytes", None),
+    "examples": (".examples", "run the tutorials' models in segments beside their plain selves", None),
     "env": (".env", "print versions, devices, extension and backends", None),
 }
 

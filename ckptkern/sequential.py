@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +43,8 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     segments:
       4            as many segments of equal length, of which the last, with what is left over, is run as it is: its
                    backward comes first (torch's own rule)
-      "sqrt"       round(√L) segments: the least memory for one more forward pass (Chen et al., arXiv:1604.06174)
+      "sqrt"       round(√L) segments, as even as they can be, the last one run as it is: the least memory for
+                   one more forward pass (Chen et al., arXiv:1604.06174)
       "every 3"    the first, fourth, ... layer, each a segment of its own
       "2GiB"       the fewest recomputed layers, the greediest first, with which no more than that is kept for backward.
                    `input` tells shapes and dtypes: nothing is computed, but the layers are traced on fake tensors
@@ -56,7 +58,9 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     names, layers = _named(functions)
     count = len(layers)
     if isinstance(segments, str) and segments == "sqrt":
-        segments = max(1, round(math.sqrt(count)))
+        number = max(1, round(math.sqrt(count)))
+        starts = [count * i // number for i in range(number + 1)]
+        return [Part(start, stop, stop < count) for start, stop in itertools.pairwise(starts)]
     if isinstance(segments, int) and not isinstance(segments, bool):
         if not 1 <= segments <= max(count, 1):
             raise ValueError(f"segments must lie between 1 and the number of layers, {count}, but is {segments}")

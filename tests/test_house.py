@@ -32,6 +32,7 @@ LAYERS = {
     "ops": 3,
     "checkpoint": 2,
     "sequential": 3,
+    "examples": 4,
     "nn": 4,
     "env": 5,
     "benchmarks": 7,

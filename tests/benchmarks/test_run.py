@@ -325,3 +325,16 @@ def test_runs_on_the_gpu(monkeypatch, tmp_path):
     assert {"copy 1 GiB", "bf16 matmul 8192"} <= set(rows)
     assert rows["ckptkern full"]["status"] == "ok"
     assert float(rows["ckptkern full"]["graph_ms"]) > 0
+
+
+def test_trade_writes_its_table_and_figure(tmp_path):
+    """The page of docs/segments.md: more segments keep less, until their inputs are what is kept."""
+    from ckptkern.benchmarks import trade
+
+    assert (
+        trade.main(["--out", str(tmp_path), "--device", "cpu", "--width", "16", "--rows", "64", "--rounds", "1"]) == 0
+    )
+    with (tmp_path / "segments.csv").open() as file:
+        kept = {row["segments"]: int(row["kept_bytes"]) for row in csv.DictReader(file)}
+    assert kept["plain"] > kept["2"] > kept["4"] > kept["8"] > kept["every 1"] == trade.LAYERS * 64 * 16 * 4
+    assert (tmp_path / "segments.png").stat().st_size > 5000

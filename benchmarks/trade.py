@@ -1,0 +1,114 @@
+"""The trade of general segments: kept bytes against time over segment counts, as CSV and a figure.
+
+    python -m ckptkern.benchmarks.trade --out docs
+
+writes segments.csv and segments.png: a stack of blocks, cut into 1 to L segments, forward + backward, each cut beside
+the plain run in interleaved rounds. On a CPU only the ratio means anything; kept bytes are exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .. import checkpoint_sequential
+from ..memory import kept_tensors
+from . import measure
+
+LAYERS = 24
+
+
+class Block(nn.Module):
+    """Pre-norm MLP with a residual: what keeps most in a layer of a model."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        return x + self.layers(x)
+
+
+def strategies(layers: int) -> dict[str, int | str]:
+    counts = [n for n in range(2, layers + 1) if layers % n == 0]
+    return {"plain": 1, **{str(n): n for n in counts}, "sqrt": "sqrt", "every 2": "every 2", "every 1": "every 1"}
+
+
+def run(device: torch.device, width: int, rows: int, rounds: int) -> list[dict[str, object]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width) for _ in range(LAYERS))).to(device)
+    x, dy = torch.randn(rows, width, device=device, requires_grad=True), torch.randn(rows, width, device=device)
+    steps, kept = {}, {}
+    for name, segments in strategies(LAYERS).items():
+
+        def function(x, segments=segments):
+            return checkpoint_sequential(model, segments, x)
+
+        with kept_tensors(exclude=model.parameters()) as found:
+            function(x)
+        kept[name] = found.bytes
+        steps[name] = measure.stepper(function, model, [(x, dy)])
+    clock = measure.cuda_clock if device.type == "cuda" else measure.cpu_clock
+    measure.interleaved(steps, clock, 2, cuda=device.type == "cuda")
+    times, errors = measure.interleaved(steps, clock, rounds, cuda=device.type == "cuda")
+    if errors:
+        raise next(iter(errors.values()))
+    base = statistics.median(times["plain"])
+    return [
+        {"segments": name, "kept_bytes": kept[name], "ratio": round(statistics.median(times[name]) / base, 4)}
+        for name in steps
+    ]
+
+
+def draw(rows: list[dict[str, object]], title: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    counts = [row for row in rows if str(row["segments"]).isdigit() or row["segments"] == "plain"]
+    others = [row for row in rows if row not in counts]
+    axes.plot([row["kept_bytes"] / 2**20 for row in counts], [row["ratio"] for row in counts], "o", label="n segments")
+    axes.plot([row["kept_bytes"] / 2**20 for row in others], [row["ratio"] for row in others], "s", label="strategies")
+    for row in rows:
+        axes.annotate(
+            str(row["segments"]), (row["kept_bytes"] / 2**20, row["ratio"]), textcoords="offset points", xytext=(5, 5)
+        )
+    axes.set(xlabel="kept for backward, MiB", ylabel="forward + backward, plain run = 1", title=title)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.trade", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for segments.csv and segments.png")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--width", type=int, help="of the blocks (default: 128, 1024 on a GPU)")
+    parser.add_argument("--rows", type=int, help="of the input (default: 1024, 16384 on a GPU)")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    gpu = device.type == "cuda"
+    width, rows = args.width or (1024 if gpu else 128), args.rows or (16384 if gpu else 1024)
+    found = run(device, width, rows, args.rounds)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / "segments.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, found[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+    draw(found, f"{LAYERS} blocks, width {width}, {rows} rows, {device.type}", args.out / "segments.png")
+    for row in found:
+        print(f"{row['segments']:>8}  {row['kept_bytes'] / 2**20:8.2f} MiB  {row['ratio']:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,35 @@
+"""The tutorials' models in segments: the plain run's bits, for a part of its memory."""
+
+import pytest
+import torch
+
+from ckptkern import __main__, examples
+
+AT_MOST = {  # of the plain run's kept bytes
+    "deep-net": 0.8, "blocks": 0.15, "transformer-encoder": 0.15, "resnet": 0.6, "unet": 0.5, "nested": 0.05,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", examples.EXAMPLES)
+def test_example(name):
+    outcome = examples.run(name)
+    assert outcome.differ == []
+    assert outcome.segmented <= AT_MOST[name] * outcome.plain, outcome
+
+
+def test_the_command(capsys):
+    assert __main__.main(["examples", "resnet", "nested"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("same bits") == 2
+    assert __main__.main(["examples", "no-such"]) == 2
+    assert "there are deep-net, blocks" in capsys.readouterr().out
+
+
+def test_a_difference_is_found(monkeypatch, capsys):
+    def drifting():
+        model, _, x = examples.EXAMPLES["resnet"]()
+        return examples.Example(model, lambda model, x: model(x) * (1 + torch.finfo(torch.float32).eps), x)
+
+    monkeypatch.setitem(examples.EXAMPLES, "drifting", drifting)
+    assert __main__.main(["examples", "drifting"]) == 1
+    assert "DIFFERS: output" in capsys.readouterr().out
