@@ -122,13 +122,26 @@ def test_gradients_are_those_without_it(keep, module):
     assert sum(puts) >= 2 * 2 * x.numel()
 
 
-def test_backward_may_run_inside():
-    module, x = plain(), torch.randn(4, 16)
+@pytest.mark.parametrize("module", MODULES)
+def test_backward_may_run_inside(module):
+    module, x = MODULES[module](), torch.randn(4, 16)
+    torch.manual_seed(1)
     expected = gradients(module, x, contextlib.nullcontext())
     module.zero_grad()
+    torch.manual_seed(1)
     with offload(min_bytes=0):
         module(x).square().sum().backward()
     assert all(map(torch.equal, [p.grad for p in module.parameters()], expected[1:]))
+
+
+def test_under_autocast():
+    module, x, keep = Fused("selective"), torch.randn(4, 16), offload(min_bytes=0)
+    dtypes, put = set(), keep.put
+    keep.put = lambda flat: (dtypes.add(flat.dtype), put(flat))[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = gradients(module, x, contextlib.nullcontext())
+        assert all(map(torch.equal, gradients(module, x, keep), expected))
+    assert torch.bfloat16 in dtypes
 
 
 def test_parameters_stay_and_so_do_their_views():
@@ -373,6 +386,7 @@ def test_around_a_compiled_model(backend):
     assert not {p.numel() for p in module.parameters()} & set(puts)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # from hooks that Dynamo tries to compile
 def test_inside_a_compiled_function_it_breaks_the_graph():
     def double(x):
         with offload(min_bytes=0):
@@ -604,10 +618,10 @@ def test_sources_are_held_until_they_were_copied_and_at_most_so_many():
 def test_what_has_not_left_is_not_brought_back():
     keep = offload(min_bytes=0)
     with keep:
-        y = torch.randn(10, requires_grad=True).exp().sum()
+        y = chain(torch.randn(10, requires_grad=True), [11, 12]).sum()
     y.backward()
     (lane,) = keep._lanes.values()
-    assert lane.log == ["send 10"]
+    assert lane.log == ["send 11", "send 12"]
 
 
 @pytest.mark.usefixtures("slow")
