@@ -67,7 +67,7 @@ def score_tile(
         else:
             m = widen(tl.load(mask_ptr + offsets, mask=inside, other=0.0))
             # a mask of the dtype's lowest value stays finite in units of log 2: torch weighs a row of them evenly
-            s += tl.where(m == float("-inf"), m, tl.maximum(m, -2.0e38) * LOG2E)
+            s += tl.where(m < -2.0e38, m, m * LOG2E)
     if EDGE:
         seen = j < Sk
         if LEFT:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._common import check_level
+from ..ops._common import autocast_dtype, check_level
 from ..ops.attention import attention_with_weights
 
 
@@ -41,8 +41,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     Self-attention without need_weights is one ckptkern.attention_block at level `recompute`. Everything else keeps the
     inputs, q, k, v, o and the logsumexp at every level: the projections and the core are two ops. need_weights=True,
-    the default, forms the weights beside that, and weights that are not used free what was kept for them: pass False
-    where they are not wanted. Dropout of the weights keeps 16 bytes and draws one mask with and without need_weights.
+    the default, computes o from the weights in PyTorch ops, and keeps them: pass False where they are not wanted.
+    Dropout of the weights keeps 16 bytes and draws one mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.
@@ -113,7 +113,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         weight = self.out_proj.weight
         if any(t.device != weight.device for t in tensors):
             return False
-        if not torch.is_autocast_enabled(query.device.type) and any(t.dtype != weight.dtype for t in tensors):
+        if autocast_dtype(query) is None and any(t.dtype != weight.dtype for t in tensors):
             return False
         L, S = query.shape[rows], key.shape[rows]
         for mask, shapes in (

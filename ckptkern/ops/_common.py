@@ -20,6 +20,7 @@ ACTIVATIONS = tuple(eager.ACTIVATIONS)
 LEVELS = ("none", "selective", "full")
 BACKENDS = ("auto", "eager", "triton")
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
 
 _log = logging.getLogger("ckptkern")
 
@@ -93,14 +94,21 @@ def _not_covered(x: Tensor) -> str | None:
     return _constant_device_reason(x.device.type, x.device.index)
 
 
-def choose_backend(op: str, x: Tensor) -> str:
-    """The backend that serves `x`: "eager" or "triton"."""
+def head_dim_not_covered(head_dim: int) -> str | None:
+    """Why no attention kernel covers this head dim, or None."""
+    if head_dim <= MAX_HEAD_DIM:
+        return None
+    return f"the attention kernels cover head dims up to {MAX_HEAD_DIM}, not {head_dim}"
+
+
+def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
+    """The backend that serves `x`: "eager" or "triton". reason: why else no kernel covers this call, or None."""
     name = _choice.backend
     if name not in BACKENDS:
         check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
     if name == "eager" or (name == "auto" and not x.is_cuda):
         return "eager"
-    reason = _not_covered(x)
+    reason = _not_covered(x) or reason
     if reason is None:
         return "triton"
     if name == "triton":
@@ -221,17 +229,40 @@ def check_weight(
         raise TypeError(f"{op}: {what} must be floating point, not {tensor.dtype}")
 
 
-def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """x in the compute dtype: autocast's inside autocast, else its own, which the parameters must then share."""
+def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: bool = True) -> None:
+    """`tensor`, which is neither input nor weight, is one, on the input's device, and floating point if it has to be."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
+    if tensor.device != x.device:
+        raise ValueError(f"{op}: input is on {x.device} but {name} is on {tensor.device}")
+    if floating and not tensor.is_floating_point():
+        raise TypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Autocast's dtype for x's device where it is on, else None; there is none for meta tensors."""
     device_type = x.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device_type))
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def compute_dtype(op: str, x: Tensor, *parameters: Tensor | None) -> torch.dtype:
+    """Autocast's dtype inside autocast, else x's own, which the parameters must then share."""
+    dtype = None if x.dtype == torch.float64 else autocast_dtype(x)
+    if dtype is not None:
+        return dtype
     for parameter in parameters:
         if parameter is not None and parameter.dtype != x.dtype:
             raise TypeError(
                 f"{op}: input is {x.dtype} but a parameter is {parameter.dtype}; use one dtype, or torch.autocast"
             )
-    return x
+    return x.dtype
+
+
+def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """x in the compute dtype."""
+    return x.to(compute_dtype(op, x, *parameters))
 
 
 # -- tokens and weight gradients ------------------------------------------------------------------------------------

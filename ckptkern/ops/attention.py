@@ -10,11 +10,14 @@ from torch.nn import functional as F
 
 from .. import eager
 from ._common import (
+    autocast_dtype,
     check_input,
     check_probability,
+    check_tensor,
     choose_backend,
     draw_state,
     dropout_arguments,
+    head_dim_not_covered,
     matmul_precision,
     primitives,
 )  # fmt: skip
@@ -135,6 +138,7 @@ def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int, int
 
 def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]: int8 (0 = hidden) or float."""
+    check_tensor(op, "attn_mask", attn_mask, q, floating=False)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
     wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
@@ -150,10 +154,9 @@ def _cast_qkv(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
         check_input(f"{op}: {name}", tensor)
         if tensor.device != query.device:
             raise ValueError(f"{op}: query is on {query.device} but {name} is on {tensor.device}")
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
+    dtype = autocast_dtype(query)
+    if dtype is not None and torch.float64 not in (query.dtype, key.dtype, value.dtype):
+        return query.to(dtype), key.to(dtype), value.to(dtype)
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(
             f"{op}: query, key and value must have one dtype, but have {query.dtype}, {key.dtype} and {value.dtype}"
@@ -202,9 +205,9 @@ def scaled_dot_product_attention(
         raise ValueError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:
         raise ValueError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
-    query, key, value = _broadcast_batch(op, query, key, value)
+    query, key, value = _broadcast(op, query, key, value, enable_gqa)
     H, H_kv = query.shape[1], key.shape[1]
-    if value.shape[1] != H_kv or (H_kv != H and (not enable_gqa or H_kv == 0 or H % H_kv)):
+    if value.shape[1] != H_kv or (H_kv not in (1, H) and (not enable_gqa or H_kv == 0 or H % H_kv)):
         raise ValueError(
             f"{op}: query has {H} heads, key {H_kv} and value {value.shape[1]}; fewer key and value heads need "
             f"enable_gqa=True and must divide those of query"
@@ -221,17 +224,19 @@ def scaled_dot_product_attention(
         attn_mask = as_mask(op, attn_mask, query, key.shape[2])
     slopes = None
     if alibi_slopes is not None:
+        check_tensor(op, "alibi_slopes", alibi_slopes, query)
         if alibi_slopes.shape not in ((H,), (1, H), (query.shape[0], H)):
             raise ValueError(f"{op}: alibi_slopes must be [H={H}] or [B, H], but has shape {tuple(alibi_slopes.shape)}")
         slopes = alibi_slopes.float().reshape(-1, H).contiguous()
     rng = draw_state(query, dropout_p, True)
-    if any(t is not None and t.requires_grad for t in (attn_mask, slopes)) and torch.is_grad_enabled():
+    learned = any(t is not None and t.requires_grad for t in (attn_mask, slopes)) and torch.is_grad_enabled()
+    reason = "the kernels form no gradient of attn_mask or alibi_slopes" if learned else None
+    backend = choose_backend(op, query, reason or head_dim_not_covered(max(D, D_v)))
+    if learned:
         core = core_of(scale, "ieee", left, right, attn_mask, slopes, rng, dropout_p)
         out = eager.attention_composite(query, key, value, core)
     else:
-        statics = (
-            float(dropout_p), float(scale), left, right, 0, 0, choose_backend(op, query), matmul_precision(query)
-        )  # fmt: skip
+        statics = (float(dropout_p), float(scale), left, right, 0, 0, backend, matmul_precision(query))
         out = _apply(statics, query, key, value, attn_mask, slopes, rng, None, None)
     out = out[..., :D_v] if D_v != D else out
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
@@ -243,20 +248,18 @@ def attention_with_weights(
     """(o, p): scaled_dot_product_attention and the weights it applies, softmax and dropout done, for inspection.
 
     query [B, H, Sq, D], key and value [B, H, Sk, D] of one dtype -> o [B, H, Sq, D], p [B, H, Sq, Sk].
-    o is the fused op's, p a composite of its own: weights that nobody uses take what they keep for backward with them.
+    In PyTorch ops, whose backward keeps p: no kernel returns it.
     """
     op = "attention_with_weights"
     check_probability(op, dropout_p)
     scale = query.shape[-1] ** -0.5
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     rng = draw_state(query, dropout_p, True)
+    choose_backend(op, query, "the kernels do not return the weights: pass need_weights=False")
     core = core_of(scale, "ieee", -1, -1, mask, None, rng, dropout_p)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch._C._DisableAutocast():
         weights = eager.attention_weights(query, key, core).to(query.dtype)
-        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-            return torch.matmul(weights, value), weights
-    statics = (float(dropout_p), scale, -1, -1, 0, 0, choose_backend(op, query), matmul_precision(query))
-    return _apply(statics, query, key, value, mask, None, rng, None, None), weights
+        return torch.matmul(weights, value), weights
 
 
 def _to_four_dims(query, key, value, attn_mask):
@@ -265,19 +268,27 @@ def _to_four_dims(query, key, value, attn_mask):
     if dims <= 4:
         return *(t.reshape((1,) * (4 - t.dim()) + tuple(t.shape)) for t in (query, key, value)), attn_mask
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    if attn_mask is not None and attn_mask.dim() > 4:
+    if attn_mask is not None and attn_mask.dim() > 3:
         attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
     return *(t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, key, value)), attn_mask
 
 
-def _broadcast_batch(op, query, key, value):
+def _broadcast(op, query, key, value, enable_gqa):
+    """One batch size; without enable_gqa also one number of heads, or one for both key and value."""
     batches = {t.shape[0] for t in (query, key, value)} - {1}
     if len(batches) > 1:
         raise ValueError(
             f"{op}: batch sizes must be equal or 1, but are {query.shape[0]}, {key.shape[0]} and {value.shape[0]}"
         )
     B = batches.pop() if batches else 1
-    return tuple(t if t.shape[0] == B else t.expand(B, -1, -1, -1) for t in (query, key, value))
+    query, key, value = (t if t.shape[0] == B else t.expand(B, -1, -1, -1) for t in (query, key, value))
+    if enable_gqa:
+        return query, key, value
+    H = max(t.shape[1] for t in (query, key, value))
+    query = query if query.shape[1] != 1 else query.expand(-1, H, -1, -1)
+    if key.shape[1] != value.shape[1]:
+        key, value = (t if t.shape[1] != 1 else t.expand(-1, H, -1, -1) for t in (key, value))
+    return query, key, value
 
 
 def varlen_attn(
@@ -310,6 +321,7 @@ def varlen_attn(
         if tensor.dim() != 3:
             raise ValueError(f"{op}: {name} must be [tokens, heads, head_dim], but has shape {tuple(tensor.shape)}")
     for name, cu in (("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
+        check_tensor(op, name, cu, query, floating=False)
         if cu.dim() != 1 or cu.dtype != torch.int32 or cu.numel() < 1:
             raise ValueError(f"{op}: {name} must be int32 [N + 1], but is {cu.dtype} of shape {tuple(cu.shape)}")
     if cu_seq_q.shape != cu_seq_k.shape:
@@ -326,6 +338,7 @@ def varlen_attn(
     left, right = check_window(op, window_size)
     right = 0 if is_causal else right
     scale = 1.0 / math.sqrt(D) if scale is None else scale
-    statics = (0.0, float(scale), left, right, max_q, max_k, choose_backend(op, query), matmul_precision(query))
+    backend = choose_backend(op, query, head_dim_not_covered(D))
+    statics = (0.0, float(scale), left, right, max_q, max_k, backend, matmul_precision(query))
     packed = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     return _apply(statics, *packed, None, None, None, cu_seq_q, cu_seq_k).squeeze(0).transpose(0, 1)

@@ -19,12 +19,15 @@ from ._common import (
     check_input,
     check_level,
     check_probability,
+    check_tensor,
     check_weight,
     choose_backend,
     choose_level,
     column_sum,
+    compute_dtype,
     draw_state,
     dropout_arguments,
+    head_dim_not_covered,
     matmul_precision,
     primitives,
     row_count,
@@ -466,27 +469,18 @@ def attention_half_backward_flops(
 _apply = build(AttentionBlock)
 
 
-def check_norm(op: str, norm: str | None, weight, bias, features: int) -> None:
+def check_norm(op: str, x: Tensor, norm: str | None, weight, bias, features: int) -> None:
     if norm is None:
         if weight is not None or bias is not None:
             raise ValueError(f"{op}: norm_weight and norm_bias need norm='layer' or 'rms'")
         return
     check_choice(op, "norm", norm, (*NORMS, None))
     for name, parameter in (("norm_weight", weight), ("norm_bias", bias)):
-        if parameter is not None and parameter.shape != (features,):
+        if parameter is None:
+            continue
+        check_tensor(op, name, parameter, x)
+        if parameter.shape != (features,):
             raise ValueError(f"{op}: {name} must have shape ({features},), but has {tuple(parameter.shape)}")
-
-
-def compute_dtype(op: str, x: Tensor, *parameters: Tensor | None) -> torch.dtype:
-    """Autocast's dtype inside autocast, else x's own, which the weights must then share."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    for parameter in parameters:
-        if parameter is not None and parameter.dtype != x.dtype:
-            raise TypeError(
-                f"{op}: input is {x.dtype} but a parameter is {parameter.dtype}; use one dtype, or torch.autocast"
-            )
-    return x.dtype
 
 
 def gather(
@@ -529,15 +523,20 @@ def gather(
     check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "the attention core")
     if residual and out_weight.shape[0] != features:
         raise ValueError(f"{op}: residual needs out_weight with {features} rows, but it has {out_weight.shape[0]}")
-    check_norm(op, norm, norm_weight, norm_bias, features if norm_first else out_weight.shape[0])
+    check_norm(op, x, norm, norm_weight, norm_bias, features if norm_first else out_weight.shape[0])
     q_norm, k_norm = (None, None) if qk_norm is None else qk_norm
     for name, weight in (("q", q_norm), ("k", k_norm)):
-        if weight is not None and weight.shape != (D,):
+        if weight is None:
+            continue
+        check_tensor(op, f"{name}'s norm weight", weight, x)
+        if weight.shape != (D,):
             raise ValueError(f"{op}: {name}'s norm weight must have shape ({D},), but has {tuple(weight.shape)}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{op}: qk_norm must be a pair of weights")
     B, S = batch_and_rows(x)
     cos, sin = (None, None) if rotary is None else rotary
+    for table in () if rotary is None else (cos, sin):
+        check_tensor(op, "rotary", table, x)
     if cos is not None and (
         cos.shape != sin.shape or cos.shape[-1] % 2 or cos.shape[-1] > D or cos.shape[:-1] not in ((S,), (B, S))
     ):
@@ -552,6 +551,7 @@ def gather(
     like = x.new_empty(0).expand(B, H, S, 0)
     mask = None if attn_mask is None else as_mask(op, attn_mask, like, S)
     if key_padding_mask is not None:
+        check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
         padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
         if padding.dtype != torch.bool or padding.shape != (B, S):
             raise ValueError(
@@ -569,6 +569,7 @@ def gather(
         raise ValueError(f"{op}: no gradient is formed for attn_mask; use ckptkern.scaled_dot_product_attention")
     slopes = None
     if alibi_slopes is not None:
+        check_tensor(op, "alibi_slopes", alibi_slopes, x)
         if alibi_slopes.shape not in ((H,), (B, H)):
             raise ValueError(
                 f"{op}: alibi_slopes must be [{H}] or [{B}, {H}], but has shape {tuple(alibi_slopes.shape)}"
@@ -576,6 +577,7 @@ def gather(
         slopes = alibi_slopes.float().reshape(-1, H).contiguous()
     max_len = 0
     if cu_seqlens is not None:
+        check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
         if mask is not None:
             raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
         if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
@@ -593,7 +595,7 @@ def gather(
     o = AttentionOptions(
         H, H_kv, norm or "", float(norm_eps), bool(norm_first), float(qk_norm_eps), bool(rotary_interleaved), left, right,
         max_len, float(D**-0.5 if scale is None else scale), attn_p, resid_p, bool(residual), choose_level(recompute),
-        choose_backend(op, probe), matmul_precision(probe), dtype,
+        choose_backend(op, probe, head_dim_not_covered(D)), matmul_precision(probe), dtype,
     )  # fmt: skip
     return t, o
 

@@ -78,6 +78,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     check_probability("dropout", p)
     if not training or p == 0.0:
         return x
+    if isinstance(x, Tensor) and x.dim() == 0:
+        return dropout(x[None], p)[0]
     check_input("dropout", x)
     statics = (float(p), choose_backend("dropout", x), "ieee")
     return _apply(statics, x, draw_state(x, p, training))

@@ -15,6 +15,7 @@ from ._common import (
     check_weight,
     choose_backend,
     choose_level,
+    compute_dtype,
     draw_state,
     dropout_arguments,
     matmul_precision,
@@ -22,7 +23,7 @@ from ._common import (
     primitives,
 )  # fmt: skip
 from ._segment import Segment, build, needed
-from .attention_block import check_norm, composite_norm, compute_dtype, tokens, with_lead
+from .attention_block import check_norm, composite_norm, tokens, with_lead
 from .gated_mlp import GatedMLP
 from .mlp import MLP
 
@@ -286,7 +287,7 @@ def gather(
     check_weight(op, "down_weight", down_weight, down_bias, x, up_weight.shape[0], "the hidden layer")
     if residual and down_weight.shape[0] != features:
         raise ValueError(f"{op}: residual needs down_weight with {features} rows, but it has {down_weight.shape[0]}")
-    check_norm(op, norm, norm_weight, norm_bias, features if norm_first else down_weight.shape[0])
+    check_norm(op, x, norm, norm_weight, norm_bias, features if norm_first else down_weight.shape[0])
     dtype = dtype or compute_dtype(op, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
     rng, resid_rng = draw_state(x, dropout_p, training), draw_state(x, resid_dropout_p, training)
     t = MLPTensors(

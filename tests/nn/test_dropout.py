@@ -24,6 +24,14 @@ def test_inplace(ours):
         module(x)
 
 
+def test_a_scalar():
+    x = torch.ones((), requires_grad=True)
+    y = ckptkern.nn.Dropout(0.5)(x)
+    y.backward()
+    assert y.shape == ()
+    assert x.grad == y
+
+
 def test_inplace_over_what_another_op_keeps():
     """Pitfall 31: exp keeps its result; overwriting it is an error, not a wrong gradient."""
     x = torch.ones(4, 9, requires_grad=True)

@@ -289,6 +289,12 @@ def test_compiled_for_any_shape(name):
         assert_same(step(compiled, module, x), step(module, module, x))
 
 
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_meta_tensors(name):
+    x = torch.empty(2, 8, 16, device="meta")
+    assert DYNAMIC[name]().to("meta")(x).shape == x.shape
+
+
 def test_compiled_with_a_schedule_of_dropout():
     torch._dynamo.reset()
     module = seeded(DYNAMIC["MLP"])

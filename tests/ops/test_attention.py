@@ -73,13 +73,61 @@ def test_like_torchs(mask, scale, kv_heads):
 
 @pytest.mark.parametrize("shapes", [
     ((7, 6), (5, 6), (5, 6)), ((3, 7, 6), (3, 5, 6), (3, 5, 6)), ((2, 3, 4, 7, 6),) * 3,
-    ((2, 4, 7, 6), (1, 4, 5, 6), (1, 4, 5, 6)),
+    ((2, 4, 7, 6), (1, 4, 5, 6), (1, 4, 5, 6)), ((2, 4, 7, 6), (2, 1, 5, 6), (2, 1, 5, 6)),
+    ((2, 4, 7, 6), (2, 1, 5, 6), (2, 4, 5, 6)), ((4, 7, 6), (1, 5, 6), (1, 5, 6)), ((2, 1, 7, 6), (2, 4, 5, 6), (2, 4, 5, 6)),
     ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 9)), ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 3)),
 ], ids=str)  # fmt: skip
 def test_shapes_like_torchs(shapes):
-    """Fewer and more dimensions, a broadcast batch, and a value head dim of its own."""
+    """Fewer and more dimensions, a broadcast batch, broadcast heads, and a value head dim of its own."""
     tensors = heads(*shapes)
     assert_same_within_rounding(gradients(ours(), tensors), gradients(torchs(), tensors))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 7, 7), (4, 7, 7), (1, 1, 7, 7), (2, 3, 4, 7, 7), (2, 1, 1, 1, 7)], ids=str)
+def test_masks_of_five_dimensions_like_torchs(shape):
+    tensors, mask = heads(*((2, 3, 4, 7, 6),) * 3), torch.randn(shape)
+    assert_same_within_rounding(gradients(ours(attn_mask=mask), tensors), gradients(torchs(attn_mask=mask), tensors))
+
+
+WIDE, NARROW, CU = torch.randn(1, 3, 1, 257), torch.randn(1, 3, 1, 16), torch.tensor([0, 3], dtype=torch.int32)
+TOO_WIDE = {
+    "query": lambda: ckptkern.scaled_dot_product_attention(WIDE, WIDE, NARROW),
+    "value": lambda: ckptkern.scaled_dot_product_attention(NARROW, NARROW, WIDE),
+    "packed": lambda: ckptkern.varlen_attn(WIDE[0], WIDE[0], WIDE[0], CU, CU, 3, 3),
+    "block": lambda: ckptkern.attention_block(NARROW[:, :, 0], torch.ones(771, 16), None, torch.ones(16, 257), None, 1),
+}
+
+
+@pytest.mark.parametrize("call", TOO_WIDE.values(), ids=TOO_WIDE)
+def test_head_dims_that_no_kernel_covers(call):
+    """Eager PyTorch, and an error where kernels are asked for."""
+    assert call().isfinite().all()
+    with (
+        ckptkern.backend("triton"),
+        pytest.raises(RuntimeError, match="the attention kernels cover head dims up to 256, not 257"),
+    ):
+        call()
+
+
+def test_what_only_eager_computes_is_no_secret():
+    """A gradient of the mask or slopes, and the weights: an error where kernels are asked for."""
+    q, mask = torch.randn(1, 2, 5, 6), torch.randn(5, 5, requires_grad=True)
+    attention = ckptkern.nn.MultiheadAttention(6, 2)
+    with ckptkern.backend("triton"):
+        for options in ({"attn_mask": mask}, {"alibi_slopes": torch.ones(2, requires_grad=True)}):
+            with pytest.raises(RuntimeError, match="the kernels form no gradient of attn_mask or alibi_slopes"):
+                ckptkern.scaled_dot_product_attention(q, q, q, **options)
+        with torch.no_grad():
+            ckptkern.scaled_dot_product_attention(q, q, q, mask)
+        x = torch.randn(5, 6)
+        with pytest.raises(RuntimeError, match="the kernels do not return the weights: pass need_weights=False"):
+            attention(x, x, x)
+        attention(x, x, x, need_weights=False)
+
+
+def test_meta_tensors():
+    q = torch.empty(2, 4, 7, 6, device="meta")
+    assert ckptkern.scaled_dot_product_attention(q, q, q, dropout_p=P).shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -260,6 +308,12 @@ def test_autocast():
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert all(t.grad.dtype == torch.float32 for t in tensors.values())
+    q, k, v = tensors.values()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(TypeError, match=r"but have torch.float64, torch.float32"),
+    ):
+        ckptkern.scaled_dot_product_attention(q.double(), k, v)
 
 
 # -- packed sequences -------------------------------------------------------------------------------------------------
@@ -315,6 +369,20 @@ ERRORS = {
     "mask's dtype": (TypeError, "attn_mask must be bool", (Q, Q, Q), {"attn_mask": BOOL.int()}),
     "probability": (ValueError, "dropout probability", (Q, Q, Q), {"dropout_p": 1.5}),
     "window": (ValueError, "window_size must be", (Q, Q, Q), {"window_size": (-2, 0)}),
+    "mask's device": (
+        ValueError,
+        "input is on cpu but attn_mask is on meta",
+        (Q, Q, Q),
+        {"attn_mask": BOOL.to("meta")},
+    ),
+    "slopes' device": (
+        ValueError,
+        "alibi_slopes is on meta",
+        (Q, Q, Q),
+        {"alibi_slopes": torch.ones(4, device="meta")},
+    ),
+    "slopes' dtype": (TypeError, "alibi_slopes must be floating point", (Q, Q, Q), {"alibi_slopes": torch.arange(4)}),
+    "a list of slopes": (TypeError, "alibi_slopes must be a Tensor, not list", (Q, Q, Q), {"alibi_slopes": [0.5] * 4}),
     "slopes": (ValueError, "alibi_slopes must be", (Q, Q, Q), {"alibi_slopes": torch.ones(3)}),
 }
 
@@ -330,6 +398,7 @@ def test_errors(error, message, args, options):
     [
         (ValueError, "must be \\[tokens, heads, head_dim\\]", {"query": Q}),
         (ValueError, "must be int32", {"cu_seq_q": CU_Q.long()}),
+        (ValueError, "input is on cpu but cu_seq_q is on meta", {"cu_seq_q": CU_Q.to("meta")}),
         (ValueError, "sequences but cu_seq_k has", {"cu_seq_q": CU_Q[:2]}),
         (ValueError, "must have one shape", {"key": torch.randn(5, 4, 6)}),
         (ValueError, "need enable_gqa=True", {"query": torch.randn(9, 8, 6)}),
