@@ -199,7 +199,8 @@ class AttentionCore(NamedTuple):
 
     mask: int8 (0 = hidden) or float, [B or 1, H or 1, Sq or 1, Sk or 1]; slopes float32 [B or 1, H] (ALiBi);
     dropout = (state, threshold, scale); window = (left, right), None for no bound; causal is (None, 0).
-    cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D].
+    cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D], and the window is that of
+    rows counted from i = Sk - Sq, so that a sequence's last row lies with its last column.
     """
 
     scale: float
@@ -325,8 +326,11 @@ def _packed(function, core: AttentionCore, query_like: tuple, key_like: tuple, k
     row_spans, column_spans = _spans(core.cu_q, core.max_q), _spans(core.cu_k, core.max_k)
     results = []
     for b, (rows, columns) in enumerate(zip(row_spans, column_spans, strict=True)):
+        below = (columns.stop - columns.start) - (rows.stop - rows.start)  # the last row sees the last column
+        left, right = core.window
+        window = (None if left is None else left - below, None if right is None else right + below)
         own = core._replace(
-            cu_q=None, cu_k=None, plane_base=core.plane_base + b * query_like[0].shape[1],
+            cu_q=None, cu_k=None, window=window, plane_base=core.plane_base + b * query_like[0].shape[1],
             slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
         )  # fmt: skip
         results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, columns] for x in key_like), own))

@@ -4,8 +4,9 @@
     dv = dropout(p)^T do;  dp = dropout'(do v^T);  ds = p (dp - delta);  delta_i = sum_d o_id do_id
     dq = scale ds k;  dk = scale ds^T q
 
-Row i may see column j where i - LEFT <= j <= i + RIGHT (a negative bound is none); causal is RIGHT = 0, aligned top-left
-as in torch's scaled_dot_product_attention. A row that sees nothing gives o = 0, lse = -inf, and zero gradients.
+Row i may see column j where i - LEFT <= j <= i + RIGHT; causal is RIGHT = 0, aligned top-left as in torch's
+scaled_dot_product_attention. Packed sequences align bottom-right, as in torch's varlen_attn: i + Sk - Sq for i.
+A row that sees nothing gives o = 0, lse = -inf, and zero gradients.
 At recompute="full" backward runs the forward kernel again, which also writes delta: the same tile function, the same
 bits. No atomics: dk and dv belong to one program, dq to another, so ten runs give ten times the same bits.
 Sources: Dao, arXiv 2307.08691 (the algorithm); Press et al., arXiv 2108.12409 (ALiBi).
@@ -141,6 +142,15 @@ def _sequence(cu_ptr, b, S):
 
 
 @triton.jit
+def _bounds(cu_ptr, left, right, Sq, Sk):
+    """The window's bounds; of packed sequences the last row is aligned with the last column."""
+    if cu_ptr is not None:
+        return left - (Sk - Sq), right + (Sk - Sq)
+    else:
+        return left, right
+
+
+@triton.jit
 def _slope(slopes_ptr, b, h, stride_slopeb):
     if slopes_ptr is not None:
         return tl.load(slopes_ptr + b * stride_slopeb + h)
@@ -179,6 +189,7 @@ def _attn_fwd_kernel(
     h = (pid // tiles % H).to(tl.int64)
     row0, Sq_b = _sequence(cuq_ptr, b, Sq)
     col0, Sk_b = _sequence(cuk_ptr, b, Sk)
+    left, right = _bounds(cuq_ptr, left, right, Sq_b, Sk_b)
     if m0 < Sq_b:
         k_head_ptr = k_ptr + b * stride_kb + h // GROUP * stride_kh + col0 * stride_ks
         v_head_ptr = v_ptr + b * stride_vb + h // GROUP * stride_vh + col0 * stride_vs
@@ -323,6 +334,7 @@ def _attn_dkdv_kernel(
     h_kv = (pid // tiles % H_kv).to(tl.int64)
     row0, Sq_b = _sequence(cuq_ptr, b, Sq)
     col0, Sk_b = _sequence(cuk_ptr, b, Sk)
+    left, right = _bounds(cuq_ptr, left, right, Sq_b, Sk_b)
     if n0 < Sk_b:
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr + b * stride_kb + h_kv * stride_kh + col0 * stride_ks, stride_ks, offs_n, Sk_b, D, HEAD_D)
@@ -403,6 +415,7 @@ def _attn_dq_kernel(
     h = (pid // tiles % H).to(tl.int64)
     row0, Sq_b = _sequence(cuq_ptr, b, Sq)
     col0, Sk_b = _sequence(cuk_ptr, b, Sk)
+    left, right = _bounds(cuq_ptr, left, right, Sq_b, Sk_b)
     if m0 < Sq_b:
         k_head_ptr = k_ptr + b * stride_kb + h // GROUP * stride_kh + col0 * stride_ks
         v_head_ptr = v_ptr + b * stride_vb + h // GROUP * stride_vh + col0 * stride_vs
@@ -527,7 +540,7 @@ def _zero(*results: torch.Tensor | None) -> None:
 def _common(q, k, core):
     B, H, Sq, Sk, group = _geometry(q, k, core)
     # further than the scores there is nothing to see, and a row plus a bound near 2**31 would overflow
-    left, right = (min(side or 0, longest) for side, longest in zip(core.window, (Sq, Sk), strict=True))
+    left, right = (min(side or 0, max(Sq, Sk)) for side in core.window)
     D = q.shape[-1]
     flags = dict(
         D=D, HEAD_D=padded_head_dim(D), GROUP=group, LEFT=core.window[0] is not None,

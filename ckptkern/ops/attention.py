@@ -310,8 +310,8 @@ def varlen_attn(
     query [T_q, H, D], key and value [T_k, H_kv, D] -> [T_q, H, D]; cu_seq_q, cu_seq_k int32 [N + 1]: sequence n has the
     rows cu_seq[n] .. cu_seq[n + 1] - 1; max_q, max_k: the longest sequence's length (no read-back from the device). Rows in
     no sequence, and those of a sequence beyond max_q or max_k, are not seen; they give zeros and zero gradients.
-    is_causal is window_size (-1, 0). Bounds align top-left, as in scaled_dot_product_attention; where each sequence has as
-    many queries as keys (self-attention) there is no difference to other alignments.
+    is_causal is window_size (-1, 0), (left, right) as in scaled_dot_product_attention, but aligned bottom-right as torch's
+    varlen_attn has it: the last query of a sequence sees its last key.
     Kept for backward: q, k, v, the output, and the logsumexp.
     Raises ValueError (shapes), TypeError (dtypes), RuntimeError (backend).
     """
