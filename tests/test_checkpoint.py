@@ -514,19 +514,31 @@ def test_state_after_an_error_in_recompute():
     torch.manual_seed(SEED)
     with torch.autocast("cpu", torch.bfloat16):
         y = checkpoint(function, x).float().sum()
-    state = torch.get_rng_state()
+
+    def hidden() -> int:
+        return sum(type(o) is torch.Tensor and o.shape == (5, 32) for o in gc.get_objects())
+
+    state, before = torch.get_rng_state(), hidden()
     failing.append(1)
     with pytest.raises(KeyError, match="planted"):
         y.backward(retain_graph=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.is_autocast_enabled("cpu")
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert hidden() == before
     failing.clear()
     mine = torch.autograd.grad(y, x)[0]
     torch.manual_seed(SEED)
     with torch.autocast("cpu", torch.bfloat16):
         plain = function(x).float().sum()
     assert torch.equal(mine, torch.autograd.grad(plain, x)[0])
+
+
+def test_grad_mode_of_backward_is_given_back():
+    y = checkpoint(lambda x: x.sin().exp(), torch.randn(4, requires_grad=True))
+    with torch.no_grad():
+        assert torch.equal(y.grad_fn._saved_result, y)  # recomputes
+        assert not torch.is_grad_enabled()
 
 
 def test_error_in_forward():
@@ -571,6 +583,16 @@ def test_parameter_changed_in_place(given):
     with pytest.raises(
         CheckpointError, match=rf"{name} of shape \(8, \d+\) was changed in place .* forward saw version \d"
     ):
+        y.sum().backward()
+
+
+def test_a_parameter_that_autograd_does_not_save():
+    """A bias is in no saved tensor, and its change changes what is rebuilt from it."""
+    model, x = mlp(), torch.randn(5, 8, requires_grad=True)
+    y = checkpoint(model, x)
+    with torch.no_grad():
+        model[0].bias.add_(1)
+    with pytest.raises(CheckpointError, match=r"the parameter '0\.bias' of shape \(32,\) was changed in place"):
         y.sum().backward()
 
 

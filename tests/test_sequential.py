@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ckptkern
-from ckptkern import checkpoint_sequential
+from ckptkern import checkpoint_sequential, sequential
 from ckptkern.memory import kept_tensors
 from ckptkern.sequential import Part, split
 
@@ -122,6 +122,15 @@ def test_a_bound_in_bytes_holds(tensors, activation, x):
     assert (recomputed == 0) == (plain <= tensors * ROW_BYTES)
     if tensors == 1:
         assert spans(parts) == [(0, DEPTH, True)]
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.Dropout])
+def test_measured_on_fake_tensors_is_what_is_kept(activation, x):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), activation()) for _ in range(DEPTH)))
+    measured = sequential._measure(list(model), x)
+    assert sequential._kept([Part(0, DEPTH, False)], measured) == kept(model, model, x)
+    half = [Part(0, DEPTH // 2, True), Part(DEPTH // 2, DEPTH, False)]
+    assert sequential._kept(half, measured) == kept(model, lambda x: sequential.run(model, half, x), x)
 
 
 def test_a_bound_that_cannot_hold(x):

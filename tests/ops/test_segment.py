@@ -31,6 +31,7 @@ from cases import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+import ckptkern
 from ckptkern.memory import kept_tensors
 
 RAGGED = {
@@ -540,7 +541,7 @@ def levels_of(watch: Watch) -> list[str]:
     return [level for level in watch.strings if level in LEVELS]
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("reentrant", [False, True, None], ids=["non-reentrant", "reentrant", "ours"])
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_inside_a_checkpoint(setup, reentrant):
     """The same gradients and masks; what is rebuilt anyway is not rebuilt twice: no product more than without us."""
@@ -549,9 +550,8 @@ def test_inside_a_checkpoint(setup, reentrant):
     def checkpointed(function):
         def run(t):
             # sin keeps y, so that plain PyTorch's recompute too runs to the end of the segment
-            return checkpoint(
-                lambda *v: function(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=reentrant
-            )
+            wrap = ckptkern.checkpoint if reentrant is None else functools.partial(checkpoint, use_reentrant=reentrant)
+            return wrap(lambda *v: function(dict(zip(t, v, strict=True))).sin(), *t.values())
 
         return run
 
