@@ -12,6 +12,11 @@ from ..ops._common import autocast_dtype, check_level
 from ..ops.attention import attention_with_weights
 
 
+def by_head(attn_mask: Tensor, heads: int) -> Tensor:
+    """attn_mask [L, S] or [B H, L, S] as a view [1 or B, 1 or H, L, S]."""
+    return attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, heads))
+
+
 def hidden_or_added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int) -> Tensor | None:
     """The masks of torch.nn.MultiheadAttention in one of scaled_dot_product_attention, or None.
 
@@ -19,7 +24,7 @@ def hidden_or_added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, h
     -> [1 or B, 1 or H, 1 or L, S]: bool, True = visible, or floating point.
     """
     if attn_mask is not None:
-        attn_mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, heads))
+        attn_mask = by_head(attn_mask, heads)
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1])
     masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
@@ -148,7 +153,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             "out_bias": self.out_proj.bias,
             "num_heads": self.num_heads,
             "is_causal": is_causal,
-            "attn_mask": hidden_or_added(None if is_causal else attn_mask, key_padding_mask, self.num_heads),
+            "attn_mask": None if is_causal or attn_mask is None else by_head(attn_mask, self.num_heads),
+            "mask_hides": True,
+            "key_padding_mask": key_padding_mask,
             "dropout_p": self.dropout_p,
         }
 

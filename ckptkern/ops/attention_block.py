@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -57,6 +58,7 @@ class AttentionTensors(NamedTuple):
     cos: Tensor | None
     sin: Tensor | None
     mask: Tensor | None
+    padding: Tensor | None
     slopes: Tensor | None
     cu: Tensor | None
     rng: Tensor | None
@@ -73,6 +75,7 @@ class AttentionOptions(NamedTuple):
     norm_first: bool
     qk_norm_eps: float
     interleaved: bool
+    mask_hides: bool
     left: int
     right: int
     max_len: int
@@ -88,13 +91,13 @@ class AttentionOptions(NamedTuple):
 
 TENSOR_SCHEMA = (
     "Tensor? norm_weight, Tensor? norm_bias, Tensor wq, Tensor? wk, Tensor? wv, Tensor? bq, Tensor? bk, Tensor? bv, "
-    "Tensor wo, Tensor? bo, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? slopes, "
-    "Tensor? cu, Tensor? rng, Tensor? resid_rng"
+    "Tensor wo, Tensor? bo, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? padding, "
+    "Tensor? slopes, Tensor? cu, Tensor? rng, Tensor? resid_rng"
 )
 OPTION_SCHEMA = (
     "int num_heads, int num_kv_heads, str norm, float norm_eps, bool norm_first, float qk_norm_eps, bool interleaved, "
-    "int left, int right, SymInt max_len, float scale, float dropout_p, float resid_p, bool residual, str recompute, "
-    "str backend, str precision, ScalarType dtype"
+    "bool mask_hides, int left, int right, SymInt max_len, float scale, float dropout_p, float resid_p, bool residual, "
+    "str recompute, str backend, str precision, ScalarType dtype"
 )
 TENSORS = len(AttentionTensors._fields)
 CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + TENSORS))  # from cos on: no gradient
@@ -116,6 +119,33 @@ def batch_and_rows(x: Tensor) -> tuple[int, int]:
     return (x.shape[0] if x.dim() == 3 else 1), x.shape[-2]
 
 
+def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = False) -> Tensor | None:
+    """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides).
+
+    Not from forward to backward: what is kept are the masks that were given, which all layers of a model share.
+    """
+    padding = None if padding is None else padding.reshape(-1, 1, 1, padding.shape[-1])
+    seen = added = None
+    for one, hides in ((mask, mask_hides), (padding, True)):
+        if one is None:
+            continue
+        if one.is_floating_point():
+            added = one if added is None else added + one
+        else:
+            one = one == 0 if hides else one if one.dtype == torch.int8 else one.view(torch.int8)
+            seen = one if seen is None else (seen != 0) & one
+    if added is not None:
+        return added if seen is None else added.masked_fill(seen == 0, -math.inf)
+    return seen if seen is None or seen.dtype == torch.int8 else seen.view(torch.int8)
+
+
+def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
+    mask = merged_mask(t.mask, t.padding, o.mask_hides)
+    return core_of(
+        o.scale, o.precision, o.left, o.right, mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len
+    )
+
+
 class AttentionHalf:
     """What an attention half computes, for one input: every quantity once, from x and what was kept."""
 
@@ -123,20 +153,10 @@ class AttentionHalf:
         self.p, self.x, self.t, self.o = primitives(o.backend), tokens(x), t, o
         self.B, self.S = batch_and_rows(x)
         self.D = t.wo.shape[1] // o.num_heads
-        self.core = core_of(
-            o.scale,
-            o.precision,
-            o.left,
-            o.right,
-            t.mask,
-            t.slopes,
-            t.rng,
-            o.dropout_p,
-            t.cu,
-            t.cu,
-            o.max_len,
-            o.max_len,
-        )
+
+    @functools.cached_property
+    def core(self) -> eager.AttentionCore:
+        return half_core(self.t, self.o)
 
     def cast(self, parameter: Tensor | None) -> Tensor | None:
         return cast_parameter(parameter, self.o.dtype)
@@ -325,9 +345,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         q, k = F.rms_norm(q, (D,), t.q_norm, o.qk_norm_eps), F.rms_norm(k, (D,), t.k_norm, o.qk_norm_eps)
     if t.cos is not None:
         q, k = (composite_rotary(heads, t.cos, t.sin, o.interleaved) for heads in (q, k))
-    core = core_of(
-        o.scale, o.precision, o.left, o.right, t.mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len
-    )
+    core = half_core(t, o)
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = F.linear(
         out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]), t.wo.to(o.dtype), cast_parameter(t.bo, o.dtype)
@@ -486,7 +504,7 @@ def check_norm(op: str, x: Tensor, norm: str | None, weight, bias, features: int
 def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, norm=None, norm_weight=None,
     norm_bias=None, norm_eps=1e-5, norm_first=True, qk_norm=None, qk_norm_eps=1e-6, rotary=None,
-    rotary_interleaved=False, is_causal=False, attn_mask=None, key_padding_mask=None, window_size=None,
+    rotary_interleaved=False, is_causal=False, attn_mask=None, mask_hides=False, key_padding_mask=None, window_size=None,
     alibi_slopes=None, cu_seqlens=None, max_seqlen=None, scale=None, dropout_p=0.0, resid_dropout_p=0.0, residual=False,
     training=True, recompute="selective",
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
@@ -550,23 +568,18 @@ def gather(
     right = 0 if is_causal else right
     like = x.new_empty(0).expand(B, H, S, 0)
     mask = None if attn_mask is None else as_mask(op, attn_mask, like, S)
+    padding = None
     if key_padding_mask is not None:
         check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
         padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
-        if padding.dtype != torch.bool or padding.shape != (B, S):
+        if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S):
             raise ValueError(
-                f"{op}: key_padding_mask must be bool (True = masked out) of shape ({B}, {S}), but is {padding.dtype} of "
-                f"shape {tuple(key_padding_mask.shape)}"
+                f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S}), "
+                f"but is {padding.dtype} of shape {tuple(key_padding_mask.shape)}"
             )
-        keep = (~padding)[:, None, None, :]
-        if mask is None:
-            mask = keep.view(torch.int8)
-        elif mask.dtype == torch.int8:
-            mask = (keep & (mask != 0)).view(torch.int8)
-        else:
-            mask = mask.masked_fill(~keep, -math.inf)
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{op}: no gradient is formed for attn_mask; use ckptkern.scaled_dot_product_attention")
+    for one in (mask, padding):
+        if one is not None and one.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: no gradient is formed for masks; use ckptkern.scaled_dot_product_attention")
     slopes = None
     if alibi_slopes is not None:
         check_tensor(op, "alibi_slopes", alibi_slopes, x)
@@ -578,7 +591,7 @@ def gather(
     max_len = 0
     if cu_seqlens is not None:
         check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
-        if mask is not None:
+        if mask is not None or padding is not None:
             raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
         if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
             raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
@@ -589,11 +602,12 @@ def gather(
     three = (*parts, None, None)[:3]
     t = AttentionTensors(
         norm_weight, norm_bias, *three, *(*biases, None, None)[:3], out_weight, out_bias, q_norm, k_norm, cos, sin, mask,
-        slopes, cu_seqlens, rng, resid_rng,
+        padding, slopes, cu_seqlens, rng, resid_rng,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     o = AttentionOptions(
-        H, H_kv, norm or "", float(norm_eps), bool(norm_first), float(qk_norm_eps), bool(rotary_interleaved), left, right,
+        H, H_kv, norm or "", float(norm_eps), bool(norm_first), float(qk_norm_eps), bool(rotary_interleaved),
+        bool(mask_hides), left, right,
         max_len, float(D**-0.5 if scale is None else scale), attn_p, resid_p, bool(residual), choose_level(recompute),
         choose_backend(op, probe, head_dim_not_covered(D)), matmul_precision(probe), dtype,
     )  # fmt: skip
@@ -620,6 +634,7 @@ def attention_block(
     rotary_interleaved: bool = False,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
+    mask_hides: bool = False,
     key_padding_mask: Tensor | None = None,
     window_size: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
@@ -642,8 +657,9 @@ def attention_block(
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. qk_norm: RMS-norm weights ([D], [D]).
     rotary: (cos, sin), [S, R] or [B, S, R], R <= D; the halves of the first R dimensions are rotated (Llama), or with
     rotary_interleaved neighbouring pairs (GPT-J).
-    attn_mask: bool (True = keep) or additive, broadcastable to [B, H, S, S]; key_padding_mask: bool [B, S], True = masked
-    out, as in nn.MultiheadAttention. is_causal, window_size, alibi_slopes: as in scaled_dot_product_attention.
+    attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
+    to [B, H, S, S]; key_padding_mask: bool [B, S], True = masked out, or additive. The masks are kept for backward as they
+    are, so that layers share them. is_causal, window_size, alibi_slopes: as in scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch: replayed from 16 bytes each.
@@ -659,8 +675,9 @@ def attention_block(
         "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, norm=norm,
         norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps, norm_first=norm_first, qk_norm=qk_norm,
         qk_norm_eps=qk_norm_eps, rotary=rotary, rotary_interleaved=rotary_interleaved, is_causal=is_causal,
-        attn_mask=attn_mask, key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale, dropout_p=dropout_p, resid_dropout_p=resid_dropout_p,
+        attn_mask=attn_mask, mask_hides=mask_hides, key_padding_mask=key_padding_mask, window_size=window_size,
+        alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale, dropout_p=dropout_p,
+        resid_dropout_p=resid_dropout_p,
         residual=residual, training=training, recompute=recompute,
     )  # fmt: skip
     return _apply(tuple(o), x, *t)
