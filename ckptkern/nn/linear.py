@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._common import check_statics, parse_bytes
+from ..ops._common import act, check_statics, parse_bytes
+from .plain import plain
 
 
 class Linear(torch.nn.Linear):
@@ -46,7 +47,8 @@ class LinearStack(torch.nn.Module):
     """k Linear + activation layers of the given widths as ONE segment that keeps only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    workspace: bytes of transient memory in backward. See ckptkern.linear_stack.
+    workspace: bytes of transient memory in backward. See ckptkern.linear_stack. Where one of the layers is of another type
+    (LoRA) or has hooks, each is called instead.
     """
 
     def __init__(
@@ -72,6 +74,11 @@ class LinearStack(torch.nn.Module):
         self.activation, self.recompute, self.workspace = activation, recompute, workspace
 
     def forward(self, input: Tensor) -> Tensor:
+        layers = list(self.layers)
+        if not plain(torch.nn.Linear, *layers) or len({layer.bias is None for layer in layers}) > 1:
+            for layer in layers:
+                input = act(layer(input), self.activation)
+            return input
         biases = None if self.layers[0].bias is None else [layer.bias for layer in self.layers]
         return ops.linear_stack(
             input, [layer.weight for layer in self.layers], biases, self.activation, recompute=self.recompute,

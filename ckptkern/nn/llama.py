@@ -9,7 +9,9 @@ from torch import Tensor
 
 from .. import ops
 from ..ops._common import check_statics, parse_bytes
+from ..ops.attention_block import composite_rotary, merged_mask
 from .mlp import GatedMLP
+from .plain import plain
 
 
 def rotary_tables(
@@ -92,9 +94,10 @@ class LlamaAttention(torch.nn.Module):
         if rotary is None and self.rope_theta is not None:
             rotary = rotary_tables(_positions(x, cu_seqlens), self.head_dim, self.rope_theta)
         projections = (self.q_proj, self.k_proj, self.v_proj)
+        biases = [projection.bias for projection in projections]
         return {
             "qkv_weight": [projection.weight for projection in projections],
-            "qkv_bias": None if self.q_proj.bias is None else [projection.bias for projection in projections],
+            "qkv_bias": None if all(bias is None for bias in biases) else biases,
             "out_weight": self.o_proj.weight,
             "out_bias": self.o_proj.bias,
             "num_heads": self.num_heads,
@@ -113,7 +116,44 @@ class LlamaAttention(torch.nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
         """x [B, S, d] -> [B, S, d]. masks: as LlamaDecoderLayer.forward has them."""
+        if not self.is_plain():
+            return self._composed(x, rotary, **masks)
         return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), recompute=self.recompute)
+
+    def is_plain(self) -> bool:
+        """Do its parameters alone say what it computes?"""
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        projections = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        return plain(torch.nn.Linear, *projections) and plain(torch.nn.RMSNorm, *norms)
+
+    def _composed(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
+        """forward by the submodules."""
+        options = self.block_arguments(x, rotary, **masks)
+        rows = x if x.dim() == 3 else x[None]
+        q, k, v = (
+            projection(rows).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if options["rotary"] is not None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            q, k = (composite_rotary(one.to(wide), *options["rotary"], False).to(one.dtype) for one in (q, k))
+        left, right = options["window_size"] or (-1, -1)
+        window = (left, 0 if options["is_causal"] else right)
+        cu, longest = options["cu_seqlens"], options["max_seqlen"] or x.shape[-2]
+        if cu is None:
+            mask = merged_mask(options["attn_mask"], options["key_padding_mask"])
+            mask = mask.view(torch.bool) if mask is not None and mask.dtype == torch.int8 else mask
+            o = ops.scaled_dot_product_attention(
+                *(one.transpose(1, 2) for one in (q, k, v)), mask, options["dropout_p"], enable_gqa=True, window_size=window,
+            ).transpose(1, 2)  # fmt: skip
+        elif options["dropout_p"]:
+            raise ValueError(f"{type(self).__name__}: no dropout of packed sequences where a submodule was replaced")
+        else:
+            o = ops.varlen_attn(q[0], k[0], v[0], cu, cu, longest, longest, window_size=window, enable_gqa=True)[None]
+        y = self.o_proj(o.flatten(2))
+        return y if x.dim() == 3 else y[0]
 
     def extra_repr(self) -> str:
         return (
@@ -132,6 +172,8 @@ class LlamaDecoderLayer(torch.nn.Module):
     qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: no rotation but one that is passed.
     dropout of the attention weights, resid_dropout of both branches: replayed from 16 bytes each.
     recompute, workspace: see ckptkern.transformer_layer. The q, k and v weights are never concatenated.
+    A submodule of another type (LoRA, another norm) or with hooks is called: the half that it is in is computed by its
+    modules, the other half is one segment still.
     """
 
     def __init__(
@@ -190,31 +232,57 @@ class LlamaDecoderLayer(torch.nn.Module):
         positions 0, 1, ... if not given, and then kept by every layer (2 S D floats). attn_mask: bool, True = visible,
         or additive; key_padding_mask [B, S]: True = hidden. Raises as ckptkern.transformer_layer does.
         """
-        residual = {"residual": True, "resid_dropout_p": self.resid_dropout if self.training else 0.0}
-        attention = self.self_attn.block_arguments(
-            x, rotary, attn_mask, key_padding_mask, is_causal, window_size, cu_seqlens, max_seqlen
-        )
-        before, after, mlp = self.input_layernorm, self.post_attention_layernorm, self.mlp
-        return ops.transformer_layer(
-            x,
-            attention | residual | {"norm": "rms", "norm_weight": before.weight, "norm_eps": before.eps},
-            {
-                "gate_weight": mlp.gate_proj.weight,
-                "gate_bias": mlp.gate_proj.bias,
-                "up_weight": mlp.up_proj.weight,
-                "up_bias": mlp.up_proj.bias,
-                "down_weight": mlp.down_proj.weight,
-                "down_bias": mlp.down_proj.bias,
-                "activation": mlp.activation,
-                "dropout_p": mlp.dropout if self.training else 0.0,
-                "norm": "rms",
-                "norm_weight": after.weight,
-                "norm_eps": after.eps,
-                **residual,
-            },
-            recompute=self.recompute,
-            workspace=self.workspace,
-        )
+        masks = {
+            "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal,
+            "window_size": window_size, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen,
+        }  # fmt: skip
+        attention, mlp = self._attention_arguments(x, rotary, masks), self._mlp_arguments()
+        if attention is not None and mlp is not None:
+            return ops.transformer_layer(x, attention, mlp, recompute=self.recompute, workspace=self.workspace)
+        if attention is None:
+            branch = self.self_attn(self.input_layernorm(x), rotary, **masks)
+            x = x + ops.dropout(branch, self.resid_dropout, self.training)
+        else:
+            x = ops.attention_block(x, **attention, recompute=self.recompute)
+        if mlp is None:
+            branch = self.mlp(self.post_attention_layernorm(x))
+            return x + ops.dropout(branch, self.resid_dropout, self.training)
+        level = "none" if self.recompute == "none" else "full"
+        return ops.mlp_block(x, **mlp, recompute=level, workspace=self.workspace)
+
+    def _half(self, norm: torch.nn.RMSNorm) -> dict[str, Any]:
+        """What both halves have: a norm before, dropout of the branch, a residual."""
+        return {
+            "norm": "rms",
+            "norm_weight": norm.weight,
+            "norm_eps": norm.eps,
+            "residual": True,
+            "resid_dropout_p": self.resid_dropout if self.training else 0.0,
+        }
+
+    def _attention_arguments(self, x: Tensor, rotary, masks: dict[str, Any]) -> dict[str, Any] | None:
+        """The arguments of ckptkern.attention_block, or None where only the modules say what to compute."""
+        norm, attention = self.input_layernorm, self.self_attn
+        if not (plain(torch.nn.RMSNorm, norm) and plain(LlamaAttention, attention) and attention.is_plain()):
+            return None
+        return attention.block_arguments(x, rotary, **masks) | self._half(norm)
+
+    def _mlp_arguments(self) -> dict[str, Any] | None:
+        """The arguments of ckptkern.mlp_block, or None."""
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        if not (plain(torch.nn.RMSNorm, norm) and plain(GatedMLP, mlp) and mlp.is_plain()):
+            return None
+        return {
+            "gate_weight": mlp.gate_proj.weight,
+            "gate_bias": mlp.gate_proj.bias,
+            "up_weight": mlp.up_proj.weight,
+            "up_bias": mlp.up_proj.bias,
+            "down_weight": mlp.down_proj.weight,
+            "down_bias": mlp.down_proj.bias,
+            "activation": mlp.activation,
+            "dropout_p": mlp.dropout if self.training else 0.0,
+            **self._half(norm),
+        }
 
     def extra_repr(self) -> str:
         return f"resid_dropout={self.resid_dropout}, recompute={self.recompute!r}, workspace={self.workspace!r}"

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._common import check_statics, parse_bytes
+from ..ops._common import act, check_statics, parse_bytes
+from .plain import plain
 
 
 class MLP(torch.nn.Module):
     """y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as of two nn.Linear.
 
     hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
-    recompute, workspace: see ckptkern.mlp.
+    recompute, workspace: see ckptkern.mlp. A layer of another type in place of fc1 or fc2 (LoRA), or with hooks, is called;
+    the MLP is then no segment.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class MLP(torch.nn.Module):
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
 
     def forward(self, input: Tensor) -> Tensor:
+        if not plain(torch.nn.Linear, self.fc1, self.fc2):
+            return self.fc2(ops.dropout(act(self.fc1(input), self.activation), self.dropout, self.training))
         return ops.mlp(
             input, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.activation, self.dropout,
             training=self.training, recompute=self.recompute, workspace=self.workspace,
@@ -55,7 +59,7 @@ class MLP(torch.nn.Module):
 class GatedMLP(torch.nn.Module):
     """y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging Face's Llama.
 
-    recompute, workspace: see ckptkern.gated_mlp.
+    recompute, workspace: see ckptkern.gated_mlp. Layers of another type, or with hooks, are called, as in MLP.
     """
 
     def __init__(
@@ -82,10 +86,17 @@ class GatedMLP(torch.nn.Module):
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
 
     def forward(self, input: Tensor) -> Tensor:
+        if not self.is_plain():
+            h = act(self.gate_proj(input), self.activation) * self.up_proj(input)
+            return self.down_proj(ops.dropout(h, self.dropout, self.training))
         return ops.gated_mlp(
             input, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, self.activation, self.dropout,
             gate_bias=self.gate_proj.bias, up_bias=self.up_proj.bias, down_bias=self.down_proj.bias,
             training=self.training, recompute=self.recompute, workspace=self.workspace,
         )  # fmt: skip
+
+    def is_plain(self) -> bool:
+        """Do its parameters alone say what it computes?"""
+        return plain(torch.nn.Linear, self.gate_proj, self.up_proj, self.down_proj)
 
     extra_repr = MLP.extra_repr

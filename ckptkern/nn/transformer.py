@@ -13,6 +13,7 @@ from .. import ops
 from ..ops._common import check_level
 from .attention import MultiheadAttention
 from .dropout import Dropout
+from .plain import DROPOUT, plain, untouched
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
 
@@ -25,16 +26,6 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     if type(activation) is torch.nn.GELU:
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     return {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}.get(type(activation))
-
-
-def _plain(*modules: torch.nn.Module) -> bool:
-    """Do these modules compute what their parameters say? Not with hooks or in subclasses (LoRA)."""
-    return all(
-        type(module) in (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout, Dropout)
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
-        for module in modules
-    )
 
 
 def _probability(dropout: torch.nn.Dropout) -> float:
@@ -78,9 +69,9 @@ class _Layer:
         if (
             type(self)._sa_block is not self.torch_class._sa_block
             or type(attention).forward is not MultiheadAttention.forward
-            or attention._forward_hooks or attention._forward_pre_hooks
-            or attention._backward_hooks or attention._backward_pre_hooks
-            or not _plain(self.norm1, self.dropout1)
+            or not untouched(attention)
+            or not plain(torch.nn.LayerNorm, self.norm1)
+            or not plain(DROPOUT, self.dropout1)
             or not attention.fits(x, x, x, key_padding_mask, attn_mask, is_causal)
             or not attention.one_segment(x, x, x, key_padding_mask, attn_mask)
         ):  # fmt: skip
@@ -98,7 +89,9 @@ class _Layer:
         if (
             activation is None
             or type(self)._ff_block is not self.torch_class._ff_block
-            or not _plain(norm, self.linear1, self.dropout, self.linear2, dropout)
+            or not plain(torch.nn.LayerNorm, norm)
+            or not plain(torch.nn.Linear, self.linear1, self.linear2)
+            or not plain(DROPOUT, self.dropout, dropout)
         ):
             return None
         return {

@@ -333,6 +333,7 @@ class BiasGrad:
         return cast_parameter(self.total, self.dtype)
 
 
+act = eager.act
 column_sum = eager.column_sum
 
 

@@ -185,6 +185,83 @@ def test_copies(copied):
     assert torch.equal(module(x), expected)
 
 
+class Adapter(torch.nn.Module):
+    """A layer with a weight and a bias of its own, and more: LoRA."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.gain = layer, torch.nn.Parameter(torch.randn((), dtype=torch.float64))
+        self.weight, self.bias, self.eps = layer.weight, getattr(layer, "bias", None), 0.0
+
+    def forward(self, x):
+        return self.layer(x) * self.gain
+
+
+PARTS = (
+    "input_layernorm", "post_attention_layernorm", "self_attn", "mlp", "self_attn.q_proj", "self_attn.v_proj",
+    "self_attn.o_proj", "self_attn.k_norm", "mlp.gate_proj", "mlp.down_proj",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["adapter", "hook", "forward"])
+@pytest.mark.parametrize("name", PARTS)
+def test_what_stands_for_a_submodule_is_called(name, how):
+    module = layer(qk_norm=True, rope_theta=100.0, recompute="full")
+    part, (owner, _, last) = module.get_submodule(name), name.rpartition(".")
+    whole = name in ("self_attn", "mlp")
+    if how == "adapter" and not whole:
+        setattr(module.get_submodule(owner), last, Adapter(part))
+    elif how == "hook":
+        part.register_forward_hook(lambda part, args, y: 2 * y)
+    else:
+        part.forward = lambda *args, own=part.forward, **kwargs: own(*args, **kwargs) * 2
+    factor = {name: 2.0} if whole else {}
+
+    def spelled_out(module, x):
+        h = module.input_layernorm(x)
+        attention, mlp = module.self_attn, module.mlp
+        q, k, v = (getattr(attention, f"{one}_proj")(h).unflatten(-1, (-1, HEAD)) for one in "qkv")
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = (turned(one, torch.arange(S), 100.0) for one in (q, k))
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + factor.get("self_attn", 1.0) * attention.o_proj(o.transpose(1, 2).flatten(2))
+        h = module.post_attention_layernorm(x)
+        return x + factor.get("mlp", 1.0) * mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
+
+    x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    assert_same(module, lambda m, x: m(x), spelled_out, x)
+
+
+@pytest.mark.parametrize("kind", ["causal", "bool", "padding", "window", "packed"])
+def test_masks_reach_a_composed_layer(kind):
+    """An adapter that adds nothing changes nothing, whatever the masks."""
+    module = layer()
+    x, masks = torch.randn(B, S, E, dtype=torch.float64), {}
+    if kind == "bool":
+        masks = {"attn_mask": (torch.rand(B, H, S, S) < 0.5) | torch.eye(S, dtype=torch.bool), "is_causal": False}
+    elif kind == "padding":
+        masks = {
+            "key_padding_mask": torch.arange(S).expand(B, S) > 2,
+            "attn_mask": torch.randn(S, S, dtype=torch.float64),
+        }
+    elif kind == "window":
+        masks = {"window_size": (1, -1)}
+    elif kind == "packed":
+        x, masks = x.flatten(0, 1), {"cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32), "max_seqlen": 6}
+    expected = module(x, **masks)
+    module.self_attn.q_proj = Adapter(module.self_attn.q_proj)
+    module.self_attn.q_proj.gain.data.fill_(1.0)
+    torch.testing.assert_close(module(x, **masks), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_missing_bias_among_others():
+    module = layer(attention_bias=True)
+    module.self_attn.q_proj.bias = None
+    x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    assert_same(module, lambda m, x: m(x), plain, x, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_autocast_is_as_exact_as_torch():
     module, x = layer(qk_norm=True), torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)

@@ -316,6 +316,55 @@ def test_export(name):
     assert torch.equal(program.module()(x), module(x))
 
 
+class Adapter(nn.Module):
+    """A layer with weight and bias of its own, and more: LoRA."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.weight.shape[-1], 2, bias=False, dtype=layer.weight.dtype)
+        self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.down(x).sum(-1, keepdim=True)
+
+
+LEAVES = {
+    "LinearStack": ("layers.0", "layers.2"),
+    "MLP": ("fc1", "fc2"),
+    "GatedMLP": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+@pytest.mark.parametrize("how", ["adapter", "hook", "pre-hook", "forward"])
+@pytest.mark.parametrize(("name", "leaf"), [(name, leaf) for name, leaves in LEAVES.items() for leaf in leaves])
+def test_what_stands_for_a_layer_is_called(name, leaf, how):
+    """A wrapper, hooks, a forward of the instance's own: the results are those of the modules."""
+    ours, twin = seeded(TWINS[name].ours, dtype=torch.float64), seeded(TWINS[name].twin, dtype=torch.float64)
+    for module in (ours, twin):
+        layer, (owner, _, last) = module.get_submodule(leaf), leaf.rpartition(".")
+        if how == "adapter":
+            torch.manual_seed(4)
+            setattr(module.get_submodule(owner), last, Adapter(layer))
+        elif how == "hook":
+            layer.register_forward_hook(lambda layer, args, y: 2 * y)
+        elif how == "pre-hook":
+            layer.register_forward_pre_hook(lambda layer, args: (-args[0],))
+        else:
+            layer.forward = lambda x, layer=layer: nn.Linear.forward(layer, x).sin()
+    x = data(torch.float64)
+    act = ACTIVATIONS[ours.activation]
+    expected = step(lambda x: TWINS[name].plain(twin, x, act, lambda h: h), twin, x)
+    assert_same_within_rounding(step(ours, ours, x), expected)
+
+
+def test_a_stack_of_mixed_biases():
+    ours, twin = seeded(TWINS["LinearStack"].ours), seeded(TWINS["LinearStack"].twin)
+    for module in (ours, twin):
+        module.layers[0].bias = None
+    expected = plain_step("LinearStack", twin, data(), "relu", 0.0)
+    assert_same_within_rounding(step(ours, ours, data()), expected)
+
+
 @every_layer
 def test_autocast_gives_its_dtype(name):
     module = TWINS[name].ours()

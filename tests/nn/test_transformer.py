@@ -14,6 +14,7 @@ from twins import (
     bool_mask,
     causal_mask,
     dropout_is_one_mask,
+    float_mask,
     padding_mask,
     pairwise,
     run,
@@ -316,6 +317,38 @@ def test_hooks_of_submodules_run(name, kind):
 class Doubled(torch.nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", ["self_attn", "norm1", "linear1"])
+def test_a_forward_of_the_instances_own_is_called(name, kind):
+    ours, theirs = build(kind)
+    for module in (ours, theirs):
+        part = getattr(module, name)
+        own = part.forward
+
+        def forward(*args, own=own, **kwargs):
+            y = own(*args, **kwargs)
+            return (2 * y[0], y[1]) if isinstance(y, tuple) else 2 * y
+
+        part.forward = forward
+    inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
+    assert_twins(ours, theirs, lambda m, **inputs: m(*inputs.values()), inputs)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("padding", [None, "bool", "float"])
+@pytest.mark.parametrize("mask", [None, "bool", "float", "of heads"])
+def test_masks_are_kept_as_they_are_given(mask, padding, recompute):
+    """Every layer keeps the model's own: no inverted, merged or widened one."""
+    layer, twin = build("encoder", batch_first=True, recompute=recompute)
+    x = tokens("batch_first", T)
+    masks = {"float": float_mask(T, T), "bool": bool_mask(T, T), "of heads": bool_mask(B * H, T, T)}
+    given = {"src_mask": masks.get(mask), "src_key_padding_mask": padding and padding_mask(padding, (B,), T)}
+    with kept_tensors(exclude=[*layer.parameters(), *(m for m in given.values() if m is not None)]) as found:
+        layer(x, **given)
+    assert found.bytes == 8 * B * T * (E if recompute == "full" else E + E + H), found.tensors
+    assert_twins(layer, twin, lambda m, x: m(x, **given), {"x": x})
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -1,0 +1,26 @@
+"""Which modules an op may stand for."""
+
+from __future__ import annotations
+
+import torch
+
+from .dropout import Dropout
+
+DROPOUT = (torch.nn.Dropout, Dropout)
+
+
+def untouched(module: torch.nn.Module) -> bool:
+    """Is calling it its class's forward and nothing else: no hooks, no forward of the instance's own?"""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
+    """Do these modules compute what their parameters say? Not in subclasses, in wrappers (LoRA) or with hooks."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    return all(type(module) in kinds and untouched(module) for module in modules)
