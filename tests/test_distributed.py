@@ -1,0 +1,101 @@
+"""Pitfall 36: general and fused segments under DDP and FSDP2, two gloo processes on the CPU."""
+
+import copy
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckptkern
+from ckptkern import checkpoint
+
+
+class Block(nn.Module):
+    """A general segment round a fused one."""
+
+    def __init__(self, segments: bool):
+        super().__init__()
+        self.fc, self.mlp, self.segments = nn.Linear(8, 8), ckptkern.nn.MLP(8, 32), segments
+
+    def inner(self, x):
+        return x + self.mlp(self.fc(x).tanh())
+
+    def forward(self, x):
+        return checkpoint(self.inner, x) if self.segments else self.inner(x)
+
+
+def model(segments: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(segments) for _ in range(3)))
+
+
+def gradients_of(network, x) -> list[torch.Tensor]:
+    for _ in range(2):  # an optimizer's step between: nothing of the first step is left over
+        network.zero_grad()
+        checked = network(x).square().mean()
+        checked.backward()
+    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in network.parameters()]
+
+
+def _check_rank(rank: int, path: str, reports) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.nn.parallel import DistributedDataParallel
+
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+        both = torch.cat([torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)])
+        expected = gradients_of(model(False), both)
+        for static in (False, True):
+            network = DistributedDataParallel(model(True), static_graph=static)
+            for mine, plain in zip(gradients_of(network, x), expected, strict=True):
+                torch.testing.assert_close(mine, plain)
+
+        for whole in (False, True):  # the segment is the sharded module, or lies inside it
+            mesh = init_device_mesh("cpu", (2,))
+            network = model(not whole)
+            for block in network:
+                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            fully_shard(network, mesh=mesh)
+            run = copy.copy(network) if whole else network
+
+            def forward(x, run=run, whole=whole):
+                for block in run:
+                    x = checkpoint(block, x) if whole else block(x)
+                return x
+
+            for mine, plain in zip(gradients_of_function(network, forward, x), expected, strict=True):
+                torch.testing.assert_close(mine, plain)
+        reports.put((rank, None))
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        reports.put((rank, repr(error)))
+    finally:
+        dist.destroy_process_group()
+
+
+def gradients_of_function(network, forward, x) -> list[torch.Tensor]:
+    network.unshard()  # the root's own turn, which its forward would take
+    for _ in range(2):
+        network.zero_grad()
+        forward(x).square().mean().backward()
+    return [p.grad.full_tensor().clone() for p in network.parameters()]
+
+
+def test_ddp_and_fsdp2_over_two_processes(tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    reports = context.Queue()
+    ranks = [context.Process(target=_check_rank, args=(rank, str(tmp_path / "store"), reports)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        assert sorted(reports.get(timeout=120) for _ in ranks) == [(0, None), (1, None)]
+    finally:
+        for rank in ranks:
+            rank.kill()
