@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 import ckptkern
@@ -395,6 +395,20 @@ class Watch(TorchDispatchMode):
             self.registered += 0 if self.depth else flops
             self.dtypes.append((left.dtype, right.dtype))
         return func(*args, **kwargs)
+
+
+class Kept(TorchDispatchMode):
+    """bytes: of every forward op of ckptkern, what it makes beside its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "ckptkern" and func._schema.name.endswith("_fwd"):
+            self.bytes.append(sum(t.nbytes for t in tree_leaves(out)[1:]))
+        return out
 
 
 def live_tensors() -> int:

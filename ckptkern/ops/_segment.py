@@ -43,6 +43,7 @@ class Segment:
     statics: str
     results: str
     grads: str
+    inference_level = "full"  # that at which forward writes nothing for a backward
     constants: frozenset[int] = frozenset()  # inputs without a gradient; torch.func, which cannot tell, asks for all
 
     # -- what subclasses define -----------------------------------------------------------------------------------
@@ -362,6 +363,11 @@ def build(segment: type[Segment]):
         node = function._backward_cls  # its name is in grad_fn, profiles and anomaly mode
         node.__name__ = node.__qualname__ = function.__name__ + "Backward"
 
+    levels = {i for i, static in enumerate(static_names) if static.endswith("recompute")}
+
+    def for_inference(statics: tuple) -> tuple:
+        return tuple(segment.inference_level if i in levels else static for i, static in enumerate(statics))
+
     constants = sum(1 << i for i in segment.constants)
     # torch's Function.apply looks for a setup_context and for transforms (5 % of a tiny mlp's host time): known here.
     apply_eager = super(torch.autograd.Function, Eager).apply
@@ -375,8 +381,11 @@ def build(segment: type[Segment]):
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():
                 # Dynamo, where nothing needs a gradient, hands a ctx to a forward(*args) that takes none
-                return segment.flat(fwd(*segment.arguments(tensors), *statics))[0]
+                return segment.flat(fwd(*segment.arguments(tensors), *for_inference(statics)))[0]
             return Functional.apply(needs, *statics, *_distinct(tensors))[0]
-        return apply_eager(statics, *[unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors])
+        tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
+        if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+            statics = for_inference(statics)
+        return apply_eager(statics, *tensors)
 
     return apply

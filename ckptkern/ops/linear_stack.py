@@ -33,7 +33,7 @@ X = 0
 
 def _kept(activation: str, recompute: str) -> tuple[bool, bool]:
     """(keep every layer's h (relu) or z (others), keep the 1-bit mask of the last layer)."""
-    return recompute != "full", recompute == "full" and activation == "relu"
+    return recompute in ("none", "selective"), recompute == "full" and activation == "relu"
 
 
 def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -42,7 +42,7 @@ def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _narrow_width(backend: str, recompute: str, x: Tensor, weights: Sequence[Tensor]) -> int | None:
     """Padded width of a chain that fits one kernel, or None: then each layer is a kernel."""
-    if backend == "eager" or recompute != "full":
+    if backend == "eager" or recompute in ("none", "selective"):
         return None
     return primitives(backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
 
@@ -51,6 +51,7 @@ class LinearStack(Segment):
     """Flat tensors: x, L weights, L biases (None where there are none)."""
 
     name = "linear_stack"
+    inference_level = "forward"  # "full" keeps relu's mask
     inputs = "Tensor x, Tensor[] weights, Tensor[] biases"
     kept = "Tensor? bits, Tensor[] hidden"
     statics = "str activation, str recompute, str backend, str precision, int workspace"

@@ -12,6 +12,7 @@ from blocks import BATCH, FEATURES, LENGTH, blocks
 from cases import (
     DTYPES,
     SEED,
+    Kept,
     Watch,
     assert_as_exact,
     assert_same,
@@ -400,6 +401,15 @@ def test_memory_is_flat_without_the_garbage_collector(block):
         assert dropped() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("block", blocks(("none", "full")))
+def test_inference_keeps_nothing(block):
+    tensors = block.make()
+    expected = block.fused(tensors).detach()
+    with torch.no_grad(), Kept() as kept:
+        assert torch.equal(block.fused(tensors), expected)
+    assert kept.bytes == [0]
 
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))
