@@ -5,6 +5,7 @@ import gc
 import itertools
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -504,6 +505,37 @@ def test_packed_sequences(block, level):
     assert_same_within_rounding(gradients(packed, tensors), gradients(one_by_one, tensors))
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "llama"), dropout=False)[:2])
+def test_tokens_in_no_sequence(block, level, backend):
+    """Attention gives them zeros and does not see them: the others' results and gradients are those without them."""
+    tensors = block.make(lead=(14,))
+    if block.attention.rotary:
+        block = block.with_(attention=replace(block.attention, rotary=False))
+
+    def packed(t):
+        with ckptkern.backend(backend):
+            return ckptkern.attention_block(
+                t["x"], **block.attention.arguments(t), cu_seqlens=CU, max_seqlen=7, recompute=level
+            )
+
+    few = {**tensors, "x": tensors["x"].detach()[:11].requires_grad_()}
+    dy = output_gradient(packed(tensors))
+    dy[11:] = 0
+    expected = gradients(packed, few, dy[:11])
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    try:
+        results = gradients(packed, tensors, dy)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    bias = tensors.get("out_bias", 0)
+    torch.testing.assert_close(results["y"][11:], tensors["x"][11:] + bias)
+    assert not results["x"][11:].any()
+    results |= {name: results[name][:11] for name in ("x", "y")}
+    assert_same_within_rounding(results, expected)
+
+
 X, QKV, OUT = torch.randn(2, 7, 10), torch.randn(72, 10), torch.randn(10, 24)
 ERRORS = {
     "dimensions": (ValueError, "input must be", {"x": X[0, 0]}),
@@ -514,6 +546,13 @@ ERRORS = {
     "core": (ValueError, "out_weight has in_features=23", {"out_weight": OUT[:, :23]}),
     "residual": (ValueError, "residual needs out_weight with 10 rows", {"out_weight": OUT[:5], "residual": True}),
     "norm": (ValueError, "norm must be one of 'layer', 'rms'", {"norm": "batch"}),
+    "norm's device": (ValueError, "input is on cpu but norm_weight is on meta", {
+        "norm": "layer", "norm_weight": torch.ones(10, device="meta")}),
+    "norm's dtype": (TypeError, "norm_weight must be floating point", {"norm": "layer", "norm_weight": torch.arange(10)}),
+    "q/k norm's device": (ValueError, "q's norm weight is on meta", {"qk_norm": (torch.ones(6, device="meta"),) * 2}),
+    "rotary's device": (ValueError, "rotary is on meta", {"rotary": (torch.ones(7, 6, device="meta"),) * 2}),
+    "a list of padding": (TypeError, "key_padding_mask must be a Tensor, not list", {"key_padding_mask": [True]}),
+    "packed on another device": (ValueError, "cu_seqlens is on meta", {"x": X[0], "cu_seqlens": CU.to("meta")}),
     "norm's weight": (ValueError, "need norm=", {"norm_weight": X[0, 0]}),
     "q/k norm": (ValueError, "q's norm weight must have shape", {"qk_norm": (X[0, 0], X[0, 0])}),
     "rotary": (ValueError, "rotary must be", {"rotary": (torch.ones(7, 8), torch.ones(7, 8))}),
