@@ -180,7 +180,7 @@ def scaled_dot_product_attention(
     """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
 
     query [B, H, Sq, D], key and value [B, H or H_kv, Sk, D] -> [B, H, Sq, D]; fewer dimensions and more batch
-    dimensions as in torch. float16, bfloat16, float32; float64 in PyTorch ops. Kept for backward: q, k, v, the output,
+    dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Kept for backward: q, k, v, the output,
     the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
 
     attn_mask: bool (True = keep) or additive, broadcastable to [B, H, Sq, Sk]. Its gradient, if wanted, is formed in
@@ -312,7 +312,7 @@ def varlen_attn(
     no sequence, and those of a sequence beyond max_q or max_k, are not seen; they give zeros and zero gradients.
     is_causal is window_size (-1, 0), (left, right) as in scaled_dot_product_attention, but aligned bottom-right as torch's
     varlen_attn has it: the last query of a sequence sees its last key.
-    Kept for backward: q, k, v, the output, and the logsumexp.
+    Kept for backward: q, k, v, the output, and the logsumexp. No paged caches (torch's cu_seq_k=None, block_table).
     Raises ValueError (shapes), TypeError (dtypes), RuntimeError (backend).
     """
     op = "varlen_attn"

@@ -408,6 +408,7 @@ def test_errors(error, message, args, options):
     [
         (ValueError, "must be \\[tokens, heads, head_dim\\]", {"query": Q}),
         (ValueError, "must be int32", {"cu_seq_q": CU_Q.long()}),
+        (TypeError, "cu_seq_k must be a Tensor, not NoneType", {"cu_seq_k": None}),
         (ValueError, "input is on cpu but cu_seq_q is on meta", {"cu_seq_q": CU_Q.to("meta")}),
         (ValueError, "sequences but cu_seq_k has", {"cu_seq_q": CU_Q[:2]}),
         (ValueError, "must have one shape", {"key": torch.randn(5, 4, 6)}),
