@@ -1,10 +1,9 @@
 """Pitfall 36: general and fused segments under DDP and FSDP2, two gloo processes on the CPU."""
 
 import copy
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from ranks import run_on_two
 from torch import nn
 
 import ckptkern
@@ -38,46 +37,34 @@ def gradients_of(network, x) -> list[torch.Tensor]:
     return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in network.parameters()]
 
 
-def _check_rank(rank: int, path: str, reports) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(path, 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    try:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from torch.nn.parallel import DistributedDataParallel
+def _check_rank(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
 
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-        both = torch.cat([torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)])
-        expected = gradients_of(model(False), both)
-        for static in (False, True):
-            network = DistributedDataParallel(model(True), static_graph=static)
-            for mine, plain in zip(gradients_of(network, x), expected, strict=True):
-                torch.testing.assert_close(mine, plain)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    both = torch.cat([torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)])
+    expected = gradients_of(model(False), both)
+    for static in (False, True):
+        network = DistributedDataParallel(model(True), static_graph=static)
+        for mine, plain in zip(gradients_of(network, x), expected, strict=True):
+            torch.testing.assert_close(mine, plain)
 
-        for whole in (False, True):  # the segment is the sharded module, or lies inside it
-            mesh = init_device_mesh("cpu", (2,))
-            network = model(not whole)
-            for block in network:
-                fully_shard(block, mesh=mesh, reshard_after_forward=True)
-            fully_shard(network, mesh=mesh)
-            run = copy.copy(network) if whole else network
+    for whole in (False, True):  # the segment is the sharded module, or lies inside it
+        mesh = init_device_mesh("cpu", (2,))
+        network = model(not whole)
+        for block in network:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(network, mesh=mesh)
+        run = copy.copy(network) if whole else network
 
-            def forward(x, run=run, whole=whole):
-                for block in run:
-                    x = checkpoint(block, x) if whole else block(x)
-                return x
+        def forward(x, run=run, whole=whole):
+            for block in run:
+                x = checkpoint(block, x) if whole else block(x)
+            return x
 
-            for mine, plain in zip(gradients_of_function(network, forward, x), expected, strict=True):
-                torch.testing.assert_close(mine, plain)
-        reports.put((rank, None))
-    except BaseException as error:
-        import traceback
-
-        traceback.print_exc()
-        reports.put((rank, repr(error)))
-    finally:
-        dist.destroy_process_group()
+        for mine, plain in zip(gradients_of_function(network, forward, x), expected, strict=True):
+            torch.testing.assert_close(mine, plain)
 
 
 def gradients_of_function(network, forward, x) -> list[torch.Tensor]:
@@ -89,13 +76,4 @@ def gradients_of_function(network, forward, x) -> list[torch.Tensor]:
 
 
 def test_ddp_and_fsdp2_over_two_processes(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    reports = context.Queue()
-    ranks = [context.Process(target=_check_rank, args=(rank, str(tmp_path / "store"), reports)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
-        assert sorted(reports.get(timeout=120) for _ in ranks) == [(0, None), (1, None)]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_on_two(_check_rank, tmp_path)
