@@ -271,8 +271,11 @@ def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
     Rows that see nothing are zeros with zero gradients.
     """
     s = attention_scores(q, k, core)
-    hidden = s == -math.inf
-    p = torch.softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1).masked_fill(hidden, 0.0)
+    if core.mask is None and core.window == (None, None):
+        p = torch.softmax(s, -1)
+    else:
+        hidden = s == -math.inf
+        p = torch.softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1).masked_fill(hidden, 0.0)
     keep = _attention_keep(q, k, core)
     return p if keep is None else torch.where(keep, p * core.dropout[2], 0.0)
 

@@ -180,8 +180,8 @@ def scaled_dot_product_attention(
     """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
 
     query [B, H, Sq, D], key and value [B, H or H_kv, Sk, D] -> [B, H, Sq, D]; fewer dimensions and more batch
-    dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Kept for backward: q, k, v, the output,
-    the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
+    dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Kept for backward:
+    q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
 
     attn_mask: bool (True = keep) or additive, broadcastable to [B, H, Sq, Sk]. Its gradient, if wanted, is formed in
     PyTorch ops. is_causal aligns top-left. window_size = (left, right): row i sees i - left <= j <= i + right, -1 is no

@@ -295,9 +295,12 @@ def test_kept_bytes_of_self_attention(layout, recompute, kept):
 
 
 def test_the_weights_are_computed_once():
-    """The output is that of the very weights: no fused core beside them."""
+    """The output is that of the very weights: no fused core beside them, and no second copy of them is kept."""
     ours, _ = build()
     x = tokens("seq_first", L)
+    with kept_tensors(exclude=ours.parameters()) as kept:
+        ours(x, x, x)
+    assert kept.bytes == 8 * B * L * (E + 3 * E + E + H * L), kept.tensors
     with torch.profiler.profile() as profile:
         ours(x, x, x)
     names = {event.key for event in profile.key_averages()}
