@@ -376,27 +376,33 @@ def test_memory_is_flat_without_the_garbage_collector(raises):
         y = checkpoint(function, torch.randn(5, 8, requires_grad=True)).sum()
         if raises and i % 10 == 0:
             failing.append(1)
-            with pytest.raises(KeyError):
+            try:
                 y.backward()
-            failing.clear()
+            except KeyError:
+                failing.clear()
+            assert not failing
         else:
             y.backward()
         model.zero_grad(set_to_none=True)
+
+    def counted() -> tuple[int, int]:
+        """Tensors, and all objects that the collector knows of."""
+        objects = gc.get_objects()
+        return sum(issubclass(type(o), torch.Tensor) for o in objects), len(objects)
 
     gc.collect()
     gc.disable()
     try:
         for i in range(20):
             step(i)
-        before = sum(isinstance(o, torch.Tensor) for o in gc.get_objects()), len(gc.get_objects())
+        before = counted()
         for i in range(200):
             step(i)
-        after = sum(isinstance(o, torch.Tensor) for o in gc.get_objects()), len(gc.get_objects())
+        after = counted()
     finally:
         gc.enable()
     assert after[0] == before[0]
-    # pytest.raises keeps a few objects of each exception; nothing may grow with the steps that do not raise
-    assert after[1] - before[1] <= (100 * 20 if raises else 20)
+    assert after[1] <= before[1] + 2  # `before` itself
 
 
 def test_a_graph_without_backward_is_freed():
