@@ -262,7 +262,8 @@ def compute_dtype(op: str, x: Tensor, *parameters: Tensor | None) -> torch.dtype
 
 def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
     """x in the compute dtype."""
-    return x.to(compute_dtype(op, x, *parameters))
+    dtype = compute_dtype(op, x, *parameters)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 # -- tokens and weight gradients ------------------------------------------------------------------------------------

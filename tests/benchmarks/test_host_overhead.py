@@ -7,7 +7,7 @@ import torch
 
 from ckptkern.benchmarks import cases, measure
 
-TRIES = 3  # the host may be busy during one
+TRIES = 5  # the host may be busy during some
 
 
 def medians(case: str, *names: str, rounds: int = 40) -> list[float]:
