@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .philox import keep_scores
-from .tile import INTERPRETER, arch_of, cast, dot, launch, widen
+from .tile import INTERPRETER, arch_of, cast, dot, launch, shared_memory_of, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -54,15 +54,22 @@ def store_rows(ptr, stride_s, offs_s, S, D, HEAD_D: tl.constexpr, value):
 @triton.jit
 def score_tile(
     qk, i, j, Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, left, right,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, MASK_STEP: tl.constexpr, left, right,
 ):  # fmt: skip
-    """s in units of log 2, -inf where i may not see j. i and j broadcast: [BM, 1] and [1, BN], or transposed."""
+    """s in units of log 2, -inf where i may not see j. i and j broadcast: [BM, 1] and [1, BN], or transposed.
+
+    stride_maskq is None for a mask of columns alone. MASK_STEP, 16 or 1, divides Sk: where a mask's columns end decides
+    how many bytes one load takes.
+    """
     s = qk * (scale * LOG2E)
     if slope is not None:
         s -= (slope * LOG2E) * tl.abs(i - j).to(tl.float32)
     if mask_ptr is not None:
-        inside = (i < Sq) & (j < Sk)
-        offsets = i.to(tl.int64) * stride_maskq + j.to(tl.int64) * stride_maskk
+        inside = j < Sk // MASK_STEP * MASK_STEP
+        offsets = j.to(tl.int64) * stride_maskk
+        if stride_maskq is not None:
+            inside = inside & (i < Sq)
+            offsets += i.to(tl.int64) * stride_maskq
         if mask_ptr.dtype.element_ty == tl.int8:
             s = tl.where(tl.load(mask_ptr + offsets, mask=inside, other=0) != 0, s, float("-inf"))
         else:
@@ -103,8 +110,8 @@ def column_phases(
 def _fwd_steps(
     acc, total, top, q, k_ptr, v_ptr, stride_ks, stride_vs, m0, lo, hi, Sq, Sk, scale, slope,
     mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr,
+    MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the column tiles of [lo, hi); lo is a multiple of BLOCK_N."""
     offs_m = m0 + tl.arange(0, q.shape[0])
@@ -114,7 +121,7 @@ def _fwd_steps(
         qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
         s = score_tile(
             qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
-            LEFT, RIGHT, EDGE, left, right,
+            LEFT, RIGHT, EDGE, MASK_STEP, left, right,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(s, axis=1))
         # a row that has seen nothing yet has top = -inf: exp2(-inf - -inf) would be NaN
@@ -151,6 +158,15 @@ def _bounds(cu_ptr, left, right, Sq, Sk):
 
 
 @triton.jit
+def _multiples(stride_b, stride_h, stride_s, STEP: tl.constexpr):
+    """The strides themselves, known to be multiples of STEP: what is no multiple of 16 the compiler takes for ragged."""
+    if STEP > 1:
+        return stride_b // STEP * STEP, stride_h // STEP * STEP, stride_s // STEP * STEP
+    else:
+        return stride_b, stride_h, stride_s
+
+
+@triton.jit
 def _slope(slopes_ptr, b, h, stride_slopeb):
     if slopes_ptr is not None:
         return tl.load(slopes_ptr + b * stride_slopeb + h)
@@ -180,9 +196,14 @@ def _attn_fwd_kernel(
     stride_maskb, stride_maskh, stride_maskq, stride_maskk, stride_slopeb,
     stride_dob, stride_doh, stride_dos, stride_ob, stride_oh, stride_os, stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """o and lse; with do_ptr also delta = rowsum(o do). Tiles of a head are neighbours, the longest causal ones first."""
+    stride_qb, stride_qh, stride_qs = _multiples(stride_qb, stride_qh, stride_qs, STRIDE_STEP)
+    stride_kb, stride_kh, stride_ks = _multiples(stride_kb, stride_kh, stride_ks, STRIDE_STEP)
+    stride_vb, stride_vh, stride_vs = _multiples(stride_vb, stride_vh, stride_vs, STRIDE_STEP)
+    stride_dob, stride_doh, stride_dos = _multiples(stride_dob, stride_doh, stride_dos, STRIDE_STEP)
+    stride_ob, stride_oh, stride_os = _multiples(stride_ob, stride_oh, stride_os, STRIDE_STEP)
     pid = tl.program_id(0)
     m0 = (tiles - 1 - pid % tiles) * BLOCK_M
     b = (pid // tiles // H).to(tl.int64)
@@ -202,21 +223,25 @@ def _attn_fwd_kernel(
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         lo, full_lo, full_hi, hi = column_phases(m0, Sk_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        if LEFT:
+        ONE_PHASE: tl.constexpr = LEFT and HEAD_D > 128  # three do not fit into the registers
+        if ONE_PHASE:
+            full_hi = lo
+        elif LEFT:
             acc, total, top = _fwd_steps(
                 acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, lo, full_lo, Sq_b, Sk_b,
                 scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-                D, HEAD_D, LEFT, RIGHT, True, PRECISION, BLOCK_N,
+                D, HEAD_D, LEFT, RIGHT, True, MASK_STEP, PRECISION, BLOCK_N,
             )  # fmt: skip
-        acc, total, top = _fwd_steps(
-            acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, full_lo, full_hi, Sq_b, Sk_b,
-            scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-            D, HEAD_D, LEFT, RIGHT, False, PRECISION, BLOCK_N,
-        )  # fmt: skip
+        if not ONE_PHASE:
+            acc, total, top = _fwd_steps(
+                acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, full_lo, full_hi, Sq_b, Sk_b,
+                scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
+                D, HEAD_D, LEFT, RIGHT, False, MASK_STEP, PRECISION, BLOCK_N,
+            )  # fmt: skip
         acc, total, top = _fwd_steps(
             acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, full_hi, hi, Sq_b, Sk_b,
             scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-            D, HEAD_D, LEFT, RIGHT, True, PRECISION, BLOCK_N,
+            D, HEAD_D, LEFT, RIGHT, True, MASK_STEP, PRECISION, BLOCK_N,
         )  # fmt: skip
         empty = total == 0.0
         acc *= (keep_scale / tl.where(empty, 1.0, total))[:, None]
@@ -268,37 +293,40 @@ def probability_tile(s, lse):
 
 
 @triton.jit
-def _dkdv_steps(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_dos, n0, lo, hi, Sq, Sk,
+def _dkdv_step(
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_dos, n0, start, Sq, Sk,
     scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dk / scale and dv of a column tile from the row tiles in [lo, hi). Scores are transposed: [BLOCK_N, BLOCK_M]."""
+    """dk / scale and dv / keep_scale of a column tile and the rows start... Scores are transposed: [BLOCK_N, BLOCK_M].
+
+    Products and loads stand in the order that keeps the fewest registers alive.
+    """
     offs_n = n0 + tl.arange(0, k.shape[0])
-    for start in range(lo, hi, BLOCK_M):
-        offs_m = start + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr, stride_qs, offs_m, Sq, D, HEAD_D)
-        do = load_rows(do_ptr, stride_dos, offs_m, Sq, D, HEAD_D)
-        lse = _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))
-        delta = _load_row_values(delta_ptr, offs_m, Sq, 0.0)
-        qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
-        s = score_tile(
-            qk, offs_m[None, :], offs_n[:, None], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
-            LEFT, RIGHT, True, left, right,
-        )  # fmt: skip
-        p = probability_tile(s, lse[None, :])
-        dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
-        if state_ptr is not None:
-            keep = keep_scores(state_ptr, threshold, first_block, start, n0, BLOCK_M, k.shape[0], True)
-            dropped = tl.where(keep, p * keep_scale, 0.0)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        else:
-            dropped = p
-        dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk = dot(cast(ds, q.dtype), q, dk, PRECISION)
-    return dk, dv
+    offs_m = start + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr, stride_qs, offs_m, Sq, D, HEAD_D)
+    do = load_rows(do_ptr, stride_dos, offs_m, Sq, D, HEAD_D)
+    lse = _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))
+    qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
+    s = score_tile(
+        qk, offs_m[None, :], offs_n[:, None], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
+        LEFT, RIGHT, True, MASK_STEP, left, right,
+    )  # fmt: skip
+    p = probability_tile(s, lse[None, :])
+    dropped = p
+    if state_ptr is not None:
+        keep = keep_scores(state_ptr, threshold, first_block, start, n0, BLOCK_M, k.shape[0], True)
+        p = tl.where(keep, p, -p)  # p is never negative: its sign remembers the mask
+        dropped = tl.where(p < 0.0, 0.0, p)
+    dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
+    dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
+    if state_ptr is not None:
+        dp = tl.where(p < 0.0, 0.0, dp * keep_scale)
+        p = tl.abs(p)
+    delta = _load_row_values(delta_ptr, offs_m, Sq, 0.0)
+    ds = p * (dp - delta[None, :])
+    return dot(cast(ds, q.dtype), q, dk, PRECISION), dv
 
 
 @triton.jit
@@ -324,9 +352,15 @@ def _attn_dkdv_kernel(
     stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh,
     stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One column tile of one k/v head: it owns dk and dv, and sums over the GROUP query heads that read it."""
+    stride_qb, stride_qh, stride_qs = _multiples(stride_qb, stride_qh, stride_qs, STRIDE_STEP)
+    stride_kb, stride_kh, stride_ks = _multiples(stride_kb, stride_kh, stride_ks, STRIDE_STEP)
+    stride_vb, stride_vh, stride_vs = _multiples(stride_vb, stride_vh, stride_vs, STRIDE_STEP)
+    stride_dob, stride_doh, stride_dos = _multiples(stride_dob, stride_doh, stride_dos, STRIDE_STEP)
+    stride_dkb, stride_dkh, stride_dks = _multiples(stride_dkb, stride_dkh, stride_dks, STRIDE_STEP)
+    stride_dvb, stride_dvh, stride_dvs = _multiples(stride_dvb, stride_dvh, stride_dvs, STRIDE_STEP)
     pid = tl.program_id(0)
     n0 = pid % tiles * BLOCK_N
     H_kv = H // GROUP
@@ -342,20 +376,25 @@ def _attn_dkdv_kernel(
         dk = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
         dv = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
         lo, hi = row_range(n0, Sq_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        for member in range(GROUP):
-            h = h_kv * GROUP + member
-            q_head_ptr = q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs
-            do_head_ptr = do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos
-            lse_head_ptr = lse_ptr + b * stride_lseb + h * stride_lseh + row0
-            delta_head_ptr = delta_ptr + b * stride_lseb + h * stride_lseh + row0
-            slope = _slope(slopes_ptr, b, h, stride_slopeb)
-            head_mask_ptr = _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh)
-            first_block = _first_block(plane_base, b, h, H, Sq)
-            dk, dv = _dkdv_steps(
-                dk, dv, k, v, q_head_ptr, do_head_ptr, lse_head_ptr, delta_head_ptr, stride_qs, stride_dos, n0,
-                lo, hi, Sq_b, Sk_b, scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right,
-                state_ptr, threshold, keep_scale, first_block, D, HEAD_D, LEFT, RIGHT, PRECISION, BLOCK_M,
+        # One loop over all heads, which begins again for each: a loop inside a loop needs more registers.
+        rows = hi - lo if GROUP == 1 else tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M) * BLOCK_M
+        for start in range(lo, lo + GROUP * rows, BLOCK_M):
+            h = h_kv * GROUP
+            if GROUP > 1:
+                member = (start - lo) // rows
+                h += member
+                start -= member * rows
+            row_values = b * stride_lseb + h * stride_lseh + row0
+            dk, dv = _dkdv_step(
+                dk, dv, k, v, q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs,
+                do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, lse_ptr + row_values,
+                delta_ptr + row_values, stride_qs, stride_dos, n0, start, Sq_b, Sk_b, scale,
+                _slope(slopes_ptr, b, h, stride_slopeb), _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh),
+                stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale,
+                _first_block(plane_base, b, h, H, Sq), D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M,
             )  # fmt: skip
+        if state_ptr is not None:
+            dv *= keep_scale
         store_rows(
             dk_ptr + b * stride_dkb + h_kv * stride_dkh + col0 * stride_dks,
             stride_dks,
@@ -374,8 +413,8 @@ def _attn_dkdv_kernel(
 def _dq_steps(
     dq, q, do, lse, delta, k_ptr, v_ptr, stride_ks, stride_vs, m0, lo, hi, Sq, Sk,
     scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq / scale of a row tile from the column tiles in [lo, hi)."""
     offs_m = m0 + tl.arange(0, q.shape[0])
@@ -386,7 +425,7 @@ def _dq_steps(
         qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
         s = score_tile(
             qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
-            LEFT, RIGHT, True, left, right,
+            LEFT, RIGHT, True, MASK_STEP, left, right,
         )  # fmt: skip
         p = probability_tile(s, lse[:, None])
         dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
@@ -406,9 +445,14 @@ def _attn_dq_kernel(
     stride_maskb, stride_maskh, stride_maskq, stride_maskk, stride_slopeb,
     stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh, stride_dqb, stride_dqh, stride_dqs,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row tile of one query head: it owns dq."""
+    stride_qb, stride_qh, stride_qs = _multiples(stride_qb, stride_qh, stride_qs, STRIDE_STEP)
+    stride_kb, stride_kh, stride_ks = _multiples(stride_kb, stride_kh, stride_ks, STRIDE_STEP)
+    stride_vb, stride_vh, stride_vs = _multiples(stride_vb, stride_vh, stride_vs, STRIDE_STEP)
+    stride_dob, stride_doh, stride_dos = _multiples(stride_dob, stride_doh, stride_dos, STRIDE_STEP)
+    stride_dqb, stride_dqh, stride_dqs = _multiples(stride_dqb, stride_dqh, stride_dqs, STRIDE_STEP)
     pid = tl.program_id(0)
     m0 = (tiles - 1 - pid % tiles) * BLOCK_M
     b = (pid // tiles // H).to(tl.int64)
@@ -435,7 +479,7 @@ def _attn_dq_kernel(
         dq = _dq_steps(
             dq, q, do, lse, delta, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, lo, hi, Sq_b, Sk_b,
             scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale,
-            first_block, D, HEAD_D, LEFT, RIGHT, PRECISION, BLOCK_N,
+            first_block, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N,
         )  # fmt: skip
         store_rows(
             dq_ptr + b * stride_dqb + h * stride_dqh + row0 * stride_dqs,
@@ -463,38 +507,77 @@ class AttentionTile(NamedTuple):
         )  # fmt: skip
 
 
-# (kernel, architecture) -> {(bytes per element, padded head dim): tile}; the next larger head dim serves. All pass the
-# compile gate; its few bytes of spills on sm_90 are named there. Eight warps lie one below the other, 16 rows each, so a
-# tile of fewer than 128 rows (columns for dkdv) is computed twice: only where 128 do not fit into the registers, or (dq at
-# head dim 256 on sm_90) 128 x 32 would, but products narrower than 64 have given wrong results there (triton#11366).
+# (kernel, architecture) -> {(class, padded head dim): tile}; the next larger head dim serves. Classes: 16-bit types; "16
+# masked" where a mask of rows and columns needs registers too (without such a row it takes the plain one); float32 with
+# TF32 products, and "ieee" ones, which run on the ordinary cores. All pass the compile gate; its few bytes of spills are
+# named there. On sm_90 eight warps lie one below the other, 16 rows each, so a tile of fewer than 128 rows (columns for
+# dkdv) is computed twice: only where 128 do not fit into the registers, or (dq at head dim 256) 128 x 32 would, but products
+# narrower than 64 have given wrong results there (triton#11366). That is also why head dims are padded to 64; the 32
+# columns of dkdv at 256 stay, as dk and dv of 64 are 256 registers a thread, and so do those of float32, which takes no
+# HGMMA of these shapes.
 TILES = {
-    ("fwd", 90): {(2, 64): (128, 128, 8, 3), (2, 128): (128, 64, 8, 3), (2, 256): (128, 64, 8, 2),
-                  (4, 64): (64, 64, 8, 2), (4, 128): (64, 32, 8, 2), (4, 256): (32, 32, 8, 1)},
-    ("fwd", 80): {(2, 64): (128, 64, 8, 3), (2, 128): (128, 32, 8, 3), (2, 256): (64, 32, 8, 2),
-                  (4, 64): (64, 64, 8, 2), (4, 128): (64, 32, 8, 2), (4, 256): (32, 32, 8, 1)},
-    ("dkdv", 90): {(2, 64): (64, 128, 8, 2), (2, 128): (64, 128, 8, 2), (2, 256): (64, 32, 8, 2),
-                   (4, 64): (32, 64, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
-    ("dkdv", 80): {(2, 64): (32, 128, 8, 2), (2, 128): (64, 64, 8, 1), (2, 256): (32, 32, 8, 1),
-                   (4, 64): (32, 64, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
-    ("dq", 90): {(2, 64): (128, 64, 8, 2), (2, 128): (128, 64, 8, 2), (2, 256): (64, 64, 8, 2),
-                 (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
-    ("dq", 80): {(2, 64): (128, 64, 8, 2), (2, 128): (128, 32, 8, 2), (2, 256): (64, 32, 8, 2),
-                 (4, 64): (64, 32, 8, 1), (4, 128): (32, 32, 8, 1), (4, 256): (16, 32, 8, 1)},
+    ("fwd", 90): {("16", 64): (128, 128, 8, 3), ("16", 128): (128, 64, 8, 3), ("16", 256): (128, 64, 8, 2),
+                  ("16 masked", 64): (128, 64, 8, 3),
+                  ("32", 64): (64, 64, 8, 2), ("32", 128): (64, 32, 8, 2), ("32", 256): (32, 32, 8, 1),
+                  ("32 ieee", 64): (64, 32, 8, 2), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
+    ("fwd", 80): {("16", 64): (128, 64, 8, 3), ("16", 128): (128, 32, 8, 3), ("16", 256): (64, 32, 8, 2),
+                  ("32", 64): (64, 64, 8, 2), ("32", 128): (64, 32, 8, 2), ("32", 256): (32, 32, 8, 1),
+                  ("32 ieee", 64): (64, 32, 8, 2), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
+    ("dkdv", 90): {("16", 64): (64, 128, 8, 2), ("16", 128): (64, 128, 8, 2), ("16", 256): (64, 32, 8, 2),
+                   ("32", 64): (32, 64, 8, 1), ("32", 128): (32, 32, 8, 1), ("32", 256): (16, 32, 8, 1),
+                   ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (16, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
+    ("dkdv", 80): {("16", 64): (32, 128, 8, 2), ("16", 128): (64, 64, 8, 1), ("16", 256): (32, 32, 8, 1),
+                   ("16 masked", 64): (32, 128, 8, 1),
+                   ("32", 64): (32, 64, 8, 1), ("32", 128): (32, 32, 8, 1), ("32", 256): (16, 32, 8, 1),
+                   ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (16, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
+    ("dq", 90): {("16", 64): (128, 64, 8, 2), ("16", 128): (128, 64, 8, 2), ("16", 256): (64, 64, 8, 2),
+                 ("32", 64): (64, 32, 8, 1), ("32", 128): (32, 32, 8, 1), ("32", 256): (16, 32, 8, 1),
+                 ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
+    ("dq", 80): {("16", 64): (128, 64, 8, 2), ("16", 128): (128, 32, 8, 2), ("16", 256): (64, 32, 8, 2),
+                 ("16 masked", 64): (128, 32, 8, 2), ("16 masked", 128): (64, 64, 8, 2),
+                 ("32", 64): (64, 32, 8, 1), ("32", 128): (32, 32, 8, 1), ("32", 256): (16, 32, 8, 1),
+                 ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
+}  # fmt: skip
+# Cards that take the rows of sm_80 with less shared memory than its 163 KiB (99 KiB: sm_86, sm_89, sm_120):
+# (kernel, class, padded head dim) -> (bytes that the row above needs, the tile instead if there is one).
+LARGE_TILES = {
+    ("dq", "16", 256): (102400, (64, 32, 8, 1)), ("dq", "16 masked", 256): (104448, (64, 32, 8, 1)),
+    ("dkdv", "32", 256): (114688, None),
 }  # fmt: skip
 INTERPRETED_TILE = AttentionTile(32, 32, 4, 1)
 
 
-def attention_tile(kernel: str, arch: int, dtype: torch.dtype, head_dim: int) -> AttentionTile:
-    """A pure function of the kernel, the architecture, the dtype and the head dim."""
+def attention_tile(
+    kernel: str, arch: int, shared: int, dtype: torch.dtype, head_dim: int, precision: str, masked: bool
+) -> AttentionTile:
+    """A pure function of the kernel, the architecture, its shared memory, the dtype, the head dim and the shape class."""
     if arch == INTERPRETER:
         return INTERPRETED_TILE
-    padded = max(padded_head_dim(head_dim), 64)
-    return AttentionTile(*TILES[kernel, 90 if 90 <= arch < 100 else 80][dtype.itemsize, padded])
+    if dtype.itemsize == 4:
+        shape_class = "32 ieee" if precision == "ieee" else "32"
+    else:
+        shape_class = "16 masked" if masked else "16"
+    row, table = max(padded_head_dim(head_dim, arch), 64), TILES[kernel, 90 if 90 <= arch < 100 else 80]
+    tile = table.get((shape_class, row)) or table[shape_class.removesuffix(" masked"), row]
+    need, smaller = LARGE_TILES.get((kernel, shape_class, row), (0, None))
+    if need > shared and not 90 <= arch < 100:
+        if smaller is None:
+            raise RuntimeError(
+                f"attention of {dtype} heads of {head_dim}: its {kernel} kernel needs {need} bytes of shared memory, the "
+                f'device has {shared}; use a 16-bit type, precision "ieee" or backend("eager")'
+            )
+        tile = smaller
+    return AttentionTile(*tile)
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """The power of two >= 16 that a head dim is padded to in registers."""
-    return max(triton.next_power_of_2(head_dim), 16)
+def padded_head_dim(head_dim: int, arch: int = INTERPRETER) -> int:
+    """The power of two that a head dim is padded to in registers: >= 64 on sm_90 (see TILES), else >= 16."""
+    return max(triton.next_power_of_2(head_dim), 64 if 90 <= arch < 100 else 16)
+
+
+def _tile(kernel: str, q: torch.Tensor, core) -> AttentionTile:
+    masked = core.mask is not None and core.mask.shape[2] > 1
+    return attention_tile(kernel, arch_of(q), shared_memory_of(q), q.dtype, q.shape[-1], core.precision, masked)
 
 
 def _geometry(q, k, core):
@@ -510,10 +593,12 @@ def _strides(x, packed: bool) -> tuple[int, int, int]:
     return (0 if packed else x.stride(0)), x.stride(1), x.stride(2)
 
 
-def _mask_strides(mask) -> tuple[int, int, int, int]:
+def _mask_strides(mask) -> tuple[int, int, int | None, int]:
+    """(batch, head, row, column) strides, 0 where it broadcasts; None for rows, of which the kernel then loads one."""
     if mask is None:
-        return 0, 0, 0, 0
-    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+        return 0, 0, None, 0
+    b, h, row, col = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    return b, h, row or None, col
 
 
 def _slope_stride(slopes) -> int:
@@ -537,14 +622,16 @@ def _zero(*results: torch.Tensor | None) -> None:
             result.zero_()
 
 
-def _common(q, k, core):
+def _common(q, k, core, *others):
     B, H, Sq, Sk, group = _geometry(q, k, core)
     # further than the scores there is nothing to see, and a row plus a bound near 2**31 would overflow
     left, right = (min(side or 0, max(Sq, Sk)) for side in core.window)
     D = q.shape[-1]
+    strides = [stride for x in (q, k, *others) if x is not None for stride in x.stride()[:3]]
     flags = dict(
-        D=D, HEAD_D=padded_head_dim(D), GROUP=group, LEFT=core.window[0] is not None,
-        RIGHT=core.window[1] is not None, PRECISION=core.precision,
+        D=D, HEAD_D=padded_head_dim(D, arch_of(q)), GROUP=group, LEFT=core.window[0] is not None,
+        RIGHT=core.window[1] is not None, MASK_STEP=16 if core.mask is not None and Sk % 16 == 0 else 1,
+        STRIDE_STEP=8 if all(stride % 8 == 0 for stride in strides) else 1, PRECISION=core.precision,
     )  # fmt: skip
     return B, H, Sq, Sk, left, right, flags
 
@@ -556,15 +643,15 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
     delta = rowsum(o do).
     """
     q, k, v = inner_contiguous(q), inner_contiguous(k), inner_contiguous(v)
-    B, H, Sq, Sk, left, right, flags = _common(q, k, core)
-    packed = core.cu_q is not None
+    do = None if do is None else inner_contiguous(do)
     o = empty_heads(q)
+    B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, o, do)
+    packed = core.cu_q is not None
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     delta = None if do is None else torch.empty_like(lse)
     if packed:
         _zero(o, lse, delta)
-    do = None if do is None else inner_contiguous(do)
-    tile = tile or attention_tile("fwd", arch_of(q), q.dtype, q.shape[-1])
+    tile = tile or _tile("fwd", q, core)
     tiles = triton.cdiv(Sq, tile.BLOCK_M)
     if B * H * tiles and q.shape[-1]:
         launch(
@@ -592,7 +679,7 @@ def attn_delta(o, do, core):
         launch(
             _delta_kernel, (B * H * tiles,), o, do, core.cu_q, delta, Sq, H, tiles, *_strides(o, packed),
             *_strides(do, packed), 0 if packed else delta.stride(0), delta.stride(1),
-            D=D, HEAD_D=padded_head_dim(D), BLOCK_M=BLOCK_M, num_warps=4, enable_fp_fusion=False,
+            D=D, HEAD_D=padded_head_dim(D, arch_of(o)), BLOCK_M=BLOCK_M, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return delta
 
@@ -605,16 +692,14 @@ def attn_bwd(
     need_dq, need_dkv: what is not needed is None and its kernel does not run. tiles: (dkdv tile, dq tile).
     """
     q, k, v, do = (inner_contiguous(t) for t in (q, k, v, do))
-    B, H, Sq, Sk, left, right, flags = _common(q, k, core)
     packed = core.cu_q is not None
     dq = (empty_heads(q) if dq is None else dq) if need_dq else None
     dk = (empty_heads(k) if dk is None else dk) if need_dkv else None
     dv = (empty_heads(v) if dv is None else dv) if need_dkv else None
+    B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, do, dq, dk, dv)
     if packed:
         _zero(dq, dk, dv)
-    tile_kv, tile_q = tiles or (
-        attention_tile("dkdv", arch_of(q), q.dtype, q.shape[-1]), attention_tile("dq", arch_of(q), q.dtype, q.shape[-1])
-    )  # fmt: skip
+    tile_kv, tile_q = tiles or (_tile("dkdv", q, core) if need_dkv else None, _tile("dq", q, core) if need_dq else None)
     inputs = (q, k, v, core.mask, core.slopes, core.dropout[0], core.cu_q, core.cu_k, do, lse, delta)
     strides = (
         *_strides(q, packed), *_strides(k, packed), *_strides(v, packed), *_mask_strides(core.mask),
@@ -626,14 +711,14 @@ def attn_bwd(
             Sq, Sk, H, count, core.scale, core.dropout[1], core.dropout[2], core.plane_base, left, right
         )  # fmt: skip
 
-    count = triton.cdiv(Sk, tile_kv.BLOCK_N)
-    if need_dkv and B * k.shape[1] * count and q.shape[-1]:
+    if need_dkv and B * k.shape[1] * Sk and q.shape[-1]:
+        count = triton.cdiv(Sk, tile_kv.BLOCK_N)
         launch(
             _attn_dkdv_kernel, (B * k.shape[1] * count,), *inputs, dk, dv, *scalars(count), *strides,
             *_strides(dk, packed), *_strides(dv, packed), **flags, **tile_kv.launch_options(),
         )  # fmt: skip
-    count = triton.cdiv(Sq, tile_q.BLOCK_M)
-    if need_dq and B * H * count and q.shape[-1]:
+    if need_dq and B * H * Sq and q.shape[-1]:
+        count = triton.cdiv(Sq, tile_q.BLOCK_M)
         launch(
             _attn_dq_kernel, (B * H * count,), *inputs, dq, *scalars(count), *strides, *_strides(dq, packed),
             **flags, **tile_q.launch_options(),

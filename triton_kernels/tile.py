@@ -225,3 +225,13 @@ def slice_offsets(acc, pid_m, n0, M, N):
     offs_m = pid_m * acc.shape[0] + tl.arange(0, acc.shape[0])
     offs_n = n0 + tl.arange(0, acc.shape[1])
     return offs_m, offs_n, (offs_m < M)[:, None] & (offs_n < N)[None, :]
+
+
+@functools.cache
+def device_shared_memory(index: int) -> int:
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+def shared_memory_of(x: torch.Tensor) -> int:
+    """Bytes of shared memory that a block may use on the device of `x`; on a CPU no bound is known."""
+    return device_shared_memory(x.device.index) if x.is_cuda else 2**31

@@ -1,6 +1,7 @@
 """attn_fwd, attn_delta and attn_bwd against their eager twins and float64, over every option of an attention core."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -11,7 +12,7 @@ from kernel_cases import DTYPES, assert_accurate, assert_equal, dropout_of
 
 from ckptkern import eager, state, triton_kernels
 from ckptkern.eager import AttentionCore
-from ckptkern.triton_kernels.attention import TILES, AttentionTile
+from ckptkern.triton_kernels.attention import LARGE_TILES, TILES, AttentionTile
 
 BATCH = 2
 EPS = torch.finfo(torch.float32).eps
@@ -440,5 +441,44 @@ def test_offsets_beyond_int32(far):
 def test_tiles_fit_the_masks_blocks():
     """A Philox counter serves 16 rows and 32 columns, so a tile that began inside of such a block would be wrong."""
     tiles = [AttentionTile(*tile) for table in TILES.values() for tile in table.values()]
+    tiles += [AttentionTile(*tile) for _, tile in LARGE_TILES.values() if tile]
     assert all(tile.BLOCK_M % 16 == 0 and tile.BLOCK_N % 32 == 0 for tile in tiles)
-    assert {key for table in TILES.values() for key in table} == set(itertools.product((2, 4), (64, 128, 256)))
+    for table in TILES.values():
+        assert table.keys() >= set(itertools.product(("16", "32", "32 ieee"), (64, 128, 256)))
+
+
+def launched(call, arch: int, shared: int) -> list[dict]:
+    """The constants of every launch of `call` on a device of that architecture and shared memory."""
+    module, caught = triton_kernels.attention, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "arch_of", lambda x: arch)
+        patch.setattr(module, "shared_memory_of", lambda x: shared)
+        patch.setattr(module, "launch", lambda kernel, grid, *args, **kwargs: caught.append(kwargs))
+        call()
+    return caught
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 120])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_card_of_less_shared_memory_gets_a_smaller_tile_or_a_clear_error(arch, dtype):
+    """Pitfall 21."""
+    q = torch.empty(1, 1, 64, 256, dtype=dtype)
+    core, lse = AttentionCore(1.0, "tf32"), torch.empty(1, 1, 64)
+    whole = launched(lambda: triton_kernels.attn_bwd(q, q, q, q, lse, lse, core), arch, 166912)
+    assert [kwargs["num_stages"] for kwargs in whole] == ([1, 1] if dtype == torch.float32 else [1, 2])
+    if dtype == torch.float32:
+        message = r"heads of 256: its dkdv kernel needs 114688 bytes of shared memory, the device has 101376"
+        with pytest.raises(RuntimeError, match=message):
+            launched(lambda: triton_kernels.attn_bwd(q, q, q, q, lse, lse, core), arch, 101376)
+        dq_alone = functools.partial(triton_kernels.attn_bwd, q, q, q, q, lse, lse, core, need_dkv=False)
+        assert len(launched(dq_alone, arch, 101376)) == 1
+    else:
+        small = launched(lambda: triton_kernels.attn_bwd(q, q, q, q, lse, lse, core), arch, 101376)
+        assert [kwargs["num_stages"] for kwargs in small] == [1, 1]
+
+
+def test_head_dims_are_padded_to_what_the_architecture_multiplies():
+    q = torch.empty(1, 1, 64, 20)
+    for arch, padded in ((80, 32), (86, 32), (90, 64)):
+        (kwargs,) = launched(lambda: triton_kernels.attn_fwd(q, q, q, AttentionCore(1.0, "tf32")), arch, 166912)
+        assert kwargs["HEAD_D"] == padded
