@@ -631,7 +631,7 @@ def _common(q, k, core, *others):
     flags = dict(
         D=D, HEAD_D=padded_head_dim(D, arch_of(q)), GROUP=group, LEFT=core.window[0] is not None,
         RIGHT=core.window[1] is not None, MASK_STEP=16 if core.mask is not None and Sk % 16 == 0 else 1,
-        STRIDE_STEP=8 if {stride % 16 for stride in strides} == {0, 8} else 1,  # of 16 the compiler knows by itself
+        STRIDE_STEP=8 if {stride % 16 for stride in strides} - {0} == {8} else 1,  # of 16 the compiler knows by itself
         PRECISION=core.precision,
     )  # fmt: skip
     return B, H, Sq, Sk, left, right, flags
