@@ -31,18 +31,22 @@ PHILOX_MULTIPLY = re.compile(
     r"(?:IMAD\.HI\.U32|IMAD\.WIDE\.U32)[^\n]*(?:-0x2daee0ad|-0x326172a9|0xd2511f53|0xcd9e8d57)"
 )
 SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may use; A100 and H100/H200
+SMALL_CARD = 101376  # the same of sm_86, sm_89 and sm_120, which take the tiles of sm_80
 TILE_KEYS = (
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_S", "BLOCK_HALF", "BLOCK_REST", "WIDTH", "num_warps",
     "num_stages", "SUB",
 )  # fmt: skip
-# Case name -> bytes of stack. dkdv with 128 columns at head dims 65..128 on sm_90 is a few registers too large; 64
-# columns spill nothing, but there both warp groups compute the same columns: twice the products and dropout masks.
+# Case name -> bytes of stack, of dkdv (or of the forward kernel where the case is one). dkdv with 128 columns at head dims
+# 65..128 on sm_90 is a few registers too large; 64 columns spill nothing, but there both warp groups compute the same
+# columns: twice the products and dropout masks. The forward of 256 has the same choice between 128 rows and 64.
 ALLOWED_SPILLS: dict[str, int] = {
-    "attn_bwd/sm_90/bfloat16/d128": 32,
-    "attn_bwd/sm_90/bfloat16/d96": 24,
-    "attn_bwd/sm_90/bfloat16/d96+dropout": 80,
-    "attn_bwd/sm_90/bfloat16/d96+causal": 16,
-    "attn_bwd/sm_90/bfloat16/d96+causal+dropout": 72,
+    "attn_bwd/sm_90/bfloat16/d96": 16,
+    "attn_bwd/sm_90/bfloat16/d96+causal+dropout": 32,
+    "attn_bwd/sm_90/bfloat16/d128+additive+causal+dropout": 8,
+    "attn_bwd/sm_90/bfloat16/d128+alibi+causal+dropout": 16,
+    "attn_bwd/sm_90/bfloat16/d128+gqa+causal+dropout": 64,
+    "attn_fwd_delta/sm_90/bfloat16/d256+bool+causal+dropout": 8,
+    "attn_bwd/sm_90/bfloat16/d80+causal+dropout": 32,
 }
 # Cases that do without HGMMA on sm_90: dk and dv of 64 columns x 256 dims, which it needs at least, are 256 registers.
 ALLOWED_HMMA = re.compile(r"attn_bwd/sm_90/\w+/d256")
@@ -59,6 +63,7 @@ class Case:
     activation: str  # or another of VARIANTS
     dropout: bool
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
+    kind = ""
 
     @property
     def name(self) -> str:
@@ -80,11 +85,13 @@ class AttentionCase:
     head_dim: int
     causal: bool
     dropout: bool
+    kind: str = ""  # one of ATTENTION_KINDS
     ragged = False
 
     @property
     def name(self) -> str:
-        flags = [f"d{self.head_dim}"] + ["causal"] * self.causal + ["dropout"] * self.dropout
+        flags = [f"d{self.head_dim}"] + [self.kind] * bool(self.kind)
+        flags += ["causal"] * self.causal + ["dropout"] * self.dropout
         return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
 
     def launch(self) -> None:
@@ -111,11 +118,12 @@ class Report:
 
     def faults(self, case: Case | AttentionCase, product: bool, min_shared: int) -> list[str]:
         found = []
-        allowed = ALLOWED_SPILLS.get(self.case, 0) if self.kernel == "_attn_dkdv_kernel" else 0
+        allowed = ALLOWED_SPILLS.get(self.case, 0) if self.kernel != "_attn_dq_kernel" else 0
         if self.stack > allowed or (self.local and not allowed):
             found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
-        if self.shared > SHARED_LIMIT[case.arch]:
-            found.append(f"{self.shared} B of shared memory, the card has {SHARED_LIMIT[case.arch]}")
+        limit = SMALL_CARD if case.kind == "small" else SHARED_LIMIT[case.arch]
+        if self.shared > limit:
+            found.append(f"{self.shared} B of shared memory, the card has {limit}")
         other = self.wrong_tensor_core and ALLOWED_HMMA.match(self.case) and self.kernel == "_attn_dkdv_kernel"
         if product and not self.tensor_core and not other:
             found.append("no tensor-core instruction")
@@ -126,20 +134,45 @@ class Report:
                 found.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
                 found.append(f"{self.shared} B of shared memory: less than stages x tile = {min_shared}, not pipelined")
-        if not case.ragged and self.narrow_loads:
+        if self.narrow_loads and not case.ragged and case.kind != "keys":  # a row of int8, two columns a thread
             found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
         return found
 
 
-def attention_cases(dtypes: dict[str, tuple[int, ...]]) -> list[AttentionCase]:
-    """Every attention launch x architecture x {dtype: head dims} x causal x dropout."""
+def attention_cases(
+    dtypes: dict[str, tuple[int, ...]], kinds: tuple[str, ...] = ("",), ops: tuple[str, ...] = ()
+) -> list[AttentionCase]:
+    """Every attention launch x architecture x {dtype: head dims} x causal x dropout x kind."""
     return [
-        AttentionCase(op, arch, dtype, head_dim, causal, dropout)
+        AttentionCase(op, arch, dtype, head_dim, causal, dropout, kind)
         for dtype, head_dims in dtypes.items()
-        for op, arch, head_dim, causal, dropout in itertools.product(
-            ATTENTION_OPS, ARCHS, head_dims, (False, True), (False, True)
+        for op, arch, kind, head_dim, causal, dropout in itertools.product(
+            ops or ATTENTION_OPS, ARCHS, kinds, head_dims, (False, True), (False, True)
         )
     ]
+
+
+def shipped_attention() -> list[AttentionCase]:
+    """Each head dim plain and with the heaviest flags, each kind with the heaviest, where rows of the tables differ.
+
+    The recompute is the forward kernel and delta: it stands for both.
+    """
+    heavy = ("attn_fwd_delta", "attn_bwd")
+    cases = [
+        case for case in attention_cases({"bfloat16": HEAD_DIMS}, ops=heavy)
+        if case.head_dim == 128 or case.causal == case.dropout
+    ]  # fmt: skip
+    others = attention_cases({"float16": (128,)}, ops=heavy) + attention_cases({"bfloat16": (128,)}, ops=("attn_fwd",))
+    others += attention_cases({"bfloat16": (64, 128)}, ATTENTION_KINDS, heavy)
+    others += attention_cases({"bfloat16": (256,)}, ("bool", "additive"), heavy)
+    others += attention_cases({"bfloat16": RAGGED_DIMS}, ops=heavy)
+    others += attention_cases({"float32": (64, 128)}, ("ieee",), heavy)
+    cases += [case for case in others if case.causal and case.dropout]
+    return cases + small_cases()
+
+
+def small_cases() -> list[AttentionCase]:
+    return [AttentionCase("attn_bwd", 80, "bfloat16", 256, True, True, "small")]
 
 
 def shipped_cases() -> list[Case | AttentionCase]:
@@ -151,8 +184,7 @@ def shipped_cases() -> list[Case | AttentionCase]:
         cases.append(Case(op, arch, dtype, True, heavy, op in DROPOUT_OPS, True))
         if dtype == "bfloat16":
             cases += [Case(op, arch, dtype, False, variant, False, False) for variant in others]
-    half = [case for case in attention_cases({"float16": (128,)}) if case.causal and case.dropout]
-    return cases + attention_cases({"bfloat16": HEAD_DIMS}) + half
+    return cases + shipped_attention()
 
 
 def all_cases() -> list[Case | AttentionCase]:
@@ -164,7 +196,12 @@ def all_cases() -> list[Case | AttentionCase]:
         for arch, dtype, ragged, activation, full in itertools.product(
             ARCHS, (*DTYPES, "float32"), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
-    ] + attention_cases(dict.fromkeys((*DTYPES, "float32"), HEAD_DIMS))
+    ] + [
+        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
+        *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS)}, ATTENTION_KINDS),
+        *attention_cases({"float32": HEAD_DIMS}, ("ieee",)),
+        *small_cases(),
+    ]
 
 
 def _tensors(case: Case):
@@ -180,8 +217,8 @@ def _tensors(case: Case):
     return meta, M, K, N, D, dropout, dtype
 
 
-def _precision(case: Case) -> str:
-    return "tf32" if case.dtype == "float32" else "ieee"
+def _precision(case: Case | AttentionCase) -> str:
+    return "tf32" if case.dtype == "float32" and case.kind != "ieee" else "ieee"
 
 
 def _launch_linear_fwd(case):
@@ -370,17 +407,30 @@ def _launch_attention(case: AttentionCase):
     from ..eager import AttentionCore
     from ..triton_kernels import attention
 
-    B, S, H = 2, 4096, 16
-    dtype = getattr(torch, case.dtype)
-    qkv = torch.empty(B, S, 3, H, case.head_dim, dtype=dtype, device="meta")  # as one projection leaves it
-    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-    do = torch.empty(B, S, H, case.head_dim, dtype=dtype, device="meta").transpose(1, 2)
-    lse = torch.empty(B, H, S, dtype=torch.float32, device="meta")
-    dropout = (torch.empty(2, dtype=torch.int64, device="meta"), 6554, 1.1111) if case.dropout else (None, 0, 1.0)
-    core = AttentionCore(0.125, _precision(case), (None, 0 if case.causal else None), dropout=dropout)
+    def meta(*shape, dtype=None):
+        return torch.empty(*shape, dtype=dtype or getattr(torch, case.dtype), device="meta")
+
+    B, S, H, H_kv = 2, 4096, 16, 4 if case.kind == "gqa" else 16
+    qkv = meta(1 if case.kind == "varlen" else B, S, H + 2 * H_kv, case.head_dim)  # as one projection leaves it
+    q, k, v = (part.transpose(1, 2) for part in qkv.split((H, H_kv, H_kv), 2))
+    do = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty_like(do[..., 0], dtype=torch.float32)
+    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111) if case.dropout else (None, 0, 1.0)
+    window = (512 if case.kind == "window" else None, 0 if case.causal else 512 if case.kind == "window" else None)
+    options = {
+        "bool": lambda: {"mask": meta(B, 1, S, S, dtype=torch.int8)},
+        "additive": lambda: {"mask": meta(1, H, S, S)},
+        "keys": lambda: {"mask": meta(B, 1, 1, S, dtype=torch.int8)},
+        "alibi": lambda: {"slopes": meta(1, H, dtype=torch.float32)},
+        "varlen": lambda: dict.fromkeys(("cu_q", "cu_k"), meta(B + 1, dtype=torch.int32)) | {"max_q": S, "max_k": S},
+    }.get(case.kind, dict)()
+    core = AttentionCore(0.125, _precision(case), window, dropout=dropout, **options)
+    if case.kind == "small":
+        with mock.patch.object(attention, "shared_memory_of", return_value=SMALL_CARD):
+            return attention.attn_bwd(q, k, v, do, lse, lse, core)
     if case.op == "attn_bwd":
         attention.attn_bwd(q, k, v, do, lse, lse, core)
-        if not case.causal and not case.dropout:  # delta knows of neither
+        if not case.causal and not case.dropout and not case.kind:  # delta knows of none of them
             attention.attn_delta(do, do, core)
     else:
         attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
@@ -388,6 +438,9 @@ def _launch_attention(case: AttentionCase):
 
 ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")
 HEAD_DIMS = (32, 64, 96, 128, 256)
+RAGGED_DIMS = (40, 80)  # no power of two: loads of 16 bytes all the same
+MASKS = ("bool", "additive", "keys")
+ATTENTION_KINDS = (*MASKS, "window", "alibi", "gqa", "varlen")  # and "ieee", float32 without tf32: torch's default
 # attention kernel -> how often its machine code holds the loop: the forward's has tiles with and without an edge mask
 ATTENTION_LOOPS = {"_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 1, "_attn_dq_kernel": 1}
 OPS = {
@@ -518,6 +571,7 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
         )
         itemsize = 4 if case.dtype == "float32" else 2
         product = "BLOCK_K" in kwargs or report.kernel in ATTENTION_LOOPS
+        product = product and case.kind != "ieee"  # which no tensor core computes
         results.append((report, report.faults(case, product, staged_bytes(report.kernel, kwargs, itemsize))))
     return results
 

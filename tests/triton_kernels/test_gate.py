@@ -1,5 +1,6 @@
 """The compile gate: the shipped tiles pass it, planted faults do not, and no value compiles a kernel again."""
 
+import itertools
 import json
 import os
 import re
@@ -36,6 +37,8 @@ def test_shipped_tiles_pass():
             for dtype in gate.DTYPES:
                 kinds = {case.ragged for case in cases if (case.op, case.arch, case.dtype) == (op, arch, dtype)}
                 assert kinds == {False, True}, (op, arch, dtype)
+    attention = {(case.arch, case.kind) for case in cases if isinstance(case, gate.AttentionCase)}
+    assert attention >= set(itertools.product(gate.ARCHS, ("", "ieee", *gate.ATTENTION_KINDS))) | {(80, "small")}
     done = outside_the_interpreter("-m", "ckptkern.benchmarks.gate")
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     *table, verdict = done.stdout.splitlines()
