@@ -19,9 +19,10 @@ from collections.abc import Callable
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
+from torch.nn.parameter import Parameter, is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from .state import Recompute, SavedTensors, SegmentState, StandIn, unpack_saved
@@ -51,11 +52,17 @@ class Segment(SavedTensors):
         self.stops_early, self.compares = early_stop, check != "none"
         self.checksums: list[Tensor] | None = [] if check == "values" else None
         self.device_context = _device_context() if torch._C._len_torch_function_stack() else None
-        self.modules = _modules_of(function)
-        # dicts of buffers and the versions in them: what forward changes, recompute shall not change again
-        self.buffers = [(module._buffers, _versions(module._buffers)) for module in self.modules if module._buffers]
+        self.modules, others = _modules_of(function, args, kwargs)
+        for module in self.modules:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self.watch(parameter)
+        # dicts of buffers and the state of each: what forward changes, recompute shall not change again
+        self.buffers = [
+            (module._buffers, _versions(module._buffers)) for module in self.modules + others if module._buffers
+        ]
         self.done: dict = {}  # key of every backward pass that the segment was recomputed for
-        self.lock = threading.Lock()  # two devices' backward threads may want the same segment
+        self.lock = threading.RLock()  # two devices' backward threads may want the same segment
         self.state = SegmentState(args, kwargs, preserve_rng_state)
 
     # -- forward
@@ -73,10 +80,8 @@ class Segment(SavedTensors):
     def complete(self) -> None:
         """After forward: what it changed itself is no error."""
         self.completed = True
-        for module in self.modules:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self.watch(parameter)
+        self.forget_moved()
+        self.state.settle()
         if self.buffers:
             self.buffers = [(buffers, before) for buffers, before in self.buffers if _versions(buffers) != before]
 
@@ -122,16 +127,18 @@ class Segment(SavedTensors):
 
         def pack(x: Tensor) -> Tensor:
             if run.count < len(self.checksums):
-                wrong.append(self.checksums[run.count] != _checksum(x))
+                with _disable_current_modes():  # a selective policy has a list of the ops that it has seen
+                    wrong.append(self.checksums[run.count] != _checksum(x))
             return run.pack(x)
 
-        buffers = [(buffers, dict(buffers)) for buffers, _ in self.buffers]
+        buffers = [(buffers, dict(buffers.items())) for buffers, _ in self.buffers]
         grad_mode = torch.is_grad_enabled()
         self.state.enter()
         try:
             torch._C._set_grad_enabled(True)
             for module_buffers, before in buffers:
-                module_buffers.update({name: b if b is None else b.clone() for name, b in before.items()})
+                for name, buffer in before.items():
+                    module_buffers[name] = None if buffer is None else buffer.clone()
             _push_hooks(run.pack if self.checksums is None else pack, _identity)
             try:
                 if torch.compiler.is_compiling():  # compiled autograd: the segment ran in eager, and so it shall here
@@ -147,10 +154,11 @@ class Segment(SavedTensors):
             self.drop(key)
             raise
         finally:
-            for module_buffers, before in buffers:
-                module_buffers.update(before)
-            torch._C._set_grad_enabled(grad_mode)
             self.state.exit()
+            torch._C._set_grad_enabled(grad_mode)
+            for module_buffers, before in buffers:
+                for name, buffer in before.items():
+                    module_buffers[name] = buffer
         self.keep_versions()
         if wrong:
             self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
@@ -159,7 +167,8 @@ class Segment(SavedTensors):
         if self.recompute_context is None and self.device_context is None:
             self.function(*args, **kwargs)
         else:
-            with self.recompute_context or _NOTHING, self.device_context or _NOTHING:
+            context, device = (_NOTHING if c is None else c for c in (self.recompute_context, self.device_context))
+            with context, device:
                 self.function(*args, **kwargs)
 
     # -- checks
@@ -167,8 +176,9 @@ class Segment(SavedTensors):
     def refuse_changed_parameters(self) -> None:
         if (found := self.changed()) is not None:
             parameter, now, then = found
+            name = _name_of(parameter, self.function, self.modules)
             raise CheckpointError(
-                f"ckptkern.checkpoint: {_name_of(parameter, self.modules)} of shape {tuple(parameter.shape)} was changed "
+                f"ckptkern.checkpoint: {name} of shape {tuple(parameter.shape)} was changed "
                 f"in place between forward and backward of {_describe(self.function)}: it is at version {now}, forward "
                 f"saw version {then}. Recomputing would give the gradients of another function. Run backward before the "
                 "optimizer's step, or the segment again."
@@ -214,7 +224,7 @@ class Segment(SavedTensors):
                 shape, dtype, device = self.metadata(place)
                 raise CheckpointError(
                     f"ckptkern.checkpoint: {_describe(self.function)} recomputed other values than forward had: the "
-                    f"first tensor that differs is saved tensor {place} of {len(self)}, shape {shape}, {dtype}, on "
+                    f"first tensor that differs is saved tensor {place} of {len(self)}, shape {tuple(shape)}, {dtype}, on "
                     f"{device}; {sum(flags)} of {len(flags)} differ."
                 )
 
@@ -247,39 +257,50 @@ def _device_context():
     return modes[-1] if modes else None
 
 
-def _walk(module: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
-    found.append(module)
-    for child in module._modules.values():
-        if child is not None:
-            _walk(child, found)
-    return found
+def _walk(module: nn.Module, found: dict[int, nn.Module]) -> None:
+    if id(module) not in found:
+        found[id(module)] = module
+        for child in module._modules.values():
+            if child is not None:
+                _walk(child, found)
 
 
-def _modules_of(function) -> list[nn.Module]:
-    """The modules that a function is, is bound to, or closes over, with their children."""
-    found: list[nn.Module] = []
+def _modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(the modules that a call runs for sure, others that it can reach), with their children.
+
+    The first are the function itself, what it is bound to, or the `self` of a decorated method: what they hold is
+    watched for changes. The others are among its arguments, defaults and closure.
+    """
+    own: dict[int, nn.Module] = {}
+    others: dict[int, nn.Module] = {}
+    reachable = [*args, *kwargs.values()]
+    while isinstance(function, functools.partial):
+        reachable += (*function.args, *function.keywords.values())
+        function = function.func
     if isinstance(function, nn.Module):
-        _walk(function, found)
+        _walk(function, own)
     elif isinstance(function, types.MethodType):
-        found += _modules_of(function.__self__)
-    elif isinstance(function, functools.partial):
-        for part in (function.func, *function.args, *function.keywords.values()):
-            found += _modules_of(part)
+        if isinstance(function.__self__, nn.Module):
+            _walk(function.__self__, own)
     elif isinstance(function, types.FunctionType):
+        if args and isinstance(args[0], nn.Module):
+            _walk(args[0], own)
+        reachable += function.__defaults__ or ()
         for cell in function.__closure__ or ():
             try:
-                value = cell.cell_contents
+                reachable.append(cell.cell_contents)
             except ValueError:  # not filled yet
                 continue
-            for part in value if type(value) in (list, tuple) else (value,):
-                if isinstance(part, nn.Module):
-                    _walk(part, found)
-    return found
+    for value in reachable:
+        for part in value if type(value) in (list, tuple) else (value,):
+            if isinstance(part, nn.Module) and id(part) not in own:
+                _walk(part, others)
+    return list(own.values()), list(others.values())
 
 
-def _versions(buffers: dict[str, Tensor | None]) -> list[int]:
-    """batch_norm bumps no version of its running statistics; its counter's version tells for the whole module."""
-    return [b._version for b in buffers.values() if b is not None and not b.is_inference()]
+def _versions(buffers) -> list[tuple[int, int]]:
+    """(identity, version) of each. batch_norm bumps none for its running statistics: its counter tells for them."""
+    return [(id(b), 0 if is_lazy(b) or b.is_inference() else b._version) for b in buffers.values() if b is not None]
 
 
 def _describe(function) -> str:
@@ -290,9 +311,9 @@ def _describe(function) -> str:
     return f"the segment {getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def _name_of(parameter: Tensor, modules: list[nn.Module]) -> str:
+def _name_of(parameter: Tensor, function, modules: list[nn.Module]) -> str:
     """Looked for only when there is an error to write."""
-    for module in modules:
+    for module in (*modules, *_modules_of(function, (), {})[1]):
         for name, candidate in module.named_parameters():
             if candidate is parameter:
                 return f"the parameter {name!r}"
@@ -307,6 +328,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
+@_disable_current_modes()
 def _checksum(x: Tensor) -> Tensor:
     """int64 scalar on x's device: sum of (element's bits + 1) * (2 place + 1) modulo 2**64, without a host read.
 
@@ -349,9 +371,12 @@ def checkpoint(
     show the operators of both runs. early_stop: end the recompute at the last tensor that backward needs.
     torch's `set_checkpoint_early_stop`, `set_checkpoint_debug_enabled` and `GraphExecGroup` apply here too.
 
-    A parameter that was changed in place between forward and backward is an error that names it. Buffers that the
-    modules in `function` change in forward (running statistics) are not changed again. Inside, ckptkern's own layers
-    run at recompute="none". Under torch.compile this is torch.utils.checkpoint.
+    A parameter that was changed in place between forward and backward is an error that names it: of the module that
+    `function` is, is bound to or takes as `self`, and whatever parameter autograd saves. Changes through ``.data`` move
+    no version and are not seen; what forward itself changes is not watched. Buffers that forward changes (running
+    statistics) in these modules, and in those among arguments, defaults and closure, are not changed again; a forward
+    that reads a buffer which it updates is rebuilt from the updated value. Inside, ckptkern's own layers run at
+    recompute="none". Under torch.compile this is torch.utils.checkpoint.
 
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` where the
     recompute differs.

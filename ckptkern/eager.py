@@ -83,7 +83,7 @@ def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
 
 def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """x w^T + b for x [M, K], w [N, K], b [N] or None."""
-    return F.linear(x, w, b)
+    return torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
 
 
 def pack_bits(bit: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 def _named(functions) -> tuple[list[str], list[Callable]]:
     if isinstance(functions, nn.Module):
-        pairs = list(functions.named_children())
+        pairs = list(functions._modules.items())  # named_children() leaves out what occurs twice
     else:
         pairs = [(str(i), function) for i, function in enumerate(functions)]
     return [name for name, _ in pairs], [function for _, function in pairs]

@@ -67,6 +67,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("args"),
           py::arg("kwargs"),
           py::arg("preserve_rng_state"))
+      .def("settle", &SegmentState::settle)
       .def("arguments", &SegmentState::arguments)
       .def("enter", &SegmentState::enter)
       .def("exit", &SegmentState::exit);

@@ -1,7 +1,8 @@
 #include "saved_tensors.h"
 
 #include <c10/core/AutogradState.h>
-#include <c10/util/irange.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -34,12 +35,34 @@ struct Owned {
   PyObject* object;
 };
 
+// Shape, dtype, device. Where the shape is Python's business (symbols, subclasses that are ragged), it is a torch.Size.
 struct Metadata {
-  explicit Metadata(const at::Tensor& x) : sizes(x.sizes()), dtype(x.scalar_type()), device(x.device()) {}
+  Metadata(PyObject* object, const at::Tensor& x) : shape(nullptr), dtype(x.scalar_type()), device(x.device()) {
+    const auto* impl = x.unsafeGetTensorImpl();
+    if (impl->is_python_dispatch() || impl->has_symbolic_sizes_strides()) {
+      shape = Owned(PyObject_GetAttrString(object, "shape"));
+      if (shape.object == nullptr) {
+        throw python_error();
+      }
+    } else {
+      sizes = x.sizes();
+    }
+  }
   bool operator==(const Metadata& other) const {
-    return sizes == other.sizes && dtype == other.dtype && device == other.device;
+    if (dtype != other.dtype || device != other.device || (shape.object == nullptr) != (other.shape.object == nullptr)) {
+      return false;
+    }
+    if (shape.object == nullptr) {
+      return sizes == other.sizes;
+    }
+    const int equal = PyObject_RichCompareBool(shape.object, other.shape.object, Py_EQ);
+    if (equal < 0) {
+      throw python_error();
+    }
+    return equal != 0;
   }
   c10::DimVector sizes;
+  Owned shape;
   at::ScalarType dtype;
   at::Device device;
 };
@@ -158,7 +181,7 @@ PyObject* segment_pack(PyObject* self, PyObject* object) {
   auto& m = as<Segment>(self)->m;
   watch_leaf_of(*as<Segment>(self), object, *x);
   if (m.compares) {
-    m.metadata.emplace_back(*x);
+    m.metadata.emplace_back(object, *x);
   }
   auto* stand_in = as<StandIn>(stand_in_type.tp_alloc(&stand_in_type, 0));
   if (stand_in == nullptr) {
@@ -198,6 +221,18 @@ PyObject* segment_changed(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+// After forward: a parameter that forward itself has changed (a clamp, an embedding's max_norm) is not watched.
+PyObject* segment_forget_moved(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto& watched = as<Segment>(self)->m.watched;
+  for (auto i = watched.begin(); i != watched.end();) {
+    const auto impl = i->second.tensor.lock();
+    i = impl && impl->version_counter().current_version() != i->second.version ? watched.erase(i) : std::next(i);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // A recompute that changes a parameter as forward did (a clamp) is no error in the next one.
 PyObject* segment_keep_versions(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
@@ -222,12 +257,10 @@ PyObject* segment_metadata(PyObject* self, PyObject* object) {
     return nullptr;
   }
   const Metadata& metadata = all[place];
-  const Owned shape(PyTuple_New(static_cast<Py_ssize_t>(metadata.sizes.size())));
-  for (const auto i : c10::irange(metadata.sizes.size())) {
-    PyTuple_SET_ITEM(shape.object, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(metadata.sizes[i]));
-  }
-  return Py_BuildValue(
-      "OON", shape.object, torch::getTHPDtype(metadata.dtype), THPDevice_New(metadata.device));
+  pybind11::object shape = metadata.shape.object == nullptr
+      ? pybind11::cast(std::vector<int64_t>(metadata.sizes.begin(), metadata.sizes.end()))
+      : pybind11::reinterpret_borrow<pybind11::object>(metadata.shape.object);
+  return Py_BuildValue("OON", shape.ptr(), torch::getTHPDtype(metadata.dtype), THPDevice_New(metadata.device));
   END_HANDLE_TH_ERRORS
 }
 
@@ -274,6 +307,7 @@ PyMethodDef segment_methods[] = {
     {"pack", segment_pack, METH_O, "x -> its stand-in"},
     {"watch", segment_watch, METH_O, "notes the version of a parameter"},
     {"changed", segment_changed, METH_NOARGS, "(parameter, version now, version in forward) of a changed one, or None"},
+    {"forget_moved", segment_forget_moved, METH_NOARGS, "watches no longer what has changed since it was noted"},
     {"keep_versions", segment_keep_versions, METH_NOARGS, "takes the versions of now for forward's"},
     {"metadata", segment_metadata, METH_O, "place -> (shape, dtype, device)"},
     {"drop", segment_drop, METH_O, "key: lets go of what its recompute has handed out"},
@@ -366,7 +400,7 @@ PyObject* recompute_pack(PyObject* object, PyObject* argument) {
   if (StandIn* stand_in = m.places[place]) {
     Py_INCREF(x.object);
     stand_in->values.emplace_back(self->key, Owned(x.object));
-    if (m.compares && !(m.metadata[place] == Metadata(*given))) {
+    if (m.compares && !(m.metadata[place] == Metadata(argument, *given))) {
       Py_INCREF(x.object);
       self->different.emplace_back(place, Owned(x.object));
     }

@@ -46,6 +46,18 @@ std::vector<GeneratorState> read_states(const std::vector<at::Device>& devices) 
   return states;
 }
 
+// Python's own limit of recursion, for a list that holds itself.
+struct Recursion {
+  Recursion() {
+    if (Py_EnterRecursiveCall(" in the arguments of a segment") != 0) {
+      throw py::error_already_set();
+    }
+  }
+  ~Recursion() {
+    Py_LeaveRecursiveCall();
+  }
+};
+
 // What the segments that this thread is inside of overwrote, outermost first.
 std::vector<std::vector<GeneratorState>>& outer_states() {
   thread_local std::vector<std::vector<GeneratorState>> instance;
@@ -57,18 +69,26 @@ std::vector<std::vector<GeneratorState>>& outer_states() {
 SegmentState::SegmentState(const py::tuple& args, const py::dict& kwargs, bool preserve_rng_state) {
   std::vector<at::Device> devices;
   tensors_.reserve(args.size());
-  args_ = take(args, devices);
-  kwargs_ = take(kwargs, devices);
+  args_ = take(args, devices, 0);
+  kwargs_ = take(kwargs, devices, 0);
   if (preserve_rng_state) {
     generators_ = read_states(devices);
   }
 }
 
-Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices) {
+// depth 0 is the tuple of arguments and the dict of keywords, 1 an argument.
+Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, int depth) {
+  const Recursion recursion;
   Argument argument;
   PyObject* const pointer = value.ptr();
-  if (THPVariable_Check(pointer)) {
-    const at::Tensor& tensor = THPVariable_Unpack(pointer);
+  if (THPVariable_Check(pointer) && !THPVariable_Unpack(pointer).is_inference()) { // autograd saves no inference tensor
+    const at::Tensor tensor = THPVariable_Unpack(pointer);
+    if (depth > 1 && !tensor.requires_grad()) {
+      caches_.push_back(Cache{
+          tensors_.size(),
+          c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+          static_cast<uint32_t>(tensor._version())});
+    }
     argument.kind = Argument::Kind::tensor;
     argument.tensor = tensors_.size();
     tensors_.emplace_back(tensor, /*is_output=*/false);
@@ -79,8 +99,9 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices) 
     return argument;
   }
   const auto children = [&](const auto& sequence) {
-    for (py::handle child : sequence) {
-      argument.children.push_back(take(child, devices));
+    for (std::size_t i = 0; i < sequence.size(); ++i) { // saving a tensor may run hooks, and they anything
+      const auto child = py::reinterpret_borrow<py::object>(sequence[i]);
+      argument.children.push_back(take(child, devices, depth + 1));
     }
   };
   if (PyTuple_CheckExact(pointer)) {
@@ -96,16 +117,25 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices) 
   } else if (PyDict_CheckExact(pointer)) {
     argument.kind = Argument::Kind::dict;
     const auto dict = py::reinterpret_borrow<py::dict>(value);
-    py::list keys;
-    for (const auto& item : dict) {
-      keys.append(item.first);
-      argument.children.push_back(take(item.second, devices));
+    const py::list keys(dict);
+    for (const auto key : keys) {
+      const auto child = py::reinterpret_borrow<py::object>(dict[key]);
+      argument.children.push_back(take(child, devices, depth + 1));
     }
     argument.object = keys;
   } else {
     argument.object = py::reinterpret_borrow<py::object>(value);
   }
   return argument;
+}
+
+void SegmentState::settle() {
+  for (const auto& cache : caches_) {
+    const auto impl = cache.impl.lock();
+    if (impl && impl->version_counter().current_version() != cache.version) {
+      tensors_[cache.tensor] = torch::autograd::SavedVariable(at::Tensor(impl), /*is_output=*/false);
+    }
+  }
 }
 
 py::object SegmentState::give(const Argument& argument) const {
@@ -151,9 +181,14 @@ void SegmentState::enter() const {
       outer.push_back({saved.generator, read_state(saved.generator)});
     }
     outer_states().push_back(std::move(outer));
-    std::for_each(generators_.begin(), generators_.end(), write_state);
   } catch (...) {
     precision_.exit();
+    throw;
+  }
+  try {
+    std::for_each(generators_.begin(), generators_.end(), write_state);
+  } catch (...) {
+    exit();
     throw;
   }
 }

@@ -34,6 +34,9 @@ class SegmentState {
  public:
   SegmentState(const pybind11::tuple& args, const pybind11::dict& kwargs, bool preserve_rng_state);
 
+  // After forward: what forward itself wrote into a nested tensor that needs no gradient (a cache) is no error.
+  void settle();
+
   // (args, kwargs) as they were given. Runs unpack hooks, and so a parent segment's recompute.
   pybind11::tuple arguments() const;
 
@@ -41,11 +44,18 @@ class SegmentState {
   void exit() const;
 
  private:
-  Argument take(pybind11::handle value, std::vector<at::Device>& devices);
+  Argument take(pybind11::handle value, std::vector<at::Device>& devices, int depth);
   pybind11::object give(const Argument& argument) const;
 
   Precision precision_;
+  struct Cache {
+    std::size_t tensor; // place among the saved tensors
+    c10::weak_intrusive_ptr<c10::TensorImpl> impl;
+    uint32_t version;
+  };
+
   std::vector<torch::autograd::SavedVariable> tensors_;
+  std::vector<Cache> caches_;
   Argument args_;
   Argument kwargs_;
   std::vector<GeneratorState> generators_;

@@ -174,6 +174,41 @@ def test_containers_may_change_after_forward():
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
 
 
+def test_arguments_that_autograd_cannot_save():
+    """Inference tensors, and caches that forward itself writes."""
+    x = torch.randn(3, requires_grad=True)
+    with torch.inference_mode():
+        mask = torch.ones(3)
+    checkpoint(lambda x, d: (x.sin() + d["mask"]).exp(), x, {"mask": mask}).sum().backward()
+    checkpoint(lambda x, mask: (x.sin() + mask).exp(), x, mask=mask).sum().backward()
+
+    def write(x, caches):
+        with torch.no_grad():
+            caches[0].copy_(x)
+        return x.sin().exp()
+
+    y = checkpoint(write, x, [torch.zeros(3)])
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_a_list_that_holds_itself():
+    items: list = []
+    items.append(items)
+    with pytest.raises(RecursionError):
+        checkpoint(lambda x, items: x.sin(), torch.randn(3, requires_grad=True), items)
+
+
+def test_ragged_nested_tensors():
+    layer = nn.Linear(4, 4)
+    parts = [torch.randn(n, 4) for n in (2, 5)]
+    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    checkpoint(lambda t: layer(t).sin().exp(), ragged).values().sum().backward()
+    mine = layer.weight.grad.clone()
+    layer.zero_grad()
+    layer(torch.cat(parts)).sin().exp().sum().backward()
+    torch.testing.assert_close(mine, layer.weight.grad)
+
+
 @pytest.mark.parametrize("frozen", ["input", "all but a bias", "everything"])
 def test_frozen(frozen):
     """Pitfall 23."""
@@ -628,8 +663,25 @@ def test_a_forward_that_changes_its_own_parameter():
     assert torch.equal(first, torch.autograd.grad(y, x)[0])
 
 
+class Decorated(nn.Sequential):
+    @checkpointed
+    def forward(self, x):
+        return super().forward(x)
+
+
+STATISTICS = {
+    "module": checkpoint,
+    "lambda": lambda model, x: checkpoint(lambda x: model(x), x),
+    "default": lambda model, x: checkpoint(lambda x, run=model: run(x), x),
+    "argument": lambda model, x: checkpoint(lambda run, x: run(x), model, x),
+    "keyword": lambda model, x: checkpoint(lambda x, run: run(x), x, run=model),
+    "partial": lambda model, x: checkpoint(functools.partial(lambda run, x: run(x), model), x),
+    "decorator": lambda model, x: Decorated(*model)(x),
+}
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("given", ["module", "lambda"])
+@pytest.mark.parametrize("given", STATISTICS)
 def test_running_statistics_are_updated_once(given, momentum):
     """Pitfall 31, pytorch#96136."""
 
@@ -641,11 +693,126 @@ def test_running_statistics_are_updated_once(given, momentum):
             wrap(model, x).square().sum().backward()
         return [*model.state_dict().values(), *(p.grad for p in model.parameters()), x.grad]
 
-    ours = checkpoint if given == "module" else lambda model, x: checkpoint(lambda x: model(x), x)
     plain = run(lambda model, x: model(x))
     assert int(plain[6]) == 3  # num_batches_tracked
-    for mine, expected in zip(run(ours), plain, strict=True):
+    for mine, expected in zip(run(STATISTICS[given]), plain, strict=True):
         assert torch.equal(mine, expected)
+
+
+def test_a_buffer_that_forward_replaces():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return x.sin().exp()
+
+    module = Counting()
+    checkpoint(module, torch.randn(3, requires_grad=True)).sum().backward()
+    assert int(module.calls) == 1
+
+
+def test_scripted_and_traced_modules():
+    """Their buffers lie in no dict."""
+    x = torch.randn(5, 8, requires_grad=True)
+    script = torch.jit.script(nn.Linear(8, 8))
+    traced = torch.jit.trace(nn.BatchNorm1d(8), x.detach())
+    model = nn.Sequential(script, traced, nn.Tanh())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mine = torch.autograd.grad(checkpoint(model, x).sum(), script.weight)[0]
+    once = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(before)
+    assert torch.equal(mine, torch.autograd.grad(model(x).sum(), script.weight)[0])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, once[name])
+
+
+def test_lazy_modules():
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh())
+    checkpoint(model, torch.randn(5, 3)).sum().backward()
+    assert model[0].weight.grad.shape == (8, 3)
+    assert int(model[1].num_batches_tracked) == 1
+
+
+def test_a_module_that_holds_itself():
+    model = mlp()
+    model[0]._modules["parent"] = model
+    checkpoint(model[0], torch.randn(3, 8)).sum().backward()
+    del model[0]._modules["parent"]
+
+
+def test_a_parameter_that_the_segment_does_not_use():
+    """A closure over a whole model watches what autograd saves in the segment, and no more."""
+
+    class GAN(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(lambda x: self.generator(x).sin().exp(), x)
+
+    gan = GAN()
+    y = gan(torch.randn(3, 4))
+    with torch.no_grad():
+        gan.critic.weight.mul_(2)
+    y.sum().backward()
+
+
+def test_an_optimizer_that_steps_in_backward():
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    @torch.no_grad()
+    def descend(p):
+        p.sub_(p.grad)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(descend)
+    x = torch.randn(3, 4)
+    for layer in model:
+        x = checkpoint(lambda x, layer=layer: layer(x).sin().exp(), x)
+    x.sum().backward()
+
+
+def test_modules_that_change_their_own_parameters_run_twice_and_nested():
+    embedding = nn.Embedding(10, 4, max_norm=1.0)
+    model, index = nn.Sequential(embedding, nn.Linear(4, 4), nn.Tanh()), torch.arange(5)
+    (checkpoint(model, index) + checkpoint(model, index.flip(0))).sum().backward()
+
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.scale.clamp_(-0.5, 0.5)
+            return (x + self.scale).sin()
+
+    layer, x = Clamped(), torch.randn(3, 4, requires_grad=True)
+    y = checkpoint(lambda x: checkpoint(layer, x.sin()).exp(), x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(layer(x.sin()).exp().sum(), x)[0])
+
+
+def test_values_under_a_selective_policy():
+    """The checksums' own ops are none of the policy's."""
+    x, drift = torch.randn(4, requires_grad=True), [0.0]
+    for ops, changes in (
+        ([torch.ops.aten.exp.default], [0.0]),
+        ([torch.ops.aten.sum.default, torch.ops.aten.mul.Tensor], [0.0, 1e-3]),  # ops of the checksum itself
+    ):
+        policy = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, ops)
+        for change in changes:
+            drift[0] = 0.0
+            y = checkpoint(lambda x: (x.sin() + drift[0]).exp().cos(), x, context_fn=policy, determinism_check="values")
+            drift[0] = change
+            if change:
+                with pytest.raises(CheckpointError, match="recomputed other values"):
+                    y.sum().backward()
+            else:
+                y.sum().backward()
 
 
 def test_values_that_differ_are_found():
@@ -741,6 +908,39 @@ def test_context_managers_of_both_runs():
     assert entered == ["forward", "-forward"]
     y.sum().backward()
     assert entered == ["forward", "-forward", "recompute", "-recompute"]
+
+
+def test_a_context_of_length_zero():
+    entered = []
+
+    class Empty(list):
+        def __enter__(self):
+            entered.append(1)
+
+        def __exit__(self, *_):
+            pass
+
+    x = torch.randn(4, requires_grad=True)
+    checkpoint(lambda x: x.sin().exp(), x, context_fn=lambda: (Empty(), Empty())).sum().backward()
+    assert entered == [1, 1]
+
+
+def test_a_first_result_read_in_recompute():
+    """A backward pass inside the recompute that needs the first run's tensors: the segment recomputes inside itself."""
+    stored, x = [], torch.randn(3, requires_grad=True)
+
+    def function(x):
+        side = x.sin().exp()
+        stored.append(side)
+        if len(stored) == 2:  # its stand-ins are those of the segment that is being recomputed
+            (grad,) = torch.autograd.grad(stored[0].sum(), given, retain_graph=True)
+            assert torch.equal(grad, side.detach() * x.detach().cos())
+        return x.cos().exp()
+
+    given = x
+    y = checkpoint(function, x, early_stop=False)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], -x.cos().exp() * x.sin())
+    assert len(stored) == 3
 
 
 def test_device_context_is_kept():

@@ -191,6 +191,26 @@ def counted(function, calls):
     return call
 
 
+def test_a_layer_that_occurs_twice(x):
+    act = nn.Tanh()
+    model = ckptkern.nn.Sequential(nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH), act, segments="every 1")
+    y = model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), y)
+
+
+def test_inputs_that_are_no_tensors(x):
+    class Both(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    model = ckptkern.nn.Sequential(Both(), nn.Tanh(), segments="every 1")
+    assert torch.equal(model((x, x)), (x + x).tanh())
+    model.segments = "1GiB"
+    with pytest.raises(ValueError, match="needs an input to measure with"):
+        model((x, x))
+
+
 def test_options_reach_the_segments(x):
     model = ckptkern.nn.Sequential(*deep(), segments=3, determinism_check="often")
     with pytest.raises(ValueError, match="determinism_check should be one of"):

@@ -25,11 +25,13 @@ class Sequential(torch.nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(input)
-        device = input.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (self.segments, len(self), tuple(input.shape), input.dtype, input.requires_grad, autocast, self.training)
+        key: tuple = (self.segments, len(self))
+        if isinstance(input, Tensor):
+            device = input.device.type
+            autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            key += (tuple(input.shape), input.dtype, input.requires_grad, autocast, self.training)
         if key not in self._parts:
-            self._parts[key] = sequential.split(self, self.segments, input)
+            self._parts[key] = sequential.split(self, self.segments, input if isinstance(input, Tensor) else None)
         return sequential.run(self, self._parts[key], input, **self.options)
 
     def __getitem__(self, index):
