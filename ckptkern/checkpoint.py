@@ -265,6 +265,9 @@ def _walk(module: nn.Module, found: dict[int, nn.Module]) -> None:
                 _walk(child, found)
 
 
+_NO_MODULES = frozenset((Tensor, Parameter, type(None), bool, int, float, str))
+
+
 def _modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], list[nn.Module]]:
     """(the modules that a call runs for sure, others that it can reach), with their children.
 
@@ -292,6 +295,8 @@ def _modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], l
             except ValueError:  # not filled yet
                 continue
     for value in reachable:
+        if type(value) in _NO_MODULES:
+            continue
         for part in value if type(value) in (list, tuple) else (value,):
             if isinstance(part, nn.Module) and id(part) not in own:
                 _walk(part, others)
