@@ -36,6 +36,7 @@ TILE_KEYS = (
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_S", "BLOCK_HALF", "BLOCK_REST", "WIDTH", "num_warps",
     "num_stages", "SUB",
 )  # fmt: skip
+TRITON = "3.7."  # the compiler that the tiles were chosen with; another one spills here and there
 # Case name -> bytes of stack, of dkdv (or of the forward kernel where the case is one). dkdv with 128 columns at head dims
 # 65..128 on sm_90 is a few registers too large; 64 columns spill nothing, but there both warp groups compute the same
 # columns: twice the products and dropout masks. The forward of 256 has the same choice between 128 rows and 64.

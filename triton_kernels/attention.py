@@ -167,22 +167,6 @@ def _multiples(stride_b, stride_h, stride_s, STEP: tl.constexpr):
 
 
 @triton.jit
-def _slope(slopes_ptr, b, h, stride_slopeb):
-    if slopes_ptr is not None:
-        return tl.load(slopes_ptr + b * stride_slopeb + h)
-    else:
-        return None
-
-
-@triton.jit
-def _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh):
-    if mask_ptr is not None:
-        return mask_ptr + b * stride_maskb + h * stride_maskh
-    else:
-        return None
-
-
-@triton.jit
 def _first_block(plane_base, b, h, H, Sq):
     """Where the plane of (b, h) starts among the mask's blocks of 16 rows (philox.py)."""
     return ((plane_base + b * H + h) * tl.cdiv(Sq, 16)).to(tl.uint32)
@@ -214,8 +198,12 @@ def _attn_fwd_kernel(
     if m0 < Sq_b:
         k_head_ptr = k_ptr + b * stride_kb + h // GROUP * stride_kh + col0 * stride_ks
         v_head_ptr = v_ptr + b * stride_vb + h // GROUP * stride_vh + col0 * stride_vs
-        slope = _slope(slopes_ptr, b, h, stride_slopeb)
-        head_mask_ptr = _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh)
+        slope = slopes_ptr
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+        head_mask_ptr = mask_ptr
+        if mask_ptr is not None:
+            head_mask_ptr = mask_ptr + b * stride_maskb + h * stride_maskh
         first_block = _first_block(plane_base, b, h, H, Sq)
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs, stride_qs, offs_m, Sq_b, D, HEAD_D)
@@ -384,13 +372,18 @@ def _attn_dkdv_kernel(
                 member = (start - lo) // rows
                 h += member
                 start -= member * rows
+            slope = slopes_ptr
+            if slopes_ptr is not None:
+                slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+            head_mask_ptr = mask_ptr
+            if mask_ptr is not None:
+                head_mask_ptr = mask_ptr + b * stride_maskb + h * stride_maskh
             row_values = b * stride_lseb + h * stride_lseh + row0
             dk, dv = _dkdv_step(
                 dk, dv, k, v, q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs,
                 do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, lse_ptr + row_values,
                 delta_ptr + row_values, stride_qs, stride_dos, n0, start, Sq_b, Sk_b, scale,
-                _slope(slopes_ptr, b, h, stride_slopeb), _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh),
-                stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale,
+                slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale,
                 _first_block(plane_base, b, h, H, Sq), D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M,
             )  # fmt: skip
         if state_ptr is not None:
@@ -463,8 +456,12 @@ def _attn_dq_kernel(
     if m0 < Sq_b:
         k_head_ptr = k_ptr + b * stride_kb + h // GROUP * stride_kh + col0 * stride_ks
         v_head_ptr = v_ptr + b * stride_vb + h // GROUP * stride_vh + col0 * stride_vs
-        slope = _slope(slopes_ptr, b, h, stride_slopeb)
-        head_mask_ptr = _mask_at(mask_ptr, b, h, stride_maskb, stride_maskh)
+        slope = slopes_ptr
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+        head_mask_ptr = mask_ptr
+        if mask_ptr is not None:
+            head_mask_ptr = mask_ptr + b * stride_maskb + h * stride_maskh
         first_block = _first_block(plane_base, b, h, H, Sq)
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs, stride_qs, offs_m, Sq_b, D, HEAD_D)

@@ -78,8 +78,8 @@ def keep_scores(
     else:
         row = row[:, None]
         col = col[None, :]
-    base0 = tl.to_tensor(first_col // 4).to(tl.uint32)
-    base1 = (first_block << 3) + tl.to_tensor(first_row // 2).to(tl.uint32)
+    base0 = tl.full((), first_col // 4, tl.uint32)
+    base1 = (first_block << 3) + tl.full((), first_row // 2, tl.uint32)
     c0 = ((col >> 5) << 3) + (col & 7) + (row & 0) + base0
     c1 = ((row >> 4) << 3) + (row & 7) + (col & 0) + base1
     r0, r1, r2, r3 = philox_words(state_ptr, c0, c1)
