@@ -132,10 +132,13 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 def _watched(tensors) -> bool:
     """Does anything see the op besides its body: the compiler, a transform, a mode, the profiler, a tensor subclass?"""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _dispatched(tensors)
+
+
+def _dispatched(tensors) -> bool:
+    """The same where `apply` has ruled out the compiler and transforms."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()
         or not _PLAIN.issuperset(map(type, tensors))
     )
@@ -316,7 +319,9 @@ def build(segment: type[Segment]):
         @staticmethod
         def forward(ctx, statics, *tensors):
             arguments = segment.arguments(tensors)
-            results = fwd(*arguments, *statics) if _watched(tensors) else _direct(segment.forward, *arguments, *statics)
+            results = (
+                fwd(*arguments, *statics) if _dispatched(tensors) else _direct(segment.forward, *arguments, *statics)
+            )
             outputs = segment.flat(results)
             ctx.needs = sum([need << i for i, need in enumerate(ctx.needs_input_grad[1:])])
             ctx.statics = statics
@@ -384,7 +389,10 @@ def build(segment: type[Segment]):
                 return segment.flat(fwd(*segment.arguments(tensors), *for_inference(statics)))[0]
             return Functional.apply(needs, *statics, *_distinct(tensors))[0]
         tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
-        if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        for t in tensors if torch.is_grad_enabled() else ():
+            if t is not None and t.requires_grad:
+                break
+        else:
             statics = for_inference(statics)
         return apply_eager(statics, *tensors)
 
