@@ -155,7 +155,7 @@ def interleaved(
                     continue
                 try:
                     takes[name] = clock(step, index)
-                except Exception as error:
+                except Exception as error:  # it is the way's result, reported in its row
                     errors[name] = error
             if cuda:
                 torch.cuda.synchronize()

@@ -771,8 +771,8 @@ def test_an_optimizer_that_steps_in_backward():
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(descend)
     x = torch.randn(3, 4)
-    for layer in model:
-        x = checkpoint(lambda x, layer=layer: layer(x).sin().exp(), x)
+    for i in range(3):
+        x = checkpoint(lambda x, i=i: model[i](x).sin().exp(), x)
     x.sum().backward()
 
 
