@@ -364,6 +364,19 @@ def _sdpa_flash(model: nn.Module, x: Tensor) -> Function:
     return function
 
 
+def _own_core(ours: Callable[[nn.Module, str], Function], model: nn.Module, x: Tensor) -> Function:
+    """Ours at "selective" with Triton kernels alone, where the table prefers torch's own kernel for attention's core."""
+    if not x.is_cuda:
+        raise ImportError("the core is one of several on CUDA only")
+    inner = ours(model, "selective")
+
+    def function(x: Tensor) -> Tensor:
+        with ops.backend("triton"):
+            return inner(x)
+
+    return function
+
+
 _SDPA_FORWARDS = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     for name in ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
@@ -396,6 +409,10 @@ ATTENTION_RIVALS: dict[str, Maker] = {
 }
 
 
+def _with_own_core(ours: Callable[[nn.Module, str], Function]) -> dict[str, Maker]:
+    return ATTENTION_RIVALS | {"ckptkern selective, own core": functools.partial(_own_core, ours)}
+
+
 def _sizes(cuda: Sequence[int], cpu: Sequence[int], cuda_rows: int = TOKENS["cuda"]) -> dict[str, list[Size]]:
     return {"cuda": [Size(d, cuda_rows) for d in cuda], "cpu": [Size(d, TOKENS["cpu"]) for d in cpu]}
 
@@ -418,14 +435,14 @@ _SEQUENCE_SIZES = {
 
 def _attention_case(name: str, priority: int, **options) -> Case:
     return Case(
-        name, lambda d: Attention(d, **options), _attention, _SEQUENCE_SIZES, priority, rivals=ATTENTION_RIVALS,
-        drops="dropout_p" in options,
+        name, lambda d: Attention(d, **options), _attention, _SEQUENCE_SIZES, priority, drops="dropout_p" in options,
+        rivals=ATTENTION_RIVALS if "dropout_p" in options else _with_own_core(_attention),
     )  # fmt: skip
 
 
 CASES = [
-    Case("gpt_layer", GPTLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=ATTENTION_RIVALS),
-    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=ATTENTION_RIVALS),
+    Case("gpt_layer", GPTLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=_with_own_core(_layer)),
+    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=_with_own_core(_layer)),
     Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=1),
     Case(
         "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=2,

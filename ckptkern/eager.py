@@ -201,6 +201,7 @@ class AttentionCore(NamedTuple):
     dropout = (state, threshold, scale); window = (left, right), None for no bound; causal is (None, 0).
     cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D], and the window is that of
     rows counted from i = Sk - Sq, so that a sequence's last row lies with its last column.
+    fused: the kernel of torch's own that computes this core on a GPU ("cudnn", "flash"), "" for none.
     """
 
     scale: float
@@ -214,6 +215,7 @@ class AttentionCore(NamedTuple):
     cu_k: Tensor | None = None
     max_q: int = 0
     max_k: int = 0
+    fused: str = ""
 
 
 def empty_heads(q: Tensor) -> Tensor:
@@ -233,7 +235,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, H: int) -> Tensor:
-    """k or v with every head repeated for the query heads that read it."""
+    """k or v with every head repeated, H in all: for the query heads that read it."""
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
 
 
@@ -287,20 +289,82 @@ def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) ->
     return torch.matmul(attention_weights(q, k, core).to(v.dtype), _heads(v, q.shape[1]))
 
 
-def _inner_contiguous(x: Tensor) -> Tensor:
-    """aten's flash attention for the CPU takes an inner stride of 1 for granted, and gives wrong numbers for another."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+class FusedAttention(NamedTuple):
+    """An attention kernel of torch's own, without dropout, with causal's mask alone.
+
+    forward: q, k, v, causal, scale -> o, lse. backward: do, q, k, v, o, lse [B, H, Sq], causal, scale -> dq, dk, dv.
+    """
+
+    forward: Callable[..., tuple]
+    backward: Callable[..., tuple]
+    grouped: bool  # fewer heads of k and v than of q, without repeating them
 
 
-def flash_covers(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
-    """Does aten's flash attention for the CPU compute this core? It returns o and lse, and its backward takes them."""
-    return (
+def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
+    no_dropout = lse.new_empty((), dtype=torch.int64)
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse.unsqueeze(-1), no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+
+
+def _flash_bwd(do, q, k, v, o, lse, causal, scale):
+    no_dropout = lse.new_empty(2, dtype=torch.uint64)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout, scale=scale
+    )
+
+
+def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
+
+
+FUSED = {
+    "cudnn": FusedAttention(
+        lambda q, k, v, causal, scale: _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )[:2],
+        _cudnn_bwd,
+        True,
+    ),
+    "flash": FusedAttention(
+        lambda q, k, v, causal, scale: _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2],
+        _flash_bwd,
+        True,
+    ),
+    "cpu": FusedAttention(
+        lambda q, k, v, causal, scale: _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        ),
+        _cpu_bwd,
+        False,
+    ),
+}
+
+
+def fused_kernel(q: Tensor, k: Tensor, core: AttentionCore) -> str:
+    """The kernel of torch's own that computes this core from q, k, v, and its gradients from o and lse: of FUSED, or ""."""
+    if core.fused:
+        return core.fused
+    covered = (
         q.device.type == "cpu"
         and q.dtype != torch.float16 and core.cu_q is None
         and core.mask is None and core.slopes is None and core.dropout[0] is None
         and core.window in ((None, None), (None, 0))
         and 0 not in (*q.shape, *k.shape)
     )  # fmt: skip
+    return "cpu" if covered else ""
+
+
+def readable(x: Tensor) -> bool:
+    """Does x lie as torch's kernels take for granted? Inner stride 1 (for another they give wrong numbers) and, on a GPU,
+    rows that begin at multiples of 16 bytes."""
+    step = 16 // x.element_size() if x.is_cuda else 1
+    return x.stride(-1) == 1 and not any(n % step for n in (*x.stride()[:-1], x.storage_offset()))
+
+
+def _as_readable(x: Tensor) -> Tensor:
+    return x if readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _spans(cu: Tensor, longest: int) -> list[slice]:
@@ -358,12 +422,13 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
             o, lse = _packed(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v))
             return o, lse, None
         return _packed(lambda q, do, k, v, c: attn_fwd(q, k, v, c, do=do), core, (q, do), (k, v))
-    if flash_covers(q, k, core):
-        H = q.shape[1]
-        o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(_inner_contiguous, (q, _heads(k, H), _heads(v, H))), 0.0, core.window[1] is not None, scale=core.scale
+    fused = fused_kernel(q, k, core)
+    if fused:
+        H = k.shape[1] if FUSED[fused].grouped else q.shape[1]
+        o, lse = FUSED[fused].forward(
+            *map(_as_readable, (q, _heads(k, H), _heads(v, H))), core.window[1] is not None, core.scale
         )
-        lse = lse.contiguous()  # aten lays it out as [B, S, H]
+        lse = lse.reshape(q.shape[:3]).contiguous()  # aten lays it out as [B, S, H] on a CPU, cuDNN as [B, H, S, 1]
     else:
         s = attention_scores(q, k, core)
         lse = torch.logsumexp(s, -1)
@@ -380,7 +445,7 @@ def attn_delta(o, do, core: AttentionCore):
 
 
 def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, o=None):
-    """`o` lets aten's flash backward serve on the CPU; without it gradients are formed from lse and delta."""
+    """`o` lets torch's own kernel serve where there is one; without it gradients are formed from lse and delta."""
     if core.cu_q is not None:
 
         def one(q, do, lse, delta, k, v, own):
@@ -388,13 +453,14 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
 
         return _packed(one, core, (q, do, lse, delta), (k, v), key_results=2)
     H, H_kv = q.shape[1], k.shape[1]
-    if o is not None and flash_covers(q, k, core):
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_inner_contiguous, (do, q, _heads(k, H), _heads(v, H), o)),
+    fused = "" if o is None else fused_kernel(q, k, core)
+    if fused:
+        heads = H_kv if FUSED[fused].grouped else H
+        dq, dk, dv = FUSED[fused].backward(
+            *map(_as_readable, (do, q, _heads(k, heads), _heads(v, heads), o)),
             lse,
-            0.0,
             core.window[1] is not None,
-            scale=core.scale,
+            core.scale,
         )
     else:
         p = _probabilities(attention_scores(q, k, core), lse)
@@ -407,6 +473,6 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
         dq = (torch.matmul(ds, _wide(_heads(k, H))) * core.scale).to(q.dtype) if need_dq else None
         dk = torch.matmul(ds.transpose(-1, -2), _wide(q)) * core.scale
         dv = torch.matmul(dropped.transpose(-1, -2), _wide(do))
-    if H_kv != H:
+    if dk.shape[1] != H_kv:
         dk, dv = (x.unflatten(1, (H_kv, H // H_kv)).sum(2) for x in (dk, dv))
     return (dq if need_dq else None), *((dk.to(k.dtype), dv.to(v.dtype)) if need_dkv else (None, None))

@@ -125,6 +125,7 @@ def _compiler(library: Path) -> str:
 @_or_missing
 def _backends() -> dict[str, str]:
     from .ops import _common as ops
+    from .ops import attention
 
     answer = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
     for device in ("cpu", "cuda"):
@@ -137,6 +138,11 @@ def _backends() -> dict[str, str]:
                 ops.choose_backend("env", torch.empty(0, device=device))
         except RuntimeError as error:  # "env: backend('triton') was asked for, but ..."
             answer[device] = f"{answer.get(device, 'none')} ({str(error).partition('but ')[2]})"
+    if torch.cuda.is_available():
+        heads = (1, 1, 128, 128)
+        x = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+        core = attention.fused_core(ops.choose_backend("env", x), x, x.dtype, heads, heads, -1, 0)
+        answer["causal attention of bfloat16 heads of 128"] = core or "the backend's own"
     return answer
 
 

@@ -117,6 +117,11 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     return "eager"
 
 
+def kernels_alone() -> bool:
+    """Is it backend("triton"), which lets nothing stand in for our kernels?"""
+    return _choice.backend == "triton"
+
+
 def primitives(name: str) -> ModuleType:
     """The functions that the ops are written in: `ckptkern.eager`, or the launchers of the same names."""
     if name == "eager":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import eager
 from ._common import (
@@ -18,6 +22,7 @@ from ._common import (
     draw_state,
     dropout_arguments,
     head_dim_not_covered,
+    kernels_alone,
     matmul_precision,
     primitives,
 )  # fmt: skip
@@ -28,13 +33,94 @@ Q, K, V = range(3)
 
 def core_of(
     scale, precision, left, right, mask=None, slopes=None, rng=None, dropout_p=0.0, cu_q=None, cu_k=None, max_q=0,
-    max_k=0,
+    max_k=0, fused="",
 ) -> eager.AttentionCore:  # fmt: skip
     """The core from an op's flat arguments; a bound of -1 is none."""
     window = (None if left < 0 else left, None if right < 0 else right)
     return eager.AttentionCore(
-        scale, precision, window, mask, slopes, dropout_arguments(rng, dropout_p), 0, cu_q, cu_k, max_q, max_k
+        scale, precision, window, mask, slopes, dropout_arguments(rng, dropout_p), 0, cu_q, cu_k, max_q, max_k, fused
     )
+
+
+# -- whose kernel the core is -----------------------------------------------------------------------------------------
+
+# compute capability -> torch's own kernel where that is measured faster than kernels in Triton, for these head dims. Nobody has
+# measured ours yet; the figures are others', and a run of benchmarks/ overrules them. H100, heads of 128, TFLOP/s: cuDNN
+# 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100: FlexAttention, in Triton,
+# reaches 90 % of flash attention in forward and 85 % in backward (its authors). Of other cards nothing is known: ours.
+FUSED_CORES = {(9, 0): "cudnn", (8, 0): "flash"}
+FUSED_HEAD_DIMS = range(64, 129, 8)
+
+
+@functools.cache
+def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> bool:
+    """Does torch's own rule let `kernel` serve such heads on this device, with this build and this cuDNN?"""
+    with _disable_current_modes():  # no fake tensors: what is asked for is the device
+        q, k = (
+            torch.empty((1, heads, 128, D), dtype=dtype, device=torch.device("cuda", index), requires_grad=True)
+            for heads in (2, 1 if grouped else 2)
+        )
+        asked = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, causal, grouped)
+        return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(asked)
+
+
+def _constant_fused(index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> str:
+    kernel = FUSED_CORES.get(torch.cuda.get_device_capability(index))
+    if kernel is None or not getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")():
+        return ""
+    return kernel if _accepts(kernel, index, dtype, D, causal, grouped) else ""
+
+
+_constant_fused._dynamo_marked_constant = True  # as in _common: called, not traced
+
+
+def fused_core(
+    backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int, right: int,
+    *others: Tensor | None,
+) -> str:  # fmt: skip
+    """torch's own kernel as the core of attention of q [B, H, Sq, D] by k [B, H_kv, Sk, D], or "" for the backend's.
+
+    others: mask, slopes, random state, cu_seqlens; with any of them the core is the backend's. So it is under
+    deterministic algorithms, under backend("triton"), and where torch.backends.cuda has the kernel disabled. Both keep o and
+    lse, so the choice shows in no saved set.
+    """
+    H, Sq, D = q_shape[1:]
+    head_dim = next((n for n in FUSED_HEAD_DIMS if n == D), 0)  # a number, where torch.compile has a symbol for D
+    if (
+        backend != "triton" or not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
+        or not head_dim or any(other is not None for other in others)
+        or left >= 0 or right > 0 or (right == 0 and Sq != k_shape[2])
+        or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
+        or torch.are_deterministic_algorithms_enabled()
+    ):  # fmt: skip
+        return ""
+    grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
+    return _constant_fused(x.device.index, dtype, head_dim, right == 0, grouped)
+
+
+def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
+    """(o, lse, delta) of the core; delta where `do` is given and the core's backward reads it. p: the backend's module."""
+    p = eager if core.fused else p
+    wants_delta = do is not None and not (p is eager and eager.fused_kernel(q, k, core))
+    o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta else None)
+    return eager.as_heads(o), lse, delta
+
+
+def attention_grads(
+    p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, out=(None,) * 3
+) -> tuple:  # fmt: skip
+    """(dq, dk, dv) from o and lse, by the core's own way.
+
+    out: where the backend may write them, and only it does: torch's kernels make new ones. delta: of `attend`, if at hand.
+    """
+    p = eager if core.fused else p
+    if p is eager:
+        if delta is None and not eager.fused_kernel(q, k, core):
+            delta = eager.attn_delta(o, do, core)
+        return eager.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, o=o)
+    delta = p.attn_delta(o, do, core) if delta is None else delta
+    dq, dk, dv = out
+    return p.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, dq=dq, dk=dk, dv=dv)
 
 
 class Attention(Segment):
@@ -44,25 +130,26 @@ class Attention(Segment):
     )
     kept = "Tensor? out, Tensor? lse"
     statics = (
-        "float dropout_p, float scale, int left, int right, SymInt max_q, SymInt max_k, str backend, str precision"
+        "float dropout_p, float scale, int left, int right, SymInt max_q, SymInt max_k, str backend, str precision, "
+        "str fused"
     )
     results = "(Tensor out, Tensor lse)"
     grads = "Tensor[]"
     constants = frozenset(range(3, 8))  # a mask or slopes that train go through PyTorch ops
 
     @staticmethod
-    def _core(mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision):
-        return core_of(scale, precision, left, right, mask, slopes, rng, dropout_p, cu_q, cu_k, max_q, max_k)
+    def _core(mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision, fused=""):
+        return core_of(scale, precision, left, right, mask, slopes, rng, dropout_p, cu_q, cu_k, max_q, max_k, fused)
 
     @staticmethod
     def forward(
-        q, k, v, mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, backend, precision
+        q, k, v, mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, backend, precision, fused
     ):
         core = Attention._core(
-            mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision
-        )  # fmt: skip
-        out, lse, _ = primitives(backend).attn_fwd(q, k, v, core)
-        return eager.as_heads(out), lse
+            mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision, fused
+        )
+        out, lse, _ = attend(primitives(backend), q, k, v, core)
+        return out, lse
 
     @staticmethod
     def forward_fake(q, k, v, *others):
@@ -75,15 +162,15 @@ class Attention(Segment):
     @staticmethod
     def backward(
         do, q, k, v, mask, slopes, rng, cu_q, cu_k, out, lse, dropout_p, scale, left, right, max_q, max_k, backend,
-        precision, needs,
+        precision, fused, needs,
     ):  # fmt: skip
-        p = primitives(backend)
         core = Attention._core(
-            mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision
-        )  # fmt: skip
-        grads = attention_grads(
-            p, q, k, v, do, out, lse, core, need_dq=needed(needs, Q), need_dkv=needed(needs, K) or needed(needs, V)
+            mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision, fused
         )
+        grads = attention_grads(
+            primitives(backend), q, k, v, do, out, lse, core, need_dq=needed(needs, Q),
+            need_dkv=needed(needs, K) or needed(needs, V),
+        )  # fmt: skip
         return [
             eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)
         ] + [None for _ in range(5)]  # fmt: skip
@@ -108,14 +195,6 @@ class Attention(Segment):
     def backward_flops(do, q, k, v, *others, out_val=None):
         needs = others[-1]
         return attention_flops(q.shape, k.shape, 5 if needs & 0b111 == 0b111 else 3 if needs & 0b110 == 0 else 4)
-
-
-def attention_grads(p, q, k, v, do, out, lse, core, *, need_dq=True, need_dkv=True):
-    """(dq, dk, dv) from a kept o and lse, by the backend's quickest way."""
-    if p is eager:
-        delta = None if eager.flash_covers(q, k, core) else eager.attn_delta(out, do, core)
-        return eager.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, o=out)
-    return p.attn_bwd(q, k, v, do, lse, p.attn_delta(out, do, core), core, need_dq=need_dq, need_dkv=need_dkv)
 
 
 def attention_flops(q_shape, k_shape, products: int) -> int:
@@ -236,7 +315,10 @@ def scaled_dot_product_attention(
         core = core_of(scale, "ieee", left, right, attn_mask, slopes, rng, dropout_p)
         out = eager.attention_composite(query, key, value, core)
     else:
-        statics = (float(dropout_p), float(scale), left, right, 0, 0, backend, matmul_precision(query))
+        fused = fused_core(
+            backend, query, query.dtype, query.shape, key.shape, left, right, attn_mask, slopes, rng
+        )  # fmt: skip
+        statics = (float(dropout_p), float(scale), left, right, 0, 0, backend, matmul_precision(query), fused)
         out = _apply(statics, query, key, value, attn_mask, slopes, rng, None, None)
     out = out[..., :D_v] if D_v != D else out
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
@@ -339,6 +421,6 @@ def varlen_attn(
     right = 0 if is_causal else right
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     backend = choose_backend(op, query, head_dim_not_covered(D))
-    statics = (0.0, float(scale), left, right, max_q, max_k, backend, matmul_precision(query))
+    statics = (0.0, float(scale), left, right, max_q, max_k, backend, matmul_precision(query), "")
     packed = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     return _apply(statics, *packed, None, None, None, cu_seq_q, cu_seq_k).squeeze(0).transpose(0, 1)

@@ -35,7 +35,7 @@ from ._common import (
     unflattened,
 )  # fmt: skip
 from ._segment import Segment, build, needed
-from .attention import as_mask, attention_flops, check_window, core_of
+from .attention import as_mask, attend, attention_flops, attention_grads, check_window, core_of, fused_core
 
 NORMS = ("layer", "rms")
 
@@ -86,6 +86,7 @@ class AttentionOptions(NamedTuple):
     recompute: str
     backend: str
     precision: str
+    fused: str
     dtype: torch.dtype
 
 
@@ -97,7 +98,7 @@ TENSOR_SCHEMA = (
 OPTION_SCHEMA = (
     "int num_heads, int num_kv_heads, str norm, float norm_eps, bool norm_first, float qk_norm_eps, bool interleaved, "
     "bool mask_hides, int left, int right, SymInt max_len, float scale, float dropout_p, float resid_p, bool residual, "
-    "str recompute, str backend, str precision, ScalarType dtype"
+    "str recompute, str backend, str precision, str fused, ScalarType dtype"
 )
 TENSORS = len(AttentionTensors._fields)
 CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + TENSORS))  # from cos on: no gradient
@@ -142,8 +143,9 @@ def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = 
 def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
     mask = merged_mask(t.mask, t.padding, o.mask_hides)
     return core_of(
-        o.scale, o.precision, o.left, o.right, mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len
-    )
+        o.scale, o.precision, o.left, o.right, mask, t.slopes, t.rng, o.dropout_p, t.cu, t.cu, o.max_len, o.max_len,
+        o.fused,
+    )  # fmt: skip
 
 
 class AttentionHalf:
@@ -231,8 +233,8 @@ class AttentionHalf:
     def attend(self, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
         """(out, lse, qkv): o and lse of the core, and the projections, raw if `keep_raw`."""
         qkv = self.project(self.inputs())
-        out, lse, _ = self.p.attn_fwd(*self.heads(qkv, keep_raw), self.core)
-        return eager.as_heads(out), lse, qkv
+        out, lse, _ = attend(self.p, *self.heads(qkv, keep_raw), self.core)
+        return out, lse, qkv
 
 
 def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
@@ -264,8 +266,7 @@ def attention_half_backward(
         q, k, v = half.heads(raw, keep_raw=qkv is not None or t.q_norm is not None)
     if trailing:
         if out is None:  # the trailing norm's input comes before the gradient that delta is made of
-            out, lse, _ = p.attn_fwd(q, k, v, half.core)
-            out = eager.as_heads(out)
+            out, lse, _ = attend(p, q, k, v, half.core)
         total = half.total(half.branch(out)) if total is None else total
         dy, dweight, dbias = p.norm_bwd(
             dy, total, t.norm_weight, o.norm_eps, o.norm, need_dweight=need("norm_weight"), need_dbias=need("norm_bias")
@@ -276,8 +277,7 @@ def attention_half_backward(
     if inner:
         do = torch.mm(df, half.cast(t.wo)).view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
     if rebuilt and not trailing:
-        out, lse, delta = p.attn_fwd(q, k, v, half.core, do=do)
-        out = eager.as_heads(out)
+        out, lse, delta = attend(p, q, k, v, half.core, do)
     if need("wo"):
         grad = WeightGrad(t.wo.dtype, 1)
         grad.add(df, half.out_rows(out))
@@ -286,23 +286,23 @@ def attention_half_backward(
         grads["bo"] = column_sum(df)
     if inner:
         dqkv = torch.empty_like(raw)
-        dq, dk, dv = half.split(dqkv)
-        if p is eager:
-            delta = None if eager.flash_covers(q, k, half.core) else p.attn_delta(out, do, half.core)
-            made = p.attn_bwd(q, k, v, do, lse, delta, half.core, o=out)
-            for view, grad in zip((dq, dk, dv), made, strict=True):
-                view.copy_(grad.transpose(1, 2))
-        else:
-            delta = p.attn_delta(out, do, half.core) if delta is None else delta
-            views = {name: view.transpose(1, 2) for name, view in (("dq", dq), ("dk", dk), ("dv", dv))}
-            p.attn_bwd(q, k, v, do, lse, delta, half.core, **views)
+        places = half.split(dqkv)
+        heads = [place.transpose(1, 2) for place in places]
+        made = attention_grads(p, q, k, v, do, out, lse, half.core, delta=delta, out=heads)
+        made = [
+            place if grad is view else grad.transpose(1, 2)
+            for grad, view, place in zip(made, heads, places, strict=True)
+        ]
         if t.q_norm is not None or t.cos is not None:
             raw_q, raw_k, _ = half.split(raw)
-            for name, view, raw_heads, weight in (("q_norm", dq, raw_q, t.q_norm), ("k_norm", dk, raw_k, t.k_norm)):
-                _, grads[name] = p.heads_bwd(
-                    view, raw_heads, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=view,
+            for i, (name, raw_heads, weight) in enumerate((("q_norm", raw_q, t.q_norm), ("k_norm", raw_k, t.k_norm))):
+                made[i], grads[name] = p.heads_bwd(
+                    made[i], raw_heads, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=places[i],
                     need_dweight=need(name),
                 )  # fmt: skip
+        for place, grad in zip(places, made, strict=True):
+            if grad is not place:
+                place.copy_(grad)
         dh, start = None, 0
         for (w, _), suffix in zip(weights, "qkv", strict=False):
             part = dqkv[:, start : start + w.shape[0]]
@@ -605,11 +605,15 @@ def gather(
         padding, slopes, cu_seqlens, rng, resid_rng,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
+    backend = choose_backend(op, probe, head_dim_not_covered(D))
+    fused = fused_core(
+        backend, x, dtype, (B, H, S, D), (B, H_kv, S, D), left, right, mask, padding, slopes, rng, cu_seqlens
+    )
     o = AttentionOptions(
         H, H_kv, norm or "", float(norm_eps), bool(norm_first), float(qk_norm_eps), bool(rotary_interleaved),
         bool(mask_hides), left, right,
         max_len, float(D**-0.5 if scale is None else scale), attn_p, resid_p, bool(residual), choose_level(recompute),
-        choose_backend(op, probe, head_dim_not_covered(D)), matmul_precision(probe), dtype,
+        backend, matmul_precision(probe), fused, dtype,
     )  # fmt: skip
     return t, o
 

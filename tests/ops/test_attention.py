@@ -18,9 +18,15 @@ from cases import (
     op_samples,
     output_gradient,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
+from ckptkern import eager
 from ckptkern.memory import kept_tensors
+from ckptkern.ops import attention as attention_op
+from ckptkern.ops._common import primitives
+from ckptkern.ops.attention_block import attention_half, attention_half_backward, fake_results, gather
 
 P = 0.3
 
@@ -420,3 +426,158 @@ def test_varlen_errors(error, message, changes):
     arguments = dict(query=torch.randn(9, 4, 6), key=k, value=k, cu_seq_q=CU_Q, cu_seq_k=CU_K, max_q=5, max_k=6)
     with pytest.raises(error, match=f"varlen_attn: .*{message}"):
         ckptkern.varlen_attn(**arguments | changes)
+
+
+# -- torch's own kernel as the core ---------------------------------------------------------------------------------------
+
+HEADS = (2, 4, 128, 64)
+CALLS = {
+    "plain": ({}, "cudnn"),
+    "causal": ({"right": 0}, "cudnn"),
+    "grouped heads": ({"k_shape": (2, 1, 128, 64)}, "cudnn"),
+    "other lengths": ({"k_shape": (2, 4, 96, 64)}, "cudnn"),
+    "other lengths, causal": ({"k_shape": (2, 4, 96, 64), "right": 0}, ""),
+    "float32": ({"dtype": torch.float32}, ""),
+    "heads of 32": ({"q_shape": (2, 4, 128, 32), "k_shape": (2, 4, 128, 32)}, ""),
+    "heads of 68": ({"q_shape": (2, 4, 128, 68), "k_shape": (2, 4, 128, 68)}, ""),
+    "no rows": ({"q_shape": (2, 4, 0, 64)}, ""),
+    "one row": ({"q_shape": (2, 4, 1, 64)}, ""),
+    "a window": ({"left": 3, "right": 0}, ""),
+    "a mask, slopes or dropout": ({"other": True}, ""),
+    "backend eager": ({"backend": "eager"}, ""),
+    "Ampere": ({"capability": (8, 0)}, "flash"),
+    "Blackwell": ({"capability": (10, 0)}, ""),
+    "refused by torch": ({"accepts": False}, ""),
+}
+
+
+def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat16, left=-1, right=-1, backend="triton",
+                other=None, capability=(9, 0), accepts=True):  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(attention_op, "_accepts", lambda *args: accepts)
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda")
+    return attention_op.fused_core(backend, x, dtype, q_shape, k_shape, left, right, None, other)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_whose_kernel_the_core_is(call, monkeypatch):
+    options, wanted = CALLS[call]
+    assert chosen_core(monkeypatch, **options) == wanted
+
+
+def test_the_core_is_ours_where_torchs_may_not_serve(monkeypatch):
+    """Deterministic algorithms, backend("triton"), a kernel that the user has disabled; and no tensors on a GPU."""
+    with ckptkern.backend("triton"):
+        assert chosen_core(monkeypatch) == ""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert chosen_core(monkeypatch) == ""
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert chosen_core(monkeypatch) == ""
+        assert chosen_core(monkeypatch, capability=(8, 0)) == "flash"
+    assert chosen_core(monkeypatch) == "cudnn"
+    assert attention_op.fused_core("triton", torch.empty(1), torch.bfloat16, HEADS, HEADS, -1, -1) == ""
+
+
+class Calls(TorchDispatchMode):
+    """Names of the ops below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__.removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name):
+        return self.names.count(name)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize("fused", ["cudnn", "flash"])
+def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
+    """With tensors without data: torch's kernels take q, k, v as they lie in the packed projection and give what the op
+    promises; o and lse are kept as ever, and only "full" runs forward's kernel again."""
+    B, S, H, D = 2, 48, 4, 64
+    d = H * D
+    with torch.no_grad():
+        x = torch.empty(B, S, d, device="meta", dtype=torch.bfloat16)
+        weights = [x.new_empty((H + 2 * kv_heads) * D, d), None, x.new_empty(d, d), x.new_empty(d)]
+        with ckptkern.backend("eager"):
+            t, o = gather(
+                "test", x, *weights, H, kv_heads, is_causal=True, residual=True, recompute=level,
+                rotary=tuple(x.new_empty(2, S, D, dtype=torch.float32)) if rotary else None,
+            )  # fmt: skip
+        o = o._replace(fused=fused)
+        with Calls() as forward:
+            y, out, lse, qkv = attention_half(x, t, o)
+        promised = fake_results(x, t, o._replace(recompute="none"))
+        assert [(r.shape, r.dtype, r.stride()) for r in (out, lse, qkv)] == [
+            (r.shape, r.dtype, r.stride()) for r in promised[1:]
+        ]
+        kept = {"none": (out, lse, qkv), "selective": (out, lse, None), "full": (None, None, None)}[level]
+        needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
+        with Calls() as backward:
+            grads = attention_half_backward(torch.empty_like(y), x, t, o, *kept, needs)
+    assert {name: grads[name].shape for name in ("x", "wq", "wo", "bo")} == {
+        "x": x.shape, "wq": weights[0].shape, "wo": weights[2].shape, "bo": weights[3].shape
+    }  # fmt: skip
+    core = f"_scaled_dot_product_{fused}_attention"
+    assert (forward.count(core), forward.count(f"{core}_backward")) == (1, 0)
+    assert (backward.count(core), backward.count(f"{core}_backward")) == (level == "full", 1)
+    unwanted = {"repeat_interleave", "exp", "_softmax"} | (set() if rotary else {"clone"})
+    assert not unwanted & {*forward.names, *backward.names}
+
+
+PACKED = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, v side by side
+
+
+@pytest.mark.parametrize(("strides", "offset", "wanted"), [
+    (PACKED, 0, True), (PACKED, 256, True), (PACKED, 257, False), ((4096, 1024, 64, 1), 0, True),
+    ((4352, 68, 272, 1), 0, False), ((4160, 1040, 65, 1), 0, False), ((4096, 1024, 1, 16), 0, False),
+], ids=str)  # fmt: skip
+def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
+    """On a GPU they begin at multiples of 16 bytes; on a CPU it is enough that a row is one piece."""
+    memory = torch.empty(2 * 16 * 768 + 512, dtype=torch.bfloat16)
+    assert eager.readable(memory.as_strided((2, 4, 16, 64), strides, offset)) == (strides[3] == 1)
+    with FakeTensorMode():
+        on_gpu = torch.empty(memory.shape, dtype=memory.dtype, device="cuda")
+        assert eager.readable(on_gpu.as_strided((2, 4, 16, 64), strides, offset)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [64, 80, 128])
+def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
+    """Each that torch accepts there: o, lse and gradients as exact as our kernels', the same bits in every forward."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, do = (torch.randn(2, 200, 4, D, generator=generator, device="cuda").to(dtype).transpose(1, 2) for _ in range(2))
+    k, v = (
+        torch.randn(2, 200, 2 * kv_heads, D, generator=generator, device="cuda").to(dtype).transpose(1, 2).chunk(2, 1)
+    )
+    core = eager.AttentionCore(D**-0.5, "ieee", (None, 0) if causal else (None, None))
+
+    def run(p, core, q, k, v, do):
+        o, lse, _ = attention_op.attend(p, q, k, v, core)
+        return o, lse, *attention_op.attention_grads(p, q, k, v, do, o, lse, core)
+
+    exact = run(eager, core, *(t.double() for t in (q, k, v, do)))
+    own = run(primitives("triton"), core, q, k, v, do)
+    kernels = [name for name in ("cudnn", "flash") if attention_op._accepts(name, 0, dtype, D, causal, kv_heads != 4)]
+    assert kernels, "torch accepts none of its kernels here"
+    for name in kernels:
+        got = run(eager, core._replace(fused=name), q, k, v, do)
+        for result, ours, reference in zip(got, own, exact, strict=True):
+            error, allowed = ((x.double() - reference).norm() / reference.norm() for x in (result, ours))
+            assert error <= max(2 * allowed, 1e-5), name
+            assert allowed < 0.02
+        for _ in range(10):
+            assert_same(attention_op.attend(eager, q, k, v, core._replace(fused=name))[:2], got[:2])
