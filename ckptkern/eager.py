@@ -300,7 +300,20 @@ class FusedAttention(NamedTuple):
     grouped: bool  # fewer heads of k and v than of q, without repeating them
 
 
+def _as_tokens(x: Tensor) -> Tensor:
+    """Heads [B, H, S, D] with a token's heads beside each other in memory, as projections give them."""
+    return x if x.stride(2) >= x.stride(1) else empty_heads(x).copy_(x)
+
+
+def _cudnn_fwd(q, k, v, causal, scale):
+    q, k, v = map(_as_tokens, (q, k, v))
+    return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+
+
 def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
+    """torch keeps cuDNN's graphs by the layout of q, k and v alone, and finds do and o in a graph's first layout, whatever they
+    have now: so all of ours have one, which is also that of torch's own calls with such q, k and v."""
+    q, k, v, o, do = *map(_as_tokens, (q, k, v)), as_heads(o), as_heads(do)
     no_dropout = lse.new_empty((), dtype=torch.int64)
     return _aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
@@ -321,9 +334,7 @@ def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
 
 FUSED = {
     "cudnn": FusedAttention(
-        lambda q, k, v, causal, scale: _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
-        )[:2],
+        _cudnn_fwd,
         _cudnn_bwd,
         True,
     ),
@@ -358,13 +369,16 @@ def fused_kernel(q: Tensor, k: Tensor, core: AttentionCore) -> str:
 
 def readable(x: Tensor) -> bool:
     """Does x lie as torch's kernels take for granted? Inner stride 1 (for another they give wrong numbers) and, on a GPU,
-    rows that begin at multiples of 16 bytes."""
-    step = 16 // x.element_size() if x.is_cuda else 1
-    return x.stride(-1) == 1 and not any(n % step for n in (*x.stride()[:-1], x.storage_offset()))
+    rows of their own that begin at multiples of 16 bytes."""
+    if not x.is_cuda:
+        return x.stride(-1) == 1
+    step = 16 // x.element_size()
+    outer = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
+    return x.stride(-1) == 1 and all(n and n % step == 0 for n in outer) and x.storage_offset() % step == 0
 
 
 def _as_readable(x: Tensor) -> Tensor:
-    return x if readable(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if readable(x) else empty_heads(x).copy_(x)
 
 
 def _spans(cu: Tensor, longest: int) -> list[slice]:

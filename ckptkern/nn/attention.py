@@ -170,7 +170,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(y, weights or None). weights: [B, L, S] averaged over heads, or [B, H, L, S]; no B where unbatched."""
+        """(y, weights or None). weights: [B, L, S] averaged over heads, or [B, H, L, S]; no B where unbatched.
+
+        is_causal: says that attn_mask is the causal mask, which is then not read where no weights are needed. (torch reads
+        it beside a key_padding_mask: there a wrong hint shows here alone.)
+        """
         if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

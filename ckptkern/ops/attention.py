@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -55,9 +56,13 @@ FUSED_HEAD_DIMS = range(64, 129, 8)
 @functools.cache
 def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> bool:
     """Does torch's own rule let `kernel` serve such heads on this device, with this build and this cuDNN?"""
-    with _disable_current_modes():  # no fake tensors: what is asked for is the device
+    # In this mode torch lays cuDNN's logsumexp out in another way.
+    if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
+        return False
+    # no fake tensors: what is asked for is the device, which torch takes from the current one
+    with _disable_current_modes(), torch.cuda.device(index):
         q, k = (
-            torch.empty((1, heads, 128, D), dtype=dtype, device=torch.device("cuda", index), requires_grad=True)
+            torch.empty((1, heads, 128, D), dtype=dtype, device="cuda", requires_grad=True)
             for heads in (2, 1 if grouped else 2)
         )
         asked = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, causal, grouped)
@@ -81,15 +86,16 @@ def fused_core(
     """torch's own kernel as the core of attention of q [B, H, Sq, D] by k [B, H_kv, Sk, D], or "" for the backend's.
 
     others: mask, slopes, random state, cu_seqlens; with any of them the core is the backend's. So it is under
-    deterministic algorithms, under backend("triton"), and where torch.backends.cuda has the kernel disabled. Both keep o and
-    lse, so the choice shows in no saved set.
+    deterministic algorithms, under backend("triton"), where torch.backends.cuda has the kernel disabled, and where all of a
+    number of keys are seen that is no multiple of 128: cuDNN's backward has given NaN for some (pytorch#196678). Both keep
+    o and lse, so the choice shows in no saved set.
     """
     H, Sq, D = q_shape[1:]
     head_dim = next((n for n in FUSED_HEAD_DIMS if n == D), 0)  # a number, where torch.compile has a symbol for D
     if (
         backend != "triton" or not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
         or not head_dim or any(other is not None for other in others)
-        or left >= 0 or right > 0 or (right == 0 and Sq != k_shape[2])
+        or left >= 0 or right > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
         or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
         or torch.are_deterministic_algorithms_enabled()
     ):  # fmt: skip
@@ -210,7 +216,8 @@ def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int, int
     """(left, right) with -1 for no bound."""
     if window_size is None:
         return -1, -1
-    if len(window_size) != 2 or any(not isinstance(side, int) or side < -1 for side in window_size):
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or any(not isinstance(side, int) or side < -1 for side in window_size):
         raise ValueError(f"{op}: window_size must be (left, right), each -1 (no bound) or >= 0, not {window_size!r}")
     return int(window_size[0]), int(window_size[1])
 
@@ -220,6 +227,8 @@ def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     check_tensor(op, "attn_mask", attn_mask, q, floating=False)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
+    if attn_mask.dtype == torch.float64 != q.dtype:
+        raise TypeError(f"{op}: attn_mask is {attn_mask.dtype}, which no input of {q.dtype} goes with")
     wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
     shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):

@@ -195,8 +195,12 @@ class AttentionHalf:
         return qkv.view(self.B, self.S, H + 2 * H_kv, self.D).split([H, H_kv, H_kv], 2)
 
     def heads(self, qkv: Tensor, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `keep_raw`."""
+        """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `keep_raw`.
+
+        Nor for torch's own core: it may take another way for another layout, and recompute must take forward's.
+        """
         t, o = self.t, self.o
+        keep_raw = keep_raw or bool(o.fused)
         q, k, v = self.split(qkv)
         if t.q_norm is not None or t.cos is not None:
             q, k = (

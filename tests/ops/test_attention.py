@@ -385,6 +385,13 @@ ERRORS = {
     "mask's dtype": (TypeError, "attn_mask must be bool", (Q, Q, Q), {"attn_mask": BOOL.int()}),
     "probability": (ValueError, "dropout probability", (Q, Q, Q), {"dropout_p": 1.5}),
     "window": (ValueError, "window_size must be", (Q, Q, Q), {"window_size": (-2, 0)}),
+    "window of one": (ValueError, "window_size must be", (Q, Q, Q), {"window_size": 3}),
+    "mask of another dtype": (
+        TypeError,
+        "attn_mask is torch.float64",
+        (Q, Q, Q),
+        {"attn_mask": torch.zeros(1, dtype=torch.float64)},
+    ),
     "mask's device": (
         ValueError,
         "input is on cpu but attn_mask is on meta",
@@ -435,8 +442,10 @@ CALLS = {
     "plain": ({}, "cudnn"),
     "causal": ({"right": 0}, "cudnn"),
     "grouped heads": ({"k_shape": (2, 1, 128, 64)}, "cudnn"),
-    "other lengths": ({"k_shape": (2, 4, 96, 64)}, "cudnn"),
-    "other lengths, causal": ({"k_shape": (2, 4, 96, 64), "right": 0}, ""),
+    "other lengths": ({"k_shape": (2, 4, 256, 64)}, "cudnn"),
+    "other lengths, causal": ({"k_shape": (2, 4, 256, 64), "right": 0}, ""),
+    "192 keys": ({"q_shape": (2, 4, 192, 64), "k_shape": (2, 4, 192, 64)}, ""),
+    "192 keys, causal": ({"q_shape": (2, 4, 192, 64), "k_shape": (2, 4, 192, 64), "right": 0}, "cudnn"),
     "float32": ({"dtype": torch.float32}, ""),
     "heads of 32": ({"q_shape": (2, 4, 128, 32), "k_shape": (2, 4, 128, 32)}, ""),
     "heads of 68": ({"q_shape": (2, 4, 128, 68), "k_shape": (2, 4, 128, 68)}, ""),
@@ -541,6 +550,7 @@ PACKED = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, 
 @pytest.mark.parametrize(("strides", "offset", "wanted"), [
     (PACKED, 0, True), (PACKED, 256, True), (PACKED, 257, False), ((4096, 1024, 64, 1), 0, True),
     ((4352, 68, 272, 1), 0, False), ((4160, 1040, 65, 1), 0, False), ((4096, 1024, 1, 16), 0, False),
+    ((0, 1024, 64, 1), 0, False),
 ], ids=str)  # fmt: skip
 def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
     """On a GPU they begin at multiples of 16 bytes; on a CPU it is enough that a row is one piece."""
@@ -551,6 +561,17 @@ def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
         assert eager.readable(on_gpu.as_strided((2, 4, 16, 64), strides, offset)) == wanted
 
 
+def core_run(p, core, q, k, v, do):
+    o, lse, _ = attention_op.attend(p, q, k, v, core)
+    return o, lse, *attention_op.attention_grads(p, q, k, v, do, o, lse, core)
+
+
+def accepted_kernels(dtype, D, causal, grouped):
+    kernels = [name for name in ("cudnn", "flash") if attention_op._accepts(name, 0, dtype, D, causal, grouped)]
+    assert kernels, "torch accepts none of its kernels here"
+    return kernels
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -559,25 +580,57 @@ def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
 def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
     """Each that torch accepts there: o, lse and gradients as exact as our kernels', the same bits in every forward."""
     generator = torch.Generator("cuda").manual_seed(0)
-    q, do = (torch.randn(2, 200, 4, D, generator=generator, device="cuda").to(dtype).transpose(1, 2) for _ in range(2))
-    k, v = (
-        torch.randn(2, 200, 2 * kv_heads, D, generator=generator, device="cuda").to(dtype).transpose(1, 2).chunk(2, 1)
-    )
+    S = 200 if causal else 256
+    q, do = (torch.randn(2, S, 4, D, generator=generator, device="cuda").to(dtype).transpose(1, 2) for _ in range(2))
+    k, v = torch.randn(2, S, 2 * kv_heads, D, generator=generator, device="cuda").to(dtype).transpose(1, 2).chunk(2, 1)
     core = eager.AttentionCore(D**-0.5, "ieee", (None, 0) if causal else (None, None))
 
-    def run(p, core, q, k, v, do):
-        o, lse, _ = attention_op.attend(p, q, k, v, core)
-        return o, lse, *attention_op.attention_grads(p, q, k, v, do, o, lse, core)
-
-    exact = run(eager, core, *(t.double() for t in (q, k, v, do)))
-    own = run(primitives("triton"), core, q, k, v, do)
-    kernels = [name for name in ("cudnn", "flash") if attention_op._accepts(name, 0, dtype, D, causal, kv_heads != 4)]
-    assert kernels, "torch accepts none of its kernels here"
-    for name in kernels:
-        got = run(eager, core._replace(fused=name), q, k, v, do)
+    exact = core_run(eager, core, *(t.double() for t in (q, k, v, do)))
+    own = core_run(primitives("triton"), core, q, k, v, do)
+    for name in accepted_kernels(dtype, D, causal, kv_heads != 4):
+        got = core_run(eager, core._replace(fused=name), q, k, v, do)
         for result, ours, reference in zip(got, own, exact, strict=True):
             error, allowed = ((x.double() - reference).norm() / reference.norm() for x in (result, ours))
             assert error <= max(2 * allowed, 1e-5), name
             assert allowed < 0.02
         for _ in range(10):
             assert_same(attention_op.attend(eager, q, k, v, core._replace(fused=name))[:2], got[:2])
+
+
+@pytest.mark.gpu
+def test_torchs_kernels_on_a_gpu_in_every_layout():
+    """One after another in one process, torch's own call among them: what a layout's plan reads is not what another's wrote."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    plain = torch.randn(4, 2, 4, 256, 64, generator=generator, device="cuda").bfloat16()  # q, k, v, do
+
+    def as_tokens(x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def packed(x):
+        return torch.stack([x.transpose(1, 2)] * 3, 2)[:, :, 1].transpose(1, 2)
+
+    layouts = {"heads": lambda x: x.clone(), "tokens": as_tokens, "packed": packed}
+    core = eager.AttentionCore(0.125, "ieee")
+    for name in accepted_kernels(torch.bfloat16, 64, False, False):
+        for qkv_layout, do_layout in itertools.product(layouts, layouts):
+            leaves = [layouts[qkv_layout](x).requires_grad_() for x in plain[:3]]
+            o = F.scaled_dot_product_attention(*leaves)
+            o.backward(torch.empty_like(o).copy_(plain[3]))  # with another layout torch's own has been wrong
+            got = core_run(
+                eager, core._replace(fused=name), *(x.detach() for x in leaves), layouts[do_layout](plain[3])
+            )
+            for result, reference in zip(got, core_run(eager, core, *plain.double()), strict=True):
+                assert (result.double() - reference).norm() <= 0.02 * reference.norm(), (name, qkv_layout, do_layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("S", [64, 192, 256, 704, 1000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_very_low_scores_on_a_gpu(causal, S):
+    """pytorch#196678: cuDNN's backward gave NaN where a row's logsumexp is below -88.7 and keys do not fill a tile."""
+    q, k, v = (torch.randn(2, S, 4, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(3))
+    with torch.no_grad():
+        q[..., 0], k[..., 0] = 1, -120 * 128**0.5
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    ckptkern.scaled_dot_product_attention(*leaves, is_causal=causal).sum().backward()
+    assert all(t.grad.isfinite().all() for t in leaves)
