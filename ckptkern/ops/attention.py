@@ -341,16 +341,18 @@ def attention_with_weights(
     query [B, H, Sq, D], key and value [B, H, Sk, D] of one dtype -> o [B, H, Sq, D], p [B, H, Sq, Sk].
     In PyTorch ops, whose backward keeps p: no kernel returns it.
     """
+    if autocast_dtype(query) is not None:  # Dynamo traces torch.autocast, not the guard that the ops' bodies run under
+        with torch.autocast(query.device.type, enabled=False):
+            return attention_with_weights(query, key, value, attn_mask, dropout_p)
     op = "attention_with_weights"
     check_probability(op, dropout_p)
     scale = query.shape[-1] ** -0.5
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
-    rng = draw_state(query, dropout_p, True)
     choose_backend(op, query, "the kernels do not return the weights: pass need_weights=False")
+    rng = draw_state(query, dropout_p, True)
     core = core_of(scale, "ieee", -1, -1, mask, None, rng, dropout_p)
-    with torch._C._DisableAutocast():
-        weights = eager.attention_weights(query, key, core).to(query.dtype)
-        return torch.matmul(weights, value), weights
+    weights = eager.attention_weights(query, key, core).to(query.dtype)
+    return torch.matmul(weights, value), weights
 
 
 def _to_four_dims(query, key, value, attn_mask):

@@ -1,7 +1,9 @@
 """nn.MultiheadAttention against torch.nn.MultiheadAttention in float64."""
 
 import copy
+import functools
 import io
+import itertools
 import pickle
 
 import pytest
@@ -335,3 +337,40 @@ def test_from_torch_shares_the_parameters():
     assert (ours.dropout, ours.training, ours.recompute) == (0.5, False, "full")
     with pytest.raises(ValueError, match="recompute must be one of"):
         ckptkern.nn.MultiheadAttention.from_torch(theirs, "all")
+
+
+@pytest.mark.parametrize(
+    ("backend", "source", "weights"),
+    [
+        *itertools.product(["aot_eager"], ["self", "cross"], ["none", "mean", "heads"]),
+        ("inductor", "cross", "mean"),
+    ],
+)
+def test_compiles_without_a_graph_break(backend, source, weights):
+    torch._dynamo.reset()
+    ours, _ = build()
+    inputs = {"query": tokens("seq_first", L)} | ({"key": tokens("seq_first", S)} if source == "cross" else {})
+    masks = {"attn_mask": float_mask(L, S if source == "cross" else L)}
+    masks["key_padding_mask"] = padding_mask("bool", (B,), masks["attn_mask"].shape[1])
+
+    def call(module, query, key=None):
+        key = query if key is None else key
+        return module(query, key, key, **masks, need_weights=weights != "none", average_attn_weights=weights == "mean")
+
+    compiled = torch.compile(functools.partial(call, ours), backend=backend, fullgraph=True)
+    mine, eager = run(ours, lambda m, **inputs: compiled(**inputs), inputs), run(ours, call, inputs)
+    assert list(mine) == list(eager)
+    for name, wanted in eager.items():
+        torch.testing.assert_close(mine[name], wanted, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_compiles_under_autocast():
+    """The weights are computed in the dtype of the scores, in a graph too."""
+    torch._dynamo.reset()
+    ours = ckptkern.nn.MultiheadAttention(E, H)
+    compiled, x = torch.compile(ours, backend="aot_eager", fullgraph=True), torch.randn(L, B, E, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, eager = (run(ours, lambda m, x, call=call: call(x, x, x), {"x": x}) for call in (compiled, ours))
+    for name, wanted in eager.items():
+        assert mine[name].dtype == wanted.dtype, name
+        torch.testing.assert_close(mine[name], wanted)
