@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -34,6 +35,13 @@ def hidden_or_added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, h
         return ~(hidden[0] if len(hidden) == 1 else hidden[0] | hidden[1]) if hidden else None
     total = added[0] if len(added) == 1 else added[0] + added[1]
     return total.masked_fill(hidden[0], -math.inf) if hidden else total
+
+
+def _goes_with(added: torch.dtype, query: Tensor, need_weights: bool) -> bool:
+    """Does torch add a mask of this dtype to this query's scores? With need_weights by baddbmm, else by its sdpa."""
+    if autocast_dtype(query) is not None:  # which casts all but float64
+        return (added == torch.float64) == (query.dtype == torch.float64)
+    return added == query.dtype or (added == torch.float32 and not need_weights)
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -102,10 +110,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        need_weights: bool = False,
     ) -> bool:
-        """Are these dense tensors and masks as forward's docstring has them?"""
+        """Are these dense tensors and masks as forward's docstring has them, in dtypes that torch's own layer takes?"""
         tensors = (query, key, value)
-        if any(t.is_nested or not t.is_floating_point() or t.dim() != query.dim() for t in tensors):
+        if any(not isinstance(t, Tensor) or t.is_nested or t.layout != torch.strided for t in tensors):
+            return False
+        if any(not t.is_floating_point() or t.dim() != query.dim() for t in tensors):
             return False
         if query.dim() not in (2, 3) or key.shape[:-1] != value.shape[:-1]:
             return False
@@ -120,15 +131,25 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return False
         if autocast_dtype(query) is None and any(t.dtype != weight.dtype for t in tensors):
             return False
+        if isinstance(self.dropout_p, (int, float)) and self.dropout_p > 1:
+            return False
         L, S = query.shape[rows], key.shape[rows]
+        added = []  # the dtypes that torch adds together
         for mask, shapes in (
             (key_padding_mask, ((B, S) if batched else (S,),)),
             (attn_mask, ((L, S), (B * self.num_heads, L, S))),
         ):
             if mask is None:
                 continue
-            if mask.shape not in shapes or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            if not isinstance(mask, Tensor) or mask.shape not in shapes:
                 return False
+            if mask.dtype != torch.bool and not mask.is_floating_point():
+                return False
+            added.append(query.dtype if mask.dtype == torch.bool else mask.dtype)
+        if is_causal and not need_weights and key_padding_mask is None:
+            added = []  # the hint stands for attn_mask
+        if added and not _goes_with(functools.reduce(torch.promote_types, added), query, need_weights):
+            return False
         return attn_mask is not None or not is_causal
 
     def one_segment(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None) -> bool:
@@ -175,7 +196,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: says that attn_mask is the causal mask, which is then not read where no weights are needed. (torch reads
         it beside a key_padding_mask: there a wrong hint shows here alone.)
         """
-        if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal):
+        if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal, need_weights):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )

@@ -12,5 +12,7 @@ class Dropout(torch.nn.Dropout):
     """torch.nn.Dropout whose mask is drawn again in backward. `inplace` copies the result back into the input."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.p < 0.0 or self.p > 1.0:
+            return super().forward(input)  # torch's own error
         output = ops.dropout(input, self.p, self.training)
         return input.copy_(output) if self.inplace and output is not input else output

@@ -28,6 +28,11 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     return {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}.get(type(activation))
 
 
+def _drops(*dropouts: torch.nn.Module) -> bool:
+    """Are these plain, with probabilities for p? torch names the one that is none in evaluation too."""
+    return plain(DROPOUT, *dropouts) and not any(one.p < 0.0 or one.p > 1.0 for one in dropouts)
+
+
 def _probability(dropout: torch.nn.Dropout) -> float:
     return dropout.p if dropout.training else 0.0
 
@@ -71,7 +76,7 @@ class _Layer:
             or type(attention).forward is not MultiheadAttention.forward
             or not untouched(attention)
             or not plain(torch.nn.LayerNorm, self.norm1)
-            or not plain(DROPOUT, self.dropout1)
+            or not _drops(self.dropout1)
             or not attention.fits(x, x, x, key_padding_mask, attn_mask, is_causal)
             or not attention.one_segment(x, x, x, key_padding_mask, attn_mask)
         ):  # fmt: skip
@@ -91,7 +96,7 @@ class _Layer:
             or type(self)._ff_block is not self.torch_class._ff_block
             or not plain(torch.nn.LayerNorm, norm)
             or not plain(torch.nn.Linear, self.linear1, self.linear2)
-            or not plain(DROPOUT, self.dropout, dropout)
+            or not _drops(self.dropout, dropout)
         ):
             return None
         return {
@@ -169,10 +174,16 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        if src.is_nested:
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         masks = (src_mask, src_key_padding_mask, is_causal)
+        if not isinstance(src, Tensor) or src.is_nested:
+            return super().forward(src, *masks)
         attention = self._attention_arguments(src, *masks)
+        if (
+            attention is None
+            and isinstance(self.self_attn, MultiheadAttention)
+            and not self.self_attn.fits(src, src, src, src_key_padding_mask, src_mask, is_causal)
+        ):
+            return super().forward(src, *masks)  # whose errors have its own names for the masks
         mlp = self._mlp_arguments(self.norm2, self.dropout2)
         if attention is None or mlp is None:
             return self._mlp_half(self._attention_half(src, attention, *masks), self.norm2, mlp)

@@ -13,6 +13,7 @@ from twins import (
     assert_twins,
     attention_mask,
     bool_mask,
+    causal_mask,
     dropout_is_one_mask,
     float_mask,
     padding_mask,
@@ -206,6 +207,17 @@ def test_nested_tensors_are_for_inference():
         lambda m, x: m(x, x.float(), x.float()),
         lambda m, x: m(x.long(), x.long(), x.long()),
         lambda m, x: m(x.to("meta"), x.to("meta"), x.to("meta")),
+        lambda m, x: m(*[x.to_sparse()] * 3),
+        lambda m, x: m(None, None, None),
+        lambda m, x: m(None, x, x),
+        lambda m, x: m(x, None, x),
+        lambda m, x: m(x, x, "value"),
+        lambda m, x: m(x, x, x, attn_mask=[1]),
+        lambda m, x: m(x, x, x, attn_mask="causal"),
+        lambda m, x: m(x, x, x, key_padding_mask=[1]),
+        lambda m, x: m(x, x, x, attn_mask=torch.zeros(L, L, dtype=torch.float16)),
+        lambda m, x: m(x, x, x, key_padding_mask=torch.zeros(B, L, dtype=torch.float16)),
+        lambda m, x: m(x, x[:-1], x[:-1], attn_mask=torch.zeros(L, L - 1, dtype=torch.bfloat16)),
     ],
 )
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -221,11 +233,51 @@ def test_wrong_input_raises_torchs_error(wrong, need_weights):
     assert call(ours) == call(theirs)
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("masked", ["attn_mask", "key_padding_mask", "both", "hint"])
+@pytest.mark.parametrize("case", ["float32", "float64", "bfloat16", "autocast", "autocast of float64"])
+def test_torch_says_which_dtypes_of_masks_go_together(case, masked, need_weights):
+    dtypes = {"autocast": torch.float32, "autocast of float64": torch.float64}
+    dtype = dtypes[case] if case in dtypes else getattr(torch, case)
+    ours, theirs = (module.to(dtype) for module in build())
+    x = tokens("seq_first", L, grad=False).to(dtype)
+
+    def call(module, mask, padding):
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=case in dtypes):
+                y = module(x, x, x, padding, need_weights, mask, is_causal=masked == "hint")[0]
+        except RuntimeError as error:
+            return str(error)
+        return y.dtype
+
+    kinds, results = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64), set()
+    for one, other in itertools.product(kinds, kinds if masked == "both" else kinds[:1]):
+        mask, padding = causal_mask(L, L), torch.zeros(B, L)
+        mask = (mask < 0 if one == torch.bool else mask.to(one)) if masked != "key_padding_mask" else None
+        padding = padding.to(other if masked == "both" else one) if masked in ("both", "key_padding_mask") else None
+        wanted = call(theirs, mask, padding)
+        assert call(ours, mask, padding) == wanted, (one, other)
+        results.add(type(wanted))
+    assert len(results) == (1 if masked == "hint" and not need_weights else 2)  # some are taken, some are not
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("source", ["self", "cross"])
+def test_a_wrong_probability_raises_torchs_error(source, need_weights):
+    x, messages = tokens("seq_first", L), []
+    for module in build(dropout=2):
+        with pytest.raises((ValueError, RuntimeError), match="dropout probability") as raised:
+            module(x, *[x if source == "self" else x.clone()] * 2, need_weights=need_weights)
+        messages.append((type(raised.value), str(raised.value)))
+        module.eval()(x, x, x)  # nothing is dropped
+    assert messages[0] == messages[1]
+
+
 def test_wrong_constructor_arguments_raise_torchs_error():
-    for args in ((12, 5), (0, 1), (12, 0)):
-        with pytest.raises((AssertionError, ValueError)) as theirs:
+    for args in ((12, 5), (0, 1), (12, 0), (12, -3), (None, 3), (12, "3")):
+        with pytest.raises((AssertionError, ValueError, TypeError)) as theirs:
             torch.nn.MultiheadAttention(*args)
-        with pytest.raises((AssertionError, ValueError)) as ours:
+        with pytest.raises((AssertionError, ValueError, TypeError)) as ours:
             ckptkern.nn.MultiheadAttention(*args)
         assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
 

@@ -215,6 +215,15 @@ def test_inference_equals_torchs(kind):
         torch.testing.assert_close(ours(*args), theirs(*args))
 
 
+def padded(memory, mask):
+    return {"tgt_key_padding_mask" if memory else "src_key_padding_mask": mask}
+
+
+def causal(memory):
+    mask = causal_mask(T, T)
+    return {"tgt_mask": mask, "tgt_is_causal": True} if memory else {"src_mask": mask, "is_causal": True}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -227,6 +236,17 @@ def test_inference_equals_torchs(kind):
         lambda m, x, *memory: m(x, *memory, torch.zeros(T, T, dtype=torch.int64)),
         lambda m, x, *memory: m(x, *[y[:, :1] for y in memory], torch.zeros(B, T, T)),
         lambda m, x, *memory: m(x[:, 0], *[y[..., :-1] for y in memory], torch.zeros(B * H, T, T)),
+        lambda m, x, *memory: m(x.long(), *memory),
+        lambda m, x, *memory: m(None, *memory),
+        lambda m, x, *memory: m([x], *memory),
+        lambda m, x, *memory: m(x, *[None for y in memory], [1]),
+        lambda m, x, *memory: m(x, *memory, torch.zeros(T, T, dtype=torch.float16)),
+        lambda m, x, *memory: m(x.float(), *[y.float() for y in memory], torch.zeros(T, T).double()),
+        lambda m, x, *memory: m(x, *memory, **padded(memory, [1])),
+        lambda m, x, *memory: m(x, *memory, **padded(memory, torch.zeros(B, T + 1, dtype=torch.bool))),
+        lambda m, x, *memory: m(x, *memory, **padded(memory, torch.zeros(B, T, dtype=torch.int64))),
+        lambda m, x, *memory: m(x, *memory, **padded(memory, torch.zeros(B, T, dtype=torch.float16))),
+        lambda m, x, *memory: m(x, *memory, **padded(memory, torch.zeros(B, T, dtype=torch.int64)), **causal(memory)),
     ],
 )
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -238,10 +258,42 @@ def test_wrong_input_raises_torchs_error(kind, norm_first, wrong):
     def call(module):
         with pytest.raises(Exception) as raised:  # noqa: PT011  compared below
             wrong(module, *args)
-        # torch's encoder layer names the masks before its attention does
-        return type(raised.value), str(raised.value).replace("src_mask", "attn_mask")
+        return type(raised.value), str(raised.value)
 
     assert call(pair[0]) == call(pair[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64], ids=str)
+def test_wrong_masks_of_the_memory_raise_torchs_error(dtype):
+    pair, x, memory = build("decoder"), tokens("seq_first", T), tokens("seq_first", S)
+    for masks in (
+        {"memory_mask": torch.zeros(T, S, dtype=dtype)},
+        {"memory_key_padding_mask": torch.zeros(B, S).to(dtype)},
+    ):
+
+        def call(module, masks=masks):
+            try:
+                return module(x, memory, **masks).dtype
+            except (RuntimeError, AssertionError) as error:
+                return type(error), str(error)
+
+        assert call(pair[0]) == call(pair[1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["self_attn", "dropout", "dropout1", "dropout2"])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_wrong_probability_raises_torchs_error(kind, norm_first, name, training):
+    args, results = [tokens("seq_first", T)] + ([tokens("seq_first", S)] if kind == "decoder" else []), []
+    for module in build(kind, norm_first=norm_first):
+        setattr(getattr(module, name), "dropout" if name == "self_attn" else "p", 2)
+        try:
+            results.append(module.train(training)(*args).dtype)
+        except (ValueError, RuntimeError) as error:
+            results.append((type(error), str(error)))
+    assert results[0] == results[1]
+    assert isinstance(results[0], tuple) == (training or name != "self_attn")
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
