@@ -381,9 +381,11 @@ def _as_readable(x: Tensor) -> Tensor:
     return x if readable(x) else empty_heads(x).copy_(x)
 
 
-def _spans(cu: Tensor, longest: int) -> list[slice]:
+def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
     """The rows of each packed sequence, at most `longest`; one without rows if there is no sequence."""
     bounds = cu.tolist()
+    if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > rows:
+        raise ValueError(f"where packed sequences begin must rise from 0 to at most {rows} rows, but is {bounds}")
     return [slice(a, min(b, a + longest)) for a, b in itertools.pairwise(bounds)] or [slice(0, 0)]
 
 
@@ -404,7 +406,8 @@ def _packed(function, core: AttentionCore, query_like: tuple, key_like: tuple, k
 
     The last `key_results` results have the rows of keys, the others those of queries. Rows in no sequence are zeros.
     """
-    row_spans, column_spans = _spans(core.cu_q, core.max_q), _spans(core.cu_k, core.max_k)
+    row_spans = _spans(core.cu_q, core.max_q, query_like[0].shape[2])
+    column_spans = _spans(core.cu_k, core.max_k, key_like[0].shape[2])
     results = []
     for b, (rows, columns) in enumerate(zip(row_spans, column_spans, strict=True)):
         below = (columns.stop - columns.start) - (rows.stop - rows.start)  # the last row sees the last column
@@ -485,8 +488,8 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
             dropped, dp = torch.where(keep, p * core.dropout[2], 0.0), torch.where(keep, dp * core.dropout[2], 0.0)
         ds = p * (dp - delta[..., None])
         dq = (torch.matmul(ds, _wide(_heads(k, H))) * core.scale).to(q.dtype) if need_dq else None
-        dk = torch.matmul(ds.transpose(-1, -2), _wide(q)) * core.scale
-        dv = torch.matmul(dropped.transpose(-1, -2), _wide(do))
-    if dk.shape[1] != H_kv:
+        dk = torch.matmul(ds.transpose(-1, -2), _wide(q)) * core.scale if need_dkv else None
+        dv = torch.matmul(dropped.transpose(-1, -2), _wide(do)) if need_dkv else None
+    if need_dkv and dk.shape[1] != H_kv:
         dk, dv = (x.unflatten(1, (H_kv, H // H_kv)).sum(2) for x in (dk, dv))
     return (dq if need_dq else None), *((dk.to(k.dtype), dv.to(v.dtype)) if need_dkv else (None, None))

@@ -197,6 +197,17 @@ def check_probability(op: str, p: float) -> None:
         raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
 
 
+def check_number(op: str, name: str, value) -> None:
+    # float() of a symbolic number of torch.compile would fix it
+    if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or hasattr(value, "__float__")):
+        raise TypeError(f"{op}: {name} must be a number, not {value!r}")
+
+
+def check_count(op: str, name: str, value, least: int = 1) -> None:
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")) or value < least:
+        raise ValueError(f"{op}: {name} must be an integer of at least {least}, not {value!r}")
+
+
 def check_input(op: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: input must be a Tensor, not {type(x).__name__}")

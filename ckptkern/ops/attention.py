@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import eager
 from ._common import (
     autocast_dtype,
+    check_count,
     check_input,
+    check_number,
     check_probability,
     check_tensor,
     choose_backend,
@@ -81,11 +83,11 @@ _constant_fused._dynamo_marked_constant = True  # as in _common: called, not tra
 
 def fused_core(
     backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int, right: int,
-    *others: Tensor | None,
+    *others: object,
 ) -> str:  # fmt: skip
     """torch's own kernel as the core of attention of q [B, H, Sq, D] by k [B, H_kv, Sk, D], or "" for the backend's.
 
-    others: mask, slopes, random state, cu_seqlens; with any of them the core is the backend's. So it is under
+    others: masks, slopes, dropout, cu_seqlens; with any that is not None the core is the backend's. So it is under
     deterministic algorithms, under backend("triton"), where torch.backends.cuda has the kernel disabled, and where all of a
     number of keys are seen that is no multiple of 128: cuDNN's backward has given NaN for some (pytorch#196678). Both keep
     o and lse, so the choice shows in no saved set.
@@ -301,6 +303,7 @@ def scaled_dot_product_attention(
             f"enable_gqa=True and must divide those of query"
         )
     D, D_v = query.shape[-1], value.shape[-1]
+    check_number(op, "scale", 1.0 if scale is None else scale)
     scale = 1.0 / math.sqrt(D) if scale is None and D else 1.0 if scale is None else scale
     if D_v != D:  # zeros add nothing to a score and make columns that are cut off again
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
@@ -316,10 +319,10 @@ def scaled_dot_product_attention(
         if alibi_slopes.shape not in ((H,), (1, H), (query.shape[0], H)):
             raise ValueError(f"{op}: alibi_slopes must be [H={H}] or [B, H], but has shape {tuple(alibi_slopes.shape)}")
         slopes = alibi_slopes.float().reshape(-1, H).contiguous()
-    rng = draw_state(query, dropout_p, True)
     learned = any(t is not None and t.requires_grad for t in (attn_mask, slopes)) and torch.is_grad_enabled()
     reason = "the kernels form no gradient of attn_mask or alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(max(D, D_v)))
+    rng = draw_state(query, dropout_p, True)
     if learned:
         core = core_of(scale, "ieee", left, right, attn_mask, slopes, rng, dropout_p)
         out = eager.attention_composite(query, key, value, core)
@@ -430,6 +433,9 @@ def varlen_attn(
         )
     left, right = check_window(op, window_size)
     right = 0 if is_causal else right
+    check_number(op, "scale", 1.0 if scale is None else scale)
+    check_count(op, "max_q", max_q, least=0)
+    check_count(op, "max_k", max_k, least=0)
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     backend = choose_backend(op, query, head_dim_not_covered(D))
     statics = (0.0, float(scale), left, right, max_q, max_k, backend, matmul_precision(query), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,10 @@ from ._common import (
     WeightGrad,
     cast_parameter,
     check_choice,
+    check_count,
     check_input,
     check_level,
+    check_number,
     check_probability,
     check_tensor,
     check_weight,
@@ -292,14 +294,20 @@ def attention_half_backward(
         dqkv = torch.empty_like(raw)
         places = half.split(dqkv)
         heads = [place.transpose(1, 2) for place in places]
-        made = attention_grads(p, q, k, v, do, out, lse, half.core, delta=delta, out=heads)
+        need_dq, need_dkv = core_needs(inner, packed=t.wk is None)
+        made = attention_grads(
+            p, q, k, v, do, out, lse, half.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv, out=heads
+        )
         made = [
-            place if grad is view else grad.transpose(1, 2)
+            place if grad is view or grad is None else grad.transpose(1, 2)
             for grad, view, place in zip(made, heads, places, strict=True)
         ]
         if t.q_norm is not None or t.cos is not None:
             raw_q, raw_k, _ = half.split(raw)
-            for i, (name, raw_heads, weight) in enumerate((("q_norm", raw_q, t.q_norm), ("k_norm", raw_k, t.k_norm))):
+            formed = (("q_norm", raw_q, t.q_norm, need_dq), ("k_norm", raw_k, t.k_norm, need_dkv))
+            for i, (name, raw_heads, weight, is_formed) in enumerate(formed):
+                if not is_formed:
+                    continue
                 made[i], grads[name] = p.heads_bwd(
                     made[i], raw_heads, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=places[i],
                     need_dweight=need(name),
@@ -334,6 +342,14 @@ def attention_half_backward(
         if grads.get(name) is not None:
             grads[name] = grads[name].to(parameter.dtype)
     return grads
+
+
+def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
+    """(dq, dk and dv): what of the core's gradients leads to those of `inner`. packed: q, k, v are one projection."""
+    if packed or {"x", "norm_weight", "norm_bias"} & set(inner):
+        return bool(inner), bool(inner)
+    need_dq = bool({"wq", "bq", "q_norm"} & set(inner))
+    return need_dq, bool(set(inner) - {"wq", "bq", "q_norm"})
 
 
 def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
@@ -484,7 +500,8 @@ def attention_half_backward_flops(
     products += sum(w.numel() for w, n in zip(projections, ("wq", "wk", "wv"), strict=False) if n in need)
     D = t.wo.shape[1] // o.num_heads
     shape = (B, o.num_heads, S, D)
-    core = 2 * rebuilt + 5 * bool(inner)
+    need_dq, need_dkv = core_needs(inner, packed=t.wk is None)
+    core = 2 * rebuilt + (2 + need_dq + 2 * need_dkv) * bool(inner)
     return 2 * B * S * products + attention_flops(shape, shape, core)
 
 
@@ -512,7 +529,7 @@ def gather(
     alibi_slopes=None, cu_seqlens=None, max_seqlen=None, scale=None, dropout_p=0.0, resid_dropout_p=0.0, residual=False,
     training=True, recompute="selective",
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
-    """Checks everything; returns the half's tensors and options."""
+    """Checks everything; returns the half's tensors, as yet without random states, and options."""
     check_level(op, recompute)
     check_probability(op, dropout_p)
     check_probability(op, resid_dropout_p)
@@ -521,8 +538,21 @@ def gather(
         raise ValueError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
     features, H = x.shape[-1], num_heads
     H_kv = H if num_kv_heads is None else num_kv_heads
-    if H < 1 or H_kv < 1 or H % H_kv:
+    check_count(op, "num_heads", H)
+    check_count(op, "num_kv_heads", H_kv)
+    for name, number in (
+        ("norm_eps", norm_eps),
+        ("qk_norm_eps", qk_norm_eps),
+        ("scale", 1.0 if scale is None else scale),
+    ):
+        check_number(op, name, number)
+    for name, pair in (("qk_norm", qk_norm), ("rotary", rotary)):
+        if pair is not None and (not isinstance(pair, (tuple, list)) or len(pair) != 2):
+            raise TypeError(f"{op}: {name} must be a pair of tensors, not {type(pair).__name__}")
+    if H % H_kv:
         raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
+    if not isinstance(qkv_weight, (Tensor, tuple, list)):
+        raise TypeError(f"{op}: qkv_weight must be one Tensor or three (q, k, v), not {type(qkv_weight).__name__}")
     parts = (qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight)
     biases = (
         (qkv_bias,) * len(parts)
@@ -587,6 +617,8 @@ def gather(
     slopes = None
     if alibi_slopes is not None:
         check_tensor(op, "alibi_slopes", alibi_slopes, x)
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: no gradient is formed for alibi_slopes; use ckptkern.scaled_dot_product_attention")
         if alibi_slopes.shape not in ((H,), (B, H)):
             raise ValueError(
                 f"{op}: alibi_slopes must be [{H}] or [{B}, {H}], but has shape {tuple(alibi_slopes.shape)}"
@@ -600,19 +632,20 @@ def gather(
         if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
             raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
         max_len = S if max_seqlen is None else max_seqlen
+        check_count(op, "max_seqlen", max_len, least=0)
     dtype = compute_dtype(op, x, *parts, *biases, out_weight, out_bias)
     resid_p, attn_p = float(resid_dropout_p), float(dropout_p)
-    rng, resid_rng = draw_state(x, attn_p, training), draw_state(x, resid_p, training)
     three = (*parts, None, None)[:3]
     t = AttentionTensors(
         norm_weight, norm_bias, *three, *(*biases, None, None)[:3], out_weight, out_bias, q_norm, k_norm, cos, sin, mask,
-        padding, slopes, cu_seqlens, rng, resid_rng,
+        padding, slopes, cu_seqlens, None, None,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     backend = choose_backend(op, probe, head_dim_not_covered(D))
     fused = fused_core(
-        backend, x, dtype, (B, H, S, D), (B, H_kv, S, D), left, right, mask, padding, slopes, rng, cu_seqlens
-    )
+        backend, x, dtype, (B, H, S, D), (B, H_kv, S, D), left, right, mask, padding, slopes, cu_seqlens,
+        "dropout" if training and attn_p > 0.0 else None,
+    )  # fmt: skip
     o = AttentionOptions(
         H, H_kv, norm or "", float(norm_eps), bool(norm_first), float(qk_norm_eps), bool(rotary_interleaved),
         bool(mask_hides), left, right,
@@ -620,6 +653,11 @@ def gather(
         backend, matmul_precision(probe), fused, dtype,
     )  # fmt: skip
     return t, o
+
+
+def drawn(t: AttentionTensors, o: AttentionOptions, x: Tensor, training: bool) -> AttentionTensors:
+    """t with the random states: drawn last, so that an error leaves the generator alone."""
+    return t._replace(rng=draw_state(x, o.dropout_p, training), resid_rng=draw_state(x, o.resid_p, training))
 
 
 def attention_block(
@@ -688,4 +726,4 @@ def attention_block(
         resid_dropout_p=resid_dropout_p,
         residual=residual, training=training, recompute=recompute,
     )  # fmt: skip
-    return _apply(tuple(o), x, *t)
+    return _apply(tuple(o), x, *drawn(t, o, x, training))

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import eager
 from ._common import (
     check_input,
+    check_number,
     check_probability,
     check_statics,
     check_weight,
@@ -267,9 +268,9 @@ _apply = build(MLPBlock)
 def gather(
     op, x, up_weight, up_bias, down_weight, down_bias, activation="gelu", dropout_p=0.0, *, gate_weight=None,
     gate_bias=None, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True, resid_dropout_p=0.0,
-    residual=True, training=True, recompute="full", workspace=None, dtype=None,
+    residual=True, training=True, recompute="full", workspace=None,
 ) -> tuple[MLPTensors, MLPOptions]:  # fmt: skip
-    """Checks everything; returns the half's tensors and options."""
+    """Checks everything; returns the half's tensors, as yet without random states, and options."""
     check_statics(op, activation, recompute, dropout_p)
     check_probability(op, resid_dropout_p)
     check_input(op, x)
@@ -288,10 +289,10 @@ def gather(
     if residual and down_weight.shape[0] != features:
         raise ValueError(f"{op}: residual needs down_weight with {features} rows, but it has {down_weight.shape[0]}")
     check_norm(op, x, norm, norm_weight, norm_bias, features if norm_first else down_weight.shape[0])
-    dtype = dtype or compute_dtype(op, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
-    rng, resid_rng = draw_state(x, dropout_p, training), draw_state(x, resid_dropout_p, training)
+    check_number(op, "norm_eps", norm_eps)
+    dtype = compute_dtype(op, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
     t = MLPTensors(
-        norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, rng, resid_rng
+        norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None, None
     )
     probe = x.new_empty(0, dtype=dtype)
     o = MLPOptions(
@@ -300,6 +301,11 @@ def gather(
         parse_bytes(op, workspace), dtype,
     )  # fmt: skip
     return t, o
+
+
+def drawn(t: MLPTensors, o: MLPOptions, x: Tensor, training: bool) -> MLPTensors:
+    """t with the random states: drawn last, so that an error leaves the generator alone."""
+    return t._replace(rng=draw_state(x, o.dropout_p, training), resid_rng=draw_state(x, o.resid_p, training))
 
 
 def mlp_block(
@@ -341,4 +347,4 @@ def mlp_block(
         norm_first=norm_first, resid_dropout_p=resid_dropout_p, residual=residual, training=training,
         recompute=recompute, workspace=workspace,
     )  # fmt: skip
-    return _apply(tuple(o), x, *t)
+    return _apply(tuple(o), x, *drawn(t, o, x, training))

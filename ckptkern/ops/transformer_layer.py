@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from .attention_block import (
     AttentionHalf,
     AttentionOptions,
     AttentionTensors,
+    attention_block,
     attention_composite,
     attention_half,
     attention_half_backward,
@@ -24,12 +26,14 @@ from .attention_block import (
     with_lead,
 )  # fmt: skip
 from .attention_block import OPTION_SCHEMA as ATTENTION_OPTIONS
+from .attention_block import drawn as drawn_attention
 from .attention_block import fake_results as attention_fake
 from .attention_block import gather as gather_attention
 from .mlp_block import OPTION_SCHEMA as MLP_OPTIONS
 from .mlp_block import (
     MLPOptions,
     MLPTensors,
+    mlp_block,
     mlp_composite,
     mlp_half,
     mlp_half_backward,
@@ -37,6 +41,7 @@ from .mlp_block import (
     mlp_half_flops,
     present,
 )  # fmt: skip
+from .mlp_block import drawn as drawn_mlp
 from .mlp_block import fake_results as mlp_fake
 from .mlp_block import gather as gather_mlp
 
@@ -168,6 +173,30 @@ class TransformerLayer(Segment):
 
 _apply = build(TransformerLayer)
 
+OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
+
+
+def _arguments_of(block) -> dict[str, bool]:
+    """Names of a block's arguments that the layer hands on; true where it must have them."""
+    parameters = inspect.signature(block).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters if p.name not in OWN_ARGUMENTS}
+
+
+ATTENTION_ARGUMENTS, MLP_ARGUMENTS = _arguments_of(attention_block), _arguments_of(mlp_block)
+
+
+def check_arguments(op: str, name: str, given: Mapping[str, Any], known: dict[str, bool]) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
+    for key in given:
+        if key in OWN_ARGUMENTS:
+            raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
+        if key not in known:
+            raise TypeError(f"{op}: {name} has {key!r}, but there are {', '.join(known)}")
+    missing = [key for key, required in known.items() if required and key not in given]
+    if missing:
+        raise TypeError(f"{op}: {name} must have {', '.join(missing)}")
+
 
 def transformer_layer(
     x: Tensor,
@@ -192,16 +221,17 @@ def transformer_layer(
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
     """
     op = "transformer_layer"
-    for name, given in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
-        for taken in ("x", "training", "recompute", "workspace"):
-            if taken in given:
-                raise ValueError(f"{op}: {taken} is an argument of {op}, not of {name}")
+    check_arguments(op, "attention_arguments", attention_arguments, ATTENTION_ARGUMENTS)
+    check_arguments(op, "mlp_arguments", mlp_arguments, MLP_ARGUMENTS)
     check_choice(op, "recompute", recompute, ("none", "selective", "full"))
     ta, oa = gather_attention(
         op, x, training=training, recompute=recompute, **{"residual": True} | dict(attention_arguments)
     )
+    if ta.wo.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: out_weight must have {x.shape[-1]} rows, as the input has features, but it has {ta.wo.shape[0]}"
+        )
     inner = "none" if oa.recompute == "none" else "full"
-    tm, om = gather_mlp(
-        op, x, training=training, recompute=inner, workspace=workspace, dtype=oa.dtype, **dict(mlp_arguments)
-    )
+    tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
+    ta, tm = drawn_attention(ta, oa, x, training), drawn_mlp(tm, om, x, training)
     return _apply((*oa, *om), x, *ta, *tm)

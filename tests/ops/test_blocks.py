@@ -202,6 +202,26 @@ def test_subsets_of_frozen_inputs(block):
         assert some.flops <= everything.flops, frozen
 
 
+def test_the_core_forms_what_leads_to_a_trained_weight():
+    """Pitfall 24: of q's weight 3 products of the core (s, dp, dq), of k's or v's 4 (s, dp, dk, dv), of x all 5."""
+    (block,) = (one.values[0] for one in blocks(("none",), names=("llama",)) if one.values[0].op == "attention_block")
+    names, head_products = list(block.make()), {}
+    with FlopCounterMode(display=False) as counter:
+        block.fused(block.make())
+    forward = counter.get_total_flops()
+    for trained in ("q_weight", "k_weight", "v_weight", "x"):
+        tensors = block.make(frozen=[name for name in names if name != trained])
+        seen = watched(block, tensors)
+        head_products[trained] = seen.flops - forward
+    projections = {
+        name: 2 * BATCH * LENGTH * block.make()[name].numel() for name in ("q_weight", "k_weight", "v_weight")
+    }
+    core = {name: head_products[name] - projections[name] for name in projections}
+    assert core["k_weight"] == core["v_weight"] > core["q_weight"]
+    all_weights = sum(projections.values())
+    assert head_products["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
+
+
 @pytest.mark.parametrize("block", blocks())
 def test_opcheck(block):
     names = list(block.make())
@@ -563,6 +583,19 @@ ERRORS = {
         "x": X[0], "cu_seqlens": CU, "key_padding_mask": torch.zeros(7, dtype=torch.bool)}),
     "dtypes": (TypeError, "use one dtype, or torch.autocast", {"qkv_weight": QKV.double()}),
     "level": (ValueError, "recompute must be one of", {"recompute": "some"}),
+    "learned slopes": (ValueError, "no gradient is formed for alibi_slopes", {
+        "alibi_slopes": torch.ones(4, requires_grad=True)}),
+    "heads": (ValueError, "num_heads must be an integer of at least 1, not 0", {"num_heads": 0}),
+    "heads in words": (ValueError, "num_heads must be an integer of at least 1, not '4'", {"num_heads": "4"}),
+    "heads of a kind": (ValueError, "num_kv_heads must be an integer of at least 1, not 2.0", {"num_kv_heads": 2.0}),
+    "no weight": (TypeError, "qkv_weight must be one Tensor or three", {"qkv_weight": None}),
+    "no pair": (TypeError, "rotary must be a pair of tensors", {"rotary": torch.ones(7, 6)}),
+    "half a pair": (TypeError, "qk_norm must be a pair of tensors", {"qk_norm": (X[0, 0],)}),
+    "longest": (ValueError, "max_seqlen must be an integer", {"x": X[0], "cu_seqlens": CU, "max_seqlen": "7"}),
+    "scale": (TypeError, "scale must be a number, not 'a'", {"scale": "a"}),
+    "eps": (TypeError, "norm_eps must be a number, not None", {"norm_eps": None}),
+    "probability": (ValueError, "dropout probability has to be", {"dropout_p": 1.5}),
+    "another probability": (ValueError, "dropout probability has to be", {"resid_dropout_p": "0.1"}),
 }  # fmt: skip
 
 
@@ -573,14 +606,81 @@ def test_errors(error, message, changes):
         ckptkern.attention_block(**arguments | changes)
 
 
-def test_errors_of_the_mlp_block_and_the_layer():
-    up, down = torch.randn(12, 10), torch.randn(10, 12)
-    with pytest.raises(ValueError, match="mlp_block: gate_bias needs gate_weight"):
-        ckptkern.mlp_block(X, up, None, down, None, gate_bias=up[:, 0])
-    with pytest.raises(ValueError, match="mlp_block: residual needs down_weight with 10 rows"):
-        ckptkern.mlp_block(X, up, None, down[:9], None)
-    with pytest.raises(ValueError, match="transformer_layer: recompute is an argument of transformer_layer, not of"):
-        ckptkern.transformer_layer(X, {"recompute": "full"}, {})
+UP, DOWN = torch.randn(12, 10), torch.randn(10, 12)
+MLP_ERRORS = {
+    "gate": (ValueError, "gate_bias needs gate_weight", {"gate_bias": UP[:, 0]}),
+    "residual": (ValueError, "residual needs down_weight with 10 rows", {"down_weight": DOWN[:9]}),
+    "activation": (ValueError, "activation must be one of", {"activation": "tanh"}),
+    "level": (ValueError, "recompute must be one of", {"recompute": "some"}),
+    "probability": (ValueError, "dropout probability has to be", {"dropout_p": -0.1}),
+    "dtype": (TypeError, "use one dtype, or torch.autocast", {"up_weight": UP.double()}),
+    "device": (ValueError, "input is on cpu but up_weight is on meta", {"up_weight": UP.to("meta")}),
+    "features": (ValueError, "input has 10 features but up_weight has in_features=9", {"up_weight": UP[:, :9]}),
+    "eps": (TypeError, "norm_eps must be a number", {"norm_eps": None}),
+    "workspace": (ValueError, "workspace must be a positive number of bytes", {"workspace": "a"}),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), MLP_ERRORS.values(), ids=MLP_ERRORS)
+def test_errors_of_the_mlp_block(error, message, changes):
+    arguments = dict(x=X, up_weight=UP, up_bias=None, down_weight=DOWN, down_bias=None)
+    with pytest.raises(error, match=f"mlp_block: .*{message}"):
+        ckptkern.mlp_block(**arguments | changes)
+
+
+ATTENTION_HALF = dict(qkv_weight=QKV, qkv_bias=None, out_weight=OUT, out_bias=None, num_heads=4, dropout_p=0.5)
+MLP_HALF = dict(up_weight=UP, up_bias=None, down_weight=DOWN, down_bias=None)
+LAYER_ERRORS = {
+    "its own arguments": (ValueError, "recompute is an argument of transformer_layer, not of", {"recompute": "full"}, {}),
+    "unknown": (TypeError, "attention_arguments has 'heads', but there are qkv_weight,", {"heads": 4}, {}),
+    "unknown to the MLP": (TypeError, "mlp_arguments has 'num_heads', but there are up_weight,", {}, {"num_heads": 4}),
+    "missing": (TypeError, "mlp_arguments must have up_weight, up_bias, down_weight, down_bias", {}, None),
+    "no dict": (TypeError, "attention_arguments must be a dict of arguments by name, not list", [1], {}),
+    "rows": (ValueError, "out_weight must have 10 rows", {"out_weight": OUT[:5], "residual": False}, {}),
+    "dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"down_weight": DOWN.double()}),
+    "half a dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"up_weight": UP.bfloat16()}),
+    "learned slopes": (
+        ValueError, "no gradient is formed for alibi_slopes", {"alibi_slopes": torch.ones(4, requires_grad=True)}, {}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "attention", "mlp"), LAYER_ERRORS.values(), ids=LAYER_ERRORS)
+def test_errors_of_the_layer(error, message, attention, mlp):
+    """And none of them moves the generator, though the attention half, which is checked first, has dropout."""
+    attention = ATTENTION_HALF | attention if isinstance(attention, dict) else attention
+    before = torch.get_rng_state()
+    with pytest.raises(error, match=f"transformer_layer: .*{message}"):
+        ckptkern.transformer_layer(X, attention, {} if mlp is None else MLP_HALF | mlp)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slopes_get_no_wrong_gradient(compiled):
+    """Nor under torch.func, where grad mode is on for a tensor that requires none."""
+
+    def loss(slopes):
+        return ckptkern.attention_block(X, QKV, None, OUT, None, 4, alibi_slopes=slopes).sum()
+
+    torch._dynamo.reset()
+    if not compiled:
+        with pytest.raises(ValueError, match="no gradient is formed for alibi_slopes"):
+            torch.func.grad(loss)(torch.ones(4))
+        return
+    with pytest.raises(Exception, match="no gradient is formed for alibi_slopes"):
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(torch.ones(4, requires_grad=True))
+
+
+@pytest.mark.parametrize("call", [
+    lambda: ckptkern.mlp_block(X, UP, None, DOWN, None, dropout_p=0.5, workspace="a"),
+    lambda: ckptkern.attention_block(**ATTENTION_HALF, x=X, norm_eps="a"),
+    lambda: ckptkern.scaled_dot_product_attention(X, X, X, dropout_p=0.5, scale="a"),
+])  # fmt: skip
+def test_errors_leave_the_generator_alone(call):
+    before = torch.get_rng_state()
+    with pytest.raises((TypeError, ValueError)):
+        call()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # -- the kernels ------------------------------------------------------------------------------------------------------

@@ -17,10 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def outside_the_interpreter(*command: str) -> subprocess.CompletedProcess:
-    """A kernel that was decorated under TRITON_INTERPRET cannot be compiled: this needs a process without it."""
+    """A kernel that was decorated under TRITON_INTERPRET cannot be compiled: this needs a process without it. Not in the
+    source tree, whose ckptkern would come before the installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, cwd=ROOT / "tests"
+    )
 
 
 def learned(what: str) -> dict:
@@ -41,6 +44,7 @@ def test_shipped_tiles_pass():
     attention = {(case.arch, case.kind) for case in cases if isinstance(case, gate.AttentionCase)}
     assert attention >= set(itertools.product(gate.ARCHS, ("", "ieee", *gate.ATTENTION_KINDS))) | {(80, "small")}
     done = outside_the_interpreter("-m", "ckptkern.benchmarks.gate")
+    assert done.stdout, done.stderr[-4000:]
     *table, verdict = done.stdout.splitlines()
     stacks = [(line.split()[0], int(stack[1])) for line in table if (stack := re.search(r"stack +(\d+) ", line))]
     assert {case for case, _ in stacks} == {case.name for case in cases}, done.stdout[-4000:]
