@@ -159,7 +159,17 @@ def check(case: Case, device: str, **tiles) -> dict[str, torch.Tensor]:
     return ours
 
 
-@pytest.mark.parametrize("case", pairwise(OPTIONS), ids=str)
+# the widest heads, for which the tables have rows of their own
+WIDE_HEADS = [
+    Case(dtype, D, heads, (33, 41), (20, 3), "bool all", "heads", 0.3, layout)
+    for dtype, D, heads, layout in (
+        (torch.bfloat16, 128, (2, 1), "views of one tensor"), (torch.float16, 192, (2, 1), "dense"),
+        (torch.bfloat16, 256, (3, 1), "views of one tensor"), (torch.float32, 256, (1, 1), "expanded gradient"),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*pairwise(OPTIONS), *WIDE_HEADS], ids=str)
 def test_like_eager_and_as_exact(case, device):
     check(case, device)
 
@@ -438,6 +448,20 @@ def test_offsets_beyond_int32(far):
     assert_equal(results_of(triton_kernels, tensors | {far: spread(tensors[far])}, core), expected)
 
 
+@pytest.mark.parametrize("far", range(4), ids=["batch", "heads", "rows", "columns"])
+def test_offsets_of_a_mask_beyond_int32(far):
+    """Pitfall 19: each of the mask's strides."""
+    shape = [1, 1, 1, 9]
+    shape[far] = 9
+    tensors = {name: torch.randn(*shape[:2], 9, 16).bfloat16() for name in ("q", "k", "v", "do")}
+    mask = (torch.rand(shape) > 0.4).view(torch.int8)
+    expected = results_of(triton_kernels, tensors, AttentionCore(0.3, "ieee", mask=mask))
+    storage = torch.UntypedStorage(8 * STRIDE + 9)
+    strides = [STRIDE if dim == far else 1 for dim in range(4)]
+    spread_mask = torch.empty(0, dtype=torch.int8).set_(storage, 0, shape, strides).copy_(mask)
+    assert_equal(results_of(triton_kernels, tensors, AttentionCore(0.3, "ieee", mask=spread_mask)), expected)
+
+
 def test_tiles_fit_the_masks_blocks():
     """A Philox counter serves 16 rows and 32 columns, so a tile that began inside of such a block would be wrong."""
     tiles = [AttentionTile(*tile) for table in TILES.values() for tile in table.values()]
@@ -448,12 +472,12 @@ def test_tiles_fit_the_masks_blocks():
 
 
 def launched(call, arch: int, shared: int) -> list[dict]:
-    """The constants of every launch of `call` on a device of that architecture and shared memory."""
+    """Grid and constants of every launch of `call` on a device of that architecture and shared memory."""
     module, caught = triton_kernels.attention, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "arch_of", lambda x: arch)
         patch.setattr(module, "shared_memory_of", lambda x: shared)
-        patch.setattr(module, "launch", lambda kernel, grid, *args, **kwargs: caught.append(kwargs))
+        patch.setattr(module, "launch", lambda kernel, grid, *args, **kwargs: caught.append({"grid": grid, **kwargs}))
         call()
     return caught
 
@@ -482,3 +506,21 @@ def test_head_dims_are_padded_to_what_the_architecture_multiplies():
     for arch, padded in ((80, 32), (86, 32), (90, 64)):
         (kwargs,) = launched(lambda: triton_kernels.attn_fwd(q, q, q, AttentionCore(1.0, "tf32")), arch, 166912)
         assert kwargs["HEAD_D"] == padded
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_more_heads_than_a_grid_dimension_has_programs(packed):
+    """Pitfall: of a grid only the first dimension goes beyond 65535."""
+    B, H, S, D = 700, 100, 3, 16
+    q, k = (torch.empty(1 if packed else B, heads, S, D) for heads in (H, H // 2))
+    lse, cu = torch.empty(q.shape[:3]), torch.zeros(B + 1, dtype=torch.int32) if packed else None
+    core = AttentionCore(1.0, "tf32", cu_q=cu, cu_k=cu, max_q=S * packed, max_k=S * packed)
+
+    def step():
+        triton_kernels.attn_fwd(q, k, k, core)
+        triton_kernels.attn_delta(q, q, core)
+        triton_kernels.attn_bwd(q, k, k, q, lse, lse, core)
+
+    grids = [kwargs["grid"] for kwargs in launched(step, 90, 232448)]
+    assert [grid[0] for grid in grids] == [B * H, B * H, B * H // 2, B * H]
+    assert all(size <= 65535 for grid in grids for size in grid[1:])
