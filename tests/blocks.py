@@ -55,10 +55,24 @@ def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned * cos + swapped * sin, rest), -1)
 
 
-def plain_attention(q, k, v, *, scale=None, causal=False, hidden=None, p=0.0, drawn=None) -> Tensor:
-    """[B, H, S, D] of dropout(softmax(q k^T)) v; hidden: bool, broadcast to the scores, True = not seen."""
+def plain_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """GPT-J's, on [B, S, H, D]: neighbours as complex numbers, each turned by its angle, which is in the table twice."""
+    R = cos.shape[-1]
+    turns = torch.complex(*(c.to(x.dtype)[..., ::2].contiguous() for c in (cos, sin))).unsqueeze(-2)
+    pairs = torch.view_as_complex(x[..., :R].unflatten(-1, (-1, 2)).contiguous())
+    return torch.cat((torch.view_as_real(pairs * turns).flatten(-2), x[..., R:]), -1)
+
+
+def plain_attention(q, k, v, *, scale=None, slopes=None, causal=False, hidden=None, p=0.0, drawn=None) -> Tensor:
+    """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j|)) v; slopes: [H] or [B, H].
+
+    hidden: bool, broadcast to the scores, True = not seen.
+    """
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if slopes is not None:
+        i, j = (torch.arange(size) for size in s.shape[-2:])
+        s = s - slopes.to(s.dtype)[..., None, None] * (i[:, None] - j).abs()
     if causal:
         later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
         hidden = later if hidden is None else later | hidden
@@ -113,6 +127,10 @@ class Attention(Half):
     causal: bool = True
     padded: bool = False
     rotary: bool = False
+    batched_tables: bool = False  # [B, S, R]; else [S, R]
+    interleaved: bool = False
+    slopes: tuple[int, ...] = ()  # their shape
+    scale: float | None = None
     qk_norm: bool = False
     dropout_p: float = P
     out: int = FEATURES
@@ -130,8 +148,13 @@ class Attention(Half):
 
     def tables(self) -> tuple[Tensor, Tensor] | None:
         angles = torch.arange(LENGTH)[:, None] * torch.tensor([1.0, 0.1])
-        angles = torch.cat((angles, angles), -1)  # 4 of the 6 dimensions
-        return (angles.cos(), angles.sin()) if self.rotary else None
+        if self.batched_tables:
+            angles = torch.stack([angles + 3 * b for b in range(BATCH)])
+        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return (angles.cos(), angles.sin()) if self.rotary else None  # for 4 of the 6 dimensions
+
+    def alibi(self) -> Tensor | None:
+        return 2.0 ** -torch.arange(1, 1 + math.prod(self.slopes)).view(self.slopes) if self.slopes else None
 
     def padding(self) -> Tensor | None:
         return torch.arange(LENGTH) >= torch.tensor([[LENGTH], [4]]) if self.padded else None
@@ -143,7 +166,8 @@ class Attention(Half):
             qkv_bias=None if not self.bias else t["qkv_bias"] if self.packed else biases,
             out_weight=t["out_weight"], out_bias=t.get("out_bias"), num_heads=HEADS, num_kv_heads=self.kv_heads,
             qk_norm=(t["q_gain"], t["k_gain"]) if self.qk_norm else None, qk_norm_eps=1e-5, rotary=self.tables(),
-            is_causal=self.causal, key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
+            rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale, is_causal=self.causal,
+            key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
         )  # fmt: skip
 
     def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
@@ -155,11 +179,12 @@ class Attention(Half):
         if self.qk_norm:
             q, k = plain_norm(q, "rms", t["q_gain"], None), plain_norm(k, "rms", t["k_gain"], None)
         if self.rotary:
-            q, k = (plain_rotary(heads, *self.tables()) for heads in (q, k))
+            turn = plain_rotary_of_pairs if self.interleaved else plain_rotary
+            q, k = (turn(heads, *self.tables()) for heads in (q, k))
         hidden = self.padding()
         o = plain_attention(
-            *(heads.transpose(-3, -2) for heads in (q, k, v)), causal=self.causal, p=self.dropout_p, drawn=drawn,
-            hidden=None if hidden is None else hidden[:, None, None],
+            *(heads.transpose(-3, -2) for heads in (q, k, v)), scale=self.scale, slopes=self.alibi(), causal=self.causal,
+            p=self.dropout_p, drawn=drawn, hidden=None if hidden is None else hidden[:, None, None],
         )  # fmt: skip
         return F.linear(o.transpose(-3, -2).flatten(-2), t["out_weight"], t.get("out_bias"))
 

@@ -1,14 +1,17 @@
 """scaled_dot_product_attention and varlen_attn against torch's own, and what is theirs alone."""
 
+import functools
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import draws, plain_attention
+from blocks import Attention, Block, draws, plain_attention
 from cases import (
     DTYPES,
+    LEVELS,
     SEED,
     assert_as_exact,
     assert_same,
@@ -20,9 +23,10 @@ from cases import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ckptkern
-from ckptkern import eager
+from ckptkern import eager, state
 from ckptkern.memory import kept_tensors
 from ckptkern.ops import attention as attention_op
 from ckptkern.ops._common import primitives
@@ -161,17 +165,6 @@ def test_dropout(causal):
     assert_same_within_rounding(gradients(ours(dropout_p=P, is_causal=causal), tensors), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("p", [0.0, P])
-def test_kept_bytes(dtype, p):
-    """q, k, v, o, the logsumexp in float32, and 16 bytes of dropout."""
-    tensors = qkv(dtype=dtype)
-    with kept_tensors() as kept:
-        ours(dropout_p=p)(tensors)
-    elements = 2 * 4 * 6 * (7 + 5 + 5 + 7)
-    assert kept.bytes == elements * dtype.itemsize + 2 * 4 * 7 * 4 + (16 if p else 0)
-
-
 @pytest.mark.parametrize("kind", ["bool", "additive", "window"])
 def test_rows_that_see_nothing(kind):
     """Pitfall 20."""
@@ -220,84 +213,253 @@ def test_large_scores(p, dtype):
     assert_as_exact(gradients(call, tensors), gradients(plain, tensors), exact)
 
 
-OPTIONS = {
-    "causal": {"is_causal": True},
-    "dropout": {"dropout_p": P},
-    "mask": {"attn_mask": MASKS["all"], "dropout_p": P},
+CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ((0, 4, 4, 9), (0, 3, 5, 11)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One of the two functions with its options; used as a `cases.Setup` is."""
+
+    options: dict
+    shapes: tuple = ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 6))
+
+    @property
+    def packed(self) -> bool:
+        return len(self.shapes[0]) == 3
+
+    @property
+    def drops(self) -> bool:
+        return "dropout_p" in self.options
+
+    def make(self, dtype=torch.float32, trained="qkv"):
+        return {name: t.requires_grad_(name in trained) for name, t in heads(*self.shapes, dtype=dtype).items()}
+
+    def call(self, t):
+        if self.packed:
+            return ckptkern.varlen_attn(t["q"], t["k"], t["v"], CU_Q, CU_K, 5, 6, **self.options)
+        return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **self.options)
+
+    def fused(self, t):
+        torch.manual_seed(SEED)
+        return self.call(t)
+
+    def compiled(self, function=None, backend="aot_eager"):
+        torch._dynamo.reset()
+        return seeded(torch.compile(function or self.call, backend=backend, fullgraph=True))
+
+
+def seeded(function):
+    def run(t):
+        torch.manual_seed(SEED)
+        return function(t)
+
+    return run
+
+
+CALLS = {
+    "causal": Call({"is_causal": True}),
+    "dropout": Call({"dropout_p": P}),
+    "mask": Call({"attn_mask": MASKS["all"], "dropout_p": P}),
+    "packed": Call({}, ((11, 4, 6), (14, 4, 6), (14, 4, 6))),
+    "packed grouped": Call({"window_size": (2, 1), "enable_gqa": True}, ((11, 4, 6), (14, 2, 6), (14, 2, 6))),
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 class TestSegment:
-    def test_orders(self, options):
-        tensors = qkv(B=2, H=2 if "attn_mask" not in options else 4, dtype=torch.float64)
+    @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+    def test_kept_bytes(self, call, how):
+        """q, k, v, o, the logsumexp in float32, 16 bytes of dropout, and what was given: a mask or the sequences' ends."""
+        tensors = call.make(torch.bfloat16 if how == "bfloat16" else torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"), kept_tensors() as kept:
+            call.fused(tensors)
+        queries, keys = tensors["q"].numel(), tensors["k"].numel()
+        given = CU_Q.nbytes + CU_K.nbytes if call.packed else call.options.get("attn_mask", torch.empty(0)).nbytes
+        itemsize = 4 if how == "float32" else 2
+        assert kept.bytes == 2 * (queries + keys) * itemsize + queries // 6 * 4 + 16 * call.drops + given
+
+    def test_orders(self, call):
+        tensors = call.make(torch.float64)
 
         def function(*values):
-            return ours(**options)(dict(zip("qkv", values, strict=True)))
+            return call.fused(dict(zip("qkv", values, strict=True)))
 
         assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
         assert torch.autograd.gradgradcheck(function, tuple(tensors.values()), fast_mode=True)
 
-    def test_subsets(self, options):
-        everything = gradients(ours(**options), qkv())
-        for trained in itertools.chain(*(itertools.combinations("qkv", n) for n in (1, 2))):
-            tensors = {name: t.detach().requires_grad_(name in trained) for name, t in qkv().items()}
-            assert_same(gradients(ours(**options), tensors), {name: everything[name] for name in ("y", *trained)})
+    def test_subsets(self, call):
+        everything = gradients(call.fused, call.make())
+        for trained in itertools.chain(*(itertools.combinations("qkv", n) for n in (0, 1, 2))):
+            expected = {name: everything[name] for name in ("y", *trained)}
+            assert_same(gradients(call.fused, call.make(trained=trained)), expected)
 
-    def test_compiled(self, options):
-        torch._dynamo.reset()
-        tensors = qkv()
-        call = torch.compile(
-            lambda t: ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options), backend="aot_eager",
-            fullgraph=True,
-        )  # fmt: skip
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_compiled(self, call, backend):
+        """Pitfall 5. No cached graph: it would have the fakes of an earlier run."""
+        tensors = call.make()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            assert_same(gradients(call.compiled(backend=backend), tensors), gradients(call.fused, tensors))
 
-        def seeded(t):
-            torch.manual_seed(SEED)
-            return call(t)
+    def test_two_calls_of_one_graph(self, call):
+        """Pitfall 6, and AOT's CSE: two draws in one graph are two draws."""
+        tensors = call.make()
 
-        assert_same(gradients(seeded, tensors), gradients(ours(**options), tensors))
+        def twice(t):
+            return torch.stack([call.call(t), call.call(t)])
 
-    def test_torch_func(self, options):
-        tensors = qkv()
-        expected = gradients(ours(**options), tensors)
+        results = gradients(call.compiled(twice), tensors)
+        assert_same(results, gradients(seeded(twice), tensors))
+        assert torch.equal(*results["y"]) != call.drops
+
+    def test_torch_func(self, call):
+        tensors = call.make()
+        expected = gradients(call.fused, tensors)
         dy = output_gradient(expected.pop("y"))
         detached = {name: t.detach() for name, t in tensors.items()}
-        assert_same(torch.func.grad(lambda t: (ours(**options)(t) * dy).sum())(detached), expected)
+        assert_same(torch.func.grad(lambda t: (call.fused(t) * dy).sum())(detached), expected)
 
-    def test_opcheck(self, options):
-        class Setup:
-            fused = staticmethod(ours(**options))
+    def test_per_sample_gradients(self, call):
+        """vmap(grad) is a loop over the samples; with dropout under one mask, under one for each, or an error."""
+        samples = [{name: t.detach() + n for name, t in call.make().items()} for n in range(3)]
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in "qkv"}
+        grad = torch.func.grad(lambda t: call.call(t).square().sum())
 
-        for op, args in op_samples(Setup, qkv()):
-            torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+        def batched(randomness, t):
+            return seeded(torch.func.vmap(grad, randomness=randomness))(t)
 
-    def test_saved_on_the_cpu_and_strided(self, options):
-        tensors = qkv()
+        results = batched("same" if call.drops else "error", batch)
+        for n, sample in enumerate(samples):
+            assert_same({name: t[n] for name, t in results.items()}, seeded(grad)(sample))
+        if call.drops:
+            alike = batched("different", {name: t[:1].expand_as(t) for name, t in batch.items()})["v"]
+            assert all(not torch.equal(alike[i], alike[j]) for i, j in itertools.combinations(range(3), 2))
+            with pytest.raises(RuntimeError, match="randomness"):
+                batched("error", batch)
+
+    def test_opcheck(self, call):
+        samples = op_samples(call, call.make())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            samples += op_samples(call, call.make(trained="k"))
+        assert [op._schema.name for op, _ in samples] == ["ckptkern::attention_fwd", "ckptkern::attention_bwd"] * 2
+        for op, args in samples:
+            torch.library.opcheck(op, args)
+
+    @pytest.mark.parametrize("kind", ["ours", "non-reentrant", "reentrant"])
+    def test_inside_a_checkpoint(self, call, kind):
+        """The same bits, and the generator left where a step without recompute leaves it."""
+        tensors = call.make()
+        wrap = functools.partial(checkpoint, use_reentrant=kind == "reentrant")
+        wrap = ckptkern.checkpoint if kind == "ours" else wrap
+
+        def checkpointed(t):
+            torch.manual_seed(SEED)
+            return wrap(lambda *v: call.call(dict(zip("qkv", v, strict=True))).sin(), *t.values())
+
+        expected = gradients(lambda t: call.fused(t).sin(), tensors)
+        after = torch.get_rng_state()
+        assert_same(gradients(checkpointed, tensors), expected)
+        assert torch.equal(torch.get_rng_state(), after)
+
+    def test_saved_on_the_cpu_and_strided(self, call):
+        """Pitfalls 16, 17, 22: any strides of inputs and dy, those of .sum() among them; .grad has its input's."""
+        tensors = call.make()
 
         def offloaded(t):
             with torch.autograd.graph.save_on_cpu():
-                return ours(**options)(t)
+                return call.fused(t)
 
-        expected = gradients(ours(**options), tensors)
+        expected = gradients(call.fused, tensors)
+        dy = output_gradient(expected["y"])
         assert_same(gradients(offloaded, tensors), expected)
         views = {name: t.detach().mT.contiguous().mT.requires_grad_() for name, t in tensors.items()}
-        assert_same_within_rounding(gradients(ours(**options), views), expected)
+        results = gradients(call.fused, views, dy.mT.contiguous().mT)
+        assert_same_within_rounding(results, expected)
+        for name, t in views.items():
+            assert results[name].stride() == t.stride(), name
+        for expanded in (dy[..., :1].expand_as(dy), dy[:1].expand_as(dy), dy.new_tensor(0.7).expand_as(dy)):
+            assert 0 in expanded.stride()
+            dense = gradients(call.fused, tensors, expanded.contiguous())
+            assert_same_within_rounding(gradients(call.fused, tensors, expanded), dense)
 
-    def test_kernels(self, options):
-        tensors = qkv(dtype=torch.float32)
+    def test_autocast(self, call):
+        """The bits of bfloat16 inputs; gradients in float32."""
+        tensors = call.make()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = call.fused(tensors)
+        results = gradients(lambda t: y, tensors)
+        expected = gradients(call.fused, clone(tensors, torch.bfloat16))
+        assert_same(results, {name: t if name == "y" else t.float() for name, t in expected.items()})
+
+    def test_retained_graph(self, call):
+        """Pitfall 28."""
+        tensors = call.make()
+        y = call.fused(tensors)
+        dy, inputs = output_gradient(y), list(tensors.values())
+        first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        second = torch.autograd.grad(y, inputs, dy)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(y, inputs, dy)
+
+    def test_refusals(self, call):
+        """A change between forward and backward, and forward-mode AD."""
+        for name in "qkv":
+            tensors = call.make()
+            y = call.fused(tensors)
+            with torch.no_grad():
+                tensors[name].add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(tensors["q"], torch.ones_like(tensors["q"]))
+            with pytest.raises(NotImplementedError, match="attention: forward-mode AD is not supported"):
+                call.fused({**tensors, "q": dual})
+
+    def test_inference_mode_then_training(self, call):
+        """Pitfall 34."""
+        tensors = call.make()
+        expected = gradients(call.fused, tensors)
+        with torch.inference_mode():
+            assert torch.equal(call.fused(tensors), expected["y"])
+        assert_same(gradients(call.fused, tensors), expected)
+
+    def test_kernels(self, call):
+        tensors = call.make()
         with ckptkern.backend("triton"):
-            results = gradients(ours(**options), tensors)
-        assert_same_within_rounding(results, gradients(ours(**options), tensors))
+            results = gradients(call.fused, tensors)
+        assert_same_within_rounding(results, gradients(call.fused, tensors))
 
 
-def test_per_sample_gradients():
-    tensors = {name: t.detach() for name, t in qkv(B=3).items()}
-    grad = torch.func.grad(lambda t: ours(is_causal=True)(t).square().sum())
-    batched = torch.func.vmap(grad)(tensors)
-    for sample in range(3):
-        own = grad({name: t[sample] for name, t in tensors.items()})
-        assert_same_within_rounding({name: t[sample] for name, t in batched.items()}, own)
+EMPTY = {
+    "no batch": ((0, 4, 7, 6), (0, 4, 5, 6)),
+    "no rows": ((2, 4, 0, 6), (2, 4, 5, 6)),
+    "no columns": ((2, 4, 7, 6), (2, 4, 0, 6)),
+    "no head dim": ((2, 4, 7, 0), (2, 4, 5, 0)),
+    "packed, no rows": ((0, 4, 6), (5, 4, 6), (0, 0), (0, 5)),
+    "packed, no columns": ((7, 4, 6), (0, 4, 6), (0, 7), (0, 0)),
+    "no sequences": ((7, 4, 6), (5, 4, 6), (0,), (0,)),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
+def test_empty(shapes, backend):
+    """Pitfall 18: where there is nothing to see, zeros and zero gradients."""
+    q, k, *ends = shapes
+    tensors = heads(q, k, k)
+
+    def call(t):
+        if not ends:
+            return ours(dropout_p=P)(t)
+        cu = (torch.tensor(end, dtype=torch.int32) for end in ends)
+        return ckptkern.varlen_attn(t["q"], t["k"], t["v"], *cu, 7, 5)
+
+    with ckptkern.backend(backend):
+        results = gradients(call, tensors)
+    assert results["y"].shape == q
+    for name, t in results.items():
+        assert not t.any(), name
+        assert name == "y" or t.shape == tensors[name].shape
 
 
 def test_learned_mask():
@@ -307,14 +469,8 @@ def test_learned_mask():
     assert_same_within_rounding(results, gradients(lambda t: torchs(attn_mask=t["mask"])(t), tensors))
 
 
-def test_autocast():
-    tensors = qkv()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = ours()(tensors)
-    assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert all(t.grad.dtype == torch.float32 for t in tensors.values())
-    q, k, v = tensors.values()
+def test_autocast_mixes_no_float64():
+    q, k, v = qkv().values()
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(TypeError, match=r"but have torch.float64, torch.float32"),
@@ -323,8 +479,6 @@ def test_autocast():
 
 
 # -- packed sequences -------------------------------------------------------------------------------------------------
-
-CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ((0, 4, 4, 9), (0, 3, 5, 11)))
 
 
 @pytest.fixture
@@ -366,6 +520,77 @@ def test_varlen_like_each_sequence(window, kv_heads, backend):
     expected = gradients(one_by_one, tensors)
     with ckptkern.backend(backend):
         assert_same_within_rounding(gradients(packed, tensors), expected)
+
+
+# -- options of attention_block -----------------------------------------------------------------------------------------
+
+BLOCKS = {
+    "slopes": {"slopes": (4,)},
+    "slopes by batch": {"slopes": (2, 4), "causal": False, "kv_heads": 2},
+    "pairs": {"rotary": True, "interleaved": True},
+    "tables by batch": {"rotary": True, "batched_tables": True, "kv_heads": 1},
+    "pairs by batch": {"rotary": True, "batched_tables": True, "interleaved": True, "qk_norm": True},
+    "scale": {"scale": 0.9},
+}
+
+
+@pytest.mark.parametrize(("level", "backend"), [*((level, "eager") for level in LEVELS), ("full", "triton")])
+@pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)
+def test_options_of_a_block(options, level, backend):
+    """Values and gradients, with dropout; the factor as in test_blocks.py."""
+    block = Block("", Attention(norm=None, resid_p=0.0, **options), recompute=level)
+    tensors = block.make()
+    with ckptkern.backend(backend):
+        results = gradients(block.fused, tensors)
+    exact = gradients(block.plain, clone(tensors, torch.float64))
+    assert_as_exact(results, gradients(block.plain, tensors), exact, factor=5)
+
+
+ENDS = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+
+
+def packed_block(level):
+    def run(t):
+        return ckptkern.attention_block(
+            t["x"], t["qkv_weight"], t["qkv_bias"], t["out_weight"], t["out_bias"], 4, is_causal=True, dropout_p=P,
+            cu_seqlens=ENDS, max_seqlen=7, recompute=level,
+        )  # fmt: skip
+
+    return seeded(run)
+
+
+def plain_packed_block(t):
+    """Sequence n has the planes of the masks that it would have in a batch of rows of max_seqlen."""
+    drawn, outs = next(draws()), []
+    q, k, v = F.linear(t["x"], t["qkv_weight"], t["qkv_bias"]).unflatten(-1, (3, 4, 6)).permute(1, 2, 0, 3)
+    for n, (start, end) in enumerate(itertools.pairwise(ENDS.tolist())):
+        S = end - start
+        keep = state.keep_mask(drawn, P, S, S, planes=4, plane_base=4 * n, total_rows=7)
+        s = q[:, start:end] @ k[:, start:end].mT * 6**-0.5
+        p = s.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+        outs.append(p * keep * state.threshold_scale(P)[1] @ v[:, start:end])
+    return F.linear(torch.cat(outs, 1).transpose(0, 1).flatten(1), t["out_weight"], t["out_bias"])
+
+
+PACKED_BLOCK = Block("", Attention(norm=None, residual=False))
+
+
+@pytest.mark.parametrize(("level", "backend"), [*((level, "eager") for level in LEVELS), ("full", "triton")])
+def test_packed_sequences_with_dropout(level, backend):
+    """Forward's mask in backward, too: with another, gradients would be of another function."""
+    tensors = PACKED_BLOCK.make(lead=(11,))
+    with ckptkern.backend(backend):
+        results = gradients(packed_block(level), tensors)
+    exact = gradients(plain_packed_block, clone(tensors, torch.float64))
+    assert_as_exact(results, gradients(plain_packed_block, tensors), exact, factor=5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_packed_sequences_with_dropout_at_every_level(backend):
+    """Pitfall 27: the same bits."""
+    tensors = PACKED_BLOCK.make(torch.bfloat16, lead=(11,))
+    with ckptkern.backend(backend):
+        assert_same(gradients(packed_block("full"), tensors), gradients(packed_block("none"), tensors))
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -438,7 +663,7 @@ def test_varlen_errors(error, message, changes):
 # -- torch's own kernel as the core ---------------------------------------------------------------------------------------
 
 HEADS = (2, 4, 128, 64)
-CALLS = {
+CORES = {
     "plain": ({}, "cudnn"),
     "causal": ({"right": 0}, "cudnn"),
     "grouped heads": ({"k_shape": (2, 1, 128, 64)}, "cudnn"),
@@ -469,9 +694,9 @@ def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat
     return attention_op.fused_core(backend, x, dtype, q_shape, k_shape, left, right, None, other)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CORES)
 def test_whose_kernel_the_core_is(call, monkeypatch):
-    options, wanted = CALLS[call]
+    options, wanted = CORES[call]
     assert chosen_core(monkeypatch, **options) == wanted
 
 
