@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -262,6 +262,9 @@ def linear_stack(
     op = "linear_stack"
     check_statics(op, activation, recompute)
     check_input(op, x)
+    for name, given in (("weights", weights), ("biases", () if biases is None else biases)):
+        if isinstance(given, Tensor) or not isinstance(given, Iterable):
+            raise TypeError(f"{op}: {name} must be a list of tensors, not {type(given).__name__}")
     weights = list(weights)
     biases = [None] * len(weights) if biases is None else list(biases)
     if not weights:

@@ -470,6 +470,16 @@ def test_meta_tensors(setup):
         assert (t.grad.shape, t.grad.device.type) == (real[name].shape, "meta")
 
 
+@pytest.mark.parametrize("given", [None, 3, torch.ones(4, 3)], ids=str)
+def test_a_stack_takes_lists(given):
+    with pytest.raises(TypeError, match="linear_stack: weights must be a list of tensors, not"):
+        ckptkern.linear_stack(torch.ones(2, 3), given)
+    with pytest.raises(TypeError, match="linear_stack: biases must be a list of tensors, not"):
+        ckptkern.linear_stack(torch.ones(2, 3), [torch.ones(4, 3)], given if given is not None else 1.0)
+    layer = torch.nn.ParameterList([torch.ones(4, 3)])
+    assert ckptkern.linear_stack(torch.ones(2, 3), layer).shape == (2, 4)
+
+
 def test_errors_leave_the_generator_alone():
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="workspace"):

@@ -86,7 +86,7 @@ def test_wrong_numbers_of_layers():
     with pytest.raises(ValueError, match=r"weights\[0\]'s output has 6 features but weights\[1\] has in_features=5"):
         ckptkern.linear_stack(x, [weights[0], weights[0]])
     with pytest.raises(ValueError, match=r"linear_stack: weights\[0\] must be \[out_features, in_features\]"):
-        ckptkern.linear_stack(x, weights[0])
+        ckptkern.linear_stack(x, [biases[0]])
 
 
 def test_no_biases():
