@@ -62,6 +62,12 @@ def test_end_to_end(tmp_path, capsys):
     assert len(png) > 20_000
 
 
+def test_selective_keeps_a_third_at_most(tmp_path):
+    assert run_demo(tmp_path, "--recompute", "selective", "--layers", "4", "--ways", "torch", "ckptkern") == 0
+    plain, ours = json.loads((tmp_path / "results.json").read_text())["table"]
+    assert ours["kept_mib"] <= plain["kept_mib"] / 3
+
+
 def test_curves_that_disagree_fail(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(demo.ACTIVATIONS, "gelu", F.relu)
     assert run_demo(tmp_path) == 1

@@ -1,5 +1,7 @@
-"""What one segment costs the host: tiny tensors, one thread, forward + backward, against torch.utils.checkpoint."""
+"""What one segment costs the host: tiny tensors, one thread, forward + backward, against torch.utils.checkpoint; and what
+an MLP of the eager backend costs that computes."""
 
+import math
 import statistics
 
 import pytest
@@ -12,7 +14,7 @@ TRIES = 5  # the host may be busy during some
 
 def medians(case: str, *names: str, rounds: int = 40) -> list[float]:
     """ms of the ways of a case: medians of interleaved rounds, each the quickest of a batch."""
-    (item,) = (item for item in cases.items("cpu") if item.case.name == case)
+    item = next(item for item in cases.items("cpu") if item.case.name == case)
     model, x, dy = cases.build(item, torch.device("cpu"))
     makers = cases.ways(item.case, compile=False)
     steps = {name: measure.stepper(makers[name](model, x), model, [(x, dy)]) for name in names}
@@ -35,10 +37,16 @@ def general() -> float:
     return (ours - plain) / (theirs - plain)
 
 
-@pytest.mark.parametrize(("measured", "bound"), [(fused, 0.5), (general, 0.4)])
+def eager_mlp() -> float:
+    """A step of an MLP at "full" by the eager backend over torch.utils.checkpoint of the same MLP: no host time, 7 products."""
+    ours, theirs = medians("mlp-gelu", "ckptkern full", cases.CHECKPOINT, rounds=10)
+    return ours / theirs
+
+
+@pytest.mark.parametrize(("measured", "bound"), [(fused, 0.5), (general, 0.4), (eager_mlp, 1.0)])
 def test_host_time_of_a_segment(measured, bound):
     ratios = []
-    while len(ratios) < TRIES and min(ratios, default=1.0) > bound:
+    while len(ratios) < TRIES and min(ratios, default=math.inf) > bound:
         ratios.append(measured())
     print(f"ours / torch.utils.checkpoint: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
     assert min(ratios) <= bound, ratios
