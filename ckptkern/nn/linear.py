@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._common import act, check_statics, parse_bytes
+from ..ops._common import act, check_count, check_statics, parse_bytes
 from .plain import plain
 
 
@@ -32,7 +32,7 @@ class Linear(torch.nn.Linear):
         recompute: str = "selective",
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.activation = activation or "identity"
+        self.activation = "identity" if activation is None else activation
         self.recompute = recompute
         check_statics(type(self).__name__, self.activation, recompute)
 
@@ -63,9 +63,13 @@ class LinearStack(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
+        if not isinstance(features, Iterable):
+            raise TypeError(f"LinearStack: features must be a sequence of widths, the input's first, not {features!r}")
         features = list(features)
         if len(features) < 2:
             raise ValueError(f"LinearStack: features needs at least two widths, the input's first, but is {features}")
+        for i, width in enumerate(features):
+            check_count("LinearStack", f"features[{i}]", width, least=0)
         check_statics("LinearStack", activation, recompute)
         parse_bytes("LinearStack", workspace)
         self.layers = torch.nn.ModuleList(

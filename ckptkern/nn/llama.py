@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._common import check_statics, parse_bytes
+from ..ops._common import check_count, check_input, check_number, check_statics, check_tensor, parse_bytes
 from ..ops.attention_block import composite_rotary, merged_mask
 from .mlp import GatedMLP
 from .plain import plain
+
+
+def _check_theta(op: str, name: str, theta: float) -> None:
+    check_number(op, name, theta)
+    if theta <= 0:
+        raise ValueError(f"{op}: {name} must be above 0, not {theta!r}")
 
 
 def rotary_tables(
@@ -19,14 +25,30 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin) [..., S, dim] of the angles positions · theta^(-2i/dim), i < dim/2, twice: Llama's rotary embedding.
 
-    positions [S] or [B, S], integers. The angles are formed in float32. Raises ValueError for an odd dim.
+    positions [S] or [B, S], integers. The angles are formed in float32. Raises ValueError for an odd dim and theta <= 0.
     """
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"rotary_tables: positions must be a Tensor, not {type(positions).__name__}")
+    check_count("rotary_tables", "dim", dim)
+    _check_theta("rotary_tables", "theta", theta)
     if dim % 2:
         raise ValueError(f"rotary_tables: dim must be even, not {dim}")
     frequencies = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
     angles = positions.float()[..., None] * frequencies
     angles = torch.cat((angles, angles), -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """What a module reads of these before its op does."""
+    check_input(op, x)
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
+    if cu_seqlens is None:
+        return
+    check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
+    if x.dim() != 2 or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.numel() < 1:
+        raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
 
 
 def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -62,13 +84,21 @@ class LlamaAttention(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
-        check_statics(type(self).__name__, "identity", recompute, dropout)
+        op = type(self).__name__
+        check_statics(op, "identity", recompute, dropout)
+        check_count(op, "hidden_size", hidden_size)
+        check_count(op, "num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_count(op, "num_kv_heads", num_kv_heads)
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"{type(self).__name__}: num_heads={num_heads} must divide hidden_size={hidden_size}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"{type(self).__name__}: num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+            raise ValueError(f"{op}: num_heads={num_heads} must divide hidden_size={hidden_size}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{op}: num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        check_count(op, "head_dim", head_dim)
+        check_number(op, "norm_eps", norm_eps)
+        if rope_theta is not None:
+            _check_theta(op, "rope_theta", rope_theta)
         factory = {"device": device, "dtype": dtype}
         self.q_proj = torch.nn.Linear(hidden_size, num_heads * head_dim, bias, **factory)
         self.k_proj = torch.nn.Linear(hidden_size, num_kv_heads * head_dim, bias, **factory)
@@ -116,6 +146,7 @@ class LlamaAttention(torch.nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
         """x [B, S, d] -> [B, S, d]. masks: as LlamaDecoderLayer.forward has them."""
+        _check_rows(type(self).__name__, x, masks.get("cu_seqlens"))
         if not self.is_plain():
             return self._composed(x, rotary, **masks)
         return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), recompute=self.recompute)
@@ -201,7 +232,10 @@ class LlamaDecoderLayer(torch.nn.Module):
         op = type(self).__name__
         check_statics(op, activation, recompute, resid_dropout)
         parse_bytes(op, workspace)
+        check_count(op, "hidden_size", hidden_size)
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        check_count(op, "intermediate_size", intermediate_size, least=0)
+        check_number(op, "rms_norm_eps", rms_norm_eps)
         factory = {"device": device, "dtype": dtype}
         self.input_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, **factory)
         self.self_attn = LlamaAttention(
@@ -232,6 +266,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         positions 0, 1, ... if not given, and then kept by every layer (2 S D floats). attn_mask: bool, True = visible,
         or additive; key_padding_mask [B, S]: True = hidden. Raises as ckptkern.transformer_layer does.
         """
+        _check_rows(type(self).__name__, x, cu_seqlens)
         masks = {
             "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal,
             "window_size": window_size, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._common import act, check_statics, parse_bytes
+from ..ops._common import act, check_count, check_statics, parse_bytes
 from .plain import plain
 
 
@@ -35,8 +35,11 @@ class MLP(torch.nn.Module):
         super().__init__()
         check_statics(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
+        check_count(type(self).__name__, "in_features", in_features, least=0)
         hidden_features = 4 * in_features if hidden_features is None else hidden_features
         out_features = in_features if out_features is None else out_features
+        check_count(type(self).__name__, "hidden_features", hidden_features, least=0)
+        check_count(type(self).__name__, "out_features", out_features, least=0)
         self.fc1 = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
@@ -80,6 +83,9 @@ class GatedMLP(torch.nn.Module):
         check_statics(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
         out_features = in_features if out_features is None else out_features
+        widths = {"in_features": in_features, "hidden_features": hidden_features, "out_features": out_features}
+        for name, width in widths.items():
+            check_count(type(self).__name__, name, width, least=0)
         self.gate_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)

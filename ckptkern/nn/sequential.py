@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor
 
 from .. import sequential
+from ..ops._common import autocast_dtype
+
+_OPTIONS = {
+    name for name, one in inspect.signature(sequential.checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY
+}
 
 
 class Sequential(torch.nn.Sequential):
@@ -19,6 +26,10 @@ class Sequential(torch.nn.Sequential):
 
     def __init__(self, *layers, segments: sequential.Segments = "sqrt", **options):
         super().__init__(*layers)
+        if not isinstance(segments, (int, str)) and not callable(segments):
+            sequential.split(self, segments)  # raises
+        for name in options.keys() - _OPTIONS:
+            raise TypeError(f"{type(self).__name__}: {name} is no option of ckptkern.checkpoint")
         self.segments, self.options = segments, options
         self._parts: dict[tuple, list[sequential.Part]] = {}
 
@@ -27,9 +38,7 @@ class Sequential(torch.nn.Sequential):
             return super().forward(input)
         key: tuple = (self.segments, len(self))
         if isinstance(input, Tensor):
-            device = input.device.type
-            autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-            key += (tuple(input.shape), input.dtype, input.requires_grad, autocast, self.training)
+            key += (tuple(input.shape), input.dtype, input.requires_grad, autocast_dtype(input), self.training)
         if key not in self._parts:
             self._parts[key] = sequential.split(self, self.segments, input if isinstance(input, Tensor) else None)
         return sequential.run(self, self._parts[key], input, **self.options)

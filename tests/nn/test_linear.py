@@ -47,3 +47,6 @@ def test_stack_widths():
     for features in ([], [3]):
         with pytest.raises(ValueError, match=r"LinearStack: features needs at least two widths, .* but is \[3?\]"):
             ckptkern.nn.LinearStack(features)
+    for features in (None, 3):
+        with pytest.raises(TypeError, match=f"LinearStack: features must be a sequence of widths, .* not {features}"):
+            ckptkern.nn.LinearStack(features)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -292,3 +293,81 @@ def test_wrong_arguments_are_refused():
         ckptkern.nn.LlamaDecoderLayer(12, 5)
     with pytest.raises(ValueError, match="rotary must be"):
         layer()(torch.randn(B, S, E).double(), ckptkern.nn.rotary_tables(torch.arange(S + 1), HEAD))
+
+
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer"])
+@pytest.mark.parametrize("wrong", [None, "4", 0, -4, 2.0, [4]], ids=repr)
+def test_no_numbers_at_construction(name, wrong):
+    build = getattr(ckptkern.nn, name)
+    options = {"hidden_size": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1}
+    if name == "LlamaDecoderLayer":
+        options["intermediate_size"] = 0
+    for option, least in options.items():
+        if (option, wrong) == ("intermediate_size", 0) or (
+            wrong is None and option not in ("hidden_size", "num_heads")
+        ):
+            continue
+        with pytest.raises(ValueError) as raised:  # noqa: PT011  compared below
+            build(**({"hidden_size": 16, "num_heads": 4} | {option: wrong}))
+        op = name if option in ("hidden_size", "intermediate_size") else "LlamaAttention"
+        assert str(raised.value) == f"{op}: {option} must be an integer of at least {least}, not {wrong!r}"
+
+
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer"])
+def test_no_constants_at_construction(name):
+    build, eps = getattr(ckptkern.nn, name), "norm_eps" if name == "LlamaAttention" else "rms_norm_eps"
+    for option, wrong in ((eps, None), (eps, "1e-6"), ("rope_theta", "1e4"), ("rope_theta", [1e4])):
+        with pytest.raises(TypeError) as raised:
+            build(16, 4, **{option: wrong})
+        op = "LlamaAttention" if option == "rope_theta" else name
+        assert str(raised.value) == f"{op}: {option} must be a number, not {wrong!r}"
+    for theta in (0, -1.0):
+        with pytest.raises(ValueError, match=f"LlamaAttention: rope_theta must be above 0, not {theta}"):
+            build(16, 4, rope_theta=theta)
+
+
+def adapted(module):
+    (module.self_attn if hasattr(module, "self_attn") else module).q_proj.register_forward_hook(lambda *args: None)
+    return module
+
+
+@pytest.mark.parametrize("rotary", ["built", "none"])
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer"])
+def test_wrong_input(name, composed, rotary):
+    module = getattr(ckptkern.nn, name)(E, H, rope_theta=None if rotary == "none" else 100.0)
+    module = adapted(module) if composed else module
+    for wrong in (None, "x", [1.0], 3):
+        with pytest.raises(TypeError, match=f"{name}: input must be a Tensor, not {type(wrong).__name__}"):
+            module(wrong)
+    with pytest.raises(TypeError, match=f"{name}: input must be floating point, not torch.int64"):
+        module(torch.ones(B, S, E, dtype=torch.int64))
+    for shape in ((E,), (1, B, S, E)):
+        with pytest.raises(ValueError, match=rf"{name}: input must be \[B, S, d\], .*, not {re.escape(str(shape))}"):
+            module(torch.ones(shape))
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer"])
+def test_wrong_cu_seqlens(name, composed):
+    module = getattr(ckptkern.nn, name)(E, H)
+    module, x = adapted(module) if composed else module, torch.randn(6, E)
+    with pytest.raises(TypeError, match="cu_seqlens must be a Tensor, not list"):
+        module(x, cu_seqlens=[0, 6])
+    for cu in (torch.tensor([0, 6]), torch.tensor([[0, 6]], dtype=torch.int32), torch.zeros(0, dtype=torch.int32)):
+        with pytest.raises(
+            ValueError, match=r"cu_seqlens must be int32 \[N \+ 1\] and come with an input \[tokens, d\]"
+        ):
+            module(x, cu_seqlens=cu)
+
+
+def test_wrong_arguments_of_rotary_tables():
+    for positions in (None, 3, [0, 1]):
+        with pytest.raises(TypeError, match="rotary_tables: positions must be a Tensor, not"):
+            ckptkern.nn.rotary_tables(positions, 4)
+    for dim in (None, "4", 0, -2, 4.0):
+        with pytest.raises(ValueError, match=f"rotary_tables: dim must be an integer of at least 1, not {dim!r}"):
+            ckptkern.nn.rotary_tables(torch.arange(3), dim)
+    for theta, error in ((None, TypeError), ("1e4", TypeError), (0, ValueError), (-1.0, ValueError)):
+        with pytest.raises(error, match=f"rotary_tables: theta must be .*, not {theta!r}"):
+            ckptkern.nn.rotary_tables(torch.arange(3), 4, theta)

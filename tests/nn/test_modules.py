@@ -392,10 +392,69 @@ def test_wrong_options_at_construction(name, option):
         TWINS[name].ours(**{option: value})
 
 
+NO_WIDTHS = (
+    (lambda: ckptkern.nn.MLP(None), "MLP: in_features must be an integer of at least 0, not None"),
+    (lambda: ckptkern.nn.MLP("7"), "MLP: in_features must be an integer of at least 0, not '7'"),
+    (lambda: ckptkern.nn.MLP(7, -1), "MLP: hidden_features must be an integer of at least 0, not -1"),
+    (lambda: ckptkern.nn.MLP(7, 12, 5.0), "MLP: out_features must be an integer of at least 0, not 5.0"),
+    (lambda: ckptkern.nn.GatedMLP(-7, 12), "GatedMLP: in_features must be an integer of at least 0, not -7"),
+    (lambda: ckptkern.nn.GatedMLP(7, None), "GatedMLP: hidden_features must be an integer of at least 0, not None"),
+    (lambda: ckptkern.nn.GatedMLP(7, 12, [5]), r"GatedMLP: out_features must be an integer of at least 0, not \[5\]"),
+    (
+        lambda: ckptkern.nn.LinearStack([7, None]),
+        r"LinearStack: features\[1\] must be an integer of at least 0, not None",
+    ),
+    (lambda: ckptkern.nn.LinearStack([-7, 9]), r"LinearStack: features\[0\] must be an integer of at least 0, not -7"),
+)
+
+
+@pytest.mark.parametrize(("build", "message"), NO_WIDTHS, ids=[message.split(" must")[0] for _, message in NO_WIDTHS])
+def test_widths_that_are_none(build, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        build()
+
+
+@pytest.mark.parametrize("args", [(None, 5), ("7", 5), (-7, 5), (7, None), (7, -5), (7.0, 5)], ids=str)
+def test_wrong_widths_of_a_linear_raise_torchs_error(args):
+    errors = []
+    for linear in (ckptkern.nn.Linear, nn.Linear):
+        with pytest.raises((TypeError, RuntimeError)) as raised:
+            linear(*args)
+        errors.append((type(raised.value), str(raised.value)))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("p", [None, "a", -1, 2], ids=str)
+def test_a_wrong_probability_of_dropout_raises_torchs_error(p):
+    errors = []
+    for dropout in (ckptkern.nn.Dropout, nn.Dropout):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            dropout(p)
+        late = dropout()
+        late.p = p
+        with pytest.raises((TypeError, ValueError)) as at_call:
+            late(data())
+        errors.append([(type(e), str(e)) for e in (raised.value, at_call.value)])
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("activation", [0, "", False], ids=repr)
+def test_no_activation_is_none_alone(activation):
+    with pytest.raises(ValueError, match=f"Linear: activation must be one of .*, not {activation!r}"):
+        ckptkern.nn.Linear(7, 5, activation=activation)
+
+
 @every_layer
 def test_wrong_input(name):
     with pytest.raises(ValueError, match=r"input has 6 features but .* has in_features=7"):
         TWINS[name].ours()(torch.ones(3, 6))
+
+
+@every_module
+@pytest.mark.parametrize("wrong", [None, "x", [1.0], 7], ids=repr)
+def test_no_tensor(name, wrong):
+    with pytest.raises(TypeError, match=f": input must be a Tensor, not {type(wrong).__name__}"):
+        TWINS[name].ours()(wrong)
 
 
 def test_defaults_are_those_of_the_twins():
