@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ckptkern
 from ckptkern import state
+from ckptkern.memory import kept_tensors
 
 WIDTHS = [7, 9, 6, 5]
 
@@ -200,6 +201,51 @@ def test_copies_are_independent(name, copied):
         for p in twin.parameters():
             p.zero_()
     assert_same(step(module, module, data()), expected)
+
+
+ALL = {
+    "Dropout": lambda: (ckptkern.nn.Dropout(0.25), (4, 8)),
+    "GatedMLP": lambda: (ckptkern.nn.GatedMLP(8, 12, dropout=0.25), (4, 8)),
+    "Linear": lambda: (ckptkern.nn.Linear(8, 8, activation="gelu"), (4, 8)),
+    "LinearStack": lambda: (ckptkern.nn.LinearStack([8, 6, 8]), (4, 8)),
+    "LlamaAttention": lambda: (ckptkern.nn.LlamaAttention(8, 2, 1, qk_norm=True, bias=True, dropout=0.25), (2, 4, 8)),
+    "LlamaDecoderLayer": lambda: (ckptkern.nn.LlamaDecoderLayer(8, 2, 1, resid_dropout=0.25), (2, 4, 8)),
+    "MLP": lambda: (ckptkern.nn.MLP(8, dropout=0.25), (4, 8)),
+    "MultiheadAttention": lambda: (ckptkern.nn.MultiheadAttention(8, 2, 0.25, recompute="full"), (2, 4, 8)),
+    "Sequential": lambda: (ckptkern.nn.Sequential(*(ckptkern.nn.MLP(8) for _ in range(4)), segments=2), (4, 8)),
+    "TransformerDecoderLayer": lambda: (ckptkern.nn.TransformerDecoderLayer(8, 2, 12, 0.25), (4, 2, 8)),
+    "TransformerEncoderLayer": lambda: (ckptkern.nn.TransformerEncoderLayer(8, 2, 12, 0.25), (4, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", [name for name in ckptkern.nn.__all__ if isinstance(getattr(ckptkern.nn, name), type)])
+def test_every_module_is_copied_with_its_settings(name, copied):
+    """What a copy computes, its gradients, and what it keeps for them."""
+    torch.manual_seed(3)
+    module, shape = ALL[name]()
+    x = torch.randn(shape)
+
+    def call(module):
+        inputs = {"MultiheadAttention": (x, x, x), "TransformerDecoderLayer": (x, x.flip(0))}.get(name, (x,))
+        torch.manual_seed(SEED)
+        with kept_tensors(exclude=[*module.parameters(), *inputs]) as kept:
+            y = module(*inputs)
+        y = y[0] if isinstance(y, tuple) else y
+        return y, torch.autograd.grad(y.square().sum(), list(module.parameters())) if kept.bytes else (), kept.bytes
+
+    y, grads, kept = call(module)
+    twin = copied(module)
+    assert type(twin) is type(module)
+    assert repr(twin) == repr(module)
+    for one in (twin, module):
+        got, got_grads, got_kept = call(one)
+        assert torch.equal(got, y)
+        assert all(torch.equal(a, b) for a, b in zip(got_grads, grads, strict=True))
+        assert got_kept == kept
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.zero_()
 
 
 @every_layer

@@ -506,18 +506,24 @@ def test_empty_input(kind, recompute, shape):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because")
-def test_gradients_of_each_sample():
-    ours, theirs = build("encoder")
-    x = torch.randn(3, T, E, dtype=torch.float64)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_of_each_sample(kind, norm_first):
+    ours, theirs = build(kind, norm_first=norm_first)
+    x, memory = torch.randn(3, T, E, dtype=torch.float64), torch.randn(3, S, E, dtype=torch.float64)
+    samples = (x,) if kind == "encoder" else (x, memory)
 
     def per_sample(module):
-        def loss(parameters, x):
-            return torch.func.functional_call(module, parameters, (x,)).sin().sum()
+        def loss(parameters, *inputs):
+            return torch.func.functional_call(module, parameters, inputs).sin().sum()
 
         parameters = {name: p.detach() for name, p in module.named_parameters()}
-        return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+        grad = torch.func.grad(loss, tuple(range(1 + len(samples))))
+        grads, *others = torch.func.vmap(grad, (None,) + (0,) * len(samples))(parameters, *samples)
+        return grads | {f"input {i}": other for i, other in enumerate(others)}
 
     mine, reference = per_sample(ours), per_sample(theirs)
+    assert list(mine) == list(reference)
     for name, wanted in reference.items():
         torch.testing.assert_close(mine[name], wanted)
 
