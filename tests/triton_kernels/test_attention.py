@@ -450,15 +450,15 @@ def test_offsets_beyond_int32(far):
 
 @pytest.mark.parametrize("far", range(4), ids=["batch", "heads", "rows", "columns"])
 def test_offsets_of_a_mask_beyond_int32(far):
-    """Pitfall 19: each of the mask's strides."""
+    """Pitfall 19: each of the mask's strides. Where one wraps round, it lands 2**32 elements before, in zeros."""
     shape = [1, 1, 1, 9]
     shape[far] = 9
     tensors = {name: torch.randn(*shape[:2], 9, 16).bfloat16() for name in ("q", "k", "v", "do")}
     mask = (torch.rand(shape) > 0.4).view(torch.int8)
     expected = results_of(triton_kernels, tensors, AttentionCore(0.3, "ieee", mask=mask))
-    storage = torch.UntypedStorage(8 * STRIDE + 9)
+    storage = torch.UntypedStorage(2**31 + 8 * STRIDE + 9)
     strides = [STRIDE if dim == far else 1 for dim in range(4)]
-    spread_mask = torch.empty(0, dtype=torch.int8).set_(storage, 0, shape, strides).copy_(mask)
+    spread_mask = torch.empty(0, dtype=torch.int8).set_(storage, 2**31, shape, strides).copy_(mask)
     assert_equal(results_of(triton_kernels, tensors, AttentionCore(0.3, "ieee", mask=spread_mask)), expected)
 
 
