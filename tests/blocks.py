@@ -149,7 +149,7 @@ class Attention(Half):
     def tables(self) -> tuple[Tensor, Tensor] | None:
         angles = torch.arange(LENGTH)[:, None] * torch.tensor([1.0, 0.1])
         if self.batched_tables:
-            angles = torch.stack([angles + 3 * b for b in range(BATCH)])
+            angles = torch.stack([angles * (b + 1) for b in range(BATCH)])  # angles + b would change no score
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         return (angles.cos(), angles.sin()) if self.rotary else None  # for 4 of the 6 dimensions
 

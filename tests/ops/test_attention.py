@@ -1,8 +1,10 @@
 """scaled_dot_product_attention and varlen_attn against torch's own, and what is theirs alone."""
 
 import functools
+import gc
 import itertools
 import math
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -18,9 +20,11 @@ from cases import (
     assert_same_within_rounding,
     clone,
     gradients,
+    live_tensors,
     op_samples,
     output_gradient,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -401,6 +405,47 @@ class TestSegment:
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             torch.autograd.grad(y, inputs, dy)
 
+    def test_memory_is_flat_without_the_garbage_collector(self, call):
+        """Pitfall 30."""
+        tensors = call.make()
+
+        def step():
+            q = tensors["q"] * 1
+            y = call.call({**tensors, "q": q})
+            y.square().mean().backward()
+            return weakref.ref(q), weakref.ref(y)
+
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                step()
+            before = live_tensors()
+            for _ in range(10):
+                dead = step()
+            assert live_tensors() == before
+            assert [ref() for ref in dead] == [None, None]
+        finally:
+            gc.enable()
+
+    def test_every_saved_tensor_is_unpacked_once(self, call):
+        """Pitfalls 28, 36."""
+        packed, unpacked = [], []
+
+        def unpack(entry):
+            unpacked.append(entry[0])
+            return entry[1]
+
+        def pack(t):
+            packed.append(len(packed))
+            return packed[-1], t.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            y = call.fused(call.make())
+        y.sum().backward()
+        assert len(packed) > 0
+        assert sorted(unpacked) == packed
+
     def test_refusals(self, call):
         """A change between forward and backward, and forward-mode AD."""
         for name in "qkv":
@@ -428,6 +473,56 @@ class TestSegment:
         with ckptkern.backend("triton"):
             results = gradients(call.fused, tensors)
         assert_same_within_rounding(results, gradients(call.fused, tensors))
+
+
+def one_graph(function, steps) -> int:
+    """How often `function` is compiled for `steps` of shapes of q, k and v, and what else it is given."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    graph = torch.compile(function, backend=counter, fullgraph=True)
+    for shapes, *others in steps:
+        tensors = heads(*shapes)
+        results = gradients(seeded(lambda t, others=others: graph(t, *others)), tensors)
+        assert_same(results, gradients(seeded(lambda t, others=others: function(t, *others)), tensors))
+    return counter.frame_count
+
+
+def sized(B, Sq, Sk):
+    return [((B, 4, Sq, 6), (B, 4, Sk, 6), (B, 4, Sk, 6))]
+
+
+def test_one_graph_for_all_lengths():
+    """Pitfall 8: the first lengths, then any."""
+
+    def call(t):
+        return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], dropout_p=P)
+
+    assert one_graph(call, (sized(2, Sq, Sk) for Sq, Sk in ((7, 5), (9, 8), (33, 64), (17, 3)))) <= 2
+
+
+@pytest.mark.xfail(reason="a set of batch sizes makes each of them a constant of its graph", strict=True)
+def test_one_graph_for_all_batch_sizes():
+    """Pitfall 8."""
+
+    def call(t):
+        return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], dropout_p=P)
+
+    assert one_graph(call, (sized(B, 7, 5) for B in (2, 3, 5, 4))) <= 2
+
+
+def test_one_graph_for_all_packings():
+    """Pitfall 8: any number of tokens and sequences, and any longest one."""
+
+    def call(t, cu, longest):
+        return ckptkern.varlen_attn(t["q"], t["k"], t["v"], cu, cu, longest, longest, is_causal=True)
+
+    packings = [[0, 4, 9], [0, 3, 5, 11], [0, 7, 20], [0, 1, 2, 3, 33], [0, 64, 65]]
+    longest = [max(b - a for a, b in itertools.pairwise(ends)) for ends in packings]
+    steps = [
+        (((ends[-1], 4, 6),) * 3, torch.tensor(ends, dtype=torch.int32), n)
+        for ends, n in zip(packings, longest, strict=True)
+    ]
+    assert one_graph(call, steps) <= 2
 
 
 EMPTY = {
