@@ -284,7 +284,7 @@ def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
 
 def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """o in differentiable PyTorch ops."""
-    if core.cu_q is not None:
+    if _is_packed(q, core):
         return _packed(lambda q, k, v, c: (attention_composite(q, k, v, c),), core, (q,), (k, v))[0]
     return torch.matmul(attention_weights(q, k, core).to(v.dtype), _heads(v, q.shape[1]))
 
@@ -381,6 +381,11 @@ def _as_readable(x: Tensor) -> Tensor:
     return x if readable(x) else empty_heads(x).copy_(x)
 
 
+def _is_packed(q: Tensor, core: AttentionCore) -> bool:
+    """Do q, k, v hold several sequences? Of meta tensors nobody knows where they begin, and results have one shape."""
+    return core.cu_q is not None and not q.is_meta
+
+
 def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
     """The rows of each packed sequence, at most `longest`; one without rows if there is no sequence."""
     bounds = cu.tolist()
@@ -434,7 +439,7 @@ def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
 
 
 def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
-    if core.cu_q is not None:
+    if _is_packed(q, core):
         if do is None:
             o, lse = _packed(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v))
             return o, lse, None
@@ -463,7 +468,7 @@ def attn_delta(o, do, core: AttentionCore):
 
 def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, o=None):
     """`o` lets torch's own kernel serve where there is one; without it gradients are formed from lse and delta."""
-    if core.cu_q is not None:
+    if _is_packed(q, core):
 
         def one(q, do, lse, delta, k, v, own):
             return attn_bwd(q, k, v, do, lse, delta, own, need_dq=need_dq, need_dkv=need_dkv)

@@ -250,9 +250,11 @@ def _attn_fwd_kernel(
 def _delta_kernel(
     o_ptr, do_ptr, cuq_ptr, delta_ptr, Sq, H, tiles, stride_ob, stride_oh, stride_os,
     stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh,
-    D: tl.constexpr, HEAD_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    D: tl.constexpr, HEAD_D: tl.constexpr, STRIDE_STEP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(o do), from a stored o."""
+    stride_ob, stride_oh, stride_os = _multiples(stride_ob, stride_oh, stride_os, STRIDE_STEP)
+    stride_dob, stride_doh, stride_dos = _multiples(stride_dob, stride_doh, stride_dos, STRIDE_STEP)
     pid = tl.program_id(0)
     b = (pid // tiles // H).to(tl.int64)
     h = (pid // tiles % H).to(tl.int64)
@@ -619,17 +621,21 @@ def _zero(*results: torch.Tensor | None) -> None:
             result.zero_()
 
 
+def _stride_step(*tensors) -> int:
+    """What divides all their strides and the compiler does not see: 8. Multiples of 16 it knows by itself."""
+    strides = {stride % 16 for x in tensors if x is not None for stride in x.stride()[:3]}
+    return 8 if strides - {0} == {8} else 1
+
+
 def _common(q, k, core, *others):
     B, H, Sq, Sk, group = _geometry(q, k, core)
     # further than the scores there is nothing to see, and a row plus a bound near 2**31 would overflow
     left, right = (min(side or 0, max(Sq, Sk)) for side in core.window)
     D = q.shape[-1]
-    strides = [stride for x in (q, k, *others) if x is not None for stride in x.stride()[:3]]
     flags = dict(
         D=D, HEAD_D=padded_head_dim(D, arch_of(q)), GROUP=group, LEFT=core.window[0] is not None,
         RIGHT=core.window[1] is not None, MASK_STEP=16 if core.mask is not None and Sk % 16 == 0 else 1,
-        STRIDE_STEP=8 if {stride % 16 for stride in strides} - {0} == {8} else 1,  # of 16 the compiler knows by itself
-        PRECISION=core.precision,
+        STRIDE_STEP=_stride_step(q, k, *others), PRECISION=core.precision,
     )  # fmt: skip
     return B, H, Sq, Sk, left, right, flags
 
@@ -677,7 +683,8 @@ def attn_delta(o, do, core):
         launch(
             _delta_kernel, (B * H * tiles,), o, do, core.cu_q, delta, Sq, H, tiles, *_strides(o, packed),
             *_strides(do, packed), 0 if packed else delta.stride(0), delta.stride(1),
-            D=D, HEAD_D=padded_head_dim(D, arch_of(o)), BLOCK_M=BLOCK_M, num_warps=4, enable_fp_fusion=False,
+            D=D, HEAD_D=padded_head_dim(D, arch_of(o)), STRIDE_STEP=_stride_step(o, do), BLOCK_M=BLOCK_M, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return delta
 

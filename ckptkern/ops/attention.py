@@ -371,12 +371,13 @@ def _to_four_dims(query, key, value, attn_mask):
 
 def _broadcast(op, query, key, value, enable_gqa):
     """One batch size; without enable_gqa also one number of heads, or one for both key and value."""
-    batches = {t.shape[0] for t in (query, key, value)} - {1}
-    if len(batches) > 1:
+    B = query.shape[0]  # in no set: that would make torch.compile take every size for a constant
+    for t in (key, value):
+        B = t.shape[0] if B == 1 else B
+    if any(t.shape[0] != B and t.shape[0] != 1 for t in (query, key, value)):
         raise ValueError(
             f"{op}: batch sizes must be equal or 1, but are {query.shape[0]}, {key.shape[0]} and {value.shape[0]}"
         )
-    B = batches.pop() if batches else 1
     query, key, value = (t if t.shape[0] == B else t.expand(B, -1, -1, -1) for t in (query, key, value))
     if enable_gqa:
         return query, key, value
@@ -436,7 +437,7 @@ def varlen_attn(
     check_number(op, "scale", 1.0 if scale is None else scale)
     check_count(op, "max_q", max_q, least=0)
     check_count(op, "max_k", max_k, least=0)
-    scale = 1.0 / math.sqrt(D) if scale is None else scale
+    scale = 1.0 / math.sqrt(D) if scale is None and D else 1.0 if scale is None else scale
     backend = choose_backend(op, query, head_dim_not_covered(D))
     statics = (0.0, float(scale), left, right, max_q, max_k, backend, matmul_precision(query), "")
     packed = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))

@@ -122,7 +122,8 @@ def maxima() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", ["relu", "relu2", "relu2 backward"])
 def test_relu_keeps_nan_on_the_device(name, maxima):
     """tl.maximum drops NaN unless told not to; the interpreter's keeps it either way."""
-    assert maxima[name] == ["max.NaN.f32"]
+    assert maxima[name]
+    assert all(instruction.startswith("max.NaN.") for instruction in maxima[name])  # of .f32, or Triton 3.9's .bf16x2
 
 
 def test_the_gate_refuses_the_interpreter(monkeypatch):
