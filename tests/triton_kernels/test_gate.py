@@ -45,7 +45,7 @@ def test_shipped_tiles_pass():
     assert attention >= set(itertools.product(gate.ARCHS, ("", "ieee", *gate.ATTENTION_KINDS))) | {(80, "small")}
     done = outside_the_interpreter("-m", "ckptkern.benchmarks.gate")
     assert done.stdout, done.stderr[-4000:]
-    *table, verdict = done.stdout.splitlines()
+    table, verdict = done.stdout.splitlines()[:-1], done.stdout.splitlines()[-1]
     stacks = [(line.split()[0], int(stack[1])) for line in table if (stack := re.search(r"stack +(\d+) ", line))]
     assert {case for case, _ in stacks} == {case.name for case in cases}, done.stdout[-4000:]
     if not metadata.version("triton").startswith(gate.TRITON):  # another compiler, other registers
@@ -54,7 +54,17 @@ def test_shipped_tiles_pass():
         return
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert verdict == f"compile gate: {len(stacks)} kernels, no fault"
-    assert {case for case, stack in stacks if stack} == set(gate.ALLOWED_SPILLS)  # none fixed and still excused
+    spilling = [case for case, stack in stacks if stack]
+    assert all(gate.allowed_stack(case) for case in spilling)
+    for pattern in gate.ALLOWED_SPILLS:  # none fixed and still excused
+        assert any(re.fullmatch(pattern, case) for case in spilling), pattern
+    dropout = [line.split() for line in done.stdout.splitlines() if " Philox calls for 8" in line]
+    assert {case.split("/d")[1].split("+")[0] for case, *_ in dropout} == set(map(str, gate.HEAD_DIMS))
+    heaviest = {kernel: max(float(n) for _, k, n, *_ in dropout if k == kernel) for _, kernel, *_ in dropout}
+    assert heaviest.keys() == gate.ATTENTION_LOOPS.keys()
+    assert max(heaviest.values()) < 90, (
+        heaviest
+    )  # tl.rand costs 52 and spills; 75 to 84 at heads of 256 on sm_80, 38 elsewhere
 
 
 FAULTS = {
