@@ -307,7 +307,8 @@ def _as_tokens(x: Tensor) -> Tensor:
 
 def _cudnn_fwd(q, k, v, causal, scale):
     q, k, v = map(_as_tokens, (q, k, v))
-    return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return o, lse.squeeze(-1)
 
 
 def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
@@ -378,7 +379,7 @@ def readable(x: Tensor) -> bool:
 
 
 def _as_readable(x: Tensor) -> Tensor:
-    return x if readable(x) else empty_heads(x).copy_(x)
+    return x if (readable(x) if x.is_cuda else x.stride(-1) == 1) else empty_heads(x).copy_(x)
 
 
 def _is_packed(q: Tensor, core: AttentionCore) -> bool:
@@ -390,7 +391,7 @@ def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
     """The rows of each packed sequence, at most `longest`; one without rows if there is no sequence."""
     bounds = cu.tolist()
     if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > rows:
-        raise ValueError(f"where packed sequences begin must rise from 0 to at most {rows} rows, but is {bounds}")
+        raise ValueError(f"packed sequences must begin in order and within 0..{rows}, but cu_seqlens is {bounds}")
     return [slice(a, min(b, a + longest)) for a, b in itertools.pairwise(bounds)] or [slice(0, 0)]
 
 
@@ -450,7 +451,7 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
         o, lse = FUSED[fused].forward(
             *map(_as_readable, (q, _heads(k, H), _heads(v, H))), core.window[1] is not None, core.scale
         )
-        lse = lse.reshape(q.shape[:3]).contiguous()  # aten lays it out as [B, S, H] on a CPU, cuDNN as [B, H, S, 1]
+        lse = lse.contiguous()  # aten lays it out as [B, S, H] on a CPU
     else:
         s = attention_scores(q, k, core)
         lse = torch.logsumexp(s, -1)
@@ -466,8 +467,8 @@ def attn_delta(o, do, core: AttentionCore):
     return (_wide(o) * _wide(do)).sum(-1)
 
 
-def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, o=None):
-    """`o` lets torch's own kernel serve where there is one; without it gradients are formed from lse and delta."""
+def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, o=None, fused=""):
+    """From lse and delta, or by torch's own kernel `fused` from lse and o."""
     if _is_packed(q, core):
 
         def one(q, do, lse, delta, k, v, own):
@@ -475,7 +476,6 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
 
         return _packed(one, core, (q, do, lse, delta), (k, v), key_results=2)
     H, H_kv = q.shape[1], k.shape[1]
-    fused = "" if o is None else fused_kernel(q, k, core)
     if fused:
         heads = H_kv if FUSED[fused].grouped else H
         dq, dk, dv = FUSED[fused].backward(

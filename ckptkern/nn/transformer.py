@@ -128,6 +128,15 @@ class _Layer:
         return ops.mlp_block(x, **arguments, recompute="none" if self.recompute == "none" else "full")
 
 
+def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
+    """The masks as torch's layer hands them on, its errors with its names for them. Not by its forward: in evaluation that may
+    take a kernel that reads additive masks as bool."""
+    padding = F._canonical_mask(
+        src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", src.dtype
+    )
+    return F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, False), padding
+
+
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer: the same arguments, parameters and results, in training and evaluation.
 
@@ -178,12 +187,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         if not isinstance(src, Tensor) or src.is_nested:
             return super().forward(src, *masks)
         attention = self._attention_arguments(src, *masks)
-        if (
-            attention is None
-            and isinstance(self.self_attn, MultiheadAttention)
-            and not self.self_attn.fits(src, src, src, src_key_padding_mask, src_mask, is_causal)
-        ):
-            return super().forward(src, *masks)  # whose errors have its own names for the masks
+        if attention is None and type(self)._sa_block is self.torch_class._sa_block:
+            masks = (*_canonical(src, src_mask, src_key_padding_mask), is_causal)
         mlp = self._mlp_arguments(self.norm2, self.dropout2)
         if attention is None or mlp is None:
             return self._mlp_half(self._attention_half(src, attention, *masks), self.norm2, mlp)

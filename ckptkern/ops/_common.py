@@ -198,12 +198,17 @@ def check_probability(op: str, p: float) -> None:
 
 
 def check_number(op: str, name: str, value) -> None:
-    # float() of a symbolic number of torch.compile would fix it
-    if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or hasattr(value, "__float__")):
+    """float() would fix a symbolic number of torch.compile. A tensor of no dimensions is one, as in torch."""
+    if type(value) is float:
+        return
+    number = value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int) or hasattr(value, "__float__")
+    if not number or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a number, not {value!r}")
 
 
 def check_count(op: str, name: str, value, least: int = 1) -> None:
+    if type(value) is int and value >= least:
+        return
     if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")) or value < least:
         raise ValueError(f"{op}: {name} must be an integer of at least {least}, not {value!r}")
 

@@ -38,7 +38,11 @@ def core_of(
     scale, precision, left, right, mask=None, slopes=None, rng=None, dropout_p=0.0, cu_q=None, cu_k=None, max_q=0,
     max_k=0, fused="",
 ) -> eager.AttentionCore:  # fmt: skip
-    """The core from an op's flat arguments; a bound of -1 is none."""
+    """The core from an op's flat arguments; a bound of -1 is none.
+
+    Here, within the ops, a bool mask is viewed as int8: torch 2.11's inductor cannot.
+    """
+    mask = mask.view(torch.int8) if mask is not None and mask.dtype == torch.bool else mask
     window = (None if left < 0 else left, None if right < 0 else right)
     return eager.AttentionCore(
         scale, precision, window, mask, slopes, dropout_arguments(rng, dropout_p), 0, cu_q, cu_k, max_q, max_k, fused
@@ -62,7 +66,7 @@ def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal:
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False
     # no fake tensors: what is asked for is the device, which torch takes from the current one
-    with _disable_current_modes(), torch.cuda.device(index):
+    with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
         q, k = (
             torch.empty((1, heads, 128, D), dtype=dtype, device="cuda", requires_grad=True)
             for heads in (2, 1 if grouped else 2)
@@ -92,10 +96,12 @@ def fused_core(
     number of keys are seen that is no multiple of 128: cuDNN's backward has given NaN for some (pytorch#196678). Both keep
     o and lse, so the choice shows in no saved set.
     """
+    if backend != "triton":
+        return ""
     H, Sq, D = q_shape[1:]
     head_dim = next((n for n in FUSED_HEAD_DIMS if n == D), 0)  # a number, where torch.compile has a symbol for D
     if (
-        backend != "triton" or not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
+        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
         or not head_dim or any(other is not None for other in others)
         or left >= 0 or right > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
         or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
@@ -123,9 +129,10 @@ def attention_grads(
     """
     p = eager if core.fused else p
     if p is eager:
-        if delta is None and not eager.fused_kernel(q, k, core):
+        fused = eager.fused_kernel(q, k, core)
+        if delta is None and not fused:
             delta = eager.attn_delta(o, do, core)
-        return eager.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, o=o)
+        return eager.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, o=o, fused=fused)
     delta = p.attn_delta(o, do, core) if delta is None else delta
     dq, dk, dv = out
     return p.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, dq=dq, dk=dk, dv=dv)
@@ -225,7 +232,7 @@ def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int, int
 
 
 def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
-    """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]: int8 (0 = hidden) or float."""
+    """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]."""
     check_tensor(op, "attn_mask", attn_mask, q, floating=False)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
@@ -235,7 +242,6 @@ def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
         raise ValueError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
-    attn_mask = attn_mask.view(torch.int8) if attn_mask.dtype == torch.bool else attn_mask
     return attn_mask.reshape(shape)
 
 
@@ -273,9 +279,10 @@ def scaled_dot_product_attention(
     dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Kept for backward:
     q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
 
-    attn_mask: bool (True = keep) or additive, broadcastable to [B, H, Sq, Sk]. Its gradient, if wanted, is formed in
-    PyTorch ops. is_causal aligns top-left. window_size = (left, right): row i sees i - left <= j <= i + right, -1 is no
-    bound. alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as in torch.
+    attn_mask: bool (True = keep) or additive (float64 beside float64 alone), broadcastable to [B, H, Sq, Sk]. Its gradient,
+    if wanted, is formed in PyTorch ops. is_causal aligns top-left. window_size = (left, right): row i sees
+    i - left <= j <= i + right, -1 is no bound. alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as
+    in torch.
     A row that sees nothing gives zeros and zero gradients. One of which an additive mask hides everything by a large
     finite number (-1e9) gives the mean of the values, as in torch, and from the kernels no gradient.
     Raises ValueError (shapes), TypeError (dtypes), RuntimeError (attn_mask together with is_causal; backend).

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -135,11 +135,11 @@ def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = 
         if one.is_floating_point():
             added = one if added is None else added + one
         else:
-            one = one == 0 if hides else one if one.dtype == torch.int8 else one.view(torch.int8)
-            seen = one if seen is None else (seen != 0) & one
+            one = ~one if hides else one
+            seen = one if seen is None else seen & one
     if added is not None:
-        return added if seen is None else added.masked_fill(seen == 0, -math.inf)
-    return seen if seen is None or seen.dtype == torch.int8 else seen.view(torch.int8)
+        return added if seen is None else added.masked_fill(~seen, -math.inf)
+    return seen
 
 
 def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
@@ -551,7 +551,7 @@ def gather(
             raise TypeError(f"{op}: {name} must be a pair of tensors, not {type(pair).__name__}")
     if H % H_kv:
         raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
-    if not isinstance(qkv_weight, (Tensor, tuple, list)):
+    if not isinstance(qkv_weight, Iterable):
         raise TypeError(f"{op}: qkv_weight must be one Tensor or three (q, k, v), not {type(qkv_weight).__name__}")
     parts = (qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight)
     biases = (
@@ -606,6 +606,8 @@ def gather(
     if key_padding_mask is not None:
         check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
         padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
+        if padding.dtype == torch.float64 != x.dtype:
+            raise TypeError(f"{op}: key_padding_mask is {padding.dtype}, which no input of {x.dtype} goes with")
         if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S):
             raise ValueError(
                 f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S}), "
@@ -629,7 +631,7 @@ def gather(
         check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
         if mask is not None or padding is not None:
             raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
-        if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
             raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
         max_len = S if max_seqlen is None else max_seqlen
         check_count(op, "max_seqlen", max_len, least=0)
@@ -649,7 +651,7 @@ def gather(
     o = AttentionOptions(
         H, H_kv, norm or "", float(norm_eps), bool(norm_first), float(qk_norm_eps), bool(rotary_interleaved),
         bool(mask_hides), left, right,
-        max_len, float(D**-0.5 if scale is None else scale), attn_p, resid_p, bool(residual), choose_level(recompute),
+        max_len, float(max(D, 1) ** -0.5 if scale is None else scale), attn_p, resid_p, bool(residual), choose_level(recompute),
         backend, matmul_precision(probe), fused, dtype,
     )  # fmt: skip
     return t, o
@@ -657,6 +659,8 @@ def gather(
 
 def drawn(t: AttentionTensors, o: AttentionOptions, x: Tensor, training: bool) -> AttentionTensors:
     """t with the random states: drawn last, so that an error leaves the generator alone."""
+    if not training or o.dropout_p == o.resid_p == 0.0:
+        return t
     return t._replace(rng=draw_state(x, o.dropout_p, training), resid_rng=draw_state(x, o.resid_p, training))
 
 

@@ -305,6 +305,8 @@ def gather(
 
 def drawn(t: MLPTensors, o: MLPOptions, x: Tensor, training: bool) -> MLPTensors:
     """t with the random states: drawn last, so that an error leaves the generator alone."""
+    if not training or o.dropout_p == o.resid_p == 0.0:
+        return t
     return t._replace(rng=draw_state(x, o.dropout_p, training), resid_rng=draw_state(x, o.resid_p, training))
 
 

@@ -176,16 +176,18 @@ _apply = build(TransformerLayer)
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
 
-def _arguments_of(block) -> dict[str, bool]:
-    """Names of a block's arguments that the layer hands on; true where it must have them."""
-    parameters = inspect.signature(block).parameters.values()
-    return {p.name: p.default is p.empty for p in parameters if p.name not in OWN_ARGUMENTS}
+def _arguments_of(block) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a block's arguments that the layer hands on, and of those that it must have."""
+    handed = [p for p in inspect.signature(block).parameters.values() if p.name not in OWN_ARGUMENTS]
+    return tuple(p.name for p in handed), tuple(p.name for p in handed if p.default is p.empty)
 
 
 ATTENTION_ARGUMENTS, MLP_ARGUMENTS = _arguments_of(attention_block), _arguments_of(mlp_block)
 
 
-def check_arguments(op: str, name: str, given: Mapping[str, Any], known: dict[str, bool]) -> None:
+def check_arguments(
+    op: str, name: str, given: Mapping[str, Any], known: tuple[str, ...], required: tuple[str, ...]
+) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
     for key in given:
@@ -193,9 +195,9 @@ def check_arguments(op: str, name: str, given: Mapping[str, Any], known: dict[st
             raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
         if key not in known:
             raise TypeError(f"{op}: {name} has {key!r}, but there are {', '.join(known)}")
-    missing = [key for key, required in known.items() if required and key not in given]
-    if missing:
-        raise TypeError(f"{op}: {name} must have {', '.join(missing)}")
+    for key in required:
+        if key not in given:
+            raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")
 
 
 def transformer_layer(
@@ -221,8 +223,8 @@ def transformer_layer(
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
     """
     op = "transformer_layer"
-    check_arguments(op, "attention_arguments", attention_arguments, ATTENTION_ARGUMENTS)
-    check_arguments(op, "mlp_arguments", mlp_arguments, MLP_ARGUMENTS)
+    check_arguments(op, "attention_arguments", attention_arguments, *ATTENTION_ARGUMENTS)
+    check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
     check_choice(op, "recompute", recompute, ("none", "selective", "full"))
     ta, oa = gather_attention(
         op, x, training=training, recompute=recompute, **{"residual": True} | dict(attention_arguments)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import warnings
 
 import pytest
@@ -538,3 +539,40 @@ def test_compiles_without_a_graph_break(kind):
         return (compiled if module is ours else theirs)(*inputs.values())
 
     assert_twins(ours, theirs, call, inputs)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("which", ["mask", "padding"])
+def test_evaluation_reads_additive_masks_as_training_does(which, dtype, train):
+    """torch's kernel for inference reads them as bool: NaN, or wrong numbers. Ours takes what torch takes in training."""
+    torch.manual_seed(0)
+    layer = ckptkern.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).train(train)
+    twin = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    twin.load_state_dict(layer.state_dict())
+    x, mask, padding = torch.randn(2, 4, 8), torch.randn(4, 4), torch.zeros(2, 4).index_fill(1, torch.tensor(3), -2.0)
+    masks = (mask.to(dtype), None) if which == "mask" else (None, padding.to(dtype))
+    try:
+        expected = twin(x, *masks)
+    except RuntimeError as error:
+        with torch.no_grad(), pytest.raises(RuntimeError, match=re.escape(str(error))):
+            layer(x, *masks)
+        return
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, *masks), expected.detach())
+
+
+def test_an_overridden_half_gets_the_masks_it_was_given():
+    """Of any shape and dtype: they are its own."""
+
+    class Biased(ckptkern.nn.TransformerEncoderLayer):
+        def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
+            self.seen = attn_mask
+            return 0 * x
+
+    layer, bias = Biased(8, 2, 16, 0.0, batch_first=True).eval(), torch.randn(2, 4, 4, dtype=torch.bfloat16)
+    x = torch.randn(3, 4, 8)
+    with torch.no_grad():
+        y = layer(x, bias)
+    assert layer.seen is bias
+    torch.testing.assert_close(y, layer(x, bias))

@@ -148,9 +148,16 @@ def test_meta_tensors():
     assert out.shape == rows.grad.shape == rows.shape
 
 
-def test_packed_heads_of_no_dims():
+def test_heads_of_no_dims():
     rows = torch.randn(9, 4, 0)
     assert ckptkern.varlen_attn(rows, rows, rows, CU_Q, CU_Q, 5, 5).shape == rows.shape
+    x, qkv, out = torch.randn(9, 6), torch.randn(0, 6), torch.randn(6, 0)
+    assert torch.equal(ckptkern.attention_block(x, qkv, None, out, None, 2, residual=True), x)
+
+
+def test_a_scale_in_a_tensor_as_in_torch():
+    tensors, scale = qkv(), torch.tensor(0.3)
+    assert_same(gradients(ours(scale=scale), tensors), gradients(ours(scale=scale.item()), tensors))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -771,7 +778,7 @@ def test_sequences_outside_of_the_rows(bounds):
     """Where PyTorch ops serve, which read the bounds; the kernels do not: that would stop the host."""
     cu = torch.tensor(bounds, dtype=torch.int32)
     rows = torch.randn(9, 4, 6)
-    with pytest.raises(ValueError, match=r"must rise from 0 to at most 9 rows, but is \[" + str(bounds)[1:-1]):
+    with pytest.raises(ValueError, match=r"within 0\.\.9, but cu_seqlens is \[" + str(bounds)[1:-1]):
         ckptkern.varlen_attn(rows, rows, rows, cu, cu, 9, 9)
 
 

@@ -579,6 +579,9 @@ ERRORS = {
     "learned rotary": (ValueError, "no gradient is formed for rotary", {"rotary": (torch.ones(7, 4, requires_grad=True),) * 2}),
     "padding": (ValueError, "key_padding_mask must be bool", {"key_padding_mask": torch.zeros(2, 6, dtype=torch.bool)}),
     "packed": (ValueError, "cu_seqlens must be int32", {"cu_seqlens": CU}),
+    "no sequences": (ValueError, "cu_seqlens must be int32", {"x": X[0], "cu_seqlens": CU[:0]}),
+    "padding of another dtype": (TypeError, "key_padding_mask is torch.float64", {
+        "key_padding_mask": torch.zeros(2, 7, dtype=torch.float64)}),
     "packed and mask": (ValueError, "no meaning for sequences packed", {
         "x": X[0], "cu_seqlens": CU, "key_padding_mask": torch.zeros(7, dtype=torch.bool)}),
     "dtypes": (TypeError, "use one dtype, or torch.autocast", {"qkv_weight": QKV.double()}),
@@ -604,6 +607,12 @@ def test_errors(error, message, changes):
     arguments = dict(x=X, qkv_weight=QKV, qkv_bias=None, out_weight=OUT, out_bias=None, num_heads=4)
     with pytest.raises(error, match=f"attention_block: .*{message}"):
         ckptkern.attention_block(**arguments | changes)
+
+
+def test_a_list_of_parameters_is_three_weights():
+    weights = torch.nn.ParameterList(QKV.chunk(3))
+    expected = ckptkern.attention_block(X, list(weights), None, OUT, None, 4)
+    assert torch.equal(ckptkern.attention_block(X, weights, None, OUT, None, 4), expected)
 
 
 UP, DOWN = torch.randn(12, 10), torch.randn(10, 12)
