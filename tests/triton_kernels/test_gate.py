@@ -2,37 +2,26 @@
 
 import itertools
 import json
-import os
 import re
 import subprocess
-import sys
 from importlib import metadata
-from pathlib import Path
 
+import outside
 import pytest
 
 from ckptkern.benchmarks import gate
 
-ROOT = Path(__file__).parents[2]
-
-
-def outside_the_interpreter(*command: str) -> subprocess.CompletedProcess:
-    """A kernel that was decorated under TRITON_INTERPRET cannot be compiled: this needs a process without it. Not in the
-    source tree, whose ckptkern would come before the installed one."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, cwd=ROOT / "tests"
-    )
-
 
 def learned(what: str) -> dict:
-    done = outside_the_interpreter(str(ROOT / "tests" / "compiled.py"), what)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = outside.start(
+        str(outside.ROOT / "tests" / "compiled.py"), what, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    return json.loads(out)
 
 
-def test_shipped_tiles_pass():
+def test_shipped_tiles_pass(shipped_gate):
     """No spill, tensor cores, asynchronous copies: every kernel, tile row, architecture, dtype, aligned and ragged."""
     cases = gate.shipped_cases()
     assert len(cases) <= 300
@@ -43,28 +32,27 @@ def test_shipped_tiles_pass():
                 assert kinds == {False, True}, (op, arch, dtype)
     attention = {(case.arch, case.kind) for case in cases if isinstance(case, gate.AttentionCase)}
     assert attention >= set(itertools.product(gate.ARCHS, ("", "ieee", *gate.ATTENTION_KINDS))) | {(80, "small")}
-    done = outside_the_interpreter("-m", "ckptkern.benchmarks.gate")
-    assert done.stdout, done.stderr[-4000:]
-    table, verdict = done.stdout.splitlines()[:-1], done.stdout.splitlines()[-1]
+    status, out, error = shipped_gate()
+    assert out, error[-4000:]
+    *table, verdict = out.splitlines()
     stacks = [(line.split()[0], int(stack[1])) for line in table if (stack := re.search(r"stack +(\d+) ", line))]
-    assert {case for case, _ in stacks} == {case.name for case in cases}, done.stdout[-4000:]
+    assert {case for case, _ in stacks} == {case.name for case in cases}, out[-4000:]
     if not metadata.version("triton").startswith(gate.TRITON):  # another compiler, other registers
-        faults = [line for line in done.stdout.splitlines() if re.match(r"\w+/sm_\d+/\S+ \(\w+\): ", line)]
+        faults = [line for line in out.splitlines() if re.match(r"\w+/sm_\d+/\S+ \(\w+\): ", line)]
         assert [line for line in faults if ": spills: " not in line] == []
         return
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+    assert status == 0, f"{out[-4000:]}\n{error[-2000:]}"
     assert verdict == f"compile gate: {len(stacks)} kernels, no fault"
     spilling = [case for case, stack in stacks if stack]
     assert all(gate.allowed_stack(case) for case in spilling)
     for pattern in gate.ALLOWED_SPILLS:  # none fixed and still excused
         assert any(re.fullmatch(pattern, case) for case in spilling), pattern
-    dropout = [line.split() for line in done.stdout.splitlines() if " Philox calls for 8" in line]
+    dropout = [line.split() for line in out.splitlines() if " Philox calls for 8" in line]
     assert {case.split("/d")[1].split("+")[0] for case, *_ in dropout} == set(map(str, gate.HEAD_DIMS))
     heaviest = {kernel: max(float(n) for _, k, n, *_ in dropout if k == kernel) for _, kernel, *_ in dropout}
     assert heaviest.keys() == gate.ATTENTION_LOOPS.keys()
-    assert max(heaviest.values()) < 90, (
-        heaviest
-    )  # tl.rand costs 52 and spills; 75 to 84 at heads of 256 on sm_80, 38 elsewhere
+    # tl.rand costs 52 and spills; ours 76 to 84 at heads of 256 on sm_80, 41 at most elsewhere
+    assert max(heaviest.values()) < 90, heaviest
 
 
 FAULTS = {
