@@ -8,7 +8,6 @@ import outside
 import pytest
 import torch
 
-
 GATE = "test_shipped_tiles_pass"
 
 
