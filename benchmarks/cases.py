@@ -410,7 +410,7 @@ ATTENTION_RIVALS: dict[str, Maker] = {
 
 
 def _with_own_core(ours: Callable[[nn.Module, str], Function]) -> dict[str, Maker]:
-    return ATTENTION_RIVALS | {"ckptkern selective, own core": functools.partial(_own_core, ours)}
+    return ATTENTION_RIVALS | {"own core, selective": functools.partial(_own_core, ours)}
 
 
 def _sizes(cuda: Sequence[int], cpu: Sequence[int], cuda_rows: int = TOKENS["cuda"]) -> dict[str, list[Size]]:
