@@ -435,7 +435,7 @@ def _launch_attention(case: AttentionCase):
             return attention.attn_bwd(q, k, v, do, lse, lse, core)
     if case.op == "attn_bwd":
         attention.attn_bwd(q, k, v, do, lse, lse, core)
-        if not case.causal and not case.dropout and not case.kind:  # delta knows of none of them
+        if not case.kind:  # delta knows of none, nor of causal and dropout: compiled once for a head dim
             attention.attn_delta(do, do, core)
     else:
         attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)

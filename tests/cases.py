@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -428,3 +429,31 @@ def op_samples(setup: Setup, tensors: Tensors) -> list[tuple]:
     with Record():
         gradients(setup.fused, tensors)
     return samples
+
+
+def assert_flat_memory(call, tensors: dict[str, torch.Tensor], name: str, steps: int = 47) -> None:
+    """Without the garbage collector steps leave no tensor behind, and dropping a graph frees its output and input `name`."""
+
+    def forward():
+        x = tensors[name] * 1
+        return x, call({**tensors, name: x})
+
+    def step():
+        x, y = forward()
+        y.square().mean().backward()
+        return weakref.ref(x), weakref.ref(y)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            step()
+        before = live_tensors()
+        for _ in range(steps):
+            dead = step()
+        assert live_tensors() == before
+        assert [ref() for ref in dead] == [None, None]
+        dropped = weakref.ref(forward()[1])
+        assert dropped() is None
+    finally:
+        gc.enable()

@@ -1,10 +1,8 @@
 """scaled_dot_product_attention and varlen_attn against torch's own, and what is theirs alone."""
 
 import functools
-import gc
 import itertools
 import math
-import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -16,11 +14,11 @@ from cases import (
     LEVELS,
     SEED,
     assert_as_exact,
+    assert_flat_memory,
     assert_same,
     assert_same_within_rounding,
     clone,
     gradients,
-    live_tensors,
     op_samples,
     output_gradient,
 )
@@ -423,26 +421,7 @@ class TestSegment:
 
     def test_memory_is_flat_without_the_garbage_collector(self, call):
         """Pitfall 30."""
-        tensors = call.make()
-
-        def step():
-            q = tensors["q"] * 1
-            y = call.call({**tensors, "q": q})
-            y.square().mean().backward()
-            return weakref.ref(q), weakref.ref(y)
-
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(3):
-                step()
-            before = live_tensors()
-            for _ in range(10):
-                dead = step()
-            assert live_tensors() == before
-            assert [ref() for ref in dead] == [None, None]
-        finally:
-            gc.enable()
+        assert_flat_memory(call.call, call.make(), "q", steps=10)
 
     def test_every_saved_tensor_is_unpacked_once(self, call):
         """Pitfalls 28, 36."""
@@ -889,6 +868,49 @@ def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
     assert (backward.count(core), backward.count(f"{core}_backward")) == (level == "full", 1)
     unwanted = {"repeat_interleave", "exp", "_softmax"} | (set() if rotary else {"clone"})
     assert not unwanted & {*forward.names, *backward.names}
+
+
+@pytest.mark.parametrize("do_layout", ["heads", "tokens", "expanded"])
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@pytest.mark.parametrize("fused", ["cudnn", "flash"])
+def test_what_torchs_kernels_are_given(fused, layout, do_layout):
+    """cuDNN's graphs are kept by the layout of q, k and v alone: it must find do and o in one, and lse as [B, H, S, 1]. The
+    backend's own kernels are not asked: here there are none."""
+    B, H, S, D = 2, 4, 48, 64
+
+    def heads(layout):
+        x = torch.empty((B, S, H, D) if layout == "tokens" else (B, H, S, D), device="meta", dtype=torch.bfloat16)
+        return (
+            x[:1, :1, :1, :1].expand(B, H, S, D)
+            if layout == "expanded"
+            else x.transpose(1, 2)
+            if layout == "tokens"
+            else x
+        )
+
+    given = {}
+
+    class Given(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            given[func.__name__.removesuffix(".default")] = args
+            return func(*args, **(kwargs or {}))
+
+    q, do, core = heads(layout), heads(do_layout), eager.AttentionCore(0.125, "ieee", (None, 0), fused=fused)
+    backend = None
+    with Given(), torch.no_grad():
+        o, lse, delta = attention_op.attend(backend, q, q, q, core, do)
+        grads = attention_op.attention_grads(backend, q, q, q, do, o, lse, core)
+    assert delta is None
+    assert lse.shape == (B, H, S)
+    assert [g.shape for g in grads] == [q.shape] * 3
+    do, q, k, v, o, lse, *_ = given[f"_scaled_dot_product_{fused}_attention_backward"]
+    tokens = (S * H * D, D, H * D, 1)
+    if fused == "cudnn":
+        assert lse.shape == (B, H, S, 1)
+        assert do.stride() == o.stride() == q.stride() == k.stride() == v.stride() == tokens
+    else:
+        assert lse.shape == (B, H, S)
+        assert do.stride(-1) == o.stride(-1) == 1
 
 
 PACKED = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, v side by side

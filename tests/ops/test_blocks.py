@@ -1,10 +1,8 @@
 """What the factory promises of attention_block, mlp_block and transformer_layer, as test_segment.py of the other ops."""
 
 import functools
-import gc
 import itertools
 import random
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -16,11 +14,11 @@ from cases import (
     Kept,
     Watch,
     assert_as_exact,
+    assert_flat_memory,
     assert_same,
     assert_same_within_rounding,
     clone,
     gradients,
-    live_tensors,
     op_samples,
     output_gradient,
 )
@@ -399,29 +397,8 @@ def test_nothing_given_is_overwritten(block):
 
 @pytest.mark.parametrize("block", blocks())
 def test_memory_is_flat_without_the_garbage_collector(block):
-    """Pitfall 30: fifty steps leave no tensor behind, and dropping a graph frees its output and input."""
-    tensors = block.make()
-
-    def step():
-        x = tensors["x"] * 1
-        y = block.call({**tensors, "x": x})
-        y.square().mean().backward()
-        return weakref.ref(x), weakref.ref(y)
-
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(3):
-            step()
-        before = live_tensors()
-        for _ in range(47):
-            dead = step()
-        assert live_tensors() == before
-        assert [ref() for ref in dead] == [None, None]
-        dropped = weakref.ref(block.call({**tensors, "x": tensors["x"] * 1}))
-        assert dropped() is None
-    finally:
-        gc.enable()
+    """Pitfall 30."""
+    assert_flat_memory(block.call, block.make(), "x")
 
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))

@@ -337,7 +337,7 @@ def test_environment_variable():
 import torch, ckptkern
 try:
     ckptkern.dropout(torch.ones(2, 2))
-except Exception as error:
+except (RuntimeError, ValueError) as error:
     print(f"{type(error).__name__}: {error}")
 """
 
