@@ -19,8 +19,9 @@ def medians(case: str, *names: str, rounds: int = 40) -> list[float]:
     makers = cases.ways(item.case, compile=False)
     steps = {name: measure.stepper(makers[name](model, x), model, [(x, dy)]) for name in names}
     with measure.threads(1):
-        measure.interleaved(steps, measure.host_clock, 3)
-        times, errors = measure.interleaved(steps, measure.host_clock, rounds)
+        clock = measure.host_clock if item.case.host else measure.cpu_clock
+        measure.interleaved(steps, clock, 3)
+        times, errors = measure.interleaved(steps, clock, rounds)
     assert not errors
     return [statistics.median(times[name]) for name in names]
 
