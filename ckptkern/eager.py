@@ -19,6 +19,7 @@ from . import state as _state  # noqa: F401  (loads the extension that defines c
 from .eager_glue import heads_bwd, heads_fwd, norm_bwd, norm_fwd  # noqa: F401  (the same room)
 
 _aten = torch.ops.aten
+_gelu = _aten.gelu_backward.grad_input._op
 
 Dropout = tuple[Tensor | None, int, float]  # (state, threshold, scale); state None: no dropout
 NO_DROPOUT: Dropout = (None, 0, 1.0)
@@ -53,7 +54,7 @@ ACTIVATIONS = {
         F.gelu,
         _aten.gelu_backward.default,
         torch._C._nn.gelu_,
-        lambda dy, z: _aten.gelu_backward.grad_input(dy, z, grad_input=dy),
+        lambda dy, z: _gelu(dy, z, grad_input=dy),
     ),
     "gelu_tanh": Activation(
         lambda z: F.gelu(z, approximate="tanh"),

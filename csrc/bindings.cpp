@@ -6,12 +6,20 @@
 
 #include <ATen/ops/randint.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <limits>
+#include <new>
+#include <utility>
+
+namespace py = pybind11;
 
 namespace {
+
+using ckptkern::Precision;
+using ckptkern::SegmentState;
 
 // int64[2] on nonce's device, from torch's own generator there: torch.manual_seed reproduces it and
 // CUDA-graph capture draws anew in each replay. The bounds are those of torch.randint(-2**63, 2**63 - 1).
@@ -21,6 +29,143 @@ at::Tensor rng_state(const at::Tensor& nonce) {
       std::numeric_limits<int64_t>::max(),
       {2},
       nonce.options().dtype(at::kLong).requires_grad(false));
+}
+
+// --- C++ values as plain CPython types: every segment makes one and enters it, and through pybind11 that costs twice as
+// much as all that they do
+
+template <class T>
+struct Object {
+  PyObject_HEAD
+  T value;
+};
+
+template <class T>
+T& value_of(PyObject* self) {
+  return reinterpret_cast<Object<T>*>(self)->value;
+}
+
+template <class Body>
+PyObject* translated(Body body) {
+  try {
+    return body();
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+template <class T>
+PyObject* wrap(PyTypeObject* type, T value) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr) {
+    new (&value_of<T>(self)) T(std::move(value));
+  }
+  return self;
+}
+
+template <class T>
+void dealloc(PyObject* self) {
+  value_of<T>(self).~T();
+  Py_TYPE(self)->tp_free(self);
+}
+
+// Any arguments, which it does not look at; returns None.
+template <class T, auto method>
+PyObject* call(PyObject* self, PyObject* const*, Py_ssize_t) {
+  return translated([&] {
+    (value_of<T>(self).*method)();
+    return Py_NewRef(Py_None);
+  });
+}
+
+template <class T, auto method>
+PyMethodDef method_of(const char* name) {
+  return {name, reinterpret_cast<PyCFunction>(call<T, method>), METH_FASTCALL, nullptr};
+}
+
+template <class T>
+bool add_type(PyObject* module, PyTypeObject& type, const char* name, newfunc make, PyMethodDef* methods) {
+  type.tp_name = name;
+  type.tp_basicsize = sizeof(Object<T>);
+  type.tp_flags = Py_TPFLAGS_DEFAULT;
+  type.tp_new = make;
+  type.tp_dealloc = dealloc<T>;
+  type.tp_methods = methods;
+  return PyModule_AddType(module, &type) == 0;
+}
+
+// --- Precision
+
+PyObject* make_precision(PyTypeObject* type, PyObject*, PyObject*) {
+  return translated([&] { return wrap(type, Precision()); });
+}
+
+PyObject* precision_autocast_dtype(PyObject* self, PyObject* device_type) {
+  return translated([&] {
+    return py::cast(value_of<Precision>(self).autocast_dtype(py::cast<std::string>(device_type))).release().ptr();
+  });
+}
+
+PyObject* precision_fp32(PyObject* self, PyObject* args) {
+  const char *backend = nullptr, *op = nullptr;
+  if (PyArg_ParseTuple(args, "ss", &backend, &op) == 0) {
+    return nullptr;
+  }
+  return translated([&] { return py::cast(value_of<Precision>(self).fp32_precision(backend, op)).release().ptr(); });
+}
+
+PyObject* precision_deterministic(PyObject* self, void*) {
+  return PyBool_FromLong(value_of<Precision>(self).deterministic());
+}
+
+PyMethodDef precision_methods[] = {
+    method_of<Precision, &Precision::enter>("__enter__"),
+    method_of<Precision, &Precision::exit>("__exit__"),
+    {"autocast_dtype", precision_autocast_dtype, METH_O, "device type -> autocast's dtype there, None where it was off"},
+    {"fp32_precision", precision_fp32, METH_VARARGS, "(backend, op) -> 'ieee', 'tf32', ..."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef precision_values[] = {
+    {"deterministic", precision_deterministic, nullptr, "torch.are_deterministic_algorithms_enabled() then", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyTypeObject precision_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// --- SegmentState
+
+PyObject* make_segment_state(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *args = nullptr, *kwargs = nullptr;
+  int preserve_rng_state = 0;
+  if (PyArg_ParseTuple(arguments, "O!O!p", &PyTuple_Type, &args, &PyDict_Type, &kwargs, &preserve_rng_state) == 0) {
+    return nullptr;
+  }
+  return translated([&] {
+    const auto tuple = py::reinterpret_borrow<py::tuple>(args);
+    const auto dict = py::reinterpret_borrow<py::dict>(kwargs);
+    return wrap(type, SegmentState(tuple, dict, preserve_rng_state != 0));
+  });
+}
+
+PyObject* segment_state_arguments(PyObject* self, PyObject*) {
+  return translated([&] { return value_of<SegmentState>(self).arguments().release().ptr(); });
+}
+
+PyMethodDef segment_state_methods[] = {
+    method_of<SegmentState, &SegmentState::settle>("settle"),
+    method_of<SegmentState, &SegmentState::enter>("enter"),
+    method_of<SegmentState, &SegmentState::exit>("exit"),
+    {"arguments", segment_state_arguments, METH_NOARGS, "(args, kwargs) as they were given"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyTypeObject segment_state_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+bool add_types(PyObject* module) {
+  precision_type.tp_getset = precision_values;
+  return add_type<Precision>(module, precision_type, "ckptkern._C.Precision", make_precision, precision_methods) &&
+      add_type<SegmentState>(
+             module, segment_state_type, "ckptkern._C.SegmentState", make_segment_state, segment_state_methods) &&
+      ckptkern::add_saved_tensors(module);
 }
 
 } // namespace
@@ -41,34 +186,9 @@ TORCH_LIBRARY_IMPL(ckptkern, CPU, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  using ckptkern::Precision;
-
   m.attr("torch_version") = CKPTKERN_TORCH_VERSION;
   m.def("philox4x32_10", &ckptkern::philox4x32_10, py::arg("key"), py::arg("counter"));
-  py::class_<Precision>(m, "Precision")
-      .def(py::init<>())
-      .def(
-          "__enter__",
-          [](py::object self) {
-            self.cast<const Precision&>().enter();
-            return self;
-          })
-      .def("__exit__", [](const Precision& self, py::handle, py::handle, py::handle) { self.exit(); })
-      .def("autocast_dtype", &Precision::autocast_dtype, py::arg("device_type"))
-      .def("fp32_precision", &Precision::fp32_precision, py::arg("backend"), py::arg("op"))
-      .def_property_readonly("deterministic", &Precision::deterministic);
-  if (!ckptkern::add_saved_tensors(m.ptr())) {
+  if (!add_types(m.ptr())) {
     throw py::error_already_set();
   }
-  using ckptkern::SegmentState;
-  py::class_<SegmentState>(m, "SegmentState")
-      .def(
-          py::init<const py::tuple&, const py::dict&, bool>(),
-          py::arg("args"),
-          py::arg("kwargs"),
-          py::arg("preserve_rng_state"))
-      .def("settle", &SegmentState::settle)
-      .def("arguments", &SegmentState::arguments)
-      .def("enter", &SegmentState::enter)
-      .def("exit", &SegmentState::exit);
 }

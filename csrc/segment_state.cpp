@@ -14,10 +14,15 @@ namespace ckptkern {
 namespace {
 
 // Generators are handles: a copy is the same generator.
-at::Tensor read_state(at::Generator generator) {
+GeneratorState read_state(at::Generator generator) {
   const std::lock_guard<std::mutex> lock(generator.mutex());
+  if (generator.device().is_cpu()) {
+    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(generator);
+    return {generator,
+            CpuGeneratorState{cpu->engine(), cpu->next_float_normal_sample(), cpu->next_double_normal_sample()}};
+  }
   try {
-    return generator.get_state();
+    return {generator, generator.get_state()};
   } catch (const c10::Error& error) {
     TORCH_CHECK(
         false,
@@ -33,12 +38,20 @@ at::Tensor read_state(at::Generator generator) {
 void write_state(const GeneratorState& saved) {
   at::Generator generator = saved.generator;
   const std::lock_guard<std::mutex> lock(generator.mutex());
-  generator.set_state(saved.state);
+  if (const auto* state = std::get_if<CpuGeneratorState>(&saved.state)) {
+    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(generator);
+    cpu->set_engine(state->engine);
+    cpu->set_next_float_normal_sample(state->next_float_normal);
+    cpu->set_next_double_normal_sample(state->next_double_normal);
+  } else {
+    generator.set_state(std::get<at::Tensor>(saved.state));
+  }
 }
 
 std::vector<GeneratorState> read_states(const std::vector<at::Device>& devices) {
   std::vector<GeneratorState> states;
-  const auto add = [&](const at::Generator& generator) { states.push_back({generator, read_state(generator)}); };
+  states.reserve(1 + devices.size());
+  const auto add = [&](const at::Generator& generator) { states.push_back(read_state(generator)); };
   add(at::detail::getDefaultCPUGenerator());
   for (const auto& device : devices) {
     add(at::globalContext().defaultGenerator(device));
@@ -178,7 +191,7 @@ void SegmentState::enter() const {
     std::vector<GeneratorState> outer;
     outer.reserve(generators_.size());
     for (const auto& saved : generators_) {
-      outer.push_back({saved.generator, read_state(saved.generator)});
+      outer.push_back(read_state(saved.generator));
     }
     outer_states().push_back(std::move(outer));
   } catch (...) {

@@ -4,9 +4,12 @@
 #include "precision.h"
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/MT19937RNGEngine.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <optional>
+#include <variant>
 #include <vector>
 
 namespace ckptkern {
@@ -22,9 +25,16 @@ struct Argument {
   std::vector<Argument> children;
 };
 
+// The CPU's as it is, half the bytes of the tensor that get_state() makes of it.
+struct CpuGeneratorState {
+  at::mt19937 engine;
+  std::optional<float> next_float_normal;
+  std::optional<double> next_double_normal;
+};
+
 struct GeneratorState {
   at::Generator generator;
-  at::Tensor state;
+  std::variant<CpuGeneratorState, at::Tensor> state;
 };
 
 // Taken by the constructor, in forward. Tensors are autograd's saved variables: saved-tensor hooks that are active

@@ -16,6 +16,8 @@ cast weights inside, so that a cast copy never lives from forward to backward; t
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
@@ -118,6 +120,12 @@ class Segment:
 
 def needed(needs: int, index: int) -> bool:
     return bool(needs >> index & 1)
+
+
+@functools.cache
+def flags(needs: int, count: int) -> tuple[bool, ...]:
+    """The lowest bits of needs."""
+    return tuple(needed(needs, i) for i in range(count))
 
 
 def _filled(results, like: Tensor):
@@ -308,31 +316,28 @@ def build(segment: type[Segment]):
             grads = Backward.apply(needs, *statics, dy, *saved)
         else:
             arguments = segment.backward_arguments(saved, statics)
-            if _watched((dy, *saved)):
-                results = bwd(dy, *arguments, *statics, _split(needs))
-            else:
-                results = _direct(segment.backward, dy, *arguments, *statics, needs)
-            grads = segment.flat(results)
+            if not _watched((dy, *saved)):
+                return segment.flat(_direct(segment.backward, dy, *arguments, *statics, needs))
+            grads = segment.flat(bwd(dy, *arguments, *statics, _split(needs)))
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, statics, *tensors):
+        def forward(ctx, statics, needs, *tensors):
             arguments = segment.arguments(tensors)
             results = (
                 fwd(*arguments, *statics) if _dispatched(tensors) else _direct(segment.forward, *arguments, *statics)
             )
             outputs = segment.flat(results)
-            ctx.needs = sum([need << i for i, need in enumerate(ctx.needs_input_grad[1:])])
-            ctx.statics = statics
-            ctx.precision = state.Precision()
-            ctx.save_for_backward(*segment.saved(tensors, outputs, statics, ctx.needs))
+            ctx.call = statics, needs, state.Precision()
+            ctx.save_for_backward(*segment.saved(tensors, outputs, statics, needs))
             return outputs[0]
 
         @staticmethod
         def backward(ctx, dy):
-            with ctx.precision:
-                return (None, *gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs))
+            statics, needs, precision = ctx.call
+            with precision:
+                return (None, None, *gradients(dy, ctx.saved_tensors, statics, needs))
 
     class Functional(torch.autograd.Function):
         generate_vmap_rule = True
@@ -389,11 +394,11 @@ def build(segment: type[Segment]):
                 return segment.flat(fwd(*segment.arguments(tensors), *for_inference(statics)))[0]
             return Functional.apply(needs, *statics, *_distinct(tensors))[0]
         tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
-        for t in tensors if torch.is_grad_enabled() else ():
-            if t is not None and t.requires_grad:
-                break
-        else:
-            statics = for_inference(statics)
-        return apply_eager(statics, *tensors)
+        needs = 0
+        if torch.is_grad_enabled():
+            for i, t in enumerate(tensors):
+                if t is not None and t.requires_grad:
+                    needs |= 1 << i
+        return apply_eager(statics if needs else for_inference(statics), needs, *tensors)
 
     return apply

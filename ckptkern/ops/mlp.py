@@ -22,14 +22,13 @@ from ._common import (
     dropped,
     matmul_precision,
     parse_bytes,
-    part,
     primitives,
     row_count,
     rows_2d,
     token_chunks,
     unflattened,
 )  # fmt: skip
-from ._segment import Segment, build, needed
+from ._segment import Segment, build, flags, needed
 
 X, W1, B1, W2, B2 = range(5)
 # The dual product saves one pass over z and dh (4 M h bytes), but its 128-wide tile costs 10-15 % of two products:
@@ -88,7 +87,7 @@ class MLP(Segment):
         dy, x, w1, b1, w2, b2, rng, z, h, activation, dropout_p, recompute, backend, precision, workspace, needs
     ):
         p, dtype, lead = primitives(backend), dy.dtype, dy.shape[:-1]
-        need_dx, need_dw1, need_db1, need_dw2, need_db2 = [needs >> i & 1 == 1 for i in range(5)]
+        need_dx, need_dw1, need_db1, need_dw2, need_db2 = flags(needs, 5)
         need_dz = need_dx or need_dw1 or need_db1
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
@@ -102,29 +101,31 @@ class MLP(Segment):
 
         def add(start: int, stop: int) -> None:
             nonlocal dx
-            x_rows, dy_rows, z_rows, h_rows = [part(t, start, stop) for t in (x, dy, z, h)]
-            options = dict(dropout=dropout, row_base=start)
+            x_rows, dy_rows, z_rows, h_rows = x, dy, z, h
+            if len(chunks) > 1:
+                x_rows, dy_rows, z_rows, h_rows = (t if t is None else t[start:stop] for t in (x, dy, z, h))
             keep_h = h is None and need_dw2
             if not need_dz:
                 if h is None and z is None:
-                    h_rows = p.linear_fwd(x_rows, w1_, b1_, activation, precision, **options)[0]
+                    h_rows = p.linear_fwd(x_rows, w1_, b1_, activation, precision, dropout=dropout, row_base=start)[0]
                 elif h is None:
-                    h_rows = dropped(p, p.act_fwd(z_rows, None, activation), **options)
+                    h_rows = dropped(p, p.act_fwd(z_rows, None, activation), dropout, start)
             else:
                 if z is not None or h is not None:
                     dz, made, db = p.act_grad(
-                        dy_rows, w2_, h_rows if z is None else z_rows, activation, precision, keep_h=keep_h,
-                        db=need_db1, **options,
+                        dy_rows, w2_, h_rows if z is None else z_rows, activation, precision, dropout=dropout,
+                        row_base=start, keep_h=keep_h, db=need_db1,
                     )  # fmt: skip
                 elif backend == "eager" or max(w1.shape[1], w2.shape[0]) <= DUAL_MAX_FEATURES:
                     dz, made, db = p.mlp_bwd(
-                        x_rows, w1_, b1_, dy_rows, w2_, activation, precision, keep_h=keep_h, db=need_db1, **options
-                    )
+                        x_rows, w1_, b1_, dy_rows, w2_, activation, precision, dropout=dropout, row_base=start,
+                        keep_h=keep_h, db=need_db1,
+                    )  # fmt: skip
                 else:
                     z_rows = p.linear_fwd(x_rows, w1_, b1_, "identity", precision)[0]
                     dz, made, db = p.act_grad(
-                        dy_rows, w2_, z_rows, activation, precision, keep_h=keep_h, h_over_z=True, db=need_db1,
-                        **options,
+                        dy_rows, w2_, z_rows, activation, precision, dropout=dropout, row_base=start, keep_h=keep_h,
+                        h_over_z=True, db=need_db1,
                     )  # fmt: skip
                 h_rows = made if keep_h else h_rows
                 if need_db1:
