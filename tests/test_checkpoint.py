@@ -124,6 +124,23 @@ def test_preserve_rng_state(preserve):
     assert torch.equal((grad != 0) & (y == 0), torch.zeros(1000, dtype=torch.bool)) == preserve
 
 
+@pytest.mark.parametrize("between", [0, 1])
+@pytest.mark.parametrize("before", [0, 1])
+def test_normal_numbers_come_in_pairs(before, between):
+    """The CPU's generator keeps the second of a pair for the next call, beside the state of its engine."""
+
+    def run(wrap):
+        torch.manual_seed(SEED)
+        torch.randn(before)
+        x = torch.ones(3, requires_grad=True)
+        y = wrap(lambda x: (x * torch.randn(3)).sin())(x)
+        torch.randn(between)
+        return y, *torch.autograd.grad(y.sum(), x), torch.randn(3)
+
+    for mine, plain in zip(run(checkpointed), run(lambda function: function), strict=True):
+        assert torch.equal(mine, plain)
+
+
 def test_two_calls_draw_two_masks_and_the_seed_reproduces_them():
     """Pitfall 6."""
 
