@@ -367,7 +367,7 @@ def checkpoint(
     A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``. Arguments may be nested in tuples,
     named tuples, lists and dicts; anything may be returned. Kept from forward to backward: the tensors among the
     arguments (as autograd's saved tensors: saved-tensor hooks around the call see them, and a change in place is an
-    error), 2.5 KiB of random state, 16 bytes for each GPU, and the precision settings.
+    error), 2.5 KiB of random state, a little more for each GPU, and the precision settings.
 
     preserve_rng_state: recompute draws the same random numbers, on the CPU and every device that the arguments live on.
     context_fn: returns the context managers of forward and recompute; torch's `create_selective_checkpoint_contexts`

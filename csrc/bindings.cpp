@@ -70,18 +70,12 @@ void dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-// Any arguments, which it does not look at; returns None.
 template <class T, auto method>
-PyObject* call(PyObject* self, PyObject* const*, Py_ssize_t) {
+PyObject* call(PyObject* self, PyObject*) {
   return translated([&] {
     (value_of<T>(self).*method)();
     return Py_NewRef(Py_None);
   });
-}
-
-template <class T, auto method>
-PyMethodDef method_of(const char* name) {
-  return {name, reinterpret_cast<PyCFunction>(call<T, method>), METH_FASTCALL, nullptr};
 }
 
 template <class T>
@@ -97,19 +91,37 @@ bool add_type(PyObject* module, PyTypeObject& type, const char* name, newfunc ma
 
 // --- Precision
 
-PyObject* make_precision(PyTypeObject* type, PyObject*, PyObject*) {
+PyObject* make_precision(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {nullptr};
+  if (PyArg_ParseTupleAndKeywords(args, kwargs, ":Precision", const_cast<char**>(names)) == 0) {
+    return nullptr;
+  }
   return translated([&] { return wrap(type, Precision()); });
 }
 
-PyObject* precision_autocast_dtype(PyObject* self, PyObject* device_type) {
+PyObject* precision_enter(PyObject* self, PyObject*) {
   return translated([&] {
-    return py::cast(value_of<Precision>(self).autocast_dtype(py::cast<std::string>(device_type))).release().ptr();
+    value_of<Precision>(self).enter();
+    return Py_NewRef(self);
   });
+}
+
+// Of a context manager: three arguments, which say how its body ended.
+PyObject* precision_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
+  return call<Precision, &Precision::exit>(self, nullptr);
+}
+
+PyObject* precision_autocast_dtype(PyObject* self, PyObject* args) {
+  const char* device_type = nullptr;
+  if (PyArg_ParseTuple(args, "s:autocast_dtype", &device_type) == 0) {
+    return nullptr;
+  }
+  return translated([&] { return py::cast(value_of<Precision>(self).autocast_dtype(device_type)).release().ptr(); });
 }
 
 PyObject* precision_fp32(PyObject* self, PyObject* args) {
   const char *backend = nullptr, *op = nullptr;
-  if (PyArg_ParseTuple(args, "ss", &backend, &op) == 0) {
+  if (PyArg_ParseTuple(args, "ss:fp32_precision", &backend, &op) == 0) {
     return nullptr;
   }
   return translated([&] { return py::cast(value_of<Precision>(self).fp32_precision(backend, op)).release().ptr(); });
@@ -120,9 +132,9 @@ PyObject* precision_deterministic(PyObject* self, void*) {
 }
 
 PyMethodDef precision_methods[] = {
-    method_of<Precision, &Precision::enter>("__enter__"),
-    method_of<Precision, &Precision::exit>("__exit__"),
-    {"autocast_dtype", precision_autocast_dtype, METH_O, "device type -> autocast's dtype there, None where it was off"},
+    {"__enter__", precision_enter, METH_NOARGS, nullptr},
+    {"__exit__", reinterpret_cast<PyCFunction>(precision_exit), METH_FASTCALL, nullptr},
+    {"autocast_dtype", precision_autocast_dtype, METH_VARARGS, "device type -> autocast's dtype there, None where it was off"},
     {"fp32_precision", precision_fp32, METH_VARARGS, "(backend, op) -> 'ieee', 'tf32', ..."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -134,10 +146,13 @@ PyTypeObject precision_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 // --- SegmentState
 
-PyObject* make_segment_state(PyTypeObject* type, PyObject* arguments, PyObject*) {
+PyObject* make_segment_state(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  static const char* names[] = {"args", "kwargs", "preserve_rng_state", nullptr};
   PyObject *args = nullptr, *kwargs = nullptr;
   int preserve_rng_state = 0;
-  if (PyArg_ParseTuple(arguments, "O!O!p", &PyTuple_Type, &args, &PyDict_Type, &kwargs, &preserve_rng_state) == 0) {
+  if (PyArg_ParseTupleAndKeywords(
+          arguments, keywords, "O!O!p:SegmentState", const_cast<char**>(names), &PyTuple_Type, &args, &PyDict_Type,
+          &kwargs, &preserve_rng_state) == 0) {
     return nullptr;
   }
   return translated([&] {
@@ -152,9 +167,9 @@ PyObject* segment_state_arguments(PyObject* self, PyObject*) {
 }
 
 PyMethodDef segment_state_methods[] = {
-    method_of<SegmentState, &SegmentState::settle>("settle"),
-    method_of<SegmentState, &SegmentState::enter>("enter"),
-    method_of<SegmentState, &SegmentState::exit>("exit"),
+    {"settle", call<SegmentState, &SegmentState::settle>, METH_NOARGS, nullptr},
+    {"enter", call<SegmentState, &SegmentState::enter>, METH_NOARGS, nullptr},
+    {"exit", call<SegmentState, &SegmentState::exit>, METH_NOARGS, nullptr},
     {"arguments", segment_state_arguments, METH_NOARGS, "(args, kwargs) as they were given"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -13,16 +13,28 @@ namespace py = pybind11;
 namespace ckptkern {
 namespace {
 
-// Generators are handles: a copy is the same generator.
-GeneratorState read_state(at::Generator generator) {
+at::CPUGeneratorImpl& cpu_generator() {
+  return *at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+}
+
+CpuRandomState read_cpu() {
+  auto& generator = cpu_generator();
+  const std::lock_guard<std::mutex> lock(generator.mutex_);
+  return {generator.engine(), generator.next_float_normal_sample(), generator.next_double_normal_sample()};
+}
+
+void write_cpu(const CpuRandomState& state) {
+  auto& generator = cpu_generator();
+  const std::lock_guard<std::mutex> lock(generator.mutex_);
+  generator.set_engine(state.engine);
+  generator.set_next_float_normal_sample(state.next_float_normal);
+  generator.set_next_double_normal_sample(state.next_double_normal);
+}
+
+at::Tensor read_device(at::Generator generator) {
   const std::lock_guard<std::mutex> lock(generator.mutex());
-  if (generator.device().is_cpu()) {
-    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(generator);
-    return {generator,
-            CpuGeneratorState{cpu->engine(), cpu->next_float_normal_sample(), cpu->next_double_normal_sample()}};
-  }
   try {
-    return {generator, generator.get_state()};
+    return generator.get_state();
   } catch (const c10::Error& error) {
     TORCH_CHECK(
         false,
@@ -35,28 +47,9 @@ GeneratorState read_state(at::Generator generator) {
   }
 }
 
-void write_state(const GeneratorState& saved) {
-  at::Generator generator = saved.generator;
+void write_device(at::Generator generator, const at::Tensor& state) {
   const std::lock_guard<std::mutex> lock(generator.mutex());
-  if (const auto* state = std::get_if<CpuGeneratorState>(&saved.state)) {
-    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(generator);
-    cpu->set_engine(state->engine);
-    cpu->set_next_float_normal_sample(state->next_float_normal);
-    cpu->set_next_double_normal_sample(state->next_double_normal);
-  } else {
-    generator.set_state(std::get<at::Tensor>(saved.state));
-  }
-}
-
-std::vector<GeneratorState> read_states(const std::vector<at::Device>& devices) {
-  std::vector<GeneratorState> states;
-  states.reserve(1 + devices.size());
-  const auto add = [&](const at::Generator& generator) { states.push_back(read_state(generator)); };
-  add(at::detail::getDefaultCPUGenerator());
-  for (const auto& device : devices) {
-    add(at::globalContext().defaultGenerator(device));
-  }
-  return states;
+  generator.set_state(state);
 }
 
 // Python's own limit of recursion, for a list that holds itself.
@@ -72,12 +65,40 @@ struct Recursion {
 };
 
 // What the segments that this thread is inside of overwrote, outermost first.
-std::vector<std::vector<GeneratorState>>& outer_states() {
-  thread_local std::vector<std::vector<GeneratorState>> instance;
+std::vector<RandomState>& outer_states() {
+  thread_local std::vector<RandomState> instance;
   return instance;
 }
 
 } // namespace
+
+RandomState RandomState::read(const std::vector<at::Generator>& device_generators) {
+  RandomState state{read_cpu(), {}};
+  for (const auto& generator : device_generators) {
+    state.devices.emplace_back(generator, read_device(generator));
+  }
+  return state;
+}
+
+RandomState RandomState::read_again() const {
+  if (!cpu) {
+    return {};
+  }
+  std::vector<at::Generator> generators;
+  for (const auto& device : devices) {
+    generators.push_back(device.first);
+  }
+  return read(generators);
+}
+
+void RandomState::restore() const {
+  if (cpu) {
+    write_cpu(*cpu);
+  }
+  for (const auto& [generator, state] : devices) {
+    write_device(generator, state);
+  }
+}
 
 SegmentState::SegmentState(const py::tuple& args, const py::dict& kwargs, bool preserve_rng_state) {
   std::vector<at::Device> devices;
@@ -85,7 +106,11 @@ SegmentState::SegmentState(const py::tuple& args, const py::dict& kwargs, bool p
   args_ = take(args, devices, 0);
   kwargs_ = take(kwargs, devices, 0);
   if (preserve_rng_state) {
-    generators_ = read_states(devices);
+    std::vector<at::Generator> generators;
+    for (const auto& device : devices) {
+      generators.push_back(at::globalContext().defaultGenerator(device));
+    }
+    random_ = RandomState::read(generators);
   }
 }
 
@@ -188,18 +213,13 @@ py::tuple SegmentState::arguments() const {
 void SegmentState::enter() const {
   precision_.enter();
   try {
-    std::vector<GeneratorState> outer;
-    outer.reserve(generators_.size());
-    for (const auto& saved : generators_) {
-      outer.push_back(read_state(saved.generator));
-    }
-    outer_states().push_back(std::move(outer));
+    outer_states().push_back(random_.read_again());
   } catch (...) {
     precision_.exit();
     throw;
   }
   try {
-    std::for_each(generators_.begin(), generators_.end(), write_state);
+    random_.restore();
   } catch (...) {
     exit();
     throw;
@@ -211,7 +231,7 @@ void SegmentState::exit() const {
   TORCH_CHECK(!stack.empty(), "SegmentState: exit without enter on this thread");
   const auto outer = std::move(stack.back());
   stack.pop_back();
-  std::for_each(outer.begin(), outer.end(), write_state);
+  outer.restore();
   precision_.exit();
 }
 

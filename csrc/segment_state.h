@@ -9,7 +9,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <optional>
-#include <variant>
+#include <utility>
 #include <vector>
 
 namespace ckptkern {
@@ -25,16 +25,21 @@ struct Argument {
   std::vector<Argument> children;
 };
 
-// The CPU's as it is, half the bytes of the tensor that get_state() makes of it.
-struct CpuGeneratorState {
+// The CPU generator's, half the bytes of the tensor that get_state() makes of it.
+struct CpuRandomState {
   at::mt19937 engine;
   std::optional<float> next_float_normal;
   std::optional<double> next_double_normal;
 };
 
-struct GeneratorState {
-  at::Generator generator;
-  std::variant<CpuGeneratorState, at::Tensor> state;
+// Of the CPU's generator and those of some devices, or of none at all. Generators are handles: a copy is the same one.
+struct RandomState {
+  std::optional<CpuRandomState> cpu;
+  std::vector<std::pair<at::Generator, at::Tensor>> devices;
+
+  static RandomState read(const std::vector<at::Generator>& device_generators);
+  RandomState read_again() const;
+  void restore() const;
 };
 
 // Taken by the constructor, in forward. Tensors are autograd's saved variables: saved-tensor hooks that are active
@@ -68,7 +73,7 @@ class SegmentState {
   std::vector<Cache> caches_;
   Argument args_;
   Argument kwargs_;
-  std::vector<GeneratorState> generators_;
+  RandomState random_;
 };
 
 } // namespace ckptkern

@@ -177,7 +177,7 @@ def _dropout_kernel(
 def _blocks(x: torch.Tensor) -> dict:
     if arch_of(x) == INTERPRETER:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, enable_fp_fusion=False)
-    return dict(BLOCK_M=32, BLOCK_N=128, num_warps=4, enable_fp_fusion=False)
+    return dict(BLOCK_M=32, BLOCK_N=128, num_warps=8, enable_fp_fusion=False)
 
 
 def act_fwd(z, u, activation: str):

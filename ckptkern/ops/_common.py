@@ -245,7 +245,7 @@ def check_weight(
 
 
 def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: bool = True) -> None:
-    """`tensor`, which is neither input nor weight, is one, on the input's device, and floating point if it has to be."""
+    """`tensor` is one, on the device of the input x, and floating point, as x is, if it has to be."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
     if tensor.device != x.device:
@@ -254,9 +254,14 @@ def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: boo
         raise TypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
 
 
+def no_autocast(x: Tensor) -> bool:
+    """Is autocast off for x's device, as far as torch's quick answer tells, which knows the CPU and CUDA on all releases?"""
+    return (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled()
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Autocast's dtype for x's device where it is on, else None; there is none for meta tensors."""
-    if not torch._C._is_any_autocast_enabled():  # a fifth of the host time of asking by the device's name
+    if no_autocast(x):  # a fifth of the host time of asking by the device's name
         return None
     device_type = x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):

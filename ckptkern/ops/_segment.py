@@ -17,14 +17,16 @@ cast weights inside, so that a cast copy never lives from forward to backward; t
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import unwrap_if_dead
+from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import state
-from ._common import read_precision
+from ._common import no_autocast, read_precision
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
 
@@ -139,8 +141,16 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _watched(tensors) -> bool:
-    """Does anything see the op besides its body: the compiler, a transform, a mode, the profiler, a tensor subclass?"""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _dispatched(tensors)
+    """Does anything see the op besides its body: the compiler, a transform, a mode, the profiler, a tensor subclass?
+
+    The first tensor may be a batch of gradients (torch.autograd.grad's is_grads_batched), which no transform tells of.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or is_legacy_batchedtensor(tensors[0])
+        or _dispatched(tensors)
+    )
 
 
 def _dispatched(tensors) -> bool:
@@ -152,12 +162,12 @@ def _dispatched(tensors) -> bool:
     )
 
 
-def _direct(body, *args):
+def _direct(body, x, *args):
     """The op's body, as the dispatcher runs it. The way through the dispatcher is a tenth of a tiny mlp's host time."""
-    if torch._C._is_any_autocast_enabled():
-        with torch._C._DisableAutocast():
-            return body(*args)
-    return body(*args)
+    if no_autocast(x):
+        return body(x, *args)
+    with torch._C._DisableAutocast():
+        return body(x, *args)
 
 
 _WORD = 62
@@ -211,6 +221,33 @@ def _loop_over_batch(op):
         return stack([sample(i) for i in range(info.batch_size)])
 
     return rule
+
+
+def _in_legacy_vmap(op):
+    """The same for the vmap that is behind torch.autograd.grad's is_grads_batched, whose own fallback takes no lists."""
+    rule = _loop_over_batch(op)
+
+    def call(*args):
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+
+        def split(arg):
+            """(physical tensor, dimension of the batch)"""
+            if isinstance(arg, (list, tuple)):
+                return tuple(map(list, zip(*map(split, arg), strict=True))) if arg else (arg, None)
+            if isinstance(arg, Tensor) and is_legacy_batchedtensor(arg):
+                return torch._remove_batch_dim(arg, level, 1, 0), 0
+            return arg, None
+
+        values, dims = zip(*map(split, args), strict=True)
+        results, _ = rule(_Batch(values[0].shape[0]), dims, *values)
+        return tree_map(lambda result: torch._add_batch_dim(result, 0, level), results)
+
+    return call
+
+
+class _Batch(NamedTuple):
+    batch_size: int
 
 
 def _second_order(segment, dy, saved, statics, needs, cotangents):
@@ -284,6 +321,7 @@ def build(segment: type[Segment]):
     torch.library.register_fake(f"ckptkern::{name}_bwd", backward_fake, lib=LIBRARY)
     torch.library.register_vmap(f"ckptkern::{name}_fwd", _loop_over_batch(fwd), lib=LIBRARY)
     torch.library.register_vmap(f"ckptkern::{name}_bwd", _loop_over_batch(bwd), lib=LIBRARY)
+    LIBRARY.impl(f"{name}_bwd", _in_legacy_vmap(bwd), "Batched")
     register_flop_formula(getattr(packet, f"{name}_fwd"), get_raw=True)(segment.forward_flops)
     register_flop_formula(getattr(packet, f"{name}_bwd"), get_raw=True)(backward_flops)
 

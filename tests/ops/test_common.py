@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -496,3 +497,17 @@ def test_compile_reaches_the_kernels() -> None:
         (expected,) = torch.autograd.grad(layer(x).sum(), x)
         (compiled,) = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum(), x)
     assert torch.equal(compiled, expected)
+
+
+@pytest.mark.parametrize("device_type", ["mps", "xpu", "cpu", "cuda"])
+def test_autocast_of_any_device(device_type):
+    """torch's quick answer, whether any autocast is on, leaves some devices out."""
+    x = SimpleNamespace(device=torch.device(device_type), is_cpu=device_type == "cpu", is_cuda=device_type == "cuda")
+    assert _common.autocast_dtype(x) is None
+    outer = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    try:
+        assert _common.autocast_dtype(x) == torch.get_autocast_dtype(device_type)
+        assert not _common.no_autocast(x)
+    finally:
+        torch.set_autocast_enabled(device_type, outer)

@@ -311,6 +311,20 @@ def test_jacobian(setup):
     torch.testing.assert_close(jacobian(setup.call), jacobian(setup.plain))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("setup", setups(dropout=(0.0, P)))
+def test_batched_gradients(setup, create_graph):
+    """is_grads_batched is a vmap of its own, which torch.func's queries do not see."""
+    tensors = make(setup)
+    y = setup.call(tensors)
+    dys = torch.stack([output_gradient(y, seed=seed) for seed in range(3)])
+    wanted = list(tensors.values())
+    batched = torch.autograd.grad(y, wanted, dys, is_grads_batched=True, retain_graph=True, create_graph=create_graph)
+    for i, dy in enumerate(dys):
+        for ours, theirs in zip(batched, torch.autograd.grad(y, wanted, dy, retain_graph=True), strict=True):
+            assert torch.equal(ours[i], theirs)
+
+
 @pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
 def test_forward_mode_of_torch_func_is_refused(setup):
     tensors = make(setup)
