@@ -325,8 +325,8 @@ def assert_same_within_rounding(ours: Tensors, theirs: Tensors) -> None:
         torch.testing.assert_close(ours[name], reference, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors, factor: float = 2) -> None:
-    """Error of each tensor against float64 at most twice (`factor`) eager PyTorch's own, plus half an ulp of the result's norm.
+def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
+    """Error of each tensor against float64 at most twice eager PyTorch's own, plus half an ulp of the result's norm.
 
     The half ulp is what rounding the result once may cost, where PyTorch happened to be exact.
     """
@@ -337,9 +337,23 @@ def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors, factor: float
         error = torch.linalg.vector_norm(ours[name].double() - reference).item()
         eager_error = torch.linalg.vector_norm(eager[name].double() - reference).item()
         half_ulp = torch.finfo(eager[name].dtype).eps / 2 * torch.linalg.vector_norm(reference).item()
-        assert error <= factor * eager_error + half_ulp, (
+        assert error <= 2 * eager_error + half_ulp, (
             f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
         )
+
+
+def over_draws(ours: Callable[[Tensors], Tensor], plain: Callable[[Tensors], Tensor], draws: Sequence[Tensors]) -> tuple:
+    """(ours, eager, exact) of `assert_as_exact`: outputs and gradients of every draw of the inputs, stacked.
+
+    The norm of an error is then its root mean square. Where sums of few rows cancel, one draw's is chance: of the
+    attention blocks in float32 one draw's error is up to 4.5 times PyTorch's, that of twelve draws at most 1.8 times.
+    """
+
+    def stacked(function: Callable[[Tensors], Tensor], dtype: torch.dtype | None = None) -> Tensors:
+        results = [gradients(function, clone(tensors, dtype)) for tensors in draws]
+        return {name: torch.stack([result[name] for result in results]) for name in results[0]}
+
+    return stacked(ours), stacked(plain), stacked(plain, torch.float64)
 
 
 def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = None) -> None:
