@@ -272,7 +272,7 @@ def _modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], l
     """(the modules that a call runs for sure, others that it can reach), with their children.
 
     The first are the function itself, what it is bound to, or the `self` of a decorated method: what they hold is
-    watched for changes. The others are among its arguments, defaults and closure.
+    watched for changes. The others are among its arguments, defaults and closure, or global under a name that it reads.
     """
     own: dict[int, nn.Module] = {}
     others: dict[int, nn.Module] = {}
@@ -294,6 +294,8 @@ def _modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], l
                 reachable.append(cell.cell_contents)
             except ValueError:  # not filled yet
                 continue
+        names = function.__globals__
+        reachable += [names[name] for name in function.__code__.co_names if name in names]
     for value in reachable:
         if type(value) in _NO_MODULES:
             continue
@@ -379,9 +381,9 @@ def checkpoint(
     A parameter that was changed in place between forward and backward is an error that names it: of the module that
     `function` is, is bound to or takes as `self`, and whatever parameter autograd saves. Changes through ``.data`` move
     no version and are not seen; what forward itself changes is not watched. Buffers that forward changes (running
-    statistics) in these modules, and in those among arguments, defaults and closure, are not changed again; a forward
-    that reads a buffer which it updates is rebuilt from the updated value. Inside, ckptkern's own layers run at
-    recompute="none". Under torch.compile this is torch.utils.checkpoint.
+    statistics) in these modules, and in those among arguments, defaults, closure and the globals that `function` names,
+    are not changed again; a forward that reads a buffer which it updates is rebuilt from the updated value. Inside,
+    ckptkern's own layers run at recompute="none". Under torch.compile this is torch.utils.checkpoint.
 
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` where the
     recompute differs.

@@ -7,6 +7,7 @@ PyTorch (error at most twice eager PyTorch's own in that dtype), kept bytes with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,6 +136,13 @@ def available_backends() -> Iterator[tuple[str, str]]:
         yield device, "triton"
 
 
+def check_environment() -> Iterator[Result]:
+    """CKPTKERN_BACKEND names a backend. What that covers is no matter here: the other checks choose their own."""
+    with contextlib.suppress(RuntimeError):
+        _common.choose_backend("verify", torch.empty(0))
+    yield "the environment variable CKPTKERN_BACKEND", None
+
+
 def check_philox() -> Iterator[Result]:
     """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors)."""
     words = state.philox4x32_10(0, (0, 0, 0, 0))
@@ -211,6 +219,7 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
 def checks() -> Iterator[Callable[[], Iterator[Result]]]:
     """Every check, to be run in order."""
     backends = list(available_backends())
+    yield check_environment
     yield check_philox
     yield lambda: check_masks(backends)
     for device, backend in backends:

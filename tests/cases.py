@@ -337,12 +337,12 @@ def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
         error = torch.linalg.vector_norm(ours[name].double() - reference).item()
         eager_error = torch.linalg.vector_norm(eager[name].double() - reference).item()
         half_ulp = torch.finfo(eager[name].dtype).eps / 2 * torch.linalg.vector_norm(reference).item()
-        assert error <= 2 * eager_error + half_ulp, (
-            f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
-        )
+        assert error <= 2 * eager_error + half_ulp, f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
 
 
-def over_draws(ours: Callable[[Tensors], Tensor], plain: Callable[[Tensors], Tensor], draws: Sequence[Tensors]) -> tuple:
+def over_draws(
+    ours: Callable[[Tensors], Tensor], plain: Callable[[Tensors], Tensor], draws: Sequence[Tensors]
+) -> tuple:
     """(ours, eager, exact) of `assert_as_exact`: outputs and gradients of every draw of the inputs, stacked.
 
     The norm of an error is then its root mean square. Where sums of few rows cancel, one draw's is chance: of the

@@ -692,6 +692,8 @@ STATISTICS = {
     "default": lambda model, x: checkpoint(lambda x, run=model: run(x), x),
     "argument": lambda model, x: checkpoint(lambda run, x: run(x), model, x),
     "keyword": lambda model, x: checkpoint(lambda x, run: run(x), x, run=model),
+    "global": lambda model, x: checkpoint(eval("lambda x: run(x)", {"run": model}), x),
+    "global list": lambda model, x: checkpoint(eval("lambda x: runs[0](x)", {"runs": [model]}), x),
     "partial": lambda model, x: checkpoint(functools.partial(lambda run, x: run(x), model), x),
     "decorator": lambda model, x: Decorated(*model)(x),
 }

@@ -27,7 +27,7 @@ def hidden_or_added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, h
     if attn_mask is not None:
         attn_mask = by_head(attn_mask, heads)
     if key_padding_mask is not None:
-        key_padding_mask = key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1])
+        key_padding_mask = torch.atleast_2d(key_padding_mask)[:, None, None]
     masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
     hidden = [mask for mask in masks if mask.dtype == torch.bool]
     added = [mask for mask in masks if mask.dtype != torch.bool]
@@ -88,6 +88,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     @classmethod
     def from_torch(cls, module: torch.nn.MultiheadAttention, recompute: str = "selective") -> MultiheadAttention:
         """A twin of `module` that shares its parameters, buffers, hooks and settings."""
+        if not isinstance(module, torch.nn.MultiheadAttention):
+            raise TypeError(
+                f"{cls.__name__}: module must be a torch.nn.MultiheadAttention, not {type(module).__name__}"
+            )
         check_level(cls.__name__, recompute)
         twin = cls.__new__(cls)
         twin.__dict__.update(module.__dict__)
@@ -129,7 +133,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         weight = self.out_proj.weight
         if any(t.device != weight.device for t in tensors):
             return False
-        if autocast_dtype(query) is None and any(t.dtype != weight.dtype for t in tensors):
+        dtypes = {weight.dtype, *(t.dtype for t in tensors)}
+        if len(dtypes) > 1 and (
+            torch.float64 in dtypes or autocast_dtype(query) is None
+        ):  # which casts all but float64
             return False
         if isinstance(self.dropout_p, (int, float)) and self.dropout_p > 1:
             return False

@@ -51,6 +51,11 @@ def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
         raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
 
 
+def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
+    """norm.eps; None stands for that of the dtype in which torch computes the norm, also under autocast."""
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps
+
+
 def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """[S]: 0, 1, ..., from 0 again where a packed sequence begins."""
     rows = torch.arange(x.shape[-2], device=x.device)
@@ -107,9 +112,27 @@ class LlamaAttention(torch.nn.Module):
         self.q_norm = torch.nn.RMSNorm(head_dim, norm_eps, **factory) if qk_norm else None
         self.k_norm = torch.nn.RMSNorm(head_dim, norm_eps, **factory) if qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.norm_eps, self.rope_theta, self.dropout, self.recompute = norm_eps, rope_theta, dropout, recompute
+        self.rope_theta, self.dropout, self.recompute = rope_theta, dropout, recompute
 
-    def block_arguments(
+    def block_arguments(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> dict[str, Any]:
+        """The arguments of ckptkern.attention_block, by name, that this module stands for if it is plain."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        biases = [projection.bias for projection in projections]
+        norms = {}
+        if self.q_norm is not None:
+            norms = {"qk_norm": (self.q_norm.weight, self.k_norm.weight), "qk_norm_eps": _eps(self.q_norm, x)}
+        return {
+            "qkv_weight": [projection.weight for projection in projections],
+            "qkv_bias": None if all(bias is None for bias in biases) else biases,
+            "out_weight": self.o_proj.weight,
+            "out_bias": self.o_proj.bias,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            **norms,
+            **self._core_arguments(x, rotary, **masks),
+        }
+
+    def _core_arguments(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None = None,
@@ -120,20 +143,10 @@ class LlamaAttention(torch.nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> dict[str, Any]:
-        """The arguments of ckptkern.attention_block, by name, that this module stands for."""
+        """Those of block_arguments that read no submodule."""
         if rotary is None and self.rope_theta is not None:
             rotary = rotary_tables(_positions(x, cu_seqlens), self.head_dim, self.rope_theta)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        biases = [projection.bias for projection in projections]
         return {
-            "qkv_weight": [projection.weight for projection in projections],
-            "qkv_bias": None if all(bias is None for bias in biases) else biases,
-            "out_weight": self.o_proj.weight,
-            "out_bias": self.o_proj.bias,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "qk_norm": None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight),
-            "qk_norm_eps": self.norm_eps,
             "rotary": rotary,
             "is_causal": is_causal,
             "attn_mask": attn_mask,
@@ -153,20 +166,28 @@ class LlamaAttention(torch.nn.Module):
 
     def is_plain(self) -> bool:
         """Do its parameters alone say what it computes?"""
-        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-        projections = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-        return plain(torch.nn.Linear, *projections) and plain(torch.nn.RMSNorm, *norms)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if not plain(torch.nn.Linear, self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            return False
+        if q_norm is None and k_norm is None:
+            return True
+        # the op has one eps for both, and reads no weight as no norm
+        return (
+            plain(torch.nn.RMSNorm, q_norm, k_norm)
+            and q_norm.eps == k_norm.eps
+            and q_norm.weight is not None
+            and k_norm.weight is not None
+        )
 
     def _composed(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
         """forward by the submodules."""
-        options = self.block_arguments(x, rotary, **masks)
+        options = self._core_arguments(x, rotary, **masks)
         rows = x if x.dim() == 3 else x[None]
         q, k, v = (
             projection(rows).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_norm), (k, self.k_norm)))
         if options["rotary"] is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             q, k = (composite_rotary(one.to(wide), *options["rotary"], False).to(one.dtype) for one in (q, k))
@@ -271,7 +292,7 @@ class LlamaDecoderLayer(torch.nn.Module):
             "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal,
             "window_size": window_size, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen,
         }  # fmt: skip
-        attention, mlp = self._attention_arguments(x, rotary, masks), self._mlp_arguments()
+        attention, mlp = self._attention_arguments(x, rotary, masks), self._mlp_arguments(x)
         if attention is not None and mlp is not None:
             return ops.transformer_layer(x, attention, mlp, recompute=self.recompute, workspace=self.workspace)
         if attention is None:
@@ -285,12 +306,12 @@ class LlamaDecoderLayer(torch.nn.Module):
         level = "none" if self.recompute == "none" else "full"
         return ops.mlp_block(x, **mlp, recompute=level, workspace=self.workspace)
 
-    def _half(self, norm: torch.nn.RMSNorm) -> dict[str, Any]:
+    def _half(self, norm: torch.nn.RMSNorm, x: Tensor) -> dict[str, Any]:
         """What both halves have: a norm before, dropout of the branch, a residual."""
         return {
             "norm": "rms",
             "norm_weight": norm.weight,
-            "norm_eps": norm.eps,
+            "norm_eps": _eps(norm, x),
             "residual": True,
             "resid_dropout_p": self.resid_dropout if self.training else 0.0,
         }
@@ -300,9 +321,9 @@ class LlamaDecoderLayer(torch.nn.Module):
         norm, attention = self.input_layernorm, self.self_attn
         if not (plain(torch.nn.RMSNorm, norm) and plain(LlamaAttention, attention) and attention.is_plain()):
             return None
-        return attention.block_arguments(x, rotary, **masks) | self._half(norm)
+        return attention.block_arguments(x, rotary, **masks) | self._half(norm, x)
 
-    def _mlp_arguments(self) -> dict[str, Any] | None:
+    def _mlp_arguments(self, x: Tensor) -> dict[str, Any] | None:
         """The arguments of ckptkern.mlp_block, or None."""
         norm, mlp = self.post_attention_layernorm, self.mlp
         if not (plain(torch.nn.RMSNorm, norm) and plain(GatedMLP, mlp) and mlp.is_plain()):
@@ -316,7 +337,7 @@ class LlamaDecoderLayer(torch.nn.Module):
             "down_bias": mlp.down_proj.bias,
             "activation": mlp.activation,
             "dropout_p": mlp.dropout if self.training else 0.0,
-            **self._half(norm),
+            **self._half(norm, x),
         }
 
     def extra_repr(self) -> str:

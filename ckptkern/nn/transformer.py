@@ -23,9 +23,11 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     for function, name in _FUNCTIONS:
         if activation is function:
             return name
+    if not plain((torch.nn.GELU, torch.nn.ReLU, torch.nn.SiLU), activation):
+        return None
     if type(activation) is torch.nn.GELU:
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    return {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}.get(type(activation))
+    return "relu" if type(activation) is torch.nn.ReLU else "silu"
 
 
 def _drops(*dropouts: torch.nn.Module) -> bool:
@@ -66,13 +68,17 @@ class _Layer:
     def extra_repr(self) -> str:
         return f"recompute={self.recompute!r}"
 
+    def _is_torchs(self, method: str) -> bool:
+        """Is it the one of torch's layer, overridden neither in a subclass nor on the instance?"""
+        return getattr(type(self), method) is getattr(self.torch_class, method) and method not in self.__dict__
+
     def _attention_arguments(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> dict[str, Any] | None:
         """norm1, self-attention, dropout1 and residual as the arguments of ckptkern.attention_block."""
         attention = self.self_attn
         if (
-            type(self)._sa_block is not self.torch_class._sa_block
+            not self._is_torchs("_sa_block")
             or type(attention).forward is not MultiheadAttention.forward
             or not untouched(attention)
             or not plain(torch.nn.LayerNorm, self.norm1)
@@ -93,7 +99,7 @@ class _Layer:
         activation = activation_name(self.activation)
         if (
             activation is None
-            or type(self)._ff_block is not self.torch_class._ff_block
+            or not self._is_torchs("_ff_block")
             or not plain(torch.nn.LayerNorm, norm)
             or not plain(torch.nn.Linear, self.linear1, self.linear2)
             or not _drops(self.dropout, dropout)
@@ -143,7 +149,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     The whole layer is one ckptkern.transformer_layer that keeps, besides parameters, src at recompute="full"; src, o
     and the logsumexp at "selective"; everything at "none". An activation that ckptkern.mlp does not know, a submodule
     with hooks or of another type, a mask that needs a gradient: the half that it concerns is computed by the
-    submodules, the other half is one segment still.
+    submodules, the other half is one segment still. Global module hooks see the layer, not the submodules that its
+    segments stand for.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
     torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
@@ -187,7 +194,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         if not isinstance(src, Tensor) or src.is_nested:
             return super().forward(src, *masks)
         attention = self._attention_arguments(src, *masks)
-        if attention is None and type(self)._sa_block is self.torch_class._sa_block:
+        if attention is None and self._is_torchs("_sa_block"):
             masks = (*_canonical(src, src_mask, src_key_padding_mask), is_causal)
         mlp = self._mlp_arguments(self.norm2, self.dropout2)
         if attention is None or mlp is None:

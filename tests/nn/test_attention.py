@@ -262,6 +262,39 @@ def test_torch_says_which_dtypes_of_masks_go_together(case, masked, need_weights
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("wide", ["query", "keys", "all", "parameters"])
+def test_autocast_raises_torchs_error_beside_float64(wide, need_weights):
+    """Which autocast casts neither among inputs nor among parameters."""
+    x = torch.randn(L, B, E)
+    query, keys = (x.double() if wide in (name, "all") else x for name in ("query", "keys"))
+    errors = []
+    for module in build():
+        module.to(torch.float64 if wide == "parameters" else torch.float32)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="same dtype") as raised:
+            module(query, query if wide == "all" else keys, query if wide == "all" else keys, need_weights=need_weights)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("layout", ["unbatched", "seq_first", "batch_first"])
+@pytest.mark.parametrize("padding", ["none", "bool", "float"])
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_no_keys(need_weights, extra, padding, layout):
+    """Without need_weights torch cannot form the mask's shape; no mask gives what it would."""
+    ours, theirs = build(batch_first=layout == "batch_first", add_bias_kv=extra, add_zero_attn=extra)
+    lead = () if layout == "unbatched" else (B,)
+    dtypes = {"bool": torch.bool, "float": torch.float64}
+    mask = None if padding == "none" else torch.zeros(*lead, 0, dtype=dtypes[padding])
+
+    def call(module, query, keys):
+        padding = mask if module is ours or need_weights or extra else None
+        return module(query, keys, keys, padding, need_weights=need_weights)
+
+    assert_twins(ours, theirs, call, {"query": tokens(layout, L), "keys": tokens(layout, 0)})
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("source", ["self", "cross"])
 def test_a_wrong_probability_raises_torchs_error(source, need_weights):
     x, messages = tokens("seq_first", L), []
@@ -389,6 +422,11 @@ def test_from_torch_shares_the_parameters():
     assert (ours.dropout, ours.training, ours.recompute) == (0.5, False, "full")
     with pytest.raises(ValueError, match="recompute must be one of"):
         ckptkern.nn.MultiheadAttention.from_torch(theirs, "all")
+    for wrong, name in ((torch.nn.Linear(16, 4), "Linear"), (None, "NoneType")):
+        with pytest.raises(
+            TypeError, match=f"^MultiheadAttention: module must be a torch.nn.MultiheadAttention, not {name}$"
+        ):
+            ckptkern.nn.MultiheadAttention.from_torch(wrong)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,7 @@ def plain(module, x, visible=None, positions=None):
     attention, mlp = module.self_attn, module.mlp
     h = module.input_layernorm(x)
     q, k, v = (getattr(attention, f"{name}_proj")(h).unflatten(-1, (-1, HEAD)) for name in "qkv")
-    if attention.q_norm is not None:
-        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = (one if norm is None else norm(one) for one, norm in ((q, attention.q_norm), (k, attention.k_norm)))
     if attention.rope_theta is not None:
         positions = torch.arange(x.shape[1]) if positions is None else positions
         q, k = (turned(one.double(), positions, attention.rope_theta).to(one.dtype) for one in (q, k))
@@ -232,6 +231,63 @@ def test_what_stands_for_a_submodule_is_called(name, how):
 
     x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
     assert_same(module, lambda m, x: m(x), spelled_out, x)
+
+
+@pytest.mark.parametrize("eps", [(0.5, 0.5), (0.5, 0.01), (0.5, None), (None, None)], ids=str)
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer"])
+def test_the_eps_of_the_heads_norms_counts(name, eps):
+    module = layer(qk_norm=True, rope_theta=100.0)
+    module.self_attn.q_norm.eps, module.self_attn.k_norm.eps = eps
+
+    def ours(module, x):
+        if name == "LlamaDecoderLayer":
+            return module(x)
+        x = x + module.self_attn(module.input_layernorm(x))
+        return x + module.mlp(module.post_attention_layernorm(x))
+
+    x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    assert_same(module, ours, plain, x)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_eps_none_is_torchs(dtype, autocast):
+    """That of the dtype which torch computes in: at least float32. The squares that it is added to are as small here."""
+    module = layer(qk_norm=True, rope_theta=None)
+    attention, small = module.self_attn, torch.finfo(torch.promote_types(dtype, torch.float32)).eps ** 0.5
+    for norm in (module.input_layernorm, module.post_attention_layernorm, attention.q_norm, attention.k_norm):
+        norm.eps = None
+    with torch.no_grad():
+        for projection in (attention.q_proj, attention.k_proj, attention.o_proj):
+            projection.weight.mul_(small)
+    x = (small * torch.randn(B, S, E, dtype=torch.float64)).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        mine, reference = (
+            run(module.to(dtype), call, {"x": x})["output 0"].double() for call in (lambda m, x: m(x), plain)
+        )
+    assert (mine - reference).norm() < (1e-5 if dtype == torch.float64 else 0.03) * reference.norm()
+
+
+class Own(torch.nn.Module):
+    """A norm that has neither a weight nor an eps."""
+
+    def forward(self, x):
+        return x.tanh()
+
+
+@pytest.mark.parametrize("which", ["weightless", "other", "one"])
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_other_norms_of_heads(name, which):
+    module = layer(qk_norm=True, rope_theta=100.0)
+    attention = module.self_attn
+    if which == "weightless":
+        attention.q_norm = attention.k_norm = torch.nn.RMSNorm(HEAD, 0.1, elementwise_affine=False)
+    else:
+        setattr(attention, name, Own() if which == "other" else None)
+
+    x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    assert_same(module, lambda m, x: m(x), plain, x)
 
 
 @pytest.mark.parametrize("kind", ["causal", "bool", "padding", "window", "packed"])

@@ -356,11 +356,14 @@ def test_copies(copied, kind):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", ["self_attn", "norm1", "dropout1", "linear1", "dropout", "linear2", "dropout2"])
+@pytest.mark.parametrize(
+    "name", ["self_attn", "norm1", "dropout1", "linear1", "activation", "dropout", "linear2", "dropout2"]
+)
 def test_hooks_of_submodules_run(name, kind):
     ours, theirs = build(kind)
     seen = []
     for module in (ours, theirs):
+        module.activation = torch.nn.GELU()
         getattr(module, name).register_forward_hook(lambda module, args, output: seen.append(module))
     inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
     assert_twins(ours, theirs, lambda m, **inputs: m(*inputs.values()), inputs)
@@ -373,10 +376,12 @@ class Doubled(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", ["self_attn", "norm1", "linear1"])
-def test_a_forward_of_the_instances_own_is_called(name, kind):
+@pytest.mark.parametrize("activation", [torch.nn.ReLU, torch.nn.GELU, torch.nn.SiLU])
+@pytest.mark.parametrize("name", ["self_attn", "norm1", "linear1", "activation"])
+def test_a_forward_of_the_instances_own_is_called(name, activation, kind):
     ours, theirs = build(kind)
     for module in (ours, theirs):
+        module.activation = activation()
         part = getattr(module, name)
         own = part.forward
 
@@ -431,6 +436,26 @@ def test_replaced_submodules_and_overridden_halves_are_called(norm_first, kind):
                 delattr(module.get_submodule(owner), leaf)
                 module.get_submodule(owner).register_buffer(leaf, parameter.detach())
     assert_twins(ours, theirs, call, inputs)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in LAYERS for name in ("_sa_block", "_ff_block")] + [("decoder", "_mha_block")],
+)
+def test_a_half_of_the_instances_own_is_called(kind, name, norm_first, masked):
+    ours, theirs = build(kind, norm_first=norm_first)
+    for module in (ours, theirs):
+        own = getattr(module, name)
+
+        def half(*args, own=own, **kwargs):
+            return 2 * own(*args, **kwargs)
+
+        setattr(module, name, half)
+    inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
+    masks = {("tgt_mask" if kind == "decoder" else "src_mask"): bool_mask(T, T)} if masked else {}
+    assert_twins(ours, theirs, lambda m, **inputs: m(*inputs.values(), **masks), inputs)
 
 
 def test_the_mask_gets_a_gradient():
@@ -490,6 +515,20 @@ def test_autocast_gives_torchs_dtype(kind, norm_first, dtype):
     with torch.autocast("cpu", torch.bfloat16):
         mine, reference = (run(module, lambda m, **given: m(*given.values()), inputs) for module in (ours, theirs))
     assert {name: t.dtype for name, t in mine.items()} == {name: t.dtype for name, t in reference.items()}
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("parameters", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast_raises_torchs_error_beside_float64(kind, parameters, norm_first):
+    dtype = torch.float64 if parameters == torch.float32 else torch.float32
+    args = [torch.randn(T, B, E, dtype=dtype)] + ([torch.randn(S, B, E, dtype=dtype)] if kind == "decoder" else [])
+    errors = []
+    for module in build(kind, norm_first=norm_first):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError) as raised:
+            module.to(parameters)(*args)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("shape", [(T, 0, E), (0, B, E), (0, E)], ids=str)
