@@ -46,6 +46,9 @@ SHIPPED_SPILLS: dict[str, int] = {
     r"attn_bwd/sm_90/bfloat16/d128\+alibi\+causal\+dropout _attn_dkdv_kernel": 16,
     r"attn_bwd/sm_90/bfloat16/d128\+gqa(\+causal)?\+dropout _attn_dkdv_kernel": 64,
     r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+bool(\+causal)?\+dropout _attn_fwd_kernel": 8,
+    r"stack_bwd/sm_90/float16/gelu\+ragged\+extras _stack_bwd_kernel": 16,
+    r"stack_bwd/sm_80/bfloat16/gelu\+narrow\+aligned\+extras _stack_bwd_kernel": 8,
+    r"(linear_bwd/sm_80|gated_act_grad/sm_90)/float32/gelu\+ieee\+aligned(\+dropout)?\+extras \w+": 16,
 }
 # The same of what `--all` compiles besides. No tile holds the last rows of it without spills everywhere: the same tiles spill
 # nothing with another flag or head dim. 168 bytes are float32's at IEEE precision, 96 dims, on the ordinary cores.
@@ -57,6 +60,12 @@ OTHER_SPILLS: dict[str, int] = {
     r"attn_fwd/sm_90/float32/d256\+dropout _attn_fwd_kernel": 8,
     r"attn_fwd(_delta)?/sm_80/float32/d96\+ieee(\+causal)? _attn_fwd_kernel": 16,
     r"attn_fwd(_delta)?/sm_90/float32/d96\+ieee.* _attn_fwd_kernel": 168,
+    r"stack_bwd/sm_80/\w+/(relu2|gelu_tanh|silu)\+(narrow\+)?(aligned|ragged\+extras|ragged) _stack_bwd_kernel": 16,
+    r"stack_bwd/sm_80/bfloat16/gelu\+narrow\+ragged(\+extras)? _stack_bwd_kernel": 24,
+    r"gated_(fwd|bwd)/sm_\d+/float32/\w+\+ieee\+ragged.* \w+": 88,
+    r"(act_grad|mlp_bwd)/sm_80/float32/\w+\+ieee\+ragged \w+": 8,
+    r"linear_bwd/sm_80/float32/(relu2|gelu_tanh)\+ieee\+aligned.* _linear_bwd_kernel": 8,
+    r"(linear_fwd|act_grad)/sm_90/float32/relu\+ieee\+aligned\+dropout\+extras \w+": 16,
     r"linear_bwd/sm_90/b?float16/gelu_tanh\+aligned _linear_bwd_kernel": 16,
     r"act_grad/sm_80/float32/gelu\+aligned _act_grad_kernel": 8,
     r"gated_act_grad/sm_80/bfloat16/relu\+aligned\+dropout\+extras _gated_act_grad_kernel": 16,
@@ -85,11 +94,11 @@ class Case:
     activation: str  # or another of VARIANTS
     dropout: bool
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
-    kind = ""
+    kind: str = ""  # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80
 
     @property
     def name(self) -> str:
-        flags = [self.activation, "ragged" if self.ragged else "aligned"]
+        flags = [self.activation, *self.kind.split(), "ragged" if self.ragged else "aligned"]
         flags += ["dropout"] * self.dropout + ["extras"] * self.extras
         return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
 
@@ -199,9 +208,24 @@ def small_cases() -> list[AttentionCase]:
     return [AttentionCase("attn_bwd", 80, "bfloat16", 256, True, True, "small")]
 
 
+def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
+    """(dtype, kind) of a kernel that is not attention's."""
+    found = [(dtype, "") for dtype in (*DTYPES, "float32")]
+    found += [("float32", "ieee")] * (op in PRODUCT_OPS)
+    if op.startswith("stack_") and arch == 80:
+        found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
+    return found
+
+
 def shipped_cases() -> list[Case | AttentionCase]:
-    """Every kernel x tile row x architecture x dtype, aligned and ragged, with the heaviest flags, and once plain."""
-    cases = []
+    """Every kernel x tile row x architecture x dtype, aligned and ragged, with the heaviest flags, and once plain; products
+    at torch's default precision of float32, and narrow chains, too."""
+    cases = [
+        Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
+        for op, arch in itertools.product(PRODUCT_OPS, ARCHS)
+        for dtype, kind in kinds_of(op, arch)
+        if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"))
+    ]
     for op, arch, dtype in itertools.product(OPS, ARCHS, DTYPES):
         heavy, *others = VARIANTS.get(op, ("gelu", "relu"))
         cases.append(Case(op, arch, dtype, False, heavy, op in DROPOUT_OPS, True))
@@ -215,10 +239,10 @@ def all_cases() -> list[Case | AttentionCase]:
     from ..triton_kernels.elementwise import ACTIVATIONS
 
     return [
-        Case(op, arch, dtype, ragged, activation, full and op in DROPOUT_OPS, full)
-        for op in OPS
-        for arch, dtype, ragged, activation, full in itertools.product(
-            ARCHS, (*DTYPES, "float32"), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
+        Case(op, arch, dtype, ragged, activation, full and op in DROPOUT_OPS, full, kind)
+        for op, arch in itertools.product(OPS, ARCHS)
+        for (dtype, kind), ragged, activation, full in itertools.product(
+            kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
         if (op, activation) != ("linear_bwd", "identity")  # whose gradient reads no z: no product to rebuild
     ] + [
@@ -243,7 +267,7 @@ def _tensors(case: Case):
 
 
 def _precision(case: Case | AttentionCase) -> str:
-    return "tf32" if case.dtype == "float32" and case.kind != "ieee" else "ieee"
+    return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"
 
 
 def _launch_linear_fwd(case):
@@ -347,8 +371,8 @@ def _narrow(case):
     import torch
 
     meta, M, *_ = _tensors(case)
-    width, L = 64, 8
-    K, N = (61, 53) if case.ragged else (64, 64)
+    width, L = 32 if "narrow" in case.kind else 64, 8
+    K, N = (width - 3, width - 11) if case.ragged else (width, width)
     bits = meta(M, -(-N // 8), dtype=torch.uint8) if case.activation == "relu" else None
     return meta(M, K), meta(L, width, width), meta(L, width) if case.extras else None, meta(M, N), bits
 
@@ -488,10 +512,12 @@ OPS = {
 }
 # What takes an activation's place where there is none, the heaviest first.
 VARIANTS = {
-    "stack_bwd": ("relu", "relu"),
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("halves", "interleaved")),
 }
+PRODUCT_OPS = (
+    "stack_fwd", "stack_bwd", "linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd", "gated_bwd", "gated_act_grad"
+)  # fmt: skip
 DROPOUT_OPS = {"linear_fwd", "act_grad", "mlp_bwd", "gated_fwd", "gated_bwd", "gated_act_grad"}
 
 
@@ -596,7 +622,7 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
         )
         itemsize = 4 if case.dtype == "float32" else 2
         product = "BLOCK_K" in kwargs or report.kernel in ATTENTION_LOOPS
-        product = product and case.kind != "ieee"  # which no tensor core computes
+        product = product and "ieee" not in case.kind  # which no tensor core computes
         results.append((report, report.faults(case, product, staged_bytes(report.kernel, kwargs, itemsize))))
     return results
 

@@ -10,6 +10,8 @@ slots of its own, which are added up once at the end: no atomics, and nothing of
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -136,21 +138,42 @@ def _stack_bwd_kernel(
             tl.store(dx_ptr + offs_m.to(tl.int64)[:, None] * stride_dxm + offs_n[None, :], dx, mask=mask_x)
 
 
-# (BLOCK_M, num_warps) per (architecture, WIDTH), 16-bit and float32; one stage: there is no long K to pipeline.
-# sm_90 pads 32 to 64: dot dimensions below 64 have miscompiled there (triton#11366, #10486).
-TILES = {
-    (90, 64): {2: (128, 8), 4: (64, 8)},
-    (80, 64): {2: (64, 8), 4: (64, 8)},
-    (80, 32): {2: (128, 4), 4: (64, 4)},
-    (INTERPRETER, 32): {2: (32, 4), 4: (32, 4)},
-    (INTERPRETER, 64): {2: (32, 4), 4: (32, 4)},
-}
+class Tiles(NamedTuple):
+    """(BLOCK_M, num_warps) of the forward, of relu's backward, and of the others', which holds z and act' as well."""
+
+    fwd: tuple[int, int]
+    bwd_relu: tuple[int, int]
+    bwd: tuple[int, int]
+
+
+# (architecture, WIDTH) -> tiles of 16-bit chains and of float32 ones by precision; one stage: there is no long K to pipeline.
+# sm_90 pads 32 to 64: dot dimensions below 64 have miscompiled there (triton#11366, #10486). At IEEE precision, torch's default
+# for float32, no tensor core serves and a thread holds whole rows and columns of its products: 64 rows would spill 7 KiB.
+TILES: dict[tuple[int, int], dict[str, Tiles]] = {
+    (90, 64): {
+        "16": Tiles((128, 8), (128, 8), (64, 8)), "tf32": Tiles((64, 8), (64, 8), (64, 8)),
+        "ieee": Tiles((64, 8), (16, 8), (16, 8)),
+    },
+    (80, 64): {
+        "16": Tiles((64, 8), (64, 8), (32, 8)), "tf32": Tiles((64, 8), (64, 8), (32, 8)),
+        "ieee": Tiles((64, 8), (16, 8), (16, 8)),
+    },
+    (80, 32): {
+        "16": Tiles((128, 4), (128, 4), (64, 8)), "tf32": Tiles((64, 4), (64, 4), (64, 8)),
+        "ieee": Tiles((64, 8), (64, 8), (64, 8)),
+    },
+    **{(INTERPRETER, width): dict.fromkeys(("16", "tf32", "ieee"), Tiles(*[(32, 4)] * 3)) for width in (32, 64)},
+}  # fmt: skip
 PROGRAMS = {90: 132, 80: 108, INTERPRETER: 3}  # one per multiprocessor of an H100/H200 and of an A100
 
 
 def _architecture(x: torch.Tensor) -> int:
     arch = arch_of(x)
     return arch if arch == INTERPRETER else 90 if 90 <= arch < 100 else 80
+
+
+def _tiles(x: torch.Tensor, width: int, precision: str) -> Tiles:
+    return TILES[_architecture(x), width]["16" if x.dtype.itemsize == 2 else precision]
 
 
 def stack_width(x: torch.Tensor, widths: list[int]) -> int | None:
@@ -179,7 +202,7 @@ def stack_fwd(
     M, K = x.shape
     L, width, _ = packed_w.shape
     x = rows_of(x)
-    default_m, num_warps = TILES[_architecture(x), width][x.dtype.itemsize]
+    default_m, num_warps = _tiles(x, width, precision).fwd
     block_m = block_m or default_m
     y = torch.empty((M, out_features), dtype=x.dtype, device=x.device)
     bits = torch.empty((M, triton.cdiv(out_features, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
@@ -201,10 +224,10 @@ def stack_bwd(
     N = dy.shape[1]
     L, width, _ = packed_w.shape
     x, dy = rows_of(x), rows_of(dy)
-    architecture = _architecture(x)
-    default_m, num_warps = TILES[architecture, width][x.dtype.itemsize]
+    tiles = _tiles(x, width, precision)
+    default_m, num_warps = tiles.bwd if bits is None else tiles.bwd_relu
     block_m = block_m or default_m
-    programs = max(min(programs or PROGRAMS[architecture], triton.cdiv(M, block_m)), 1)
+    programs = max(min(programs or PROGRAMS[_architecture(x)], triton.cdiv(M, block_m)), 1)
     dx_out = torch.empty((M, K), dtype=x.dtype, device=x.device) if dx else None
     dw = torch.zeros((programs, L, width, width), dtype=torch.float32, device=x.device)
     db = None if packed_b is None else torch.zeros((programs, L, width), dtype=torch.float32, device=x.device)
