@@ -47,9 +47,9 @@ test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (dow
 
 # No venv, no network: whatever torch PYTHON has. Runs from the build folder, where ckptkern is whole
 # (in the source tree triton_kernels and benchmarks lie beside it).
-gpu: ## GPU tests, then benchmarks, with PYTHON's own torch: make gpu OUT=DIR [CASES=mlp,stack] [PYTHON=python3]
-	@test -n "$(OUT)" || { echo "make gpu: name the folder for the results: make gpu OUT=DIR [CASES=...]"; exit 2; }
-	.ci/gpu "$(abspath $(OUT))" "$(CASES)" $(PYTHON)
+gpu: ## GPU tests, then benchmarks, with PYTHON's own torch: make gpu OUT=DIR [CASES=mlp,stack] [TESTS=none] [PYTHON=python3]
+	@test -n "$(OUT)" || { echo "make gpu: name the folder for the results: make gpu OUT=DIR [CASES=...] [TESTS=...]"; exit 2; }
+	.ci/gpu "$(abspath $(OUT))" "$(CASES)" "$(TESTS)" $(PYTHON)
 
 clean: ## remove builds and caches, not .venv
 	rm -rf build dist *.egg-info ckptkern/_C.*.so .pytest_cache .ruff_cache

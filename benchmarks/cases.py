@@ -134,15 +134,20 @@ COMPILED: dict[str, Maker] = {
 }
 
 
-def ways(case: Case, compile: bool) -> dict[str, Maker]:
-    """All ways of a case by name, eager first."""
+def ways(case: Case) -> dict[str, Maker]:
+    """All ways of a case by name, eager first, but for what torch.compile makes of it."""
     found: dict[str, Maker] = {
         EAGER: _eager,
         **{name: functools.partial(_checkpoint, name != CHECKPOINT) for name in CHECKPOINTS},
     }
     for level in case.levels:
         found[f"ckptkern {level}".strip()] = lambda model, x, level=level: case.ours(model, level)
-    return {**found, **(COMPILED if compile and not case.host else {}), **case.rivals}
+    return {**found, **case.rivals}
+
+
+def compiled_ways(case: Case) -> dict[str, Maker]:
+    """The others, and eager to compare with; none of the host's cases."""
+    return {} if case.host else {EAGER: _eager, **COMPILED}
 
 
 # -- models, ours, and the rivals that have the same thing -----------------------------------------------------------

@@ -471,3 +471,25 @@ def assert_flat_memory(call, tensors: dict[str, torch.Tensor], name: str, steps:
         assert dropped() is None
     finally:
         gc.enable()
+
+
+def through_export(call: Callable[[Tensors], Tensor], tensors: Tensors) -> Tensors:
+    """`gradients` of a graph of torch.export's, which calls the bare ops; seeded."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rest = torch.nn.ParameterDict({name: t for name, t in tensors.items() if name != "x"})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return call({"x": x, **self.rest})
+
+    exported = torch.export.export(Module(), (tensors["x"],)).module()
+    leaves = {"x": clone(tensors)["x"]}
+    leaves |= {name.removeprefix("rest."): parameter for name, parameter in exported.named_parameters()}
+
+    def run(leaves: Tensors) -> Tensor:
+        torch.manual_seed(SEED)
+        return exported(leaves["x"])
+
+    return gradients(run, leaves)

@@ -31,3 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """After an illegal access nothing runs on the GPU in this process any more: later tests would fail for an earlier one."""
+    if "gpu" not in item.keywords or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        if hasattr(item.config, "workerinput"):  # pytest-xdist names the test and starts another worker
+            os._exit(1)
+        pytest.exit(f"the GPU is lost to this process after {item.nodeid}: {error}", returncode=3)

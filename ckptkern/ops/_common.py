@@ -278,6 +278,7 @@ def compute_dtype(op: str, x: Tensor, *parameters: Tensor | None) -> torch.dtype
         if parameter is not None and parameter.dtype != x.dtype:
             raise TypeError(
                 f"{op}: input is {x.dtype} but a parameter is {parameter.dtype}; use one dtype, or torch.autocast"
+                + (", which leaves float64 as it is" if x.dtype == torch.float64 else "")
             )
     return x.dtype
 

@@ -97,6 +97,11 @@ class Segment:
         return tensors
 
     @classmethod
+    def tensors(cls, inputs: tuple) -> tuple:
+        """The Function's flat tensors from the forward op's inputs: the inverse of `arguments`."""
+        return inputs
+
+    @classmethod
     def backward_arguments(cls, saved: tuple, statics: tuple) -> tuple:
         """The backward op's inputs and kept tensors from the flat list that `saved` made."""
         return saved
@@ -196,6 +201,16 @@ def _distinct(tensors: tuple) -> tuple:
 
 def _present(tensors) -> int:
     return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point())
+
+
+def _wanted(tensors) -> int:
+    """needs of a call that autograd records."""
+    needs = 0
+    if torch.is_grad_enabled():
+        for i, t in enumerate(tensors):
+            if t is not None and t.requires_grad:
+                needs |= 1 << i
+    return needs
 
 
 def _loop_over_batch(op):
@@ -377,6 +392,33 @@ def build(segment: type[Segment]):
             with precision:
                 return (None, None, *gradients(dy, ctx.saved_tensors, statics, needs))
 
+    class Bare(Eager):
+        """Of the op itself, as a graph of torch.export's calls it. `kept` receives what it returns besides y."""
+
+        @staticmethod
+        def forward(ctx, kept, statics, needs, *tensors):
+            with torch._C._AutoDispatchBelowAutograd():
+                results = fwd(*segment.arguments(tensors), *statics)
+            kept += results[1:]
+            ctx.call = statics, needs, state.Precision()
+            ctx.save_for_backward(*segment.saved(tensors, segment.flat(results), statics, needs))
+            return results[0]
+
+        @staticmethod
+        def backward(ctx, dy):
+            return (None, *Eager.backward(ctx, dy))
+
+    def bare(*args):
+        statics, kept = args[-statics_count:], []
+        tensors = segment.tensors(args[:-statics_count])
+        if needs := _wanted(tensors):
+            y = Bare.apply(kept, statics, needs, *tensors)
+            return [y] if segment.results == "Tensor[]" else (y, *kept)
+        with torch._C._AutoDispatchBelowAutograd():
+            return fwd(*args)
+
+    LIBRARY.impl(f"{name}_fwd", bare, "Autograd")
+
     class Functional(torch.autograd.Function):
         generate_vmap_rule = True
 
@@ -405,7 +447,7 @@ def build(segment: type[Segment]):
         raise NotImplementedError(f"{name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)")
 
     Eager.jvp = Transformed.jvp = staticmethod(jvp)
-    suffixes = {Eager: "", Functional: "Functional", Transformed: "Transformed", Backward: "Backward"}
+    suffixes = {Eager: "", Bare: "Op", Functional: "Functional", Transformed: "Transformed", Backward: "Backward"}
     for function, suffix in suffixes.items():
         function.__name__ = function.__qualname__ = segment.__name__ + suffix + "Function"
         node = function._backward_cls  # its name is in grad_fn, profiles and anomaly mode
@@ -432,11 +474,7 @@ def build(segment: type[Segment]):
                 return segment.flat(fwd(*segment.arguments(tensors), *for_inference(statics)))[0]
             return Functional.apply(needs, *statics, *_distinct(tensors))[0]
         tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
-        needs = 0
-        if torch.is_grad_enabled():
-            for i, t in enumerate(tensors):
-                if t is not None and t.requires_grad:
-                    needs |= 1 << i
+        needs = _wanted(tensors)
         return apply_eager(statics if needs else for_inference(statics), needs, *tensors)
 
     return apply

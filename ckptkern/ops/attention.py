@@ -295,9 +295,9 @@ def scaled_dot_product_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise ValueError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
-    lead, attn_mask = query.shape[:-2], attn_mask
+    dims, batch = max(query.dim(), key.dim(), value.dim()), None
     if not query.dim() == key.dim() == value.dim() == 4:
-        query, key, value, attn_mask = _to_four_dims(query, key, value, attn_mask)
+        query, key, value, attn_mask, batch = _to_four_dims(dims, query, key, value, attn_mask)
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:
@@ -340,7 +340,7 @@ def scaled_dot_product_attention(
         statics = (float(dropout_p), float(scale), left, right, 0, 0, backend, matmul_precision(query), fused)
         out = _apply(statics, query, key, value, attn_mask, slopes, rng, None, None)
     out = out[..., :D_v] if D_v != D else out
-    return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+    return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
 
 
 def attention_with_weights(
@@ -365,15 +365,18 @@ def attention_with_weights(
     return torch.matmul(weights, value), weights
 
 
-def _to_four_dims(query, key, value, attn_mask):
-    """Fewer dimensions gain leading ones, more batch dimensions become one."""
-    dims = max(query.dim(), key.dim(), value.dim())
+def _to_four_dims(dims, query, key, value, attn_mask):
+    """Fewer dimensions gain leading ones; of more than 4 the batch dimensions become one, and come back as the last result."""
+    least = 3 if dims > 4 else 4
+    query, key, value = (
+        t.reshape((1,) * (least - t.dim()) + tuple(t.shape)) if t.dim() < least else t for t in (query, key, value)
+    )
     if dims <= 4:
-        return *(t.reshape((1,) * (4 - t.dim()) + tuple(t.shape)) for t in (query, key, value)), attn_mask
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        return query, key, value, attn_mask, None
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     if attn_mask is not None and attn_mask.dim() > 3:
-        attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
-    return *(t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, key, value)), attn_mask
+        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
+    return *(t.expand(*batch, *t.shape[-3:]).flatten(0, -4) for t in (query, key, value)), attn_mask, batch
 
 
 def _broadcast(op, query, key, value, enable_gqa):

@@ -127,7 +127,7 @@ def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = 
 
     Not from forward to backward: what is kept are the masks that were given, which all layers of a model share.
     """
-    padding = None if padding is None else padding.reshape(-1, 1, 1, padding.shape[-1])
+    padding = None if padding is None else torch.atleast_2d(padding)[:, None, None]
     seen = added = None
     for one, hides in ((mask, mask_hides), (padding, True)):
         if one is None:

@@ -64,6 +64,11 @@ class LinearStack(Segment):
         return tensors[0], list(tensors[1 : L + 1]), [b for b in tensors[L + 1 :] if b is not None]
 
     @classmethod
+    def tensors(cls, inputs):
+        x, weights, biases = inputs
+        return x, *weights, *(biases or [None] * len(weights))
+
+    @classmethod
     def input_count(cls, saved, statics):
         per_layer = 3 if _kept(*statics[:2])[0] else 2
         return (len(saved) - 2) // per_layer * 2 + 1

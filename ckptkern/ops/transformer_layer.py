@@ -72,6 +72,11 @@ class TransformerLayer(Segment):
         return tensors[0], list(tensors[1 : 1 + A]), list(tensors[1 + A : 1 + A + M])
 
     @classmethod
+    def tensors(cls, inputs):
+        x, attention, mlp = inputs
+        return x, *attention, *mlp
+
+    @classmethod
     def backward_arguments(cls, saved, statics):
         count = 1 + A + M
         return *cls.arguments(saved), *saved[count : count + 4], list(saved[count + 4 :])

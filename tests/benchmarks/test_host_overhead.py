@@ -16,7 +16,7 @@ def medians(case: str, *names: str, rounds: int = 40) -> list[float]:
     """ms of the ways of a case: medians of interleaved rounds, each the quickest of a batch."""
     item = next(item for item in cases.items("cpu") if item.case.name == case)
     model, x, dy = cases.build(item, torch.device("cpu"))
-    makers = cases.ways(item.case, compile=False)
+    makers = cases.ways(item.case)
     steps = {name: measure.stepper(makers[name](model, x), model, [(x, dy)]) for name in names}
     with measure.threads(1):
         clock = measure.host_clock if item.case.host else measure.cpu_clock

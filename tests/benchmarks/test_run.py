@@ -44,7 +44,7 @@ def bench(monkeypatch, out: Path, *arguments: str, case: cases.Case = TINY) -> t
 def test_writes_rows_for_every_way_environment_and_report(monkeypatch, tmp_path):
     status, rows = bench(monkeypatch, tmp_path / "new")
     assert status == 0
-    assert list(rows) == list(cases.ways(TINY, compile=False))
+    assert list(rows) == list(cases.ways(TINY))
     assert {"eager", "torch checkpoint", "ckptkern none", "ckptkern selective", "ckptkern full"} <= set(rows)
     for row in rows.values():
         assert row["status"] == "ok", row
@@ -106,6 +106,16 @@ def test_ours_may_err_twice_as_much_as_eager_and_rivals_eight_times(monkeypatch,
     }
 
 
+def test_ours_are_judged_as_they_are_timed_and_once_more_with_poison(monkeypatch, tmp_path):
+    """Deterministic algorithms take another attention core."""
+
+    def wrong_unless_deterministic(model, x):
+        return lambda x: model(x) * (1.0 if torch.are_deterministic_algorithms_enabled() else 1.001)
+
+    _, rows = bench(monkeypatch, tmp_path, case=with_ways(**{"ckptkern mine": wrong_unless_deterministic}))
+    assert rows["ckptkern mine"]["status"] == "wrong"
+
+
 def test_an_element_that_is_never_written_shows(monkeypatch, tmp_path):
     class Partial(torch.autograd.Function):
         @staticmethod
@@ -157,6 +167,29 @@ def test_what_cannot_be_imported_is_named_as_missing(monkeypatch, tmp_path):
     assert "- rival: missing: ModuleNotFoundError" in (tmp_path / "report.md").read_text()
 
 
+def test_what_torch_compiles_is_measured_after_everything_else_and_eager_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(cases, "COMPILED", {"compile": lambda model, x: model})
+    status, rows = bench(monkeypatch, tmp_path, "--compile")
+    assert status == 0
+    assert list(rows) == [*cases.ways(TINY), "compile"]
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    with open(tmp_path / "results.csv") as file:
+        assert len(file.readlines()) == 1 + len(rows)
+
+
+def test_a_fault_of_the_device_fails_the_rows_of_its_case(monkeypatch):
+    """What a kernel did is known at the next synchronization, whichever way it came from."""
+
+    def lost(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(measure, "interleaved", lost)
+    rows = rows_of(cases.Item(TINY, cases.Size(16, 24), 0), "eager", "ckptkern full")
+    assert {way: (row.status, row.note) for way, row in rows.items()} == dict.fromkeys(
+        ("eager", "ckptkern full"), ("failed", "RuntimeError: an illegal memory access was encountered")
+    )
+
+
 def test_over_budget_the_least_important_are_dropped_and_named(monkeypatch, tmp_path, capsys):
     _, rows = bench(monkeypatch, tmp_path, "--budget-minutes", "0")
     assert [row["status"] for row in rows.values()] == ["dropped"]
@@ -190,6 +223,8 @@ def test_arguments_that_match_nothing_say_so(capsys):
     assert "mlp-gelu/d128x1024" in capsys.readouterr().err
     assert __main__.main(["bench", "--cases", "(", "--device", "cpu"]) == 2
     assert [item.case.name for item in run.select("^host/,^dropout", "cpu")] == ["host", "dropout"]
+    assert __main__.main(["bench", "--rounds", "0", "--device", "cpu"]) == 2
+    assert "--rounds: wanted at least 1 but got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("item", cases.items("cpu"), ids=lambda item: item.name)
@@ -209,7 +244,7 @@ def only(name: str) -> cases.Item:
 
 
 def rows_of(item: cases.Item, *ways: str, **more) -> dict[str, measure.Row]:
-    makers = {way: make for way, make in cases.ways(item.case, compile=False).items() if way in ways} | more
+    makers = {way: make for way, make in cases.ways(item.case).items() if way in ways} | more
     rows: dict[str, measure.Row] = {}
     measure.measure(item, makers, torch.device("cpu"), lambda row: rows.setdefault(row.way, row), rounds=1)
     return rows

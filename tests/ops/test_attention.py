@@ -147,6 +147,20 @@ def test_meta_tensors():
     assert out.shape == rows.grad.shape == rows.shape
 
 
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        ((5, 8), (3, 8)), ((5, 8), (1, 1, 3, 8)), ((5, 8), (2, 3, 8)), ((2, 5, 8), (3, 2, 4, 8)), ((1, 5, 8), (4, 8)),
+        ((1, 2, 2, 5, 8), (3, 2, 2, 4, 8)), ((3, 2, 2, 5, 8), (4, 8)), ((4, 1, 2, 5, 8), (3, 1, 4, 8)),
+        ((2, 2, 1, 2, 5, 8), (2, 4, 8)),
+    ],
+)  # fmt: skip
+def test_leading_dimensions_broadcast_as_torchs(q, k):
+    tensors = heads(q, k, k)
+    expected = gradients(lambda t: F.scaled_dot_product_attention(*t.values()), tensors)
+    assert_same_within_rounding(gradients(lambda t: ckptkern.scaled_dot_product_attention(*t.values()), tensors), expected)
+
+
 def test_heads_of_no_dims():
     rows = torch.randn(9, 4, 0)
     assert ckptkern.varlen_attn(rows, rows, rows, CU_Q, CU_Q, 5, 5).shape == rows.shape

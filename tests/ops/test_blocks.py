@@ -22,6 +22,7 @@ from cases import (
     op_samples,
     output_gradient,
     over_draws,
+    through_export,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -699,3 +700,17 @@ def test_rebuilt_output_of_the_core_is_that_of_forward(block):
             ]
         assert rows[0].any()
         assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("block", blocks(("selective", "full")))
+def test_exported_graphs_have_gradients(block):
+    tensors = block.make()
+    assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "llama")))
+def test_exported_graphs_of_kernels_have_gradients(block):
+    """Three weights' rows are written into one, which autograd must not see (out=)."""
+    tensors = block.make()
+    with ckptkern.backend("triton"):
+        assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))

@@ -19,6 +19,7 @@ from cases import (
     op_samples,
     output_gradient,
     setups,
+    through_export,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -48,6 +49,15 @@ def test_opcheck(setup):
     assert [str(op) for op, _ in samples] == [f"ckptkern.{setup.op.name}_{way}.default" for way in ("fwd", "bwd")] * 2
     for op, args in samples:
         torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("setup", setups(("relu",), dropout=(P,)))
+def test_exported_graphs_have_gradients(setup, backend):
+    """Of torch.export only the bare ops are left: kernels recorded no graph, so parameters silently got no gradient."""
+    tensors = make(setup)
+    with ckptkern.backend(backend):
+        assert_same(through_export(setup.call, tensors), gradients(setup.fused, tensors))
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------

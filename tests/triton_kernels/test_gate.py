@@ -24,7 +24,7 @@ def learned(what: str) -> dict:
 def test_shipped_tiles_pass(shipped_gate):
     """No spill, tensor cores, asynchronous copies: every kernel, tile row, architecture, dtype, aligned and ragged."""
     cases = gate.shipped_cases()
-    assert len(cases) <= 300
+    assert len(cases) <= 330
     for op in gate.OPS:
         for arch in gate.ARCHS:
             for dtype in gate.DTYPES:
