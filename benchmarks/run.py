@@ -189,7 +189,9 @@ def main(args: argparse.Namespace) -> int:
                     torch.cuda.synchronize()
                     torch.cuda.empty_cache()
                 except Exception as error:  # what a kernel broke stays broken in this process
-                    bad.append(f"{item.name}: {measure.one_line(error)}: not measured any further; leave it out by --cases")
+                    bad.append(
+                        f"{item.name}: {measure.one_line(error)}: not measured any further; leave it out by --cases"
+                    )
                     break
     report.write(out)
     for line in bad:

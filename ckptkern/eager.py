@@ -91,8 +91,8 @@ def pack_bits(bit: Tensor) -> Tensor:
     """bool [M, N] -> uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
     M, N = bit.shape
     bit = F.pad(bit.to(torch.uint8), (0, -N % 8)).view(M, -(-N // 8), 8)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bit.device)
-    return (bit * weights).sum(-1, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bit.device)
+    return (bit << shifts).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(bits: Tensor, N: int) -> Tensor:
@@ -225,10 +225,15 @@ def empty_heads(q: Tensor) -> Tensor:
     return q.new_empty_strided((B, H, S, D), (S * H * D, D, H * D, 1))
 
 
+def heads_layout(x: Tensor) -> Tensor:
+    """x in the memory layout of `empty_heads`, itself if it has it."""
+    B, H, S, D = x.shape
+    return x if x.stride() == (S * H * D, D, H * D, 1) else empty_heads(x).copy_(x)
+
+
 def as_heads(x: Tensor) -> Tensor:
-    """x in the memory layout of `empty_heads`, itself if it has it: what an op returns does not depend on the backend."""
-    _, H, S, D = x.shape
-    return x if x.stride() == (S * H * D, D, H * D, 1) and x._base is None else empty_heads(x).copy_(x)
+    """The same, and no view of another tensor: what an op returns does not depend on the backend."""
+    return heads_layout(x) if x._base is None else empty_heads(x).copy_(x)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -315,7 +320,7 @@ def _cudnn_fwd(q, k, v, causal, scale):
 def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
     """torch keeps cuDNN's graphs by the layout of q, k and v alone, and finds do and o in a graph's first layout, whatever they
     have now: so all of ours have one, which is also that of torch's own calls with such q, k and v."""
-    q, k, v, o, do = *map(_as_tokens, (q, k, v)), as_heads(o), as_heads(do)
+    q, k, v, o, do = *map(_as_tokens, (q, k, v)), heads_layout(o), heads_layout(do)
     no_dropout = lse.new_empty((), dtype=torch.int64)
     return _aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2], 0.0, causal,

@@ -9,7 +9,8 @@
 | silu | z s(z) | s (1 + z (1 - s)) |
 | identity | z | 1 |
 
-gelu_tanh uses (1 + tanh u)/2 = s(2u): the interpreter has no tanh. Every act maps 0 to 0: padding stays zero.
+gelu_tanh uses (1 + tanh u)/2 = s(2u): the interpreter has no tanh. Every act maps 0 to 0: padding stays zero. On a GPU
+tl.exp(x) is 2^(x log2 e) with that product rounded: |x|/2 ulps beside torch's exp, seen in float32's tails alone.
 """
 
 from __future__ import annotations
@@ -108,14 +109,23 @@ def store_column_sum(ptr, pid_m, offs_n, N, value, mask):
     tl.store(ptr + pid_m.to(tl.int64) * N + offs_n, total, mask=offs_n < N)
 
 
+@triton.jit
+def block_of(N, BLOCK_N: tl.constexpr):
+    """(row, column) of this program's block. One dimension of programs: a second holds 65535, which long rows exceed."""
+    pid = tl.program_id(0)
+    columns = tl.cdiv(N, BLOCK_N)
+    return pid // columns, pid % columns
+
+
 @triton.jit(do_not_specialize=["M"])
 def _act_fwd_kernel(
     z_ptr, u_ptr, h_ptr, M, N, stride_zm, stride_um, stride_hm,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """h = round(act(z)), or round(act(z) u): the bits of forward's epilogue before its dropout."""
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pid_m, pid_n = block_of(N, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     h = act(widen(load_tile(z_ptr, stride_zm, offs_m, offs_n, mask)), ACT)
     if u_ptr is not None:
@@ -129,9 +139,9 @@ def _act_bwd_kernel(
     ACT: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dz = dy * act'(z), db partial rows. kept is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
-    pid_m = tl.program_id(0)
+    pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     dy = widen(load_tile(dy_ptr, stride_dym, offs_m, offs_n, mask))
     if BITS:
@@ -159,8 +169,9 @@ def _dropout_kernel(
     eight values of a call belongs to an element 8 rows or 8, 16, 24 columns on. Eight loads of 16 bytes, one call an
     element and eighth.
     """
-    c1 = row_base // 16 * 8 + tl.program_id(0) * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
-    c0 = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    pid_m, pid_n = block_of(N, BLOCK_N)
+    c1 = row_base // 16 * 8 + pid_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
+    c0 = pid_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     zero = tl.zeros((BLOCK_M // 2, BLOCK_N // 4), dtype=tl.uint32)
     words = philox_words(state_ptr, zero + c0.to(tl.uint32)[None, :], zero + c1.to(tl.uint32)[:, None])
     for word in tl.static_range(4):
@@ -188,7 +199,7 @@ def act_fwd(z, u, activation: str):
     blocks = _blocks(z)
     if M and N:
         launch(
-            _act_fwd_kernel, (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])), z, u, h, M, N,
+            _act_fwd_kernel, (triton.cdiv(M, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"]),), z, u, h, M, N,
             z.stride(0), 0 if u is None else u.stride(0), h.stride(0), ACT=activation, **blocks,
         )  # fmt: skip
     return h
@@ -203,11 +214,11 @@ def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
     dy, kept = rows_of(dy), rows_of(kept)
     dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     blocks = _blocks(dy)
-    grid = (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"]))
-    partial = torch.empty((grid[0], N), dtype=torch.float32, device=dy.device) if db else None
+    tile_rows = triton.cdiv(M, blocks["BLOCK_M"])
+    partial = torch.empty((tile_rows, N), dtype=torch.float32, device=dy.device) if db else None
     if M and N:
         launch(
-            _act_bwd_kernel, grid, dy, kept, dz, partial, M, N, dy.stride(0), kept.stride(0), dz.stride(0),
+            _act_bwd_kernel, (tile_rows * triton.cdiv(N, blocks["BLOCK_N"]),), dy, kept, dz, partial, M, N, dy.stride(0), kept.stride(0), dz.stride(0),
             ACT=activation, BITS=bits, **blocks,
         )  # fmt: skip
     return dz, partial.sum(0) if db else None
@@ -224,9 +235,9 @@ def dropout(x, state, threshold: int, scale: float, *, row_base: int = 0, blocks
     blocks = blocks or dict(BLOCK_M=32, BLOCK_N=256)
     if M and N:
         whole_rows = M + row_base % 16  # counters start at a multiple of 16 rows
-        grid = (triton.cdiv(whole_rows, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"]))
+        grid = triton.cdiv(whole_rows, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"])
         launch(
-            _dropout_kernel, grid, x, y, state, threshold, scale, row_base, M, N, x.stride(0), y.stride(0), **blocks,
+            _dropout_kernel, (grid,), x, y, state, threshold, scale, row_base, M, N, x.stride(0), y.stride(0), **blocks,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y

@@ -158,7 +158,9 @@ def test_meta_tensors():
 def test_leading_dimensions_broadcast_as_torchs(q, k):
     tensors = heads(q, k, k)
     expected = gradients(lambda t: F.scaled_dot_product_attention(*t.values()), tensors)
-    assert_same_within_rounding(gradients(lambda t: ckptkern.scaled_dot_product_attention(*t.values()), tensors), expected)
+    assert_same_within_rounding(
+        gradients(lambda t: ckptkern.scaled_dot_product_attention(*t.values()), tensors), expected
+    )
 
 
 def test_heads_of_no_dims():

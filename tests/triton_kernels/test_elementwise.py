@@ -5,6 +5,7 @@ import torch
 from kernel_cases import ACTIVATIONS, BY_NAME, DTYPES, dropout_of, inputs_of, kernel
 
 from ckptkern import eager, triton_kernels
+from ckptkern.triton_kernels import elementwise
 from ckptkern.triton_kernels.tile import Tile
 
 
@@ -42,6 +43,7 @@ def same(a, b):
 def assert_accurate_in_every_binade(ours, eagers, exact, z):
     """The 2x rule, for the greatest error among all z of one sign and exponent, plus an ulp of the greatest result.
 
+    On a GPU tl.exp rounds its argument times log2(e), which costs |z| half ulps of the result; PyTorch's exp does not.
     Where z or PyTorch's own result is NaN or infinite, ours is PyTorch's or the exact one.
     """
     finite = z.isfinite() & eagers.isfinite()
@@ -54,6 +56,8 @@ def assert_accurate_in_every_binade(ours, eagers, exact, z):
         return torch.zeros(800, dtype=torch.double, device=z.device).scatter_reduce_(0, binade, values.abs(), "amax")
 
     bound = 2 * greatest(eagers - exact) + greatest(exact) * eps
+    if z.is_cuda:
+        bound += 0.625 * greatest(exact * z) * eps
     worst = greatest(ours - exact)
     assert (worst <= bound).all(), f"errors of z near {z[((worst > bound)[binade])][:3].tolist()}"
 
@@ -77,6 +81,18 @@ def test_whole_range(activation, dtype, device):
     (slope,) = torch.autograd.grad(exact.sum(), wide)
     assert_accurate_in_every_binade(h[0], eager.act(z, activation), exact.detach(), z)
     assert_accurate_in_every_binade(dz[0], eager.act_grad_of(dh, z, activation), slope, z)
+
+
+def test_rows_longer_than_65535_blocks(monkeypatch):
+    """A grid's second dimension holds no more."""
+    grids = []
+    monkeypatch.setattr(elementwise, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    x, rng = torch.empty(1, 2**25, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
+    elementwise.dropout(x, rng, 6554, 1.1)
+    elementwise.act_fwd(x, x, "silu")
+    elementwise.act_bwd(x, x, "silu")
+    assert len(grids) == 3
+    assert all(size <= 65535 for grid in grids for size in grid[1:]), grids
 
 
 SPECIAL = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40]

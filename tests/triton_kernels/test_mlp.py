@@ -21,6 +21,8 @@ def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
     z = kernel(BY_NAME["linear_fwd"], layer, "identity")["h"]
     steps = kernel(BY_NAME["act_grad"], pick(tensors, dy="dy", w="w2") | {"z": z}, activation, **options)
     dual = kernel(BY_NAME["mlp_bwd"], tensors, activation, **options)
+    # on a GPU the rows of a tile's columns lie on threads in another way, which add them up in another order
+    torch.testing.assert_close(dual.pop("db"), steps.pop("db"), rtol=1e-6, atol=1e-5)
     assert_equal(dual, steps)
     assert torch.equal(dual["h"], kernel(BY_NAME["linear_fwd"], layer, activation, **options)["h"])
 

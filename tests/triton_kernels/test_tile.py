@@ -92,7 +92,7 @@ def test_dot(dtype, device):
         _dot_kernel[(1,)](a, b, c, acc, M, N, K)
         reference = torch.addmm(acc.double(), a.double(), b.double())
         own = error(torch.addmm(acc, a.float(), b.float()), reference)
-        assert error(c, reference) <= 2 * own, (dtype, own)
+        assert error(c, reference) <= 2 * own + torch.finfo(torch.float32).eps, (dtype, own)  # tensor cores truncate
 
 
 def test_pack_bits_is_the_eager_layout(device):
