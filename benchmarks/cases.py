@@ -472,7 +472,8 @@ CASES = [
     _attention_case("attention-gqa-dropout", 4, share=4, dropout_p=DROPOUT_P),
     Case(
         "linear_act-relu", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()), _linear_act,
-        _sizes(cuda=(1024, 4096), cpu=(256,)), priority=3,
+        {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, TOKENS["cuda"]), Size(4096, 128)], "cpu": [Size(256, TOKENS["cpu"])]},
+        priority=3,
     ),
     Case(
         "dropout", lambda d: nn.Dropout(DROPOUT_P), lambda model, level: lambda x: ops.dropout(x, DROPOUT_P),

@@ -7,6 +7,7 @@ A segment is (inputs) -> output, with some tensors kept in between. From its des
 - a classic autograd Function for eager mode, the quickest on the host; it calls the op's body itself where nothing
   would see the op;
 - a `setup_context` Function with a generated vmap rule for torch.compile and torch.func;
+- the classic one as the op's Autograd kernel, too, for graphs that call the op itself: torch.export's;
 - a Function over the backward op, whose own backward differentiates the plain PyTorch composite: second order is right.
 
 `needs` is a bitmask over the inputs, of any length: the library ops take it in words of 62 bits, because a stack of 31
@@ -393,7 +394,7 @@ def build(segment: type[Segment]):
                 return (None, None, *gradients(dy, ctx.saved_tensors, statics, needs))
 
     class Bare(Eager):
-        """Of the op itself, as a graph of torch.export's calls it. `kept` receives what it returns besides y."""
+        """Of the op itself. `kept` receives what it returns besides y."""
 
         @staticmethod
         def forward(ctx, kept, statics, needs, *tensors):
