@@ -70,7 +70,7 @@ def one_line(error: BaseException, length: int = 200) -> str:
 def poisoned() -> Iterator[None]:
     """Inside, torch fills every empty tensor with NaN, so that an element nobody writes shows.
 
-    Deterministic algorithms, which this takes, may be others than those that are timed: who is judged here is judged plainly too.
+    It takes deterministic algorithms, which may be others than those that are timed: who is judged here is judged plainly too.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

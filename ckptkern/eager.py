@@ -227,7 +227,7 @@ def empty_heads(q: Tensor) -> Tensor:
 
 def heads_layout(x: Tensor) -> Tensor:
     """x in the memory layout of `empty_heads`, itself if it has it."""
-    B, H, S, D = x.shape
+    _, H, S, D = x.shape
     return x if x.stride() == (S * H * D, D, H * D, 1) else empty_heads(x).copy_(x)
 
 

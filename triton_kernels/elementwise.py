@@ -218,8 +218,8 @@ def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
     partial = torch.empty((tile_rows, N), dtype=torch.float32, device=dy.device) if db else None
     if M and N:
         launch(
-            _act_bwd_kernel, (tile_rows * triton.cdiv(N, blocks["BLOCK_N"]),), dy, kept, dz, partial, M, N, dy.stride(0), kept.stride(0), dz.stride(0),
-            ACT=activation, BITS=bits, **blocks,
+            _act_bwd_kernel, (tile_rows * triton.cdiv(N, blocks["BLOCK_N"]),), dy, kept, dz, partial, M, N,
+            dy.stride(0), kept.stride(0), dz.stride(0), ACT=activation, BITS=bits, **blocks,
         )  # fmt: skip
     return dz, partial.sum(0) if db else None
 
