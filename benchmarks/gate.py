@@ -94,7 +94,8 @@ class Case:
     activation: str  # or another of VARIANTS
     dropout: bool
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
-    kind: str = ""  # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80
+    kind: str = ""  # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80;
+    # "few": rows
 
     @property
     def name(self) -> str:
@@ -212,6 +213,8 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
     """(dtype, kind) of a kernel that is not attention's."""
     found = [(dtype, "") for dtype in (*DTYPES, "float32")]
     found += [("float32", "ieee")] * (op in PRODUCT_OPS)
+    if op in PRODUCT_OPS and not op.startswith("stack_"):
+        found += [(dtype, "few") for dtype in DTYPES]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
     return found
@@ -224,7 +227,7 @@ def shipped_cases() -> list[Case | AttentionCase]:
         Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
         for op, arch in itertools.product(PRODUCT_OPS, ARCHS)
         for dtype, kind in kinds_of(op, arch)
-        if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"))
+        if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"), ("float16", "few"))
     ]
     for op, arch, dtype in itertools.product(OPS, ARCHS, DTYPES):
         heavy, *others = VARIANTS.get(op, ("gelu", "relu"))
@@ -245,6 +248,7 @@ def all_cases() -> list[Case | AttentionCase]:
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
         if (op, activation) != ("linear_bwd", "identity")  # whose gradient reads no z: no product to rebuild
+        and not (kind == "few" and ragged)  # the same tile for any number of rows
     ] + [
         *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
         *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS)}, ATTENTION_KINDS),
@@ -257,7 +261,7 @@ def _tensors(case: Case):
     import torch
 
     dtype = getattr(torch, case.dtype)
-    M, K, N, D = (1001, 515, 1037, 517) if case.ragged else (4096, 1024, 4096, 1024)
+    M, K, N, D = (1001, 515, 1037, 517) if case.ragged else (64 if case.kind == "few" else 4096, 1024, 4096, 1024)
 
     def meta(*shape, dtype=dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")

@@ -206,7 +206,7 @@ def linear_fwd(
     N = w.shape[0]
     x, w, b = rows_of(x), rows_of(w), rows_of(b)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tile = tile or tile_for("linear", arch_of(x), x, w, h)
+    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, h)
     z = torch.empty_like(h) if keep_z else None
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
     if M and N:
@@ -223,7 +223,7 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
     M, K = x.shape
     N = w.shape[0]
     x, w, b, dh = rows_of(x), rows_of(w), rows_of(b), rows_of(dh)
-    tile = tile or tile_for("linear", arch_of(x), x, w, dh)
+    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, dh)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
@@ -247,7 +247,7 @@ def act_grad(
     M, K = dy.shape
     N = w.shape[1]
     dy, w, z = rows_of(dy), rows_of(w), rows_of(z)
-    tile = tile or tile_for("act_grad", arch_of(dy), dy, w, z)
+    tile = tile or tile_for("act_grad", arch_of(dy), M, N, dy, w, z)
     dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     h = (z if h_over_z else torch.empty_like(dz)) if keep_h else None
     partial = partial_rows(M, N, tile, dy) if db else None

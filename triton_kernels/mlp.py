@@ -237,7 +237,7 @@ def mlp_bwd(
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
     x, w1, b1, dy, w2 = map(rows_of, (x, w1, b1, dy, w2))
-    tile = tile or tile_for("dual", arch_of(x), x, w1, dy, w2)
+    tile = tile or tile_for("dual", arch_of(x), M, N, x, w1, dy, w2)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     h = torch.empty_like(dz) if keep_h else None
     partial = partial_rows(M, N, tile, x) if db else None
@@ -260,7 +260,7 @@ def gated_fwd(
     N = wg.shape[0]
     x, wg, bg, wu, bu = map(rows_of, (x, wg, bg, wu, bu))
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tile = tile or tile_for("dual", arch_of(x), x, wg, wu, h)
+    tile = tile or tile_for("dual", arch_of(x), M, N, x, wg, wu, h)
     g, u = (torch.empty_like(h), torch.empty_like(h)) if keep_gu else (None, None)
     if M and N:
         launch(
@@ -280,7 +280,7 @@ def gated_bwd(
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
     x, wg, bg, wu, bu, dy, wd = map(rows_of, (x, wg, bg, wu, bu, dy, wd))
-    tile = tile or tile_for("triple", arch_of(x), x, wg, wu, dy, wd)
+    tile = tile or tile_for("triple", arch_of(x), M, N, x, wg, wu, dy, wd)
     dg = torch.empty((M, N), dtype=x.dtype, device=x.device)
     du = torch.empty_like(dg)
     h = torch.empty_like(dg) if keep_h else None
@@ -306,7 +306,7 @@ def gated_act_grad(
     M, K = dy.shape
     N = wd.shape[1]
     dy, wd, g, u = rows_of(dy), rows_of(wd), rows_of(g), rows_of(u)
-    tile = tile or tile_for("gated_act_grad", arch_of(dy), dy, wd, g, u)
+    tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u)
     dg = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     du = torch.empty_like(dg)
     h = torch.empty_like(dg) if keep_h else None

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .elementwise import act, act_grad, load_tile, pack_bits
 from .linear import preact_tile
-from .tile import INTERPRETER, arch_of, cast, dot, launch, rows_of, widen
+from .tile import INTERPRETER, MULTIPROCESSORS, arch_of, cast, dot, launch, rows_of, widen
 
 MAX_WIDTH = 64
 
@@ -164,7 +164,7 @@ TILES: dict[tuple[int, int], dict[str, Tiles]] = {
     },
     **{(INTERPRETER, width): dict.fromkeys(("16", "tf32", "ieee"), Tiles(*[(32, 4)] * 3)) for width in (32, 64)},
 }  # fmt: skip
-PROGRAMS = {90: 132, 80: 108, INTERPRETER: 3}  # one per multiprocessor of an H100/H200 and of an A100
+PROGRAMS = {**MULTIPROCESSORS, INTERPRETER: 3}
 
 
 def _architecture(x: torch.Tensor) -> int:

@@ -40,57 +40,74 @@ class Tile(NamedTuple):
 
 INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so that small tests have ragged edges
 
-# (kernel, architecture) -> the tile per shape class: 16-bit rows, float32 rows, and rows whose length is no multiple of
-# 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be smaller). Every entry
-# passes the compile gate without a spill: python -m ckptkern.benchmarks.gate
+# (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
+# whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
+# smaller). Every entry passes the compile gate: python -m ckptkern.benchmarks.gate
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
+        "few": Tile(64, 64, 64, 4, 4),
         "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2)
     },
     ("linear", 80): {
+        "few": Tile(64, 64, 32, 4, 4),
         "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
     },
     ("act_grad", 90): {
+        "few": Tile(64, 64, 64, 4, 4),
         "16": Tile(128, 128, 64, 8, 4, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
     },
     ("act_grad", 80): {
+        "few": Tile(64, 64, 32, 4, 4),
         "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
     },
     ("dual", 90): {
+        "few": Tile(64, 64, 64, 4, 4),
         "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
     },
     ("dual", 80): {
+        "few": Tile(64, 64, 32, 4, 4),
         "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
     },
     ("triple", 90): {
+        "few": Tile(64, 64, 64, 4, 3),
         "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
     },
     ("triple", 80): {
+        "few": Tile(64, 64, 32, 4, 3),
         "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
     },
     ("gated_act_grad", 90): {
+        "few": Tile(64, 64, 64, 4, 4),
         "16": Tile(128, 128, 64, 8, 4, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
     },
     ("gated_act_grad", 80): {
+        "few": Tile(64, 64, 32, 4, 4),
         "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
     },
 }  # fmt: skip
+MULTIPROCESSORS = {90: 132, 80: 108}  # of an H100 or H200, and of an A100
 # One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
 
 
-def tile_for(kernel: str, arch: int, *operands: torch.Tensor) -> Tile:
-    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER): a pure function of the operands' dtype, shapes, alignment.
+def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) -> Tile:
+    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
+    operands' dtype, shapes, alignment.
 
     `operands` are all matrices that the kernel reads or writes row by row. One that Triton takes for ragged (an address
     that is no multiple of 16 bytes, a row length or stride that is none of 16 elements) makes the launch so.
     """
     if arch == INTERPRETER:
         return INTERPRETED_TILE
-    dtype = operands[0].dtype
-    aligned = all(not (x.stride(0) % 16 or x.shape[1] % 16 or x.data_ptr() % 16) for x in operands)
-    shape_class = ("32" if dtype.itemsize == 4 else "16") if aligned else "ragged"
-    return TILES[kernel, 90 if 90 <= arch < 100 else 80][shape_class]
+    family = 90 if 90 <= arch < 100 else 80
+    tiles = TILES[kernel, family]
+    if not all(not (x.stride(0) % 16 or x.shape[1] % 16 or x.data_ptr() % 16) for x in operands):
+        return tiles["ragged"]
+    if operands[0].dtype.itemsize == 4:
+        return tiles["32"]
+    tile = tiles["16"]
+    idle = 2 * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N) <= MULTIPROCESSORS[family]
+    return tiles["few"] if idle or 2 * N <= tile.BLOCK_N else tile
 
 
 @functools.cache

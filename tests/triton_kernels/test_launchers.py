@@ -19,7 +19,7 @@ from kernel_cases import (
 )
 
 from ckptkern import eager
-from ckptkern.triton_kernels.tile import Tile
+from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 
 
 def assert_like_eager(launcher, tensors, activation, tile=None, **options):
@@ -144,6 +144,26 @@ def test_expanded_gradient(launcher, dims, device):
     assert all(tensors[name].stride(dim) == 0 for dim in dims)
     expected = kernel(launcher, tensors | {name: tensors[name].contiguous()}, "gelu")
     assert_equal(kernel(launcher, tensors, "gelu"), expected)
+
+
+TABLE = {
+    "linear_fwd": "linear", "linear_bwd": "linear", "act_grad": "act_grad", "mlp_bwd": "dual", "gated_fwd": "dual",
+    "gated_bwd": "triple", "gated_act_grad": "gated_act_grad",
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
+def test_tiles_of_the_table_give_equal_bits(launcher):
+    """Many rows of forward and few of a chunk of backward take different ones. Sums of columns are of tiles, so not db."""
+    tensors = inputs_of(launcher, torch.bfloat16, "cuda", M=256, K=512, N=512, D=512)
+    table = TILES[TABLE[launcher.name], 90 if device_arch(torch.cuda.current_device()) // 10 == 9 else 80]
+    first, *others = (
+        {name: t for name, t in kernel(launcher, tensors, "gelu", tile=table[row]).items() if not name.startswith("db")}
+        for row in ("16", "few", "ragged")
+    )
+    for other in others:
+        assert_equal(other, first)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)

@@ -10,7 +10,7 @@ from kernel_cases import DTYPES, error
 
 from ckptkern import eager
 from ckptkern.triton_kernels.elementwise import pack_bits
-from ckptkern.triton_kernels.tile import INTERPRETER, TILES, Tile, cast, dot, rows_of, tile_for, widen
+from ckptkern.triton_kernels.tile import INTERPRETER, MULTIPROCESSORS, TILES, Tile, cast, dot, rows_of, tile_for, widen
 
 BLOCK = 4096
 
@@ -124,7 +124,8 @@ def test_tile_depends_on_shape_class_dtype_and_architecture_alone(kernel, arch):
     for dtype, shape_class in [(torch.float16, "16"), (torch.bfloat16, "16"), (torch.float32, "32")]:
         operands = meta(64, 32, dtype=dtype), meta(4096, 1024, dtype=dtype)
         same = torch.randn(64, 32).to(dtype), torch.zeros(128, 16, dtype=dtype)
-        assert tile_for(kernel, arch, *operands) == tile_for(kernel, arch, *same) == table[shape_class]
+        tiles = {tile_for(kernel, arch, M, 4096, *tensors) for M in (4096, 5000) for tensors in (operands, same)}
+        assert tiles == {table[shape_class]}
 
 
 @pytest.mark.parametrize(
@@ -145,20 +146,35 @@ def test_aligned_and_ragged(view, ragged):
     """Rows that no 16-byte copy fits make the whole launch ragged, whichever operand they are in."""
     table = TILES["linear", 90]
     for operands in itertools.permutations([meta(64, 64), view()]):
-        assert tile_for("linear", 90, *operands) == table["ragged" if ragged else "16"]
+        assert tile_for("linear", 90, 4096, 4096, *operands) == table["ragged" if ragged else "16"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_few_rows_or_columns_take_a_smaller_tile(kernel, arch):
+    """Where that of many would leave half of the multiprocessors idle, or half of its own columns empty."""
+    table, operand = TILES[kernel, arch], meta(64, 64)
+    tile = table["16"]
+    rows = MULTIPROCESSORS[arch] // 2 * tile.BLOCK_M  # of one column of tiles
+    assert tile_for(kernel, arch, rows, tile.BLOCK_N, operand) == table["few"]
+    assert tile_for(kernel, arch, rows + 1, tile.BLOCK_N, operand) == tile
+    assert tile_for(kernel, arch, 10 * rows, tile.BLOCK_N // 2, operand) == table["few"]
+    assert tile_for(kernel, arch, 10 * rows, tile.BLOCK_N // 2 + 16, operand) == tile
+    assert tile_for(kernel, arch, 1, 64, meta(64, 65)) == table["ragged"]
+    assert tile_for(kernel, arch, 1, 64, meta(64, 64, dtype=torch.float32)) == table["32"]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_interpreted_tile_is_one_for_all(kernel):
     """Forward and recompute must share it there: numpy's product promises no equal bits between block shapes."""
     shapes = [(meta(64, 64),), (meta(3, 5), meta(1, 1)), (meta(64, 64, dtype=torch.float32),)]
-    assert len({tile_for(kernel, INTERPRETER, *operands) for operands in shapes}) == 1
+    assert len({tile_for(kernel, INTERPRETER, M, 64, *operands) for operands in shapes for M in (1, 10**6)}) == 1
 
 
 @pytest.mark.parametrize(("kernel", "arch"), sorted(TILES), ids=str)
 def test_shipped_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
     """Slices of the epilogue start at multiples of 32 columns (philox.py); sm_90 dots are at least 64 wide in M, N."""
-    assert set(TILES[kernel, arch]) == {"16", "32", "ragged"}
+    assert set(TILES[kernel, arch]) == {"16", "few", "32", "ragged"}
     for tile in TILES[kernel, arch].values():
         assert isinstance(tile, Tile)
         assert tile.BLOCK_M % 16 == 0
