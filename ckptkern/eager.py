@@ -369,6 +369,7 @@ def fused_kernel(q: Tensor, k: Tensor, core: AttentionCore) -> str:
         and q.dtype != torch.float16 and core.cu_q is None
         and core.mask is None and core.slopes is None and core.dropout[0] is None
         and core.window in ((None, None), (None, 0))
+        and (core.scale > 0 or core.window == (None, None))  # it hides a score by -inf before it scales
         and 0 not in (*q.shape, *k.shape)
     )  # fmt: skip
     return "cpu" if covered else ""

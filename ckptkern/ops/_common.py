@@ -201,6 +201,8 @@ def check_number(op: str, name: str, value) -> None:
     """float() would fix a symbolic number of torch.compile. A tensor of no dimensions is one, as in torch."""
     if type(value) is float:
         return
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient is formed for {name}")
     number = value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int) or hasattr(value, "__float__")
     if not number or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a number, not {value!r}")
@@ -209,8 +211,19 @@ def check_number(op: str, name: str, value) -> None:
 def check_count(op: str, name: str, value, least: int = 1) -> None:
     if type(value) is int and value >= least:
         return
-    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")) or value < least:
+    if (
+        isinstance(value, (bool, Tensor))
+        or not (isinstance(value, int) or hasattr(value, "__index__"))
+        or value < least
+    ):
         raise ValueError(f"{op}: {name} must be an integer of at least {least}, not {value!r}")
+
+
+def check_flags(op: str, **flags: bool) -> None:
+    """A slip among positions would go unnoticed: most objects are true."""
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise TypeError(f"{op}: {name} must be a bool, not {value!r}")
 
 
 def check_input(op: str, x: Tensor) -> None:
@@ -250,6 +263,8 @@ def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: boo
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
     if tensor.device != x.device:
         raise ValueError(f"{op}: input is on {x.device} but {name} is on {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, not {tensor.layout}")
     if floating and tensor.dtype != x.dtype and not tensor.is_floating_point():
         raise TypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
 

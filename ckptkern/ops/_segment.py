@@ -122,7 +122,7 @@ class Segment:
         """Stands in for an input that was not kept, when the composite is differentiated; raises if that needs it."""
         raise RuntimeError(
             f"{cls.name}: second-order gradients need the input, which was not kept because the weight that reads it "
-            f"is frozen; use recompute='full'"
+            f"is frozen; use recompute='full', outside of a checkpoint"
         )
 
 

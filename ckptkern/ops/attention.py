@@ -87,14 +87,15 @@ _constant_fused._dynamo_marked_constant = True  # as in _common: called, not tra
 
 def fused_core(
     backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int, right: int,
-    *others: object,
+    scale: float, *others: object,
 ) -> str:  # fmt: skip
     """torch's own kernel as the core of attention of q [B, H, Sq, D] by k [B, H_kv, Sk, D], or "" for the backend's.
 
-    others: masks, slopes, dropout, cu_seqlens; with any that is not None the core is the backend's. So it is under
-    deterministic algorithms, under backend("triton"), where torch.backends.cuda has the kernel disabled, and where all of a
-    number of keys are seen that is no multiple of 128: cuDNN's backward has given NaN for some (pytorch#196678). Both keep
-    o and lse, so the choice shows in no saved set.
+    others: masks, slopes, dropout, cu_seqlens; with any that is not None the core is the backend's. So it is with a scale
+    that is not positive (torch's on a CPU hides a score by -inf before it scales it), under deterministic algorithms, under
+    backend("triton"), where torch.backends.cuda has the kernel disabled, and where all of a number of keys are seen that is
+    no multiple of 128: cuDNN's backward has given NaN for some (pytorch#196678). Both keep o and lse, so the choice shows in
+    no saved set.
     """
     if backend != "triton":
         return ""
@@ -103,7 +104,7 @@ def fused_core(
     if (
         not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
         or not head_dim or any(other is not None for other in others)
-        or left >= 0 or right > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
+        or left >= 0 or right > 0 or not scale > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
         or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
         or torch.are_deterministic_algorithms_enabled()
     ):  # fmt: skip
@@ -335,7 +336,7 @@ def scaled_dot_product_attention(
         out = eager.attention_composite(query, key, value, core)
     else:
         fused = fused_core(
-            backend, query, query.dtype, query.shape, key.shape, left, right, attn_mask, slopes, rng
+            backend, query, query.dtype, query.shape, key.shape, left, right, scale, attn_mask, slopes, rng
         )  # fmt: skip
         statics = (float(dropout_p), float(scale), left, right, 0, 0, backend, matmul_precision(query), fused)
         out = _apply(statics, query, key, value, attn_mask, slopes, rng, None, None)

@@ -18,6 +18,7 @@ from ._common import (
     cast_parameter,
     check_choice,
     check_count,
+    check_flags,
     check_input,
     check_level,
     check_number,
@@ -360,7 +361,9 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     h = h.to(o.dtype)
     parts = [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
     qkv = torch.cat([F.linear(h, w.to(o.dtype), cast_parameter(b, o.dtype)) for w, b in parts], -1)
-    q, k, v = qkv.view(B, S, -1, D).split([o.num_heads, o.num_kv_heads, o.num_kv_heads], 2)
+    q, k, v = qkv.view(B, S, o.num_heads + 2 * o.num_kv_heads, D).split(
+        [o.num_heads, o.num_kv_heads, o.num_kv_heads], 2
+    )
     if t.q_norm is not None:
         q, k = F.rms_norm(q, (D,), t.q_norm, o.qk_norm_eps), F.rms_norm(k, (D,), t.k_norm, o.qk_norm_eps)
     if t.cos is not None:
@@ -377,9 +380,11 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
 
 def composite_norm(x, weight, bias, kind: str, eps: float) -> Tensor:
     if kind == "layer":
-        return F.layer_norm(x, x.shape[-1:], cast_parameter(weight, x.dtype), cast_parameter(bias, x.dtype), eps)
-    y = F.rms_norm(x, x.shape[-1:], cast_parameter(weight, x.dtype), eps)
-    return y if bias is None else y + bias
+        # the bias apart: beside no weight torch's second derivative of layer_norm is None
+        y = F.layer_norm(x, x.shape[-1:], cast_parameter(weight, x.dtype), None, eps)
+    else:
+        y = F.rms_norm(x, x.shape[-1:], cast_parameter(weight, x.dtype), eps)
+    return y if bias is None else y + cast_parameter(bias, x.dtype)
 
 
 def composite_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -538,6 +543,10 @@ def gather(
         raise ValueError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
     features, H = x.shape[-1], num_heads
     H_kv = H if num_kv_heads is None else num_kv_heads
+    check_flags(
+        op, norm_first=norm_first, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_hides=mask_hides,
+        residual=residual, training=training,
+    )  # fmt: skip
     check_count(op, "num_heads", H)
     check_count(op, "num_kv_heads", H_kv)
     for name, number in (
@@ -554,6 +563,8 @@ def gather(
     if not isinstance(qkv_weight, Iterable):
         raise TypeError(f"{op}: qkv_weight must be one Tensor or three (q, k, v), not {type(qkv_weight).__name__}")
     parts = (qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight)
+    if qkv_bias is not None and not isinstance(qkv_bias, Iterable):
+        raise TypeError(f"{op}: qkv_bias must be one Tensor or three (q, k, v), not {type(qkv_bias).__name__}")
     biases = (
         (qkv_bias,) * len(parts)
         if qkv_bias is None
@@ -627,6 +638,8 @@ def gather(
             )
         slopes = alibi_slopes.float().reshape(-1, H).contiguous()
     max_len = 0
+    if cu_seqlens is None and max_seqlen is not None:
+        raise ValueError(f"{op}: max_seqlen is of sequences packed by cu_seqlens, which is None")
     if cu_seqlens is not None:
         check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
         if mask is not None or padding is not None:
@@ -643,15 +656,16 @@ def gather(
         padding, slopes, cu_seqlens, None, None,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
+    scale = float(max(D, 1) ** -0.5 if scale is None else scale)
     backend = choose_backend(op, probe, head_dim_not_covered(D))
     fused = fused_core(
-        backend, x, dtype, (B, H, S, D), (B, H_kv, S, D), left, right, mask, padding, slopes, cu_seqlens,
+        backend, x, dtype, (B, H, S, D), (B, H_kv, S, D), left, right, scale, mask, padding, slopes, cu_seqlens,
         "dropout" if training and attn_p > 0.0 else None,
     )  # fmt: skip
     o = AttentionOptions(
-        H, H_kv, norm or "", float(norm_eps), bool(norm_first), float(qk_norm_eps), bool(rotary_interleaved),
-        bool(mask_hides), left, right,
-        max_len, float(max(D, 1) ** -0.5 if scale is None else scale), attn_p, resid_p, bool(residual), choose_level(recompute),
+        H, H_kv, norm or "", float(norm_eps), norm_first, float(qk_norm_eps), rotary_interleaved,
+        mask_hides, left, right,
+        max_len, scale, attn_p, resid_p, residual, choose_level(recompute),
         backend, matmul_precision(probe), fused, dtype,
     )  # fmt: skip
     return t, o

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import eager
 from ._common import (
+    check_flags,
     check_input,
     check_number,
     check_probability,
@@ -273,6 +274,7 @@ def gather(
     """Checks everything; returns the half's tensors, as yet without random states, and options."""
     check_statics(op, activation, recompute, dropout_p)
     check_probability(op, resid_dropout_p)
+    check_flags(op, norm_first=norm_first, residual=residual, training=training)
     check_input(op, x)
     features = x.shape[-1]
     check_weight(op, "up_weight", up_weight, up_bias, x, features, "input")
@@ -296,8 +298,8 @@ def gather(
     )
     probe = x.new_empty(0, dtype=dtype)
     o = MLPOptions(
-        norm or "", float(norm_eps), bool(norm_first), activation, float(dropout_p), float(resid_dropout_p),
-        bool(residual), choose_level(recompute), choose_backend(op, probe), matmul_precision(probe),
+        norm or "", float(norm_eps), norm_first, activation, float(dropout_p), float(resid_dropout_p),
+        residual, choose_level(recompute), choose_backend(op, probe), matmul_precision(probe),
         parse_bytes(op, workspace), dtype,
     )  # fmt: skip
     return t, o

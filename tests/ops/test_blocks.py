@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import BATCH, FEATURES, LENGTH, blocks
+from blocks import BATCH, FEATURES, LENGTH, Attention, Block, blocks, plain_attention
 from cases import (
     DTYPES,
     SEED,
@@ -136,6 +136,42 @@ def test_empty_and_unbatched(block, lead):
     ours = gradients(block.fused, tensors)
     assert ours["y"].shape[:-1] == lead
     assert all(ours[name].shape == t.shape and ours[name].isfinite().all() for name, t in tensors.items())
+    (dx,) = torch.autograd.grad(block.fused(tensors).sum(), tensors["x"], create_graph=True)
+    (again,) = torch.autograd.grad(dx.sum(), tensors["x"], allow_unused=True)
+    assert again is None or again.shape == tensors["x"].shape
+
+
+@pytest.mark.parametrize("needs_x", [False, True])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_second_order_of_a_layer_norm_with_a_bias_alone(norm_first, needs_x):
+    """torch's own second derivative of it is None: a bias without gradient, in silence."""
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=needs_x)
+    weight, bias = torch.randn(3, 3).double(), torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def second_order(norm_weight):
+        options = dict(norm="layer", norm_weight=norm_weight, norm_bias=bias, norm_first=norm_first)
+        y = ckptkern.mlp_block(x, weight, None, weight, None, **options)
+        (grad,) = torch.autograd.grad(y.pow(3).sum(), bias, create_graph=True)
+        return torch.autograd.grad(grad.pow(2).sum(), bias)[0]
+
+    torch.testing.assert_close(second_order(None), second_order(torch.ones(3, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_causal_attention_with_a_scale_that_is_not_positive(scale, packed):
+    """torch's kernel on a CPU hides scores by -inf before it scales them: NaN, in its own attention too."""
+    block = Block("", Attention(norm=None, scale=scale, dropout_p=0.0, resid_p=0.0, residual=False), recompute="full")
+    tensors = block.make()
+    if packed:
+        q, k, v = (torch.randn(7, 4, 6) for _ in range(3))
+        ends = torch.tensor([0, 7], dtype=torch.int32)
+        y = ckptkern.varlen_attn(q, k, v, ends, ends, 7, 7, is_causal=True, scale=scale)
+        heads = (t.transpose(0, 1)[None] for t in (q, k, v))
+        expected = plain_attention(*heads, scale=scale, causal=True)[0].transpose(0, 1)
+        torch.testing.assert_close(y, expected)
+        return
+    assert_same_within_rounding(gradients(block.fused, tensors), gradients(block.plain, tensors))
 
 
 @pytest.mark.parametrize("block", blocks())
@@ -569,6 +605,13 @@ ERRORS = {
     "no pair": (TypeError, "rotary must be a pair of tensors", {"rotary": torch.ones(7, 6)}),
     "half a pair": (TypeError, "qk_norm must be a pair of tensors", {"qk_norm": (X[0, 0],)}),
     "longest": (ValueError, "max_seqlen must be an integer", {"x": X[0], "cu_seqlens": CU, "max_seqlen": "7"}),
+    "longest of none": (ValueError, "max_seqlen is of sequences packed by cu_seqlens", {"max_seqlen": 7}),
+    "learned scale": (ValueError, "no gradient is formed for scale", {"scale": torch.ones((), requires_grad=True)}),
+    "no flag": (TypeError, "is_causal must be a bool, not 'x'", {"is_causal": "x"}),
+    "a number of biases": (TypeError, "qkv_bias must be one Tensor or three", {"qkv_bias": 1.5}),
+    "a tensor of heads": (ValueError, "num_heads must be an integer", {"num_heads": torch.tensor(4)}),
+    "a sparse bias": (TypeError, "the bias of out_weight must be a dense tensor", {"out_bias": torch.ones(10).to_sparse()}),
+    "a sparse mask": (TypeError, "attn_mask must be a dense tensor", {"attn_mask": torch.zeros(7, 7).to_sparse()}),
     "scale": (TypeError, "scale must be a number, not 'a'", {"scale": "a"}),
     "eps": (TypeError, "norm_eps must be a number, not None", {"norm_eps": None}),
     "probability": (ValueError, "dropout probability has to be", {"dropout_p": 1.5}),
@@ -600,6 +643,7 @@ MLP_ERRORS = {
     "device": (ValueError, "input is on cpu but up_weight is on meta", {"up_weight": UP.to("meta")}),
     "features": (ValueError, "input has 10 features but up_weight has in_features=9", {"up_weight": UP[:, :9]}),
     "eps": (TypeError, "norm_eps must be a number", {"norm_eps": None}),
+    "a slip": (TypeError, "residual must be a bool, not 0.1", {"residual": 0.1}),
     "workspace": (ValueError, "workspace must be a positive number of bytes", {"workspace": "a"}),
 }
 
