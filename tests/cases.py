@@ -473,6 +473,18 @@ def assert_flat_memory(call, tensors: dict[str, torch.Tensor], name: str, steps:
         gc.enable()
 
 
+def with_saved_transposed(function: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensor]:
+    """function; what it saved comes back to backward with other strides, as a saved-tensor hook may give it."""
+
+    def run(tensors: Tensors) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() >= 2 else torch.stack((t, t), -1)[..., 0]
+        ):
+            return function(tensors)
+
+    return run
+
+
 def through_export(call: Callable[[Tensors], Tensor], tensors: Tensors) -> Tensors:
     """`gradients` of a graph of torch.export's, which calls the bare ops; seeded."""
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .philox import keep_scores
-from .tile import INTERPRETER, arch_of, cast, dot, launch, shared_memory_of, widen
+from .tile import INTERPRETER, arch_of, cast, dot, launch, rows_of, shared_memory_of, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -604,10 +604,6 @@ def _slope_stride(slopes) -> int:
     return 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0)
 
 
-def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
-
-
 def empty_heads(q: torch.Tensor) -> torch.Tensor:
     """Room for o [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; no view of anything."""
     B, H, S, D = q.shape
@@ -619,6 +615,13 @@ def _zero(*results: torch.Tensor | None) -> None:
     for result in results:
         if result is not None:
             result.zero_()
+
+
+def _with_plain_vectors(core):
+    """The same with slopes and bounds that lie as the kernels read them: a slice of a table has other strides."""
+    if core.slopes is None and core.cu_q is None:
+        return core
+    return core._replace(slopes=rows_of(core.slopes), cu_q=rows_of(core.cu_q), cu_k=rows_of(core.cu_k))
 
 
 def _stride_step(*tensors) -> int:
@@ -646,8 +649,7 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
     q [B, H, Sq, D], k, v [B, H_kv, Sk, D], any strides with an inner stride of 1. With `do` (recompute) also
     delta = rowsum(o do).
     """
-    q, k, v = inner_contiguous(q), inner_contiguous(k), inner_contiguous(v)
-    do = None if do is None else inner_contiguous(do)
+    q, k, v, do, core = rows_of(q), rows_of(k), rows_of(v), rows_of(do), _with_plain_vectors(core)
     o = empty_heads(q)
     B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, o, do)
     packed = core.cu_q is not None
@@ -657,7 +659,7 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
         _zero(o, lse, delta)
     tile = tile or _tile("fwd", q, core)
     tiles = triton.cdiv(Sq, tile.BLOCK_M)
-    if B * H * tiles and q.shape[-1]:
+    if B * H * tiles:  # without dimensions, too: lse is that of the mask
         launch(
             _attn_fwd_kernel, (B * H * tiles,), q, k, v, core.mask, core.slopes, core.dropout[0], core.cu_q, core.cu_k,
             do, o, lse, delta, Sq, Sk, H, tiles, core.scale, core.dropout[1], core.dropout[2], core.plane_base,
@@ -670,7 +672,7 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
 
 def attn_delta(o, do, core):
     """delta = rowsum(o do), float32 [B, H, Sq], from a stored o."""
-    o, do = inner_contiguous(o), inner_contiguous(do)
+    o, do, core = rows_of(o), rows_of(do), _with_plain_vectors(core)
     B, H, Sq, *_ = _geometry(o, o, core)
     packed = core.cu_q is not None
     delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
@@ -679,7 +681,7 @@ def attn_delta(o, do, core):
     D = o.shape[-1]
     BLOCK_M = 32
     tiles = triton.cdiv(Sq, BLOCK_M)
-    if B * H * tiles and D:
+    if B * H * tiles:
         launch(
             _delta_kernel, (B * H * tiles,), o, do, core.cu_q, delta, Sq, H, tiles, *_strides(o, packed),
             *_strides(do, packed), 0 if packed else delta.stride(0), delta.stride(1),
@@ -696,11 +698,15 @@ def attn_bwd(
 
     need_dq, need_dkv: what is not needed is None and its kernel does not run. tiles: (dkdv tile, dq tile).
     """
-    q, k, v, do = (inner_contiguous(t) for t in (q, k, v, do))
+    q, k, v, do, core = rows_of(q), rows_of(k), rows_of(v), rows_of(do), _with_plain_vectors(core)
+    lse, delta = lse.contiguous(), delta.contiguous()  # both are read with lse's strides
     packed = core.cu_q is not None
     dq = (empty_heads(q) if dq is None else dq) if need_dq else None
     dk = (empty_heads(k) if dk is None else dk) if need_dkv else None
     dv = (empty_heads(v) if dv is None else dv) if need_dkv else None
+    for out in (dq, dk, dv):
+        if out is not None and out.stride(-1) != 1 and out.shape[-1] > 1:
+            raise ValueError(f"dq, dk and dv must have an inner stride of 1, but one has strides {out.stride()}")
     B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, do, dq, dk, dv)
     if packed:
         _zero(dq, dk, dv)

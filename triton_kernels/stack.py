@@ -223,7 +223,7 @@ def stack_bwd(
     M, K = x.shape
     N = dy.shape[1]
     L, width, _ = packed_w.shape
-    x, dy = rows_of(x), rows_of(dy)
+    x, dy, bits = rows_of(x), rows_of(dy), rows_of(bits)
     tiles = _tiles(x, width, precision)
     default_m, num_warps = tiles.bwd if bits is None else tiles.bwd_relu
     block_m = block_m or default_m

@@ -396,8 +396,8 @@ def cast_parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | Non
 
 
 def dropout_arguments(rng: Tensor | None, p: float) -> tuple[Tensor | None, int, float]:
-    """(state, threshold, scale) as the primitives take them."""
-    return (None, 0, 1.0) if rng is None else (rng, *state.threshold_scale(p))
+    """(state, threshold, scale) as the primitives take them: a saved-tensor hook may have given the state other strides."""
+    return (None, 0, 1.0) if rng is None else (rng.contiguous(), *state.threshold_scale(p))
 
 
 def dropped(p: ModuleType, h: Tensor, dropout: tuple[Tensor | None, int, float], row_base: int) -> Tensor:

@@ -292,7 +292,7 @@ def attention_half_backward(
     if need("bo"):
         grads["bo"] = column_sum(df)
     if inner:
-        dqkv = torch.empty_like(raw)
+        dqkv = torch.empty_like(raw, memory_format=torch.contiguous_format)
         places = half.split(dqkv)
         heads = [place.transpose(1, 2) for place in places]
         need_dq, need_dkv = core_needs(inner, packed=t.wk is None)

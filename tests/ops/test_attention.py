@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
-from ckptkern import eager, state
+from ckptkern import eager, state, triton_kernels
 from ckptkern.memory import kept_tensors
 from ckptkern.ops import attention as attention_op
 from ckptkern.ops._common import primitives
@@ -764,6 +764,41 @@ def test_varlen_errors(error, message, changes):
         ckptkern.varlen_attn(**arguments | changes)
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_bounds_and_slopes_of_any_strides(backend):
+    """The kernels read them with a stride of 1: of a column of a table, its neighbours."""
+
+    def column(t):
+        return torch.stack((t, torch.full_like(t, 9)), -1)[..., 0]
+
+    tensors = {"x": torch.randn(11, 10), "w": torch.randn(72, 10), "o": torch.randn(10, 24)}
+    slopes, ends = torch.tensor([0.5, 0.25, 0.1, 0.2]), torch.tensor([0, 4, 11], dtype=torch.int32)
+    q = torch.randn(11, 4, 6)
+    with ckptkern.backend(backend):
+        outs = [
+            (
+                ckptkern.varlen_attn(q, q, q, bounds, bounds, 7, 7),
+                ckptkern.attention_block(
+                    tensors["x"], tensors["w"], None, tensors["o"], None, 4, cu_seqlens=bounds, alibi_slopes=steep
+                ),
+            )
+            for bounds, steep in ((ends, slopes), (column(ends), column(slopes)))
+        ]
+    for one, other in zip(*outs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_lse_of_heads_without_dimensions():
+    """Scores are 0, or the mask's: what is kept is that of eager PyTorch, not memory as it was."""
+    q = torch.empty(1, 2, 3, 0)
+    core = eager.AttentionCore(1.0, "ieee", (None, 0))
+    for ours, theirs in zip(
+        triton_kernels.attn_fwd(q, q, q, core, do=q), eager.attn_fwd(q, q, q, core, do=q), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(triton_kernels.attn_delta(q, q, core), torch.zeros(1, 2, 3))
+
+
 @pytest.mark.parametrize("bounds", [[0, 6, 2], [0, 4, 12], [-1, 4, 9]], ids=str)
 def test_sequences_outside_of_the_rows(bounds):
     """Where PyTorch ops serve, which read the bounds; the kernels do not: that would stop the host."""
@@ -784,6 +819,7 @@ CORES = {
     "other lengths, causal": ({"k_shape": (2, 4, 256, 64), "right": 0}, ""),
     "192 keys": ({"q_shape": (2, 4, 192, 64), "k_shape": (2, 4, 192, 64)}, ""),
     "192 keys, causal": ({"q_shape": (2, 4, 192, 64), "k_shape": (2, 4, 192, 64), "right": 0}, "cudnn"),
+    "scale of 0": ({"right": 0, "scale": 0.0}, ""),
     "float32": ({"dtype": torch.float32}, ""),
     "heads of 32": ({"q_shape": (2, 4, 128, 32), "k_shape": (2, 4, 128, 32)}, ""),
     "heads of 68": ({"q_shape": (2, 4, 128, 68), "k_shape": (2, 4, 128, 68)}, ""),
@@ -799,12 +835,12 @@ CORES = {
 
 
 def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat16, left=-1, right=-1, backend="triton",
-                other=None, capability=(9, 0), accepts=True):  # fmt: skip
+                scale=0.125, other=None, capability=(9, 0), accepts=True):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(attention_op, "_accepts", lambda *args: accepts)
     with FakeTensorMode():
         x = torch.empty(1, device="cuda")
-    return attention_op.fused_core(backend, x, dtype, q_shape, k_shape, left, right, None, other)
+    return attention_op.fused_core(backend, x, dtype, q_shape, k_shape, left, right, scale, None, other)
 
 
 @pytest.mark.parametrize("call", CORES)
@@ -826,7 +862,7 @@ def test_the_core_is_ours_where_torchs_may_not_serve(monkeypatch):
         assert chosen_core(monkeypatch) == ""
         assert chosen_core(monkeypatch, capability=(8, 0)) == "flash"
     assert chosen_core(monkeypatch) == "cudnn"
-    assert attention_op.fused_core("triton", torch.empty(1), torch.bfloat16, HEADS, HEADS, -1, -1) == ""
+    assert attention_op.fused_core("triton", torch.empty(1), torch.bfloat16, HEADS, HEADS, -1, -1, 0.125) == ""
 
 
 class Calls(TorchDispatchMode):

@@ -23,6 +23,7 @@ from cases import (
     output_gradient,
     over_draws,
     through_export,
+    with_saved_transposed,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -758,3 +759,14 @@ def test_exported_graphs_of_kernels_have_gradients(block):
     tensors = block.make()
     with ckptkern.backend("triton"):
         assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("block", blocks(names=("pre-norm", "llama")))
+def test_saved_tensors_may_come_back_with_other_strides(block, backend):
+    """The kernels read lse and delta as if both had one layout."""
+    tensors = block.make()
+    with ckptkern.backend(backend):
+        ours, expected = gradients(with_saved_transposed(block.fused), tensors), gradients(block.fused, tensors)
+    for name, reference in expected.items():  # other strides, other products of the BLAS
+        torch.testing.assert_close(ours[name], reference, rtol=1e-4, atol=1e-4)
