@@ -253,7 +253,8 @@ def linear_stack(
 
     x [..., n_0], weights: k tensors [n_{l+1}, n_l], biases: k tensors [n_{l+1}] or None -> y [..., n_k] in x's dtype
     (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. Chains whose widths are all
-    <= 64 run in one kernel forward and one backward.
+    <= 64 run in one kernel forward and one backward; there a token of which a hidden layer overflows to inf may give NaN
+    where layer by layer it would not.
 
     activation: relu, relu2, gelu (erf), gelu_tanh, silu or identity, after every layer, the last included.
     recompute: what is kept for backward besides parameters, and the products run, forward + backward:
