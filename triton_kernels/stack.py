@@ -3,10 +3,10 @@
     h_0 = x;  z_l = h_l w_l^T + b_l (rounded);  h_{l+1} = round(act(z_l)),  l = 0 .. L-1
     dz_l = dh_{l+1} act'(z_l);  dw_l = dz_l^T h_l;  db_l = sum dz_l;  dh_l = dz_l w_l
 
-Weights come packed and zero-padded to [L, WIDTH, WIDTH]; act(0) = 0, so padding stays zero (beside an
-infinite h it is NaN: inf * 0). The backward kernel keeps a
-chain of one row tile in scratch that lives in L2 ([programs, L, BLOCK_M, WIDTH]) and its sums of dw, db in float32
-slots of its own, which are added up once at the end: no atomics, and nothing of size M between the layers.
+Weights come packed and zero-padded to [L, WIDTH, WIDTH]; act(0) = 0, so padding stays zero (beside an infinite h it is NaN:
+inf * 0). The backward kernel keeps a chain of one row tile in scratch that lives in L2 ([programs, L, BLOCK_M, WIDTH]) and
+its sums of dw, db in float32 slots of its own, which are added up once at the end: no atomics, and nothing of size M between
+the layers.
 """
 
 from __future__ import annotations
