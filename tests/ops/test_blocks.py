@@ -762,7 +762,7 @@ def test_exported_graphs_of_kernels_have_gradients(block):
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("block", blocks(names=("pre-norm", "llama")))
+@pytest.mark.parametrize("block", blocks(("none", "full"), names=("pre-norm", "llama")))
 def test_saved_tensors_may_come_back_with_other_strides(block, backend):
     """The kernels read lse and delta as if both had one layout."""
     tensors = block.make()

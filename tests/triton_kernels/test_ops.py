@@ -45,7 +45,7 @@ def test_gradients_are_as_exact_as_torchs(setup, dtype):
     check_against_float64(setup, make(setup, sizes_of(setup), dtype))
 
 
-@pytest.mark.parametrize("setup", setups(("relu", "gelu"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(("relu",), dropout=(P,)))
 def test_saved_tensors_may_come_back_with_other_strides(setup):
     """The bits of a narrow stack's mask were read as if rows were contiguous."""
     for sizes in {sizes_of(setup), Sizes()}:
