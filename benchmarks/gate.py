@@ -37,44 +37,52 @@ TILE_KEYS = (
     "num_stages", "SUB",
 )  # fmt: skip
 TRITON = "3.7."  # the compiler that the tiles were chosen with; another one spills here and there
-# Pattern of "case kernel" -> bytes of stack. dkdv with 128 columns at head dims 65..128 on sm_90 is a few registers too
-# large; 64 columns spill nothing, but there both warp groups compute the same columns: twice the products and dropout masks.
-# The forward of 256 has the same choice between 128 rows and 64.
+# Pattern of "case kernel" -> bytes of stack. In attention the tile without spills is half as large, and with eight warps half
+# of them would compute what the others do: for TF32 and heads of 256 up to twice the products (benchmarks/NOTES.md), against
+# some ten local instructions of a thousand. For heads of 80 to 128 on sm_90 so would 64 columns in dkdv.
 SHIPPED_SPILLS: dict[str, int] = {
     r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": 48,
     r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": 8,
-    r"attn_bwd/sm_90/bfloat16/d128\+alibi\+causal\+dropout _attn_dkdv_kernel": 16,
     r"attn_bwd/sm_90/bfloat16/d128\+gqa(\+causal)?\+dropout _attn_dkdv_kernel": 64,
-    r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+bool(\+causal)?\+dropout _attn_fwd_kernel": 8,
+    r"attn_bwd/sm_90/b?float16/d256\S* _attn_dq_kernel": 144,
+    r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+(bool|additive)(\+causal)?\+dropout _attn_fwd_kernel": 40,
+    r"attn_\w+/sm_80/b?float16/d256\S* \w+": 48,
+    r"attn_\w+/sm_80/float32/d(40|64|128)(?!\+ieee)\S* _attn_(fwd|dkdv)_kernel": 64,
+    r"attn_fwd(_delta)?/sm_90/float32/d(128|256)(?!\+ieee)\S* _attn_fwd_kernel": 24,
+    r"attn_bwd/sm_90/float32/d\d+(?!\d|\+ieee)\S* _attn_(dkdv|dq)_kernel": 128,
     r"stack_bwd/sm_90/float16/gelu\+ragged\+extras _stack_bwd_kernel": 16,
     r"stack_bwd/sm_80/bfloat16/gelu\+narrow\+aligned\+extras _stack_bwd_kernel": 8,
-    r"(linear_bwd/sm_80|gated_act_grad/sm_90)/float32/gelu\+ieee\+aligned(\+dropout)?\+extras \w+": 16,
+    r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": 16,
 }
 # The same of what `--all` compiles besides. No tile holds the last rows of it without spills everywhere: the same tiles spill
-# nothing with another flag or head dim. 168 bytes are float32's at IEEE precision, 96 dims, on the ordinary cores.
+# nothing with another flag or head dim. 176 bytes are float32's at IEEE precision, 96 dims, on the ordinary cores.
 OTHER_SPILLS: dict[str, int] = {
     r"attn_bwd/sm_90/bfloat16/d(80|96)\+(additive|alibi|bool|gqa|keys|varlen|window).* _attn_dkdv_kernel": 72,
     r"attn_bwd/sm_80/bfloat16/d32\+varlen _attn_dq_kernel": 8,
-    r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+gqa(\+causal|\+dropout) _attn_fwd_kernel": 40,
-    r"attn_bwd/sm_\d+/float32/d(32|80|96|128).* _attn_(dkdv|dq)_kernel": 16,
-    r"attn_fwd/sm_90/float32/d256\+dropout _attn_fwd_kernel": 8,
+    r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+gqa(\+causal)?(\+dropout)? _attn_fwd_kernel": 40,
+    r"attn_bwd/sm_\d+/float32/d\d+\+ieee.* _attn_(dkdv|dq)_kernel": 16,
     r"attn_fwd(_delta)?/sm_80/float32/d96\+ieee(\+causal)? _attn_fwd_kernel": 16,
-    r"attn_fwd(_delta)?/sm_90/float32/d96\+ieee.* _attn_fwd_kernel": 168,
+    r"attn_fwd(_delta)?/sm_90/float32/d96\+ieee.* _attn_fwd_kernel": 176,
     r"stack_bwd/sm_80/\w+/(relu2|gelu_tanh|silu)\+(narrow\+)?(aligned|ragged\+extras|ragged) _stack_bwd_kernel": 16,
     r"stack_bwd/sm_80/bfloat16/gelu\+narrow\+ragged(\+extras)? _stack_bwd_kernel": 24,
     r"gated_(fwd|bwd)/sm_\d+/float32/\w+\+ieee\+ragged.* \w+": 88,
+    r"gated_bwd/sm_80/float32/\w+(\+ieee)?\+aligned\+dropout\+extras _gated_bwd_kernel": 32,
+    r"gated_act_grad/sm_90/b?float16/(gelu_tanh|silu)\+few\+aligned\+dropout\+extras _gated_act_grad_kernel": 32,
     r"(act_grad|mlp_bwd)/sm_80/float32/\w+\+ieee\+ragged \w+": 8,
     r"linear_bwd/sm_80/float32/(relu2|gelu_tanh)\+ieee\+aligned.* _linear_bwd_kernel": 8,
-    r"(linear_fwd|act_grad)/sm_90/float32/relu\+ieee\+aligned\+dropout\+extras \w+": 16,
+    r"(linear_fwd|act_grad)/sm_\d+/float32/relu\+ieee\+aligned\+dropout\+extras \w+": 16,
     r"linear_bwd/sm_90/b?float16/gelu_tanh\+aligned _linear_bwd_kernel": 16,
     r"act_grad/sm_80/float32/gelu\+aligned _act_grad_kernel": 8,
-    r"gated_act_grad/sm_80/bfloat16/relu\+aligned\+dropout\+extras _gated_act_grad_kernel": 16,
 }
-# What does without HGMMA on sm_90. dk and dv of 64 columns x 256 dims, which it needs at least, are 256 registers; TF32 of
-# more than 64 dims (128 in forward) Triton gives to HMMA.
+# What does without HGMMA on sm_90, which needs tiles of 64: dk and dv of 64 columns x 256 dims are 256 registers a thread, and
+# of TF32 x 128 dims spill 450 bytes; TF32 x 256 dims does not fit into shared memory.
 ALLOWED_HMMA = re.compile(
-    r"attn_bwd/sm_90/\w+/d256\S* _attn_dkdv_kernel|attn_bwd/sm_90/float32/d(80|96|128|256)|attn_fwd\w*/sm_90/float32/d256"
+    r"attn_bwd/sm_90/(\w+/d256|float32/d(80|96|128))\S* _attn_dkdv_kernel|attn_\w+/sm_90/float32/d256"
 )
+
+
+# What several warps compute at once: larger tiles do not fit into shared memory.
+ALLOWED_TWICE = re.compile(r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_80/\w+/d\d+\+small")
 
 
 def allowed_stack(launch: str) -> int:
@@ -103,6 +111,11 @@ class Case:
         flags += ["dropout"] * self.dropout + ["extras"] * self.extras
         return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
 
+    @property
+    def shared(self) -> int:
+        """What the card has, in bytes a block."""
+        return SHARED_LIMIT[self.arch]
+
     def launch(self) -> None:
         OPS[self.op](self)
 
@@ -126,6 +139,10 @@ class AttentionCase:
         flags += ["causal"] * self.causal + ["dropout"] * self.dropout
         return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
 
+    @property
+    def shared(self) -> int:
+        return SMALL_CARD if self.kind == "small" else SHARED_LIMIT[self.arch]
+
     def launch(self) -> None:
         _launch_attention(self)
 
@@ -143,25 +160,32 @@ class Report:
     shared: int
     tensor_core: int  # HGMMA on sm_90, HMMA on sm_80
     wrong_tensor_core: int  # HMMA where HGMMA was meant
+    multiplies: int  # of one warp's tensor-core instructions
     async_copies: int  # LDGSTS (cp.async) or UTMALDG (TMA)
     narrow_loads: int  # 2-byte global loads
     instructions: int
     philox: int  # integer multiplies by the Philox constants; 0 without dropout
 
-    def faults(self, case: Case | AttentionCase, product: bool, min_shared: int) -> list[str]:
+    def faults(self, case: Case | AttentionCase, product: bool, min_shared: int, multiplies: float) -> list[str]:
+        """product: tensor cores are meant. min_shared, multiplies: what the tile takes."""
         found = []
         launch = f"{self.case} {self.kernel}"
         allowed = allowed_stack(launch)
         if self.stack > allowed or (self.local and not allowed):
             found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
-        limit = SMALL_CARD if case.kind == "small" else SHARED_LIMIT[case.arch]
-        if self.shared > limit:
-            found.append(f"{self.shared} B of shared memory, the card has {limit}")
+        if self.shared > case.shared:
+            found.append(f"{self.shared} B of shared memory, the card has {case.shared}")
         other = self.wrong_tensor_core and ALLOWED_HMMA.match(launch)
         if product and not self.tensor_core and not other:
             found.append("no tensor-core instruction")
         if product and self.wrong_tensor_core and not other:
             found.append(f"{self.wrong_tensor_core} HMMA instructions where HGMMA was meant")
+        twice = product and self.multiplies > multiplies and not ALLOWED_TWICE.match(launch)
+        if twice and case.kind != "window":  # which has another number of loops
+            found.append(f"{self.multiplies} multiplies of the tensor cores a warp where {multiplies:.0f} would do")
+        narrow = [side for side in re.findall(r"\b[MN]\d+", self.tile) if int(side[1:]) < 64]
+        if case.arch == 90 and self.tensor_core and narrow:  # triton#11366
+            found.append(f"HGMMA in a tile of {narrow[0]}: products narrower than 64 have failed")
         if product and not case.ragged and (min_shared or " K" in self.tile):
             if not self.async_copies:
                 found.append("no asynchronous copy in the main loop")
@@ -201,12 +225,16 @@ def shipped_attention() -> list[AttentionCase]:
     others += attention_cases({"bfloat16": (256,)}, ("bool", "additive"), heavy)
     others += attention_cases({"bfloat16": RAGGED_DIMS}, ops=heavy)
     others += attention_cases({"float32": (64, 128)}, ("ieee",), heavy)
+    others += attention_cases({"float32": (64, 128, 256)}, ("additive",), heavy)
     cases += [case for case in others if case.causal and case.dropout]
     return cases + small_cases()
 
 
 def small_cases() -> list[AttentionCase]:
-    return [AttentionCase("attn_bwd", 80, "bfloat16", 256, True, True, "small")]
+    """Every tile that only cards of less shared memory take, with an additive mask, which takes some of it."""
+    cases = [("attn_fwd_delta", "bfloat16", 256), ("attn_bwd", "bfloat16", 256), ("attn_fwd_delta", "float32", 128)]
+    cases += [("attn_bwd", "float32", 128), ("attn_fwd_delta", "float32", 256)]
+    return [AttentionCase(op, 80, dtype, head_dim, True, True, "small") for op, dtype, head_dim in cases]
 
 
 def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
@@ -251,7 +279,7 @@ def all_cases() -> list[Case | AttentionCase]:
         and not (kind == "few" and ragged)  # the same tile for any number of rows
     ] + [
         *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
-        *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS)}, ATTENTION_KINDS),
+        *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
         *attention_cases({"float32": HEAD_DIMS}, ("ieee",)),
         *small_cases(),
     ]
@@ -476,17 +504,15 @@ def _launch_attention(case: AttentionCase):
         "keys": lambda: {"mask": meta(B, 1, 1, S, dtype=torch.int8)},
         "alibi": lambda: {"slopes": meta(1, H, dtype=torch.float32)},
         "varlen": lambda: dict.fromkeys(("cu_q", "cu_k"), meta(B + 1, dtype=torch.int32)) | {"max_q": S, "max_k": S},
-    }.get(case.kind, dict)()
+    }.get("additive" if case.kind == "small" else case.kind, dict)()
     core = AttentionCore(0.125, _precision(case), window, dropout=dropout, **options)
-    if case.kind == "small":
-        with mock.patch.object(attention, "shared_memory_of", return_value=SMALL_CARD):
-            return attention.attn_bwd(q, k, v, do, lse, lse, core)
-    if case.op == "attn_bwd":
-        attention.attn_bwd(q, k, v, do, lse, lse, core)
-        if not case.kind:  # delta knows of none, nor of causal and dropout: compiled once for a head dim
-            attention.attn_delta(do, do, core)
-    else:
-        attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
+    with mock.patch.object(attention, "shared_memory_of", return_value=case.shared):
+        if case.op == "attn_bwd":
+            attention.attn_bwd(q, k, v, do, lse, lse, core)
+            if not case.kind:  # delta knows of none, nor of causal and dropout: compiled once for a head dim
+                attention.attn_delta(do, do, core)
+        else:
+            attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
 
 
 ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")
@@ -496,6 +522,11 @@ MASKS = ("bool", "additive", "keys")
 ATTENTION_KINDS = (*MASKS, "window", "alibi", "gqa", "varlen")  # and "ieee", float32 without tf32: torch's default
 # attention kernel -> how often its machine code holds the loop: the forward's has tiles with and without an edge mask
 ATTENTION_LOOPS = {"_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 1, "_attn_dq_kernel": 1}
+# kernel -> products of a tile, M x N x K or M x N x head dim each, that one pass of a loop makes
+PRODUCTS = {
+    "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
+    "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
+}  # fmt: skip
 OPS = {
     "stack_fwd": _launch_stack_fwd,
     "stack_bwd": _launch_stack_bwd,
@@ -560,20 +591,27 @@ def compile_launch(kernel, args, kwargs, arch: int):
     return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
 
 
-def read_cubin(compiled) -> dict[str, int]:
-    """Registers, stack, shared memory and instruction counts, read with the disassembler that Triton ships."""
+def inspect_cubin(compiled, tool: str, option: str) -> str:
+    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of a compiled kernel."""
     import triton
 
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-        sass = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    usage = usage.stdout + usage.stderr
+        result = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+def read_cubin(compiled) -> dict[str, int]:
+    """Registers, stack, shared memory and instruction counts, from the machine code."""
+    usage = inspect_cubin(compiled, "cuobjdump", "-res-usage")
+    sass = inspect_cubin(compiled, "nvdisasm", "-c")
     mnemonics = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
+
+    # four warps make an HGMMA together, one an HMMA, whose 16816 is 16 x 8 x 16
+    shapes = [(4, *shape) for shape in re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", sass)]
+    shapes += [(1, 16, 8, k) for k in re.findall(r"HMMA\.168(\d+)", sass)]
 
     def count(pattern):
         return sum(bool(re.match(pattern, m)) for m in mnemonics)
@@ -585,6 +623,7 @@ def read_cubin(compiled) -> dict[str, int]:
         shared=compiled.metadata.shared,
         hgmma=count(r"[HQ]GMMA"),
         hmma=count(r"[HI]MMA"),
+        multiplies=sum(int(m) * int(n) * int(k) // warps for warps, m, n, k in shapes),
         async_copies=count(r"LDGSTS|UTMALDG|UBLKCP"),
         narrow_loads=count(r"LDG\S*\.[US]16"),
         instructions=len(mnemonics),
@@ -604,6 +643,13 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
     if "BLOCK_K" in options:
         return (options["BLOCK_M"] + options["BLOCK_N"]) * options["BLOCK_K"] * itemsize * (stages - 1)
     return 0
+
+
+def needed_multiplies(kernel: str, options: dict) -> float:
+    """The multiplies of a warp in the machine code of a tile's products, each computed once."""
+    loops, length = ATTENTION_LOOPS.get(kernel, 1), options.get("HEAD_D") or options.get("BLOCK_K", 0)
+    count = loops * PRODUCTS.get(kernel, 0)
+    return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
 
 
 def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
@@ -627,7 +673,8 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
         itemsize = 4 if case.dtype == "float32" else 2
         product = "BLOCK_K" in kwargs or report.kernel in ATTENTION_LOOPS
         product = product and "ieee" not in case.kind  # which no tensor core computes
-        results.append((report, report.faults(case, product, staged_bytes(report.kernel, kwargs, itemsize))))
+        takes = staged_bytes(report.kernel, kwargs, itemsize), needed_multiplies(report.kernel, kwargs)
+        results.append((report, report.faults(case, product, *takes)))
     return results
 
 

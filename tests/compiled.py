@@ -12,13 +12,17 @@ import sys
 from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ckptkern import triton_kernels
 from ckptkern.benchmarks import gate
 from ckptkern.eager import AttentionCore
+from ckptkern.triton_kernels.attention import AttentionTile
+from ckptkern.triton_kernels.philox import philox
 from ckptkern.triton_kernels.tile import Tile
 
 
@@ -33,6 +37,12 @@ def act_grad(M: int = 4096, K: int = 1024, N: int = 4096, dtype: torch.dtype = t
     triton_kernels.act_grad(*tensors, "gelu", "ieee", dropout=dropout, keep_h=True, db=True, **options)
 
 
+def attention(tile: AttentionTile) -> None:
+    """One launch of attention's forward."""
+    q = meta(2, 4, 1024, 128)
+    triton_kernels.attn_fwd(q, q, q, AttentionCore(0.125, "ieee"), tile=tile)
+
+
 # Launches that the gate must find fault with, each for one reason.
 PLANTED = {
     "spill": (90, "bfloat16", lambda: act_grad(tile=Tile(128, 256, 64, 4, 3, 1))),
@@ -42,6 +52,8 @@ PLANTED = {
     "not pipelined": (90, "bfloat16", lambda: act_grad(tile=Tile(128, 128, 64, 8, 1, 4))),
     "no tensor core": (90, "float32", lambda: act_grad(dtype=torch.float32, tile=Tile(64, 64, 32, 8, 3))),
     "HMMA on sm_90": (90, "bfloat16", lambda: act_grad(tile=Tile(32, 64, 64, 4, 3))),
+    "narrow HGMMA": (90, "bfloat16", lambda: attention(AttentionTile(128, 32, 8, 3))),
+    "computed twice": (80, "bfloat16", lambda: attention(AttentionTile(64, 32, 8, 3))),
 }
 
 
@@ -163,6 +175,39 @@ def maxima() -> dict[str, list[str]]:
     return kinds
 
 
+COUNTER_AND_KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)  # Random123's third answer
+WORDS = (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@triton.jit
+def _philox_kernel(
+    out_ptr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
+):  # fmt: skip
+    """Stores something if the words are R0..R3."""
+    zero = tl.zeros((1,), dtype=tl.uint32)
+    key = tl.full((), K0, tl.uint32), tl.full((), K1, tl.uint32)
+    r0, r1, r2, r3 = philox(zero + C0, zero + C1, zero + C2, zero + C3, *key)
+    tl.store(out_ptr + tl.arange(0, 1), 1, mask=((r0 ^ R0) | (r1 ^ R1) | (r2 ^ R2) | (r3 ^ R3)) == 0)
+
+
+def philox_words() -> dict[str, list[bool]]:
+    """Whether a store is left of _philox_kernel for the known words, and for those with one bit changed in each.
+
+    The assembler computes all of it beforehand, so that its arithmetic stands for the device's.
+    """
+    stores = {}
+    for arch in gate.ARCHS:
+        target, found = GPUTarget("cuda", arch, 32), stores.setdefault(f"sm_{arch}", [])
+        for wrong in (None, 0, 1, 2, 3):
+            words = [word ^ (i == wrong) for i, word in enumerate(WORDS)]
+            values = {(i,): value for i, value in enumerate((*COUNTER_AND_KEY, *words), 1)}
+            signature = dict.fromkeys(_philox_kernel.arg_names, "constexpr") | {"out_ptr": "*i32"}
+            compiled = triton.compile(ASTSource(_philox_kernel, signature, values), target, {"num_warps": 1})
+            found.append("STG" in gate.inspect_cubin(compiled, "nvdisasm", "-c"))
+    return stores
+
+
 if __name__ == "__main__":
-    answers = {"planted": planted, "specialized": specialized, "uneven": uneven, "maxima": maxima}
+    answers = {answer.__name__: answer for answer in (planted, specialized, uneven, maxima, philox_words)}
     json.dump(answers[sys.argv[1]](), sys.stdout)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .philox import keep_scores
+from .philox import score_values
 from .tile import INTERPRETER, arch_of, cast, dot, launch, rows_of, shared_memory_of, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -130,8 +130,8 @@ def _fwd_steps(
         correction = tl.exp2(top - shift)
         total = total * correction + tl.sum(p, axis=1)
         if state_ptr is not None:
-            keep = keep_scores(state_ptr, threshold, first_block, m0, start, q.shape[0], BLOCK_N, False)
-            p = tl.where(keep, p, 0.0)
+            values = score_values(state_ptr, first_block, m0, start, q.shape[0], BLOCK_N, False)
+            p = tl.where(values >= threshold, p, 0.0)
         v = load_rows(v_ptr, stride_vs, offs_n, Sk, D, HEAD_D)
         acc = dot(cast(p, v.dtype), v, acc * correction[:, None], PRECISION)
         top = new_top
@@ -274,6 +274,15 @@ def _load_row_values(ptr, offs_m, S, other):
 
 
 @triton.jit
+def _load_delta(ptr, offs_m, S, state_ptr, threshold):
+    """delta / keep_scale, so that ds / keep_scale takes no product an element; dq and dk are scaled at the end."""
+    delta = _load_row_values(ptr, offs_m, S, 0.0)
+    if state_ptr is not None:
+        delta *= (65536 - threshold) * (1.0 / 65536)
+    return delta
+
+
+@triton.jit
 def probability_tile(s, lse):
     """p = exp(s - lse) for s in units of log 2; lse broadcasts. A row that saw nothing has p = 0.
 
@@ -285,13 +294,13 @@ def probability_tile(s, lse):
 @triton.jit
 def _dkdv_step(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_dos, n0, start, Sq, Sk,
-    scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
+    scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
     D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dk / scale and dv / keep_scale of a column tile and the rows start... Scores are transposed: [BLOCK_N, BLOCK_M].
+    """dk / (scale keep_scale) and dv / keep_scale of a column tile and the rows start...
 
-    Products and loads stand in the order that keeps the fewest registers alive.
+    Scores are transposed: [BLOCK_N, BLOCK_M]. Products and loads stand in the order that keeps the fewest registers alive.
     """
     offs_n = n0 + tl.arange(0, k.shape[0])
     offs_m = start + tl.arange(0, BLOCK_M)
@@ -306,15 +315,17 @@ def _dkdv_step(
     p = probability_tile(s, lse[None, :])
     dropped = p
     if state_ptr is not None:
-        keep = keep_scores(state_ptr, threshold, first_block, start, n0, BLOCK_M, k.shape[0], True)
-        p = tl.where(keep, p, -p)  # p is never negative: its sign remembers the mask
-        dropped = tl.where(p < 0.0, 0.0, p)
+        values = score_values(state_ptr, first_block, start, n0, BLOCK_M, k.shape[0], True)
+        # p is never negative: its sign bit remembers the mask, that of values - threshold
+        signed = p.to(tl.int32, bitcast=True) | ((values - threshold) & -(2**31))
+        p = signed.to(tl.float32, bitcast=True)
+        dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
     dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
     dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
     if state_ptr is not None:
-        dp = tl.where(p < 0.0, 0.0, dp * keep_scale)
+        dp = tl.where(p < 0.0, 0.0, dp)
         p = tl.abs(p)
-    delta = _load_row_values(delta_ptr, offs_m, Sq, 0.0)
+    delta = _load_delta(delta_ptr, offs_m, Sq, state_ptr, threshold)
     ds = p * (dp - delta[None, :])
     return dot(cast(ds, q.dtype), q, dk, PRECISION), dv
 
@@ -385,10 +396,11 @@ def _attn_dkdv_kernel(
                 dk, dv, k, v, q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs,
                 do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, lse_ptr + row_values,
                 delta_ptr + row_values, stride_qs, stride_dos, n0, start, Sq_b, Sk_b, scale,
-                slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale,
+                slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold,
                 _first_block(plane_base, b, h, H, Sq), D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M,
             )  # fmt: skip
         if state_ptr is not None:
+            scale *= keep_scale
             dv *= keep_scale
         store_rows(
             dk_ptr + b * stride_dkb + h_kv * stride_dkh + col0 * stride_dks,
@@ -407,11 +419,11 @@ def _attn_dkdv_kernel(
 @triton.jit
 def _dq_steps(
     dq, q, do, lse, delta, k_ptr, v_ptr, stride_ks, stride_vs, m0, lo, hi, Sq, Sk,
-    scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale, first_block,
+    scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
     D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq / scale of a row tile from the column tiles in [lo, hi)."""
+    """dq / (scale keep_scale) of a row tile from the column tiles in [lo, hi)."""
     offs_m = m0 + tl.arange(0, q.shape[0])
     for start in range(lo, hi, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
@@ -425,8 +437,8 @@ def _dq_steps(
         p = probability_tile(s, lse[:, None])
         dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
         if state_ptr is not None:
-            keep = keep_scores(state_ptr, threshold, first_block, m0, start, q.shape[0], BLOCK_N, False)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
+            values = score_values(state_ptr, first_block, m0, start, q.shape[0], BLOCK_N, False)
+            dp = tl.where(values >= threshold, dp, 0.0)
         ds = p * (dp - delta[:, None])
         dq = dot(cast(ds, k.dtype), k, dq, PRECISION)
     return dq
@@ -472,14 +484,16 @@ def _attn_dq_kernel(
         )
         row_ptrs = b * stride_lseb + h * stride_lseh + row0
         lse = _load_row_values(lse_ptr + row_ptrs, offs_m, Sq_b, float("-inf"))
-        delta = _load_row_values(delta_ptr + row_ptrs, offs_m, Sq_b, 0.0)
+        delta = _load_delta(delta_ptr + row_ptrs, offs_m, Sq_b, state_ptr, threshold)
         dq = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
         lo, _, _, hi = column_phases(m0, Sk_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
         dq = _dq_steps(
             dq, q, do, lse, delta, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, lo, hi, Sq_b, Sk_b,
-            scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, keep_scale,
+            scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold,
             first_block, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N,
         )  # fmt: skip
+        if state_ptr is not None:
+            scale *= keep_scale
         store_rows(
             dq_ptr + b * stride_dqb + h * stride_dqh + row0 * stride_dqs,
             stride_dqs,
@@ -509,39 +523,42 @@ class AttentionTile(NamedTuple):
 # (kernel, architecture) -> {(class, padded head dim): tile}; the next larger head dim serves. Classes: 16-bit types; "16
 # masked" where a mask of rows and columns needs registers too (without such a row it takes the plain one); float32 with
 # TF32 products, and "ieee" ones, which run on the ordinary cores. All pass the compile gate; its few bytes of spills are
-# named there. On sm_90 eight warps lie one below the other, 16 rows each, so a tile of fewer than 128 rows (columns for
-# dkdv) is computed twice: only where 128 do not fit into the registers, or (dq at head dim 256) 128 x 32 would, but products
-# narrower than 64 have given wrong results there (triton#11366). That is also why head dims are padded to 64; the 32
-# columns of dkdv at 256 stay, as dk and dv of 64 are 256 registers a thread, and so do those of float32, which takes no
-# HGMMA of these shapes.
+# named there. Eight warps lie along the longer side of a product's result, 16 rows or 8 columns each. So a tile of fewer than
+# 128 rows (columns for dkdv), or of 64 columns (rows) where the head dim is the longer side, would be computed twice: those
+# here are not, but for dkdv of "32" at 256 dims, whose larger one does not fit. Products of HGMMA narrower than 64 have failed
+# (triton#11366), which is why head dims are padded to 64 on sm_90; what has 32 columns there takes mma.sync.
 TILES = {
     ("fwd", 90): {("16", 64): (128, 128, 8, 3), ("16", 128): (128, 64, 8, 3), ("16", 256): (128, 64, 8, 2),
                   ("16 masked", 64): (128, 64, 8, 3),
-                  ("32", 64): (64, 64, 8, 2), ("32", 128): (64, 32, 8, 2), ("32", 256): (32, 32, 8, 1),
+                  ("32", 64): (128, 64, 8, 2), ("32", 128): (128, 64, 8, 2), ("32", 256): (32, 64, 8, 1),
                   ("32 ieee", 64): (64, 32, 8, 2), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
-    ("fwd", 80): {("16", 64): (128, 64, 8, 3), ("16", 128): (128, 32, 8, 3), ("16", 256): (64, 32, 8, 2),
-                  ("32", 64): (64, 64, 8, 2), ("32", 128): (64, 32, 8, 2), ("32", 256): (32, 32, 8, 1),
+    ("fwd", 80): {("16", 64): (128, 64, 8, 3), ("16", 128): (128, 32, 8, 3), ("16", 256): (64, 64, 8, 2),
+                  ("32", 64): (128, 64, 8, 2), ("32", 128): (128, 32, 8, 2), ("32", 256): (32, 64, 8, 1),
                   ("32 ieee", 64): (64, 32, 8, 2), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
     ("dkdv", 90): {("16", 64): (64, 128, 8, 2), ("16", 128): (64, 128, 8, 2), ("16", 256): (64, 32, 8, 2),
-                   ("32", 64): (32, 64, 8, 1), ("32", 128): (32, 32, 8, 1), ("32", 256): (16, 32, 8, 1),
+                   ("32", 64): (64, 128, 8, 1), ("32", 128): (64, 32, 8, 1), ("32", 256): (32, 32, 8, 1),
                    ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (16, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
-    ("dkdv", 80): {("16", 64): (32, 128, 8, 2), ("16", 128): (64, 64, 8, 1), ("16", 256): (32, 32, 8, 1),
+    ("dkdv", 80): {("16", 64): (32, 128, 8, 2), ("16", 128): (64, 64, 8, 1), ("16", 256): (64, 32, 8, 2),
                    ("16 masked", 64): (32, 128, 8, 1),
-                   ("32", 64): (32, 64, 8, 1), ("32", 128): (32, 32, 8, 1), ("32", 256): (16, 32, 8, 1),
+                   ("32", 64): (32, 128, 8, 1), ("32", 128): (64, 32, 8, 1), ("32", 256): (32, 32, 8, 1),
                    ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (16, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
-    ("dq", 90): {("16", 64): (128, 64, 8, 2), ("16", 128): (128, 64, 8, 2), ("16", 256): (64, 64, 8, 2),
-                 ("32", 64): (64, 32, 8, 1), ("32", 128): (32, 32, 8, 1), ("32", 256): (16, 32, 8, 1),
+    ("dq", 90): {("16", 64): (128, 64, 8, 2), ("16", 128): (128, 64, 8, 2), ("16", 256): (128, 64, 8, 1),
+                 ("32", 64): (128, 64, 8, 1), ("32", 128): (128, 64, 8, 1), ("32", 256): (32, 64, 8, 1),
                  ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
-    ("dq", 80): {("16", 64): (128, 64, 8, 2), ("16", 128): (128, 32, 8, 2), ("16", 256): (64, 32, 8, 2),
+    ("dq", 80): {("16", 64): (128, 64, 8, 2), ("16", 128): (128, 32, 8, 2), ("16", 256): (64, 64, 8, 2),
                  ("16 masked", 64): (128, 32, 8, 2), ("16 masked", 128): (64, 64, 8, 2),
-                 ("32", 64): (64, 32, 8, 1), ("32", 128): (32, 32, 8, 1), ("32", 256): (16, 32, 8, 1),
+                 ("32", 64): (128, 32, 8, 1), ("32", 128): (64, 64, 8, 1), ("32", 256): (16, 64, 8, 1),
                  ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
 }  # fmt: skip
 # Cards that take the rows of sm_80 with less shared memory than its 163 KiB (99 KiB: sm_86, sm_89, sm_120):
-# (kernel, class, padded head dim) -> (bytes that the row above needs, the tile instead if there is one).
+# (kernel, class, padded head dim) -> (KiB that the row above needs, the tile instead if there is one).
 LARGE_TILES = {
-    ("dq", "16", 256): (102400, (64, 32, 8, 1)), ("dq", "16 masked", 256): (104448, (64, 32, 8, 1)),
-    ("dkdv", "32", 256): (114688, None),
+    ("fwd", "16", 256): (112, (64, 32, 8, 2)), ("dkdv", "16", 256): (100, (32, 32, 8, 1)),
+    ("dq", "16", 256): (144, (64, 32, 8, 1)),
+    ("fwd", "32", 128): (112, (64, 32, 8, 2)), ("dkdv", "32", 128): (128, (32, 32, 8, 1)),
+    ("dq", "32", 128): (128, (16, 64, 8, 1)),
+    ("fwd", "32", 256): (104, (32, 32, 8, 1)), ("dkdv", "32", 256): (160, None),
+    ("dq", "32", 256): (160, (16, 32, 8, 1)),
 }  # fmt: skip
 INTERPRETED_TILE = AttentionTile(32, 32, 4, 1)
 
@@ -558,12 +575,12 @@ def attention_tile(
         shape_class = "16 masked" if masked else "16"
     row, table = max(padded_head_dim(head_dim, arch), 64), TILES[kernel, 90 if 90 <= arch < 100 else 80]
     tile = table.get((shape_class, row)) or table[shape_class.removesuffix(" masked"), row]
-    need, smaller = LARGE_TILES.get((kernel, shape_class, row), (0, None))
-    if need > shared and not 90 <= arch < 100:
+    need, smaller = LARGE_TILES.get((kernel, shape_class.removesuffix(" masked"), row), (0, None))
+    if need > shared // 1024 and not 90 <= arch < 100:
         if smaller is None:
             raise RuntimeError(
-                f"attention of {dtype} heads of {head_dim}: its {kernel} kernel needs {need} bytes of shared memory, the "
-                f'device has {shared}; use a 16-bit type, precision "ieee" or backend("eager")'
+                f"attention of {dtype} heads of {head_dim}: its {kernel} kernel needs {need} KiB of shared memory, the "
+                f'device has {shared // 1024}; use a 16-bit type, precision "ieee" or backend("eager")'
             )
         tile = smaller
     return AttentionTile(*tile)

@@ -232,7 +232,7 @@ def dropout(x, state, threshold: int, scale: float, *, row_base: int = 0, blocks
     M, N = x.shape
     x = rows_of(x)
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    blocks = blocks or dict(BLOCK_M=32, BLOCK_N=256)
+    blocks = blocks or dict(BLOCK_M=64, BLOCK_N=128)
     if M and N:
         whole_rows = M + row_base % 16  # counters start at a multiple of 16 rows
         grid = triton.cdiv(whole_rows, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"])

@@ -1,7 +1,6 @@
 """attn_fwd, attn_delta and attn_bwd against their eager twins and float64, over every option of an attention core."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import random
@@ -299,11 +298,17 @@ def test_masks_are_those_of_keep_mask(tile, packed, device):
 
     With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were kept.
     """
-    p, B, H, Sq, Sk, D, plane_base = 0.4, 2, 2, 34, 48, 48, 7
-    core = AttentionCore(1.0, "ieee", dropout=dropout_of(p, device), plane_base=plane_base)
-    expected = state.keep_mask(
-        core.dropout[0], p, Sq, Sk, planes=B * H, plane_base=plane_base, total_rows=Sq
-    ).view(B, H, Sq, Sk)  # fmt: skip
+    B, H, Sq, Sk, D, plane_base = 2, 2, 34, 48, 48, 7
+
+    def mask(threshold):
+        seed = dropout_of(0.5, device)[0]
+        planes = {"planes": B * H, "plane_base": plane_base, "total_rows": Sq}
+        return state.keep_mask(seed, threshold / 65536, Sq, Sk, **planes).view(B, H, Sq, Sk)
+
+    # the first threshold on which an element's value lies: that one is kept
+    threshold = next(t for t in range(26214, 65536) if not torch.equal(mask(t), mask(t + 1)))
+    expected = mask(threshold)
+    core = AttentionCore(1.0, "ieee", dropout=dropout_of(threshold / 65536, device), plane_base=plane_base)
     unit = torch.eye(D, device=device)
     rows, columns = unit[:Sq].expand(B, H, Sq, D), unit.expand(B, H, Sk, D)
     no_rows, ones = torch.zeros_like(rows), torch.ones_like(columns) / D
@@ -488,17 +493,20 @@ def test_a_card_of_less_shared_memory_gets_a_smaller_tile_or_a_clear_error(arch,
     """Pitfall 21."""
     q = torch.empty(1, 1, 64, 256, dtype=dtype)
     core, lse = AttentionCore(1.0, "tf32"), torch.empty(1, 1, 64)
-    whole = launched(lambda: triton_kernels.attn_bwd(q, q, q, q, lse, lse, core), arch, 166912)
-    assert [kwargs["num_stages"] for kwargs in whole] == ([1, 1] if dtype == torch.float32 else [1, 2])
+
+    def tiles(shared, **options):
+        launches = launched(lambda: triton_kernels.attn_bwd(q, q, q, q, lse, lse, core, **options), arch, shared)
+        return [(kwargs["BLOCK_M"], kwargs["BLOCK_N"]) for kwargs in launches]
+
     if dtype == torch.float32:
-        message = r"heads of 256: its dkdv kernel needs 114688 bytes of shared memory, the device has 101376"
+        assert tiles(166912) == [(32, 32), (16, 64)]
+        message = r"heads of 256: its dkdv kernel needs 160 KiB of shared memory, the device has 99; use a 16-bit type"
         with pytest.raises(RuntimeError, match=message):
-            launched(lambda: triton_kernels.attn_bwd(q, q, q, q, lse, lse, core), arch, 101376)
-        dq_alone = functools.partial(triton_kernels.attn_bwd, q, q, q, q, lse, lse, core, need_dkv=False)
-        assert len(launched(dq_alone, arch, 101376)) == 1
+            tiles(101376)
+        assert tiles(101376, need_dkv=False) == [(16, 32)]
     else:
-        small = launched(lambda: triton_kernels.attn_bwd(q, q, q, q, lse, lse, core), arch, 101376)
-        assert [kwargs["num_stages"] for kwargs in small] == [1, 1]
+        assert tiles(166912) == [(64, 32), (64, 64)]
+        assert tiles(101376) == [(32, 32), (64, 32)]
 
 
 def test_head_dims_are_padded_to_what_the_architecture_multiplies():

@@ -24,7 +24,7 @@ def learned(what: str) -> dict:
 def test_shipped_tiles_pass(shipped_gate):
     """No spill, tensor cores, asynchronous copies: every kernel, tile row, architecture, dtype, aligned and ragged."""
     cases = gate.shipped_cases()
-    assert len(cases) <= 340
+    assert len(cases) <= 360
     other = {(case.op, case.arch, case.kind) for case in cases if isinstance(case, gate.Case) and case.kind}
     products = set(itertools.product(gate.PRODUCT_OPS, gate.ARCHS, ("ieee",)))
     few = {(op, arch, "few") for op, arch, _ in products if not op.startswith("stack_")}
@@ -57,8 +57,7 @@ def test_shipped_tiles_pass(shipped_gate):
     assert {case.split("/d")[1].split("+")[0] for case, *_ in dropout} == set(map(str, gate.HEAD_DIMS))
     heaviest = {kernel: max(float(n) for _, k, n, *_ in dropout if k == kernel) for _, kernel, *_ in dropout}
     assert heaviest.keys() == gate.ATTENTION_LOOPS.keys()
-    # tl.rand costs 52 and spills; ours 76 to 84 at heads of 256 on sm_80, 41 at most elsewhere
-    assert max(heaviest.values()) < 90, heaviest
+    assert max(heaviest.values()) < 35, heaviest  # tl.rand costs 52 and spills
 
 
 FAULTS = {
@@ -69,6 +68,8 @@ FAULTS = {
     "not pipelined": r"no asynchronous copy in the main loop",
     "no tensor core": r"no tensor-core instruction",
     "HMMA on sm_90": r"\d+ HMMA instructions where HGMMA was meant",
+    "narrow HGMMA": r"HGMMA in a tile of N32",
+    "computed twice": r"196608 multiplies of the tensor cores a warp where 131072 would do",
     "does not compile": r"act_grad/sm_90/bfloat16/tanh\+aligned: CompilationError",
 }
 
@@ -130,6 +131,12 @@ def test_relu_keeps_nan_on_the_device(name, maxima):
     """tl.maximum drops NaN unless told not to; the interpreter's keeps it either way."""
     assert maxima[name]
     assert all(instruction.startswith("max.NaN.") for instruction in maxima[name])  # of .f32, or Triton 3.9's .bf16x2
+
+
+def test_known_answer_of_philox_as_compiled():
+    """The interpreter multiplies by numpy, kernels by an instruction that is written in PTX."""
+    right_and_wrong = [True, False, False, False, False]
+    assert learned("philox_words") == {"sm_80": right_and_wrong, "sm_90": right_and_wrong}
 
 
 def test_the_gate_refuses_the_interpreter(monkeypatch):
