@@ -79,8 +79,6 @@ OTHER_SPILLS: dict[str, int] = {
 ALLOWED_HMMA = re.compile(
     r"attn_bwd/sm_90/(\w+/d256|float32/d(80|96|128))\S* _attn_dkdv_kernel|attn_\w+/sm_90/float32/d256"
 )
-
-
 # What several warps compute at once: larger tiles do not fit into shared memory.
 ALLOWED_TWICE = re.compile(r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_80/\w+/d\d+\+small")
 
@@ -180,8 +178,7 @@ class Report:
             found.append("no tensor-core instruction")
         if product and self.wrong_tensor_core and not other:
             found.append(f"{self.wrong_tensor_core} HMMA instructions where HGMMA was meant")
-        twice = product and self.multiplies > multiplies and not ALLOWED_TWICE.match(launch)
-        if twice and case.kind != "window":  # which has another number of loops
+        if product and self.multiplies > multiplies and not ALLOWED_TWICE.match(launch):
             found.append(f"{self.multiplies} multiplies of the tensor cores a warp where {multiplies:.0f} would do")
         narrow = [side for side in re.findall(r"\b[MN]\d+", self.tile) if int(side[1:]) < 64]
         if case.arch == 90 and self.tensor_core and narrow:  # triton#11366
@@ -648,6 +645,8 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
 def needed_multiplies(kernel: str, options: dict) -> float:
     """The multiplies of a warp in the machine code of a tile's products, each computed once."""
     loops, length = ATTENTION_LOOPS.get(kernel, 1), options.get("HEAD_D") or options.get("BLOCK_K", 0)
+    if kernel == "_attn_fwd_kernel" and options["LEFT"]:  # a second edge; at 256 dims one loop for all
+        loops = 3 if length <= 128 else 1
     count = loops * PRODUCTS.get(kernel, 0)
     return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
 

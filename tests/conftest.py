@@ -40,7 +40,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         return
     try:
         torch.cuda.synchronize()
-    except Exception as error:
+    except RuntimeError as error:  # torch.AcceleratorError is one; every path below ends the process or the run
         if hasattr(item.config, "workerinput"):  # pytest-xdist names the test and starts another worker
             os._exit(1)
         pytest.exit(f"the GPU is lost to this process after {item.nodeid}: {error}", returncode=3)
