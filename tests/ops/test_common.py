@@ -78,6 +78,9 @@ def test_every_pair_of_dtypes(setup, x_dtype, weight_dtype, around):
     assert {*watch.dtypes} == {(dtype, dtype)}
     assert ours["y"].dtype == dtype
     plain = gradients(lambda t: setup.plain(cast(t, dtype)), tensors)
+    if dtype == FP64:  # there is nothing more exact to compare with
+        assert_same_within_rounding(ours, plain)
+        return
     exact = gradients(setup.plain, clone(clone(tensors, dtype), FP64), output_gradient(ours["y"]).double())
     assert_as_exact(ours, plain, exact)
 
