@@ -131,7 +131,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         B = query.shape[1 - rows] if batched else 1
         if batched and key.shape[1 - rows] != B:
             return False
-        if not dense(self):
+        if not (dense(self) and dense(self.out_proj)):
             return False
         weight = self.out_proj.weight
         if any(t.device != weight.device for t in tensors):
