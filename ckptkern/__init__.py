@@ -1,6 +1,6 @@
 """Activation recomputation inside the backward kernels, for PyTorch."""
 
-from . import nn, storage
+from . import errors, nn, storage
 from .checkpoint import checkpoint, checkpointed
 from .ops import (
     attention_block,
@@ -19,7 +19,7 @@ from .sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
 __all__ = [
-    "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "dropout", "gated_mlp",
+    "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "dropout", "errors", "gated_mlp",
     "linear_act", "linear_stack", "mlp", "mlp_block", "nn", "scaled_dot_product_attention", "storage",
     "transformer_layer", "varlen_attn",
 ]  # fmt: skip

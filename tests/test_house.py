@@ -23,6 +23,7 @@ FOLDERS = {"ckptkern": "ckptkern", "triton_kernels": "ckptkern.triton_kernels", 
 # and nothing of ours imports from it but its version.
 LAYERS = {
     "_C": 0,
+    "errors": 0,
     "triton_kernels": 0,
     "memory": 0,
     "state": 1,

@@ -20,7 +20,12 @@ def untouched(module: torch.nn.Module) -> bool:
     )
 
 
+def dense(module: torch.nn.Module) -> bool:
+    """Are all parameters of this very module strided, as the ops read them? Pruned ones may be sparse."""
+    return all(p is None or p.layout is torch.strided for p in module._parameters.values())
+
+
 def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
-    """Do these modules compute what their parameters say? Not in subclasses, in wrappers (LoRA) or with hooks."""
+    """Do these modules compute what their parameters say, dense ones? Not in subclasses, in wrappers (LoRA) or with hooks."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    return all(type(module) in kinds and untouched(module) for module in modules)
+    return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)
