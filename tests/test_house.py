@@ -32,6 +32,7 @@ LAYERS = {
     "eager": 2,
     "ops": 3,
     "checkpoint": 2,
+    "patch": 3,
     "sequential": 3,
     "examples": 4,
     "nn": 4,

@@ -10,13 +10,15 @@ DROPOUT = (torch.nn.Dropout, Dropout)
 
 
 def untouched(module: torch.nn.Module) -> bool:
-    """Is calling it its class's forward and nothing else: no hooks, no forward of the instance's own?"""
+    """Is calling it its class's forward and nothing else: no hooks, no other forward of the instance's own?"""
+    own = module.__dict__.get("forward")
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        # Hugging Face's kernelize binds the class's own forward to the instance
+        or (own is not None and not (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module))
     )
 
 
