@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..subclasses import foreign
 from .dropout import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
@@ -21,6 +22,12 @@ def untouched(module: torch.nn.Module) -> bool:
 
 
 def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
-    """Do these modules compute what their parameters say? Not in subclasses, in wrappers (LoRA) or with hooks."""
+    """Do these modules compute what their parameters say? Not in subclasses, in wrappers (LoRA), with hooks, or where a
+    parameter has operations of its own (a quantized weight)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    return all(type(module) in kinds and untouched(module) for module in modules)
+    return all(type(module) in kinds and untouched(module) and memory_alone(module) for module in modules)
+
+
+def memory_alone(module: torch.nn.Module) -> bool:
+    """Are its own parameters what their memory says, and no tensor subclass with operations of its own?"""
+    return foreign(module._parameters.values()) is None

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import torch
@@ -59,6 +59,13 @@ def backend(name: str) -> Iterator[None]:
 @functools.cache
 def _log_once(reason: str) -> None:
     _log.info("eager backend: %s", reason)
+
+
+def _constant_log(reason: str) -> None:
+    _log_once(reason)
+
+
+_constant_log._dynamo_marked_constant = True  # as below
 
 
 @functools.cache
@@ -115,6 +122,16 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
     _log_once(reason)
     return "eager"
+
+
+def compose(op: str, kind: type) -> None:
+    """Raises, or says once, that PyTorch ops stand in for this op, because `kind` has operations of its own."""
+    if kind.__name__ == "CausalBias":
+        raise TypeError(f"{op}: a CausalBias is no tensor of numbers; it may be an attn_mask, and nothing else")
+    reason = f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep"
+    if kernels_alone():
+        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
+    _constant_log(reason)
 
 
 def kernels_alone() -> bool:
@@ -226,13 +243,15 @@ def check_flags(op: str, **flags: bool) -> None:
             raise TypeError(f"{op}: {name} must be a bool, not {value!r}")
 
 
-def check_input(op: str, x: Tensor) -> None:
+def check_input(op: str, x: Tensor, *, jagged: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: input must be a Tensor, not {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{op}: input must be floating point, not {x.dtype}")
     if x.dim() == 0:
         raise ValueError(f"{op}: input must have at least one dimension, (..., in_features), but is a scalar")
+    if x.layout is torch.jagged and jagged:
+        return
     if x.layout != torch.strided or x.is_nested:
         raise TypeError(f"{op}: input must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
 
@@ -282,6 +301,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager:
+    """As the bodies of the ops run, for what torch.compile traces: Dynamo knows torch.autocast, not their guard."""
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def compute_dtype(op: str, x: Tensor, *parameters: Tensor | None) -> torch.dtype:

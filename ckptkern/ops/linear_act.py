@@ -163,7 +163,7 @@ def linear_act(
     Raises ValueError (shapes, activation, level), TypeError (dtypes), RuntimeError (backend).
     """
     check_statics("linear_act", activation, recompute)
-    check_input("linear_act", x)
+    check_input("linear_act", x, jagged=True)
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
     x = cast_input("linear_act", x, weight, bias)
     statics = (activation, choose_level(recompute), choose_backend("linear_act", x), matmul_precision(x))
