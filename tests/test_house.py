@@ -26,6 +26,7 @@ LAYERS = {
     "errors": 0,
     "triton_kernels": 0,
     "memory": 0,
+    "subclasses": 0,
     "state": 1,
     "storage": 1,
     "eager_glue": 1,

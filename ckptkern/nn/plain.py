@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..subclasses import foreign
 from .dropout import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
@@ -23,11 +24,14 @@ def untouched(module: torch.nn.Module) -> bool:
 
 
 def dense(module: torch.nn.Module) -> bool:
-    """Are all parameters of this very module strided, as the ops read them? Pruned ones may be sparse."""
-    return all(p is None or p.layout is torch.strided for p in module._parameters.values())
+    """Are this very module's parameters what their memory says? Not where one is sparse, or a tensor subclass with operations
+    of its own."""
+    parameters = module._parameters.values()
+    return foreign(parameters) is None and all(p is None or p.layout is torch.strided for p in parameters)
 
 
 def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
-    """Do these modules compute what their parameters say, dense ones? Not in subclasses, in wrappers (LoRA) or with hooks."""
+    """Do these modules compute what their parameters say? Not in subclasses, in wrappers (LoRA), with hooks, or where a
+    parameter is not dense memory (sparse, quantized)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)

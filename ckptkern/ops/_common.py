@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import torch
@@ -58,8 +58,15 @@ def backend(name: str) -> Iterator[None]:
 
 
 @functools.cache
-def log_once(reason: str) -> None:
+def _log_once(reason: str) -> None:
     _log.info("eager backend: %s", reason)
+
+
+def _constant_log(reason: str) -> None:
+    _log_once(reason)
+
+
+_constant_log._dynamo_marked_constant = True  # as below
 
 
 @functools.cache
@@ -114,8 +121,22 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
         return "triton"
     if name == "triton":
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    log_once(reason)
+    _log_once(reason)
     return "eager"
+
+
+def compose(op: str, reason: str) -> None:
+    """Raises, or says once, that PyTorch ops stand in for this op."""
+    if kernels_alone():
+        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
+    _constant_log(reason)
+
+
+def compose_of(op: str, kind: type) -> None:
+    """`compose`, because `kind` has operations of its own."""
+    if kind.__name__ == "CausalBias":
+        raise TypeError(f"{op}: a CausalBias is no tensor of numbers; it may be an attn_mask, and nothing else")
+    compose(op, f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep")
 
 
 def kernels_alone() -> bool:
@@ -227,13 +248,15 @@ def check_flags(op: str, **flags: bool) -> None:
             raise TypeError(f"{op}: {name} must be a bool, not {value!r}")
 
 
-def check_input(op: str, x: Tensor) -> None:
+def check_input(op: str, x: Tensor, *, jagged: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: input must be a Tensor, not {type(x).__name__}")
     if not x.is_floating_point():
         raise DtypeError(f"{op}: input must be floating point, not {x.dtype}")
     if x.dim() == 0:
         raise ShapeError(f"{op}: input must have at least one dimension, (..., in_features), but is a scalar")
+    if x.layout is torch.jagged and jagged:
+        return
     if x.layout != torch.strided or x.is_nested:
         raise LayoutError(f"{op}: input must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
 
@@ -287,6 +310,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager:
+    """As the bodies of the ops run, for what torch.compile traces: Dynamo knows torch.autocast, not their guard."""
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:

@@ -39,7 +39,17 @@ from ._common import (
     unflattened,
 )  # fmt: skip
 from ._segment import Segment, build, needed
-from .attention import as_mask, attend, attention_flops, attention_grads, check_window, core_of, fused_core
+from .attention import (
+    as_mask,
+    attend,
+    attention_flops,
+    attention_grads,
+    check_window,
+    core_of,
+    diagonal_of,
+    fused_core,
+    within,
+)  # fmt: skip
 
 NORMS = ("layer", "rms")
 
@@ -71,7 +81,7 @@ class AttentionTensors(NamedTuple):
 
 class AttentionOptions(NamedTuple):
     """The rest. norm "" is none; theta: of the rotary tables that are made here, 0 where none are; left, right: visible
-    columns, -1 no bound; max_len: the longest packed sequence."""
+    columns, None for no bound; max_len: the longest packed sequence."""
 
     num_heads: int
     num_kv_heads: int
@@ -82,8 +92,8 @@ class AttentionOptions(NamedTuple):
     theta: float
     interleaved: bool
     mask_hides: bool
-    left: int
-    right: int
+    left: int | None
+    right: int | None
     max_len: int
     scale: float
     dropout_p: float
@@ -103,7 +113,7 @@ TENSOR_SCHEMA = (
 )
 OPTION_SCHEMA = (
     "int num_heads, int num_kv_heads, str norm, float norm_eps, bool norm_first, float qk_norm_eps, float theta, "
-    "bool interleaved, bool mask_hides, int left, int right, SymInt max_len, float scale, float dropout_p, "
+    "bool interleaved, bool mask_hides, SymInt? left, SymInt? right, SymInt max_len, float scale, float dropout_p, "
     "float resid_p, bool residual, str recompute, str backend, str precision, str fused, ScalarType dtype"
 )
 TENSORS = len(AttentionTensors._fields)
@@ -408,7 +418,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     h = composite_norm(x, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and o.norm_first else x
     h = h.to(o.dtype)
     parts = [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
-    qkv = torch.cat([F.linear(h, w.to(o.dtype), cast_parameter(b, o.dtype)) for w, b in parts], -1)
+    qkv = torch.cat([F.linear(h, cast_parameter(w, o.dtype), cast_parameter(b, o.dtype)) for w, b in parts], -1)
     q, k, v = qkv.view(B, S, o.num_heads + 2 * o.num_kv_heads, D).split(
         [o.num_heads, o.num_kv_heads, o.num_kv_heads], 2
     )
@@ -420,7 +430,9 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     core = half_core(t, o)
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = F.linear(
-        out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]), t.wo.to(o.dtype), cast_parameter(t.bo, o.dtype)
+        out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]),
+        cast_parameter(t.wo, o.dtype),
+        cast_parameter(t.bo, o.dtype),
     )
     f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
     y = x + f if o.residual else f
@@ -682,7 +694,9 @@ def gather(
     B, S = batch_and_rows(x)
     cos, sin, theta = check_rotary(op, x, rotary, D)
     left, right = check_window(op, window_size)
-    right = 0 if is_causal else right
+    diagonal = diagonal_of(op, attn_mask, S, S)
+    attn_mask = attn_mask if diagonal is None else None
+    right = within(within(right, diagonal), 0 if is_causal else None)
     like = x.new_empty(0).expand(B, H, S, 0)
     mask = None if attn_mask is None else as_mask(op, attn_mask, like, S)
     padding = None
@@ -798,8 +812,9 @@ def attention_block(
     theta: rotary_tables(positions, D, theta), positions 0, 1, ..., from 0 again in each packed sequence; these are made
     again in backward, not kept.
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
-    to [B, H, S, S]; key_padding_mask: bool [B, S], True = masked out, or additive. The masks are kept for backward as they
-    are, so that layers share them. is_causal, window_size, alibi_slopes: as in scaled_dot_product_attention.
+    to [B, H, S, S], or torch's CausalBias, which is is_causal; key_padding_mask: bool [B, S], True = masked out, or additive.
+    The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes: as in
+    scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch: replayed from 16 bytes each.

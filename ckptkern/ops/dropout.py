@@ -81,6 +81,6 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         return x
     if isinstance(x, Tensor) and x.dim() == 0:
         return dropout(x[None], p)[0]
-    check_input("dropout", x)
+    check_input("dropout", x, jagged=True)
     statics = (float(p), choose_backend("dropout", x), "ieee")
     return _apply(statics, x, draw_state(x, p, training))

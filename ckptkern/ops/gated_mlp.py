@@ -210,7 +210,7 @@ def gated_mlp(
     """
     op = "gated_mlp"
     check_statics(op, activation, recompute, dropout_p)
-    check_input(op, x)
+    check_input(op, x, jagged=True)
     check_weight(op, "gate_weight", gate_weight, gate_bias, x, x.shape[-1], "input")
     check_weight(op, "up_weight", up_weight, up_bias, x, x.shape[-1], "input")
     if up_weight.shape != gate_weight.shape:

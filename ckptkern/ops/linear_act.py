@@ -16,8 +16,8 @@ from ._common import (
     check_weight,
     choose_backend,
     choose_level,
+    compose,
     column_sum,
-    log_once,
     matmul_precision,
     primitives,
     row_count,
@@ -167,11 +167,9 @@ def linear_act(
     RuntimeError (backend).
     """
     check_statics("linear_act", activation, recompute)
-    check_input("linear_act", x)
+    check_input("linear_act", x, jagged=True)
     if isinstance(weight, Tensor) and weight.layout is not torch.strided:
-        reason = f"the kernels cover dense weights, not {weight.layout}"
-        choose_backend("linear_act", x, reason)
-        log_once(reason)
+        compose("linear_act", f"the kernels cover dense weights, not {weight.layout}")
         return eager.act(torch.nn.functional.linear(x, weight, bias), activation)
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
     x = cast_input("linear_act", x, weight)

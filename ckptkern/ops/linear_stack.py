@@ -268,7 +268,7 @@ def linear_stack(
     """
     op = "linear_stack"
     check_statics(op, activation, recompute)
-    check_input(op, x)
+    check_input(op, x, jagged=True)
     for name, given in (("weights", weights), ("biases", () if biases is None else biases)):
         if isinstance(given, Tensor) or not isinstance(given, Iterable):
             raise TypeError(f"{op}: {name} must be a list of tensors, not {type(given).__name__}")

@@ -216,7 +216,7 @@ def mlp(
     probability, workspace), RuntimeError (backend).
     """
     check_statics("mlp", activation, recompute, dropout_p)
-    check_input("mlp", x)
+    check_input("mlp", x, jagged=True)
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc2_weight)

@@ -880,6 +880,8 @@ CORES = {
     "no rows": ({"q_shape": (2, 4, 0, 64)}, ""),
     "one row": ({"q_shape": (2, 4, 1, 64)}, ""),
     "a window": ({"left": 3, "right": 0}, ""),
+    "lower-right": ({"k_shape": (2, 4, 256, 64), "right": 128}, ""),
+    "lower-right, fewer keys": ({"q_shape": (2, 4, 256, 64), "right": -128}, ""),
     "a mask, slopes or dropout": ({"other": True}, ""),
     "backend eager": ({"backend": "eager"}, ""),
     "Ampere": ({"capability": (8, 0)}, "flash"),
@@ -888,7 +890,7 @@ CORES = {
 }
 
 
-def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat16, left=-1, right=-1, backend="triton",
+def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat16, left=None, right=None, backend="triton",
                 scale=0.125, other=None, capability=(9, 0), accepts=True):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(attention_op, "_accepts", lambda *args: accepts)
