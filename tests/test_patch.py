@@ -150,7 +150,7 @@ def gradients(call, seed: int = 0) -> tuple[torch.Tensor, ...]:
     {"context_fn": functools.partial(
         torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
     )},
-], ids=str)  # fmt: skip
+], ids=lambda options: "+".join(options) or "none")  # fmt: skip
 @pytest.mark.filterwarnings("ignore:ckptkern.patch_torch")
 def test_arguments(options):
     with patch_torch():
