@@ -25,6 +25,7 @@ LAYERS = {
     "_C": 0,
     "triton_kernels": 0,
     "memory": 0,
+    "extras": 0,
     "state": 1,
     "storage": 1,
     "eager_glue": 1,
