@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops._common import check_count, check_input, check_number, check_statics, check_tensor, parse_bytes
+from ..ops.attention import diagonal_of
 from ..ops.attention_block import composite_rotary, merged_mask
 from .mlp import GatedMLP
 from .plain import plain
@@ -146,6 +147,8 @@ class LlamaAttention(torch.nn.Module):
         """Those of block_arguments that read no submodule."""
         if rotary is None and self.rope_theta is not None:
             rotary = rotary_tables(_positions(x, cu_seqlens), self.head_dim, self.rope_theta)
+        if diagonal_of(type(self).__name__, attn_mask, x.shape[-2], x.shape[-2]) is not None:
+            attn_mask, is_causal = None, True
         return {
             "rotary": rotary,
             "is_causal": is_causal,
