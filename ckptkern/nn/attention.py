@@ -12,7 +12,6 @@ from .. import ops
 from ..ops._common import autocast_dtype, check_level
 from ..ops.attention import attention_with_weights, diagonal_of
 from ..subclasses import PLAIN, foreign
-from .plain import memory_alone
 
 
 def by_head(attn_mask: Tensor, heads: int) -> Tensor:
@@ -76,8 +75,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.
-    Nested tensors go to torch's own layer, which takes them for inference only. So do tensors and parameters with operations
-    of their own (DTensor, quantized weights), and what does not fit: the error is torch's own.
+    Nested tensors go to torch's own layer, which takes them for inference only. So do tensors with operations of their
+    own (DTensor), and what does not fit: the error is torch's own.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return False
         if (query.shape[-1], key.shape[-1], value.shape[-1]) != (self.embed_dim, self.kdim, self.vdim):
             return False
-        if foreign((*tensors, key_padding_mask, attn_mask)) or not (memory_alone(self) and memory_alone(self.out_proj)):
+        if foreign((*tensors, key_padding_mask, attn_mask)):
             return False
         batched, rows = query.dim() == 3, 1 if self.batch_first and query.dim() == 3 else 0
         B = query.shape[1 - rows] if batched else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..ops._common import log_composed
 from ..subclasses import foreign
 from .dropout import Dropout
 
@@ -30,4 +31,7 @@ def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
 
 def memory_alone(module: torch.nn.Module) -> bool:
     """Are its own parameters what their memory says, and no tensor subclass with operations of its own?"""
-    return foreign(module._parameters.values()) is None
+    kind = foreign(module._parameters.values())
+    if kind is not None:
+        log_composed(kind)
+    return kind is None

@@ -128,10 +128,13 @@ def compose(op: str, kind: type) -> None:
     """Raises, or says once, that PyTorch ops stand in for this op, because `kind` has operations of its own."""
     if kind.__name__ == "CausalBias":
         raise TypeError(f"{op}: a CausalBias is no tensor of numbers; it may be an attn_mask, and nothing else")
-    reason = f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep"
     if kernels_alone():
-        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    _constant_log(reason)
+        raise RuntimeError(f"{op}: backend('triton') was asked for, but {kind.__name__} has operations of its own")
+    log_composed(kind)
+
+
+def log_composed(kind: type) -> None:
+    _constant_log(f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep")
 
 
 def kernels_alone() -> bool:
