@@ -221,9 +221,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: says that attn_mask is the causal mask, which is then not read where no weights are needed. (torch reads
         it beside a key_padding_mask: there a wrong hint shows here alone.)
         """
-        attn_mask, is_causal = without_bias(
-            type(self).__name__, attn_mask, is_causal, query, key, self.batch_first
-        )
+        attn_mask, is_causal = without_bias(type(self).__name__, attn_mask, is_causal, query, key, self.batch_first)
         if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal, need_weights):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

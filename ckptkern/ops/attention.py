@@ -47,7 +47,18 @@ def core_of(
     """
     mask = mask.view(torch.int8) if mask is not None and mask.dtype == torch.bool else mask
     return eager.AttentionCore(
-        scale, precision, (left, right), mask, slopes, dropout_arguments(rng, dropout_p), 0, cu_q, cu_k, max_q, max_k, fused
+        scale,
+        precision,
+        (left, right),
+        mask,
+        slopes,
+        dropout_arguments(rng, dropout_p),
+        0,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        fused,
     )
 
 
@@ -244,7 +255,9 @@ def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | No
     if module is None or not isinstance(attn_mask, module.CausalBias):
         return None
     if not hasattr(attn_mask, "variant"):
-        raise TypeError(f"{op}: attn_mask is the result of an operation on a CausalBias, which tells no diagonal any more")
+        raise TypeError(
+            f"{op}: attn_mask is the result of an operation on a CausalBias, which tells no diagonal any more"
+        )
     shape = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if attn_mask.variant == module.CausalVariant.UPPER_LEFT or shape[0] == shape[1]:
         return 0
@@ -272,7 +285,9 @@ def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     return attn_mask.reshape(shape)
 
 
-def _cast_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, *, jagged: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def _cast_qkv(
+    op: str, query: Tensor, key: Tensor, value: Tensor, *, jagged: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_input(f"{op}: {name}", tensor, jagged=jagged)
         if tensor.device != query.device:

@@ -381,7 +381,8 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     core = half_core(t, o)
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = F.linear(
-        out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]), cast_parameter(t.wo, o.dtype),
+        out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]),
+        cast_parameter(t.wo, o.dtype),
         cast_parameter(t.bo, o.dtype),
     )
     f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))

@@ -114,9 +114,7 @@ def test_a_causal_bias_in_llama(composed, make_bias):
             quantized(module, False)
         x = {"x": torch.randn(2, 5, 8).requires_grad_()}
         for is_causal in (False, True):
-            made = gradients(
-                lambda t, m=module, c=is_causal: m(t["x"], attn_mask=make_bias(5, 5), is_causal=c), x
-            )
+            made = gradients(lambda t, m=module, c=is_causal: m(t["x"], attn_mask=make_bias(5, 5), is_causal=c), x)
             assert_same_within_rounding(made, gradients(lambda t, m=module: m(t["x"]), x))
 
 

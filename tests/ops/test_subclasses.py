@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from cases import assert_same, assert_same_within_rounding, gradients, make
+from cases import assert_same, assert_same_within_rounding, gradients
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import bias
@@ -25,7 +25,8 @@ LENGTHS = [(4, 6), (6, 4), (5, 5), (1, 7), (40, 70), (70, 40)]
 
 def heads(Sq: int, Sk: int, H_kv: int = 2, D: int = 8) -> dict[str, Tensor]:
     return {
-        name: torch.randn(2, H, S, D).requires_grad_() for name, H, S in (("q", 2, Sq), ("k", H_kv, Sk), ("v", H_kv, Sk))
+        name: torch.randn(2, H, S, D).requires_grad_()
+        for name, H, S in (("q", 2, Sq), ("k", H_kv, Sk), ("v", H_kv, Sk))
     }
 
 
@@ -82,7 +83,8 @@ def test_a_causal_bias_beside_other_options(options, backend):
 def test_a_causal_bias_with_any_batch_shape(dims, lengths):
     mask = bias.causal_lower_right(*lengths)
     lead = (2, 1, 3)[: dims - 2]
-    t = {name: torch.randn(*lead, S, 8).requires_grad_() for name, S in zip("qkv", (lengths[0], *[lengths[1]] * 2), strict=True)}
+    rows = {"q": lengths[0], "k": lengths[1], "v": lengths[1]}
+    t = {name: torch.randn(*lead, S, 8).requires_grad_() for name, S in rows.items()}
     assert_same_within_rounding(
         gradients(attention(attn_mask=mask), t), gradients(torchs(attn_mask=mask._materialize()), t)
     )
@@ -169,7 +171,14 @@ def calls(make_weight):
     w = [make_weight(weight(*shape)) for shape in ((10, 6), (10, 6), (6, 10), (18, 6), (6, 6))]
     norm = {"norm": "rms", "norm_weight": torch.ones(6)}
     attention_arguments = {"qkv_weight": w[3], "qkv_bias": None, "out_weight": w[4], "out_bias": None, "num_heads": 2}
-    mlp_arguments = {"up_weight": w[0], "up_bias": None, "down_weight": w[2], "down_bias": None, "dropout_p": 0.3, **norm}
+    mlp_arguments = {
+        "up_weight": w[0],
+        "up_bias": None,
+        "down_weight": w[2],
+        "down_bias": None,
+        "dropout_p": 0.3,
+        **norm,
+    }
     return {
         "linear_act": lambda x: ckptkern.linear_act(x, w[0], torch.ones(10), "gelu"),
         "linear_stack": lambda x: ckptkern.linear_stack(x, [w[0], w[2]]),
@@ -220,7 +229,7 @@ def test_composed_is_said_once_and_refused_of_the_kernels(caplog):
         call(torch.randn(4, 6))
         call(torch.randn(4, 6))
     assert sum("Int8Weight has operations of its own" in record.message for record in caplog.records) == 1
-    with ckptkern.backend("triton"), pytest.raises(RuntimeError, match="mlp: .* Int8Weight has operations of its own"):
+    with ckptkern.backend("triton"), pytest.raises(RuntimeError, match=r"mlp: .* Int8Weight has operations of its own"):
         call(torch.randn(4, 6))
 
 
