@@ -323,9 +323,9 @@ def scaled_dot_product_attention(
 
     attn_mask: bool (True = keep) or additive (float64 beside float64 alone), broadcastable to [B, H, Sq, Sk]. Its gradient,
     if wanted, is formed in PyTorch ops. torch.nn.attention.bias.causal_lower_right(Sq, Sk) and causal_upper_left(Sq, Sk) are
-    bounds, not memory. is_causal aligns top-left, and so does the window beside any mask: window_size = (left, right): row i sees
-    i - left <= j <= i + right, -1 is no bound. alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as
-    in torch.
+    bounds, not memory. is_causal aligns top-left, and so does the window beside any mask. window_size = (left, right): row
+    i sees i - left <= j <= i + right, -1 is no bound. alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always
+    applies, as in torch.
     A row that sees nothing gives zeros and zero gradients. One of which an additive mask hides everything by a large
     finite number (-1e9) gives the mean of the values, as in torch, and from the kernels no gradient.
     Raises ValueError (shapes), TypeError (dtypes), RuntimeError (attn_mask together with is_causal; backend).

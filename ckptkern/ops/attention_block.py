@@ -736,8 +736,9 @@ def attention_block(
     rotary: (cos, sin), [S, R] or [B, S, R], R <= D; the halves of the first R dimensions are rotated (Llama), or with
     rotary_interleaved neighbouring pairs (GPT-J).
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
-    to [B, H, S, S], or torch's CausalBias, which is is_causal; key_padding_mask: bool [B, S], True = masked out, or additive. The masks are kept for backward as they
-    are, so that layers share them. is_causal, window_size, alibi_slopes: as in scaled_dot_product_attention.
+    to [B, H, S, S], or torch's CausalBias, which is is_causal; key_padding_mask: bool [B, S], True = masked out, or
+    additive. The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes:
+    as in scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch: replayed from 16 bytes each.
