@@ -10,13 +10,28 @@ from torch import Tensor
 
 from .. import ops
 from ..ops._common import autocast_dtype, check_level
-from ..ops.attention import attention_with_weights
+from ..ops.attention import attention_with_weights, diagonal_of
+from ..subclasses import PLAIN, foreign
 from .plain import dense
 
 
 def by_head(attn_mask: Tensor, heads: int) -> Tensor:
     """attn_mask [L, S] or [B H, L, S] as a view [1 or B, 1 or H, L, S]."""
     return attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, heads))
+
+
+def without_bias(
+    op: str, attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor, batch_first: bool
+) -> tuple[Tensor | None, bool]:
+    """attn_mask and the is_causal hint, with a mask [L, S], True = hidden, in place of a CausalBias, whose memory is empty."""
+    if attn_mask is None or type(attn_mask) in PLAIN:
+        return attn_mask, is_causal
+    rows = 1 if batch_first and query.dim() == 3 else 0
+    L, S = query.shape[rows], key.shape[rows]
+    diagonal = diagonal_of(op, attn_mask, L, S)
+    if diagonal is None:
+        return attn_mask, is_causal
+    return torch.ones(L, S, dtype=torch.bool, device=query.device).triu(diagonal + 1), diagonal == 0
 
 
 def hidden_or_added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int) -> Tensor | None:
@@ -51,7 +66,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
 
     query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights)
-    attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added.
+    attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added. attn_mask
+    may be a CausalBias of torch.nn.attention.bias, which torch's module reads as memory.
 
     Self-attention without need_weights is one ckptkern.attention_block at level `recompute`. Everything else keeps the
     inputs, q, k, v, o and the logsumexp at every level: the projections and the core are two ops. need_weights=True,
@@ -60,8 +76,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.
-    Nested tensors go to torch's own layer, which takes them for inference only. So does what does not fit: the error is
-    torch's own.
+    Nested tensors go to torch's own layer, which takes them for inference only. So do tensors with operations of their
+    own (DTensor), and what does not fit: the error is torch's own.
     """
 
     def __init__(
@@ -126,6 +142,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.dim() not in (2, 3) or key.shape[:-1] != value.shape[:-1]:
             return False
         if (query.shape[-1], key.shape[-1], value.shape[-1]) != (self.embed_dim, self.kdim, self.vdim):
+            return False
+        if foreign((*tensors, key_padding_mask, attn_mask)):
             return False
         batched, rows = query.dim() == 3, 1 if self.batch_first and query.dim() == 3 else 0
         B = query.shape[1 - rows] if batched else 1
@@ -206,6 +224,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: says that attn_mask is the causal mask, which is then not read where no weights are needed. (torch reads
         it beside a key_padding_mask: there a wrong hint shows here alone.)
         """
+        attn_mask, is_causal = without_bias(type(self).__name__, attn_mask, is_causal, query, key, self.batch_first)
         if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal, need_weights):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import ShapeError
 from ..ops._common import check_count, check_input, check_number, check_statics, check_tensor, parse_bytes
+from ..ops.attention import diagonal_of
 from ..ops.attention_block import check_theta, composite_rotary, merged_mask, positions_of, rotary_tables
 from .mlp import GatedMLP
 from .plain import plain
@@ -153,6 +154,8 @@ class LlamaAttention(torch.nn.Module):
     def _composed(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
         """forward by the submodules."""
         options = self._core_arguments(rotary, **masks)
+        if diagonal_of(type(self).__name__, options["attn_mask"], x.shape[-2], x.shape[-2]) is not None:
+            options |= {"attn_mask": None, "is_causal": True}
         rows = x if x.dim() == 3 else x[None]
         q, k, v = (
             projection(rows).unflatten(-1, (-1, self.head_dim))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..ops._common import log_composed
 from ..subclasses import foreign
 from .dropout import Dropout
 
@@ -27,7 +28,11 @@ def dense(module: torch.nn.Module) -> bool:
     """Are this very module's parameters what their memory says? Not where one is sparse, or a tensor subclass with operations
     of its own."""
     parameters = module._parameters.values()
-    return foreign(parameters) is None and all(p is None or p.layout is torch.strided for p in parameters)
+    kind = foreign(parameters)
+    if kind is not None:
+        log_composed(kind)
+        return False
+    return all(p is None or p.layout is torch.strided for p in parameters)
 
 
 def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:

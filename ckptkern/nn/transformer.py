@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..ops._common import check_level
-from .attention import MultiheadAttention
+from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout
 from .plain import DROPOUT, plain, untouched
 
@@ -71,6 +71,9 @@ class _Layer:
     def _is_torchs(self, method: str) -> bool:
         """Is it the one of torch's layer, overridden neither in a subclass nor on the instance?"""
         return getattr(type(self), method) is getattr(self.torch_class, method) and method not in self.__dict__
+
+    def _without_bias(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
+        return without_bias(type(self).__name__, attn_mask, is_causal, x, x, self.self_attn.batch_first)
 
     def _attention_arguments(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
@@ -190,9 +193,10 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        masks = (src_mask, src_key_padding_mask, is_causal)
         if not isinstance(src, Tensor) or src.is_nested:
-            return super().forward(src, *masks)
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        src_mask, is_causal = self._without_bias(src, src_mask, is_causal)
+        masks = (src_mask, src_key_padding_mask, is_causal)
         attention = self._attention_arguments(src, *masks)
         if attention is None and self._is_torchs("_sa_block"):
             masks = (*_canonical(src, src_mask, src_key_padding_mask), is_causal)
@@ -251,6 +255,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
+        tgt_mask, tgt_is_causal = self._without_bias(tgt, tgt_mask, tgt_is_causal)
         masks = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         x = self._attention_half(tgt, self._attention_arguments(tgt, *masks), *masks)
         x = self._half(

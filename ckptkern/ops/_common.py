@@ -133,11 +133,20 @@ def compose(op: str, reason: str) -> None:
     _constant_log(reason)
 
 
+def _own_operations(kind: type) -> str:
+    return f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep"
+
+
 def compose_of(op: str, kind: type) -> None:
     """`compose`, because `kind` has operations of its own."""
     if kind.__name__ == "CausalBias":
         raise TypeError(f"{op}: a CausalBias is no tensor of numbers; it may be an attn_mask, and nothing else")
-    compose(op, f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep")
+    compose(op, _own_operations(kind))
+
+
+def log_composed(kind: type) -> None:
+    """The same of a module that calls its submodules instead, which is no fault under any backend."""
+    _constant_log(_own_operations(kind))
 
 
 def kernels_alone() -> bool:

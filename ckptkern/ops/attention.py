@@ -286,9 +286,11 @@ def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     return attn_mask.reshape(shape)
 
 
-def _cast_qkv(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _cast_qkv(
+    op: str, query: Tensor, key: Tensor, value: Tensor, *, jagged: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_input(f"{op}: {name}", tensor)
+        check_input(f"{op}: {name}", tensor, jagged=jagged)
         if tensor.device != query.device:
             raise DeviceError(f"{op}: query is on {query.device} but {name} is on {tensor.device}")
     dtype = autocast_dtype(query)
@@ -332,7 +334,7 @@ def scaled_dot_product_attention(
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
-    query, key, value = _cast_qkv(op, query, key, value)
+    query, key, value = _cast_qkv(op, query, key, value, jagged=True)
     if attn_mask is not None and is_causal:
         raise RuntimeError(
             f"{op}: Explicit attn_mask should not be set when is_causal=True; pass window_size=(-1, 0) with attn_mask, "
