@@ -320,12 +320,12 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
 
 
 def assert_same_within_rounding(ours: Tensors, theirs: Tensors) -> None:
-    """Two thirds of the digits of each tensor's norm agree, or all but one unit in the last place of the largest.
+    """Two thirds of the digits of each tensor's norm agree, or what differs is rounding of the largest.
 
     For two ways to one result, whose products a library may sum in another order: operands of another layout, size or
     offset. Rounding grows with the length of the sums to some ten units in the last place, and to more in a single element
     of a sum that cancels, so the norm is compared. A value read from the wrong place is an error of order one. The gradient
-    of a bias that has none, a key's, is nothing but rounding of the larger ones beside it.
+    of a key's bias, or of a key that is the only one seen, is nothing but rounding of the larger ones beside it.
     """
     assert ours.keys() == theirs.keys()
     largest = max((torch.linalg.vector_norm(t.double()).item() for t in theirs.values()), default=0.0)
@@ -334,7 +334,7 @@ def assert_same_within_rounding(ours: Tensors, theirs: Tensors) -> None:
         eps = torch.finfo(reference.dtype).eps
         difference = torch.linalg.vector_norm(ours[name].double() - reference.double()).item()
         norm = torch.linalg.vector_norm(reference.double()).item()
-        assert difference <= max(eps ** (2 / 3) * norm, eps * largest), f"{name}: {difference:.3g} of {norm:.3g}"
+        assert difference <= max(eps ** (2 / 3) * norm, 16 * eps * largest), f"{name}: {difference:.3g} of {norm:.3g}"
 
 
 def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
