@@ -12,7 +12,7 @@ from .. import ops
 from ..ops._common import autocast_dtype, check_level
 from ..ops.attention import attention_with_weights, diagonal_of
 from ..subclasses import PLAIN, foreign
-from .plain import dense
+from .plain import strided
 
 
 def by_head(attn_mask: Tensor, heads: int) -> Tensor:
@@ -149,7 +149,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         B = query.shape[1 - rows] if batched else 1
         if batched and key.shape[1 - rows] != B:
             return False
-        if not (dense(self) and dense(self.out_proj)):
+        if not (strided(self) and strided(self.out_proj)):
             return False
         weight = self.out_proj.weight
         if any(t.device != weight.device for t in tensors):

@@ -24,15 +24,18 @@ def untouched(module: torch.nn.Module) -> bool:
     )
 
 
+def strided(module: torch.nn.Module) -> bool:
+    """Are this very module's parameters strided? Pruned ones may be sparse."""
+    return all(p is None or p.layout is torch.strided for p in module._parameters.values())
+
+
 def dense(module: torch.nn.Module) -> bool:
     """Are this very module's parameters what their memory says? Not where one is sparse, or a tensor subclass with operations
     of its own."""
-    parameters = module._parameters.values()
-    kind = foreign(parameters)
+    kind = foreign(module._parameters.values())
     if kind is not None:
         log_composed(kind)
-        return False
-    return all(p is None or p.layout is torch.strided for p in parameters)
+    return kind is None and strided(module)
 
 
 def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
