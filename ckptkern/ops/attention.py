@@ -417,7 +417,7 @@ def attention_with_weights(
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     choose_backend(op, query, "the kernels do not return the weights: pass need_weights=False")
     rng = draw_state(query, dropout_p, True)
-    core = core_of(scale, "ieee", -1, -1, mask, None, rng, dropout_p)
+    core = core_of(scale, "ieee", None, None, mask, None, rng, dropout_p)
     weights = eager.attention_weights(query, key, core).to(query.dtype)
     return torch.matmul(weights, value), weights
 
