@@ -276,8 +276,9 @@ def test_per_sample_gradients(setup):
     grad = torch.func.grad(loss_of(setup, list(tensors), dy), argnums=tuple(range(len(tensors))))
     batched = torch.func.vmap(grad, in_dims=(0, *[None] * len(parameters)))(x, *parameters)
     for sample in range(4):
-        for name, ours, theirs in zip(tensors, batched, grad(x[sample], *parameters), strict=True):
-            assert torch.equal(ours[sample], theirs), name
+        theirs = dict(zip(tensors, grad(x[sample], *parameters), strict=True))
+        ours = {name: one[sample] for name, one in zip(tensors, batched, strict=True)}
+        assert_same_within_rounding(ours, theirs)  # the library's products of a slice may have other bits
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), ops=LAYERS))
@@ -287,7 +288,8 @@ def test_vmap_over_anything(setup):
     stacked = {name: torch.stack([m[name].detach() for m in models], 1) for name in models[0]}
     out = torch.func.vmap(setup.call, in_dims=(dict.fromkeys(stacked, 1),))(stacked)
     for i, model in enumerate(models):
-        assert torch.equal(out[i], setup.call(model).detach())
+        # a sample of a stack may lie at another alignment, where the library's products have other bits
+        assert_same_within_rounding({"y": out[i]}, {"y": setup.call(model).detach()})
 
 
 @pytest.mark.parametrize("setup", setups(("silu",), ("full",), dropout=(P,), ops=("mlp", "gated_mlp", "dropout")))

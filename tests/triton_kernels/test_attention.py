@@ -173,8 +173,14 @@ def test_like_eager_and_as_exact(case, device):
     check(case, device)
 
 
-@pytest.mark.parametrize("left", [None, 0, 16, 31, 80, 2**31 - 1], ids=lambda side: f"left {side}")
-@pytest.mark.parametrize("right", [None, 0, 17, 32, 2**31 - 1], ids=lambda side: f"right {side}")
+# each bound beside none, and those that meet in a tile
+WINDOWS = [
+    *((left, None) for left in (None, 0, 16, 31, 80, 2**31 - 1)), *((None, right) for right in (0, 17, 32, 2**31 - 1)),
+    (0, 0), (16, 17), (31, 32), (80, 0), (16, 2**31 - 1), (2**31 - 1, 17),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), WINDOWS, ids=lambda side: str(side))
 def test_windows_round_tile_edges(left, right, device):
     """Which tiles are visited, and which of them without an edge mask."""
     check(Case(head_dim=8, heads=(1, 1), lengths=(70, 70), window=(left, right)), device, tile=TILE_SIZES[0])

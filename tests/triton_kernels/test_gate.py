@@ -39,7 +39,7 @@ def test_shipped_tiles_pass():
         for arch in gate.ARCHS:
             for dtype in gate.DTYPES:
                 kinds = {case.ragged for case in cases if (case.op, case.arch, case.dtype) == (op, arch, dtype)}
-                assert kinds == {False, True}, (op, arch, dtype)
+                assert kinds == ({False, True} if dtype == "bfloat16" else {False}), (op, arch, dtype)
     attention = {(case.arch, case.kind) for case in cases if isinstance(case, gate.AttentionCase)}
     assert attention >= set(itertools.product(gate.ARCHS, ("", "ieee", *gate.ATTENTION_KINDS))) | {(80, "small")}
     beside_others = "PYTEST_XDIST_WORKER" in os.environ  # which keep the other cores busy
