@@ -363,7 +363,7 @@ def test_runs_on_the_gpu(monkeypatch, tmp_path):
 
 
 def test_trade_writes_its_table_and_figure(tmp_path):
-    """The figure of docs/concepts/chains.md: more segments keep less, until their inputs are what is kept."""
+    """The figure of docs/concepts/segments.md: more segments keep less, until their inputs are what is kept."""
     from ckptkern.benchmarks import trade
 
     assert (
