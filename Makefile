@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format gate bench docs test-matrix gpu clean
+.PHONY: help install demo test lint format gate bench bench-host docs test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -25,8 +25,8 @@ $(STAMP): requirements-dev.txt setup.py pyproject.toml $(wildcard csrc/*)
 demo: $(STAMP) ## train a small GPT three ways, side by side; writes demo_output/. ARGS="--dropout 0.1"
 	$(PY) -m ckptkern demo $(ARGS)
 
-test: $(STAMP) ## the test suite. ARGS="tests/test_state.py -k philox"
-	$(VENV)/bin/pytest $(ARGS)
+test: $(STAMP) ## the test suite, a process for each core. ARGS="tests/test_state.py -k philox"
+	$(VENV)/bin/pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## ruff: lint and format, changing nothing
 	$(VENV)/bin/ruff check .
@@ -42,11 +42,17 @@ gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, 
 bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
 	$(PY) -m ckptkern bench $(ARGS)
 
+bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, with its bound
+	$(PY) -m ckptkern.benchmarks.host $(ARGS)
+
 docs: $(STAMP) ## build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 
 test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (downloads about 5 GB each)
 	.ci/test-matrix $(PY) $(ARGS)
+
+test-cpus: $(STAMP) ## the suite as on Intel and AMD, with 1, 2 and 4 threads and older instruction sets. ARGS="tests/ops"
+	.ci/test-cpus $(PY) $(ARGS)
 
 # No venv, no network: whatever torch PYTHON has. Runs from the build folder, where ckptkern is whole
 # (in the source tree triton_kernels and benchmarks lie beside it).

@@ -1,6 +1,6 @@
 """Activation recomputation inside the backward kernels, for PyTorch."""
 
-from . import memory, nn, storage
+from . import errors, memory, nn, storage
 from .checkpoint import checkpoint, checkpointed
 from .ops import (
     attention_block,
@@ -15,11 +15,12 @@ from .ops import (
     transformer_layer,
     varlen_attn,
 )  # fmt: skip
+from .patch import patch_torch, unpatch_torch
 from .sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
 __all__ = [
-    "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "dropout", "gated_mlp",
-    "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "scaled_dot_product_attention", "storage",
-    "transformer_layer", "varlen_attn",
+    "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "dropout", "errors", "gated_mlp",
+    "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch", "scaled_dot_product_attention",
+    "storage", "transformer_layer", "unpatch_torch", "varlen_attn",
 ]  # fmt: skip

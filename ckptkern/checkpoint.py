@@ -12,6 +12,7 @@ tensors belong to one backward pass and are let go when it reads them, with reta
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable
@@ -32,6 +33,8 @@ __all__ = ["checkpoint", "checkpointed"]
 DETERMINISM_CHECKS = ("default", "none", "values")
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+# Undecorated, for `patch_torch` puts ours behind the decorated one.
+_torchs = torch._disable_dynamo(inspect.unwrap(torch_checkpoint.checkpoint))
 _hash_chunk = 2**22  # elements: bounds the transient memory of a checksum
 
 
@@ -400,7 +403,10 @@ def checkpoint(
             raise ValueError("ckptkern.checkpoint: determinism_check='values' is not supported under torch.compile")
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = context_fn  # Dynamo does not take the default here
-        return torch_checkpoint.checkpoint(
+        torchs = torch_checkpoint.checkpoint  # Dynamo knows it by this name, under which ours may have been put
+        if torchs is checkpoint or not torch.compiler.is_dynamo_compiling():
+            torchs = _torchs
+        return torchs(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state,
             determinism_check=determinism_check, debug=debug, early_stop=early_stop, **kwargs,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from . import state as _state  # noqa: F401  (loads the extension that defines ckptkern::keep_mask)
 from .eager_glue import heads_bwd, heads_fwd, norm_bwd, norm_fwd  # noqa: F401  (the same room)
+from .subclasses import foreign
 
 _aten = torch.ops.aten
 _gelu = _aten.gelu_backward.grad_input._op  # without the frame of OpOverload, 2 us of a tiny step
@@ -190,6 +191,8 @@ def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
     state, threshold, scale = dropout_
     if state is None:
         return h
+    if foreign((h,)):  # which knows where its elements lie
+        return F.dropout(h, threshold / 65536)
     M, N = math.prod(h.shape[:-1]), h.shape[-1]
     mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, 0, 0, M)
     return torch.where(mask.view(h.shape), h * scale, 0)
@@ -290,9 +293,24 @@ def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
 
 def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """o in differentiable PyTorch ops."""
+    if kind := foreign((q, k, v, core.mask)):
+        return _attention_of(kind, q, k, v, core)
     if _is_packed(q, core):
         return _packed(lambda q, k, v, c: (attention_composite(q, k, v, c),), core, (q,), (k, v))[0]
     return torch.matmul(attention_weights(q, k, core).to(v.dtype), _heads(v, q.shape[1]))
+
+
+def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+    """o by the one attention that a tensor subclass may know, torch's."""
+    causal = core.window == (None, 0)
+    if core.slopes is not None or core.cu_q is not None or not (causal or core.window == (None, None)):
+        raise TypeError(f"no window, slopes or packed sequences go with attention of a {kind.__name__}")
+    mask = core.mask.bool() if core.mask is not None and core.mask.dtype == torch.int8 else core.mask
+    if causal and mask is not None:
+        raise TypeError(f"no mask beside is_causal goes with attention of a {kind.__name__}")
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, core.dropout[1] / 65536, causal, scale=core.scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
 
 
 class FusedAttention(NamedTuple):

@@ -20,13 +20,14 @@ _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 1
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a size like "64MiB", "1.5 GB" or "4096"; None if it is none."""
+    """Bytes of a size like "64MiB", "1.5 GB" or "4096"; None if it is none, or negative."""
     number = text.strip().rstrip("BbIiKkMmGg").strip()
     unit = text.strip()[len(number) :].strip().upper() or "B"
     try:
-        return int(float(number) * _UNITS[unit])
+        size = int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
         return None
+    return size if size >= 0 else None
 
 
 def format_size(size: int) -> str:

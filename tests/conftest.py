@@ -17,6 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "long" not in item.keywords)  # first, so that the others fill the other cores meanwhile
     if not torch.cuda.is_available():
         reason = "needs a CUDA device"
     elif os.environ.get("TRITON_INTERPRET") == "1":

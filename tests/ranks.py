@@ -14,7 +14,7 @@ def _rank(file: str, name: str, rank: int, store: str, reports) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+            "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(minutes=10)
         )
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
         module = importlib.util.module_from_spec(spec)
@@ -37,9 +37,9 @@ def run_on_two(function, tmp_path: Path) -> None:
     for rank in ranks:
         rank.start()
     try:
-        assert sorted(reports.get(timeout=120) for _ in ranks) == [(0, None), (1, None)]
+        assert sorted(reports.get(timeout=600) for _ in ranks) == [(0, None), (1, None)]
         for rank in ranks:
-            rank.join(timeout=20)
+            rank.join(timeout=600)
             assert rank.exitcode == 0
     finally:
         for rank in ranks:

@@ -63,7 +63,13 @@ def test_names_are_those_of_the_children():
     (None, "but is None"),
     ("every 0", "every 1st layer or more"),
     ("block*", r"segments='block\*' chooses none of the layers 0, 1, 2, 3, 4"),
+    ("2 gigs", r"'2 gigs' chooses none of the layers 0, 1, 2, 3, 4: it is neither 'sqrt' nor .* such as '2GiB'"),
+    ("-2GiB", r"'-2GiB' chooses none .* such as '2GiB'"),
+    ("2G", r"'2G' chooses none .*KB, MB, GB, KiB, MiB or GiB"),
+    ("Sqrt", r"neither 'sqrt' nor 'every k'"),
+    (lambda name, layer: False, r"chooses none of the layers 0, 1, 2, 3, 4$"),
     ("1MiB", "needs an input to measure with"),
+    (" 1 MiB ", "needs an input to measure with"),
 ])  # fmt: skip
 def test_what_cannot_be_meant(segments, message):
     with pytest.raises(ValueError, match=message):

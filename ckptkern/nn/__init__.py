@@ -3,6 +3,8 @@
 Their state_dict is the twin's. A layer's keyword argument `recompute` is the level of the op it calls.
 """
 
+import torch
+
 from .attention import MultiheadAttention
 from .dropout import Dropout
 from .linear import Linear, LinearStack
@@ -15,3 +17,15 @@ __all__ = [
     "MLP", "Dropout", "GatedMLP", "Linear", "LinearStack", "LlamaAttention", "LlamaDecoderLayer", "MultiheadAttention",
     "Sequential", "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
 ]  # fmt: skip
+
+
+def _refuse_script(module: torch.nn.Module):
+    raise NotImplementedError(
+        f"torch.jit.script: {type(module).__name__} is a layer of ckptkern.nn, which cannot be scripted. Use torch.compile "
+        "or torch.export, or torch's own layer"
+    )
+
+
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        globals()[_name].__prepare_scriptable__ = _refuse_script  # torch.jit.script asks every module of a model

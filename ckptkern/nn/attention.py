@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..ops._common import autocast_dtype, check_level
 from ..ops.attention import attention_with_weights
+from .plain import dense
 
 
 def by_head(attn_mask: Tensor, heads: int) -> Tensor:
@@ -129,6 +130,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         batched, rows = query.dim() == 3, 1 if self.batch_first and query.dim() == 3 else 0
         B = query.shape[1 - rows] if batched else 1
         if batched and key.shape[1 - rows] != B:
+            return False
+        if not (dense(self) and dense(self.out_proj)):
             return False
         weight = self.out_proj.weight
         if any(t.device != weight.device for t in tensors):

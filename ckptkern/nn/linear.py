@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops._common import act, check_count, check_statics, parse_bytes
-from .plain import plain
+from .plain import dense, plain
 
 
 class Linear(torch.nn.Linear):
@@ -37,6 +37,8 @@ class Linear(torch.nn.Linear):
         check_statics(type(self).__name__, self.activation, recompute)
 
     def forward(self, input: Tensor) -> Tensor:
+        if not dense(self):
+            return act(super().forward(input), self.activation)
         return ops.linear_act(input, self.weight, self.bias, self.activation, recompute=self.recompute)
 
     def extra_repr(self) -> str:

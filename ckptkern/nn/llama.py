@@ -8,60 +8,28 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..errors import ShapeError
 from ..ops._common import check_count, check_input, check_number, check_statics, check_tensor, parse_bytes
-from ..ops.attention_block import composite_rotary, merged_mask
+from ..ops.attention_block import check_theta, composite_rotary, merged_mask, positions_of, rotary_tables
 from .mlp import GatedMLP
 from .plain import plain
-
-
-def _check_theta(op: str, name: str, theta: float) -> None:
-    check_number(op, name, theta)
-    if theta <= 0:
-        raise ValueError(f"{op}: {name} must be above 0, not {theta!r}")
-
-
-def rotary_tables(
-    positions: Tensor, dim: int, theta: float = 10000.0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [..., S, dim] of the angles positions · theta^(-2i/dim), i < dim/2, twice: Llama's rotary embedding.
-
-    positions [S] or [B, S], integers. The angles are formed in float32. Raises ValueError for an odd dim and theta <= 0.
-    """
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"rotary_tables: positions must be a Tensor, not {type(positions).__name__}")
-    check_count("rotary_tables", "dim", dim)
-    _check_theta("rotary_tables", "theta", theta)
-    if dim % 2:
-        raise ValueError(f"rotary_tables: dim must be even, not {dim}")
-    frequencies = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
-    angles = positions.float()[..., None] * frequencies
-    angles = torch.cat((angles, angles), -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
     """What a module reads of these before its op does."""
     check_input(op, x)
     if x.dim() not in (2, 3):
-        raise ValueError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
+        raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
     if cu_seqlens is None:
         return
     check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
     if x.dim() != 2 or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.numel() < 1:
-        raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
+        raise ShapeError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
 
 
 def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
     """norm.eps; None stands for that of the dtype in which torch computes the norm, also under autocast."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps
-
-
-def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """[S]: 0, 1, ..., from 0 again where a packed sequence begins."""
-    rows = torch.arange(x.shape[-2], device=x.device)
-    if cu_seqlens is None:
-        return rows
-    return rows - cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
 
 
 class LlamaAttention(torch.nn.Module):
@@ -103,7 +71,7 @@ class LlamaAttention(torch.nn.Module):
         check_count(op, "head_dim", head_dim)
         check_number(op, "norm_eps", norm_eps)
         if rope_theta is not None:
-            _check_theta(op, "rope_theta", rope_theta)
+            check_theta(op, "rope_theta", rope_theta)
         factory = {"device": device, "dtype": dtype}
         self.q_proj = torch.nn.Linear(hidden_size, num_heads * head_dim, bias, **factory)
         self.k_proj = torch.nn.Linear(hidden_size, num_kv_heads * head_dim, bias, **factory)
@@ -129,12 +97,11 @@ class LlamaAttention(torch.nn.Module):
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
             **norms,
-            **self._core_arguments(x, rotary, **masks),
+            **self._core_arguments(rotary, **masks),
         }
 
     def _core_arguments(
         self,
-        x: Tensor,
         rotary: tuple[Tensor, Tensor] | None = None,
         attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
@@ -144,10 +111,14 @@ class LlamaAttention(torch.nn.Module):
         max_seqlen: int | None = None,
     ) -> dict[str, Any]:
         """Those of block_arguments that read no submodule."""
-        if rotary is None and self.rope_theta is not None:
-            rotary = rotary_tables(_positions(x, cu_seqlens), self.head_dim, self.rope_theta)
+        if rotary is None and self.rope_theta is not None and self.head_dim % 2:
+            raise ShapeError(
+                f"{type(self).__name__}: head_dim must be even for rotary embedding, which turns pairs, but "
+                f"{self.num_heads * self.head_dim} / num_heads={self.num_heads} gives {self.head_dim}; rope_theta=None is "
+                f"without, and a rotary that is passed may turn fewer dimensions"
+            )
         return {
-            "rotary": rotary,
+            "rotary": self.rope_theta if rotary is None else rotary,
             "is_causal": is_causal,
             "attn_mask": attn_mask,
             "key_padding_mask": key_padding_mask,
@@ -181,16 +152,19 @@ class LlamaAttention(torch.nn.Module):
 
     def _composed(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
         """forward by the submodules."""
-        options = self._core_arguments(x, rotary, **masks)
+        options = self._core_arguments(rotary, **masks)
         rows = x if x.dim() == 3 else x[None]
         q, k, v = (
             projection(rows).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_norm), (k, self.k_norm)))
-        if options["rotary"] is not None:
+        if rotary is None and self.rope_theta is not None:
+            positions = positions_of(x.shape[-2], x.device, options["cu_seqlens"])
+            rotary = rotary_tables(positions, self.head_dim, self.rope_theta)
+        if rotary is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
-            q, k = (composite_rotary(one.to(wide), *options["rotary"], False).to(one.dtype) for one in (q, k))
+            q, k = (composite_rotary(one.to(wide), *rotary, False).to(one.dtype) for one in (q, k))
         left, right = options["window_size"] or (-1, -1)
         window = (left, 0 if options["is_causal"] else right)
         cu, longest = options["cu_seqlens"], options["max_seqlen"] or x.shape[-2]
@@ -283,8 +257,8 @@ class LlamaDecoderLayer(torch.nn.Module):
     ) -> Tensor:
         """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
 
-        rotary: (cos, sin) as of rotary_tables, one pair for all layers of a model; made from rope_theta and the
-        positions 0, 1, ... if not given, and then kept by every layer (2 S D floats). attn_mask: bool, True = visible,
+        rotary: (cos, sin) as of rotary_tables, one pair for all layers of a model, kept once by all. If not given, made from
+        rope_theta and the positions 0, 1, ..., in backward again: no layer keeps any. attn_mask: bool, True = visible,
         or additive; key_padding_mask [B, S]: True = hidden. Raises as ckptkern.transformer_layer does.
         """
         _check_rows(type(self).__name__, x, cu_seqlens)

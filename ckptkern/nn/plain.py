@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import torch
 
+from ..subclasses import foreign
 from .dropout import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
 
 
 def untouched(module: torch.nn.Module) -> bool:
-    """Is calling it its class's forward and nothing else: no hooks, no forward of the instance's own?"""
+    """Is calling it its class's forward and nothing else: no hooks, no other forward of the instance's own?"""
+    own = module.__dict__.get("forward")
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        # Hugging Face's kernelize binds the class's own forward to the instance
+        or (own is not None and not (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module))
     )
 
 
+def dense(module: torch.nn.Module) -> bool:
+    """Are this very module's parameters what their memory says? Not where one is sparse, or a tensor subclass with operations
+    of its own."""
+    parameters = module._parameters.values()
+    return foreign(parameters) is None and all(p is None or p.layout is torch.strided for p in parameters)
+
+
 def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
-    """Do these modules compute what their parameters say? Not in subclasses, in wrappers (LoRA) or with hooks."""
+    """Do these modules compute what their parameters say? Not in subclasses, in wrappers (LoRA), with hooks, or where a
+    parameter is not dense memory (sparse, quantized)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    return all(type(module) in kinds and untouched(module) for module in modules)
+    return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)

@@ -7,13 +7,14 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .. import eager, state
+from ..errors import DeviceError, DtypeError, LayoutError, ShapeError
 from ..memory import parse_size
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
@@ -59,6 +60,13 @@ def backend(name: str) -> Iterator[None]:
 @functools.cache
 def _log_once(reason: str) -> None:
     _log.info("eager backend: %s", reason)
+
+
+def _constant_log(reason: str) -> None:
+    _log_once(reason)
+
+
+_constant_log._dynamo_marked_constant = True  # as below
 
 
 @functools.cache
@@ -115,6 +123,20 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
     _log_once(reason)
     return "eager"
+
+
+def compose(op: str, reason: str) -> None:
+    """Raises, or says once, that PyTorch ops stand in for this op."""
+    if kernels_alone():
+        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
+    _constant_log(reason)
+
+
+def compose_of(op: str, kind: type) -> None:
+    """`compose`, because `kind` has operations of its own."""
+    if kind.__name__ == "CausalBias":
+        raise TypeError(f"{op}: a CausalBias is no tensor of numbers; it may be an attn_mask, and nothing else")
+    compose(op, f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep")
 
 
 def kernels_alone() -> bool:
@@ -226,15 +248,17 @@ def check_flags(op: str, **flags: bool) -> None:
             raise TypeError(f"{op}: {name} must be a bool, not {value!r}")
 
 
-def check_input(op: str, x: Tensor) -> None:
+def check_input(op: str, x: Tensor, *, jagged: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: input must be a Tensor, not {type(x).__name__}")
     if not x.is_floating_point():
-        raise TypeError(f"{op}: input must be floating point, not {x.dtype}")
+        raise DtypeError(f"{op}: input must be floating point, not {x.dtype}")
     if x.dim() == 0:
-        raise ValueError(f"{op}: input must have at least one dimension, (..., in_features), but is a scalar")
+        raise ShapeError(f"{op}: input must have at least one dimension, (..., in_features), but is a scalar")
+    if x.layout is torch.jagged and jagged:
+        return
     if x.layout != torch.strided or x.is_nested:
-        raise TypeError(f"{op}: input must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
+        raise LayoutError(f"{op}: input must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
 
 
 def check_weight(
@@ -244,14 +268,18 @@ def check_weight(
     check_tensor(op, name, weight, x)
     shape = weight.shape
     if len(shape) != 2:
-        raise ValueError(f"{op}: {name} must be [out_features, in_features], but has shape {tuple(shape)}")
+        raise ShapeError(f"{op}: {name} must be [out_features, in_features], but has shape {tuple(shape)}")
     if shape[1] != in_features:
-        raise ValueError(f"{op}: {source} has {in_features} features but {name} has in_features={shape[1]}")
+        raise ShapeError(
+            f"{op}: {source} has {in_features} features but {name} has in_features={shape[1]}"
+            + (f"; {name} must be [out_features, in_features], as of nn.Linear, but is {tuple(shape)}: pass {name}.t()"
+               if shape[0] == in_features else "")
+        )  # fmt: skip
     if bias is None:
         return
     check_tensor(op, f"the bias of {name}", bias, x)
     if bias.dim() != 1 or bias.shape[0] != shape[0]:
-        raise ValueError(
+        raise ShapeError(
             f"{op}: the bias of {name} must have shape ({shape[0]},), one value for each of its out_features, but has "
             f"shape {tuple(bias.shape)}"
         )
@@ -262,11 +290,11 @@ def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: boo
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
     if tensor.device != x.device:
-        raise ValueError(f"{op}: input is on {x.device} but {name} is on {tensor.device}")
+        raise DeviceError(f"{op}: input is on {x.device} but {name} is on {tensor.device}")
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{op}: {name} must be a dense tensor, not {tensor.layout}")
+        raise LayoutError(f"{op}: {name} must be a dense tensor, not {tensor.layout}")
     if floating and tensor.dtype != x.dtype and not tensor.is_floating_point():
-        raise TypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
+        raise DtypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
 
 
 def no_autocast(x: Tensor) -> bool:
@@ -284,23 +312,32 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def compute_dtype(op: str, x: Tensor, *parameters: Tensor | None) -> torch.dtype:
-    """Autocast's dtype inside autocast, else x's own, which the parameters must then share."""
+def autocast_off(x: Tensor) -> AbstractContextManager:
+    """As the bodies of the ops run, for what torch.compile traces: Dynamo knows torch.autocast, not their guard."""
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
+
+
+def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
+    """Autocast's dtype inside autocast, else x's own, which the weights must then share.
+
+    A bias of another dtype is cast, as in F.linear of what is not contiguous (nn.MultiheadAttention's batch_first); in
+    F.linear of what is contiguous it is an error.
+    """
     dtype = None if x.dtype == torch.float64 else autocast_dtype(x)
     if dtype is not None:
         return dtype
-    for parameter in parameters:
-        if parameter is not None and parameter.dtype != x.dtype:
-            raise TypeError(
-                f"{op}: input is {x.dtype} but a parameter is {parameter.dtype}; use one dtype, or torch.autocast"
+    for weight in weights:
+        if weight is not None and weight.dtype != x.dtype:
+            raise DtypeError(
+                f"{op}: input is {x.dtype} but a parameter is {weight.dtype}; use one dtype, or torch.autocast"
                 + (", which leaves float64 as it is" if x.dtype == torch.float64 else "")
             )
     return x.dtype
 
 
-def cast_input(op: str, x: Tensor, *parameters: Tensor | None) -> Tensor:
+def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     """x in the compute dtype."""
-    dtype = compute_dtype(op, x, *parameters)
+    dtype = compute_dtype(op, x, *weights)
     return x if x.dtype == dtype else x.to(dtype)
 
 

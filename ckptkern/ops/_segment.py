@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import state
-from ._common import no_autocast, read_precision
+from ..subclasses import PLAIN, foreign
+from ._common import autocast_off, compose_of, no_autocast, read_precision
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
 
@@ -143,9 +144,6 @@ def _filled(results, like: Tensor):
     return results if isinstance(results, Tensor) else type(results)(_filled(result, like) for result in results)
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
-
-
 def _watched(tensors) -> bool:
     """Does anything see the op besides its body: the compiler, a transform, a mode, the profiler, a tensor subclass?
 
@@ -164,7 +162,7 @@ def _dispatched(tensors) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()
-        or not _PLAIN.issuperset(map(type, tensors))
+        or not PLAIN.issuperset(map(type, tensors))
     )
 
 
@@ -464,6 +462,10 @@ def build(segment: type[Segment]):
     apply_eager = super(torch.autograd.Function, Eager).apply
 
     def apply(statics: tuple, *tensors) -> Tensor:
+        if kind := foreign(tensors):
+            compose_of(name, kind)
+            with autocast_off(tensors[0]):
+                return segment.composite(*segment.arguments(tensors), *statics)
         if torch._C._are_functorch_transforms_active():
             if torch.compiler.is_compiling():
                 raise NotImplementedError(f"{name}: torch.compile of a torch.func transform is not supported")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import eager
+from ..errors import DeviceError, DtypeError, ShapeError
+from ..subclasses import foreign
 from ._common import (
     autocast_dtype,
     check_count,
@@ -22,6 +25,7 @@ from ._common import (
     check_probability,
     check_tensor,
     choose_backend,
+    compose_of,
     draw_state,
     dropout_arguments,
     head_dim_not_covered,
@@ -38,14 +42,24 @@ def core_of(
     scale, precision, left, right, mask=None, slopes=None, rng=None, dropout_p=0.0, cu_q=None, cu_k=None, max_q=0,
     max_k=0, fused="",
 ) -> eager.AttentionCore:  # fmt: skip
-    """The core from an op's flat arguments; a bound of -1 is none.
+    """The core from an op's flat arguments.
 
     Here, within the ops, a bool mask is viewed as int8: torch 2.11's inductor cannot.
     """
     mask = mask.view(torch.int8) if mask is not None and mask.dtype == torch.bool else mask
-    window = (None if left < 0 else left, None if right < 0 else right)
     return eager.AttentionCore(
-        scale, precision, window, mask, slopes, dropout_arguments(rng, dropout_p), 0, cu_q, cu_k, max_q, max_k, fused
+        scale,
+        precision,
+        (left, right),
+        mask,
+        slopes,
+        dropout_arguments(rng, dropout_p),
+        0,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        fused,
     )
 
 
@@ -86,8 +100,8 @@ _constant_fused._dynamo_marked_constant = True  # as in _common: called, not tra
 
 
 def fused_core(
-    backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int, right: int,
-    scale: float, *others: object,
+    backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int | None,
+    right: int | None, scale: float, *others: object,
 ) -> str:  # fmt: skip
     """torch's own kernel as the core of attention of q [B, H, Sq, D] by k [B, H_kv, Sk, D], or "" for the backend's.
 
@@ -104,7 +118,7 @@ def fused_core(
     if (
         not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
         or not head_dim or any(other is not None for other in others)
-        or left >= 0 or right > 0 or not scale > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
+        or left is not None or right not in (None, 0) or not scale > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
         or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
         or torch.are_deterministic_algorithms_enabled()
     ):  # fmt: skip
@@ -146,7 +160,7 @@ class Attention(Segment):
     )
     kept = "Tensor? out, Tensor? lse"
     statics = (
-        "float dropout_p, float scale, int left, int right, SymInt max_q, SymInt max_k, str backend, str precision, "
+        "float dropout_p, float scale, SymInt? left, SymInt? right, SymInt max_q, SymInt max_k, str backend, str precision, "
         "str fused"
     )
     results = "(Tensor out, Tensor lse)"
@@ -222,27 +236,53 @@ def attention_flops(q_shape, k_shape, products: int) -> int:
 _apply = build(Attention)
 
 
-def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int, int]:
-    """(left, right) with -1 for no bound."""
+def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """(left, right), None for no bound."""
     if window_size is None:
-        return -1, -1
+        return None, None
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not pair or any(not isinstance(side, int) or side < -1 for side in window_size):
         raise ValueError(f"{op}: window_size must be (left, right), each -1 (no bound) or >= 0, not {window_size!r}")
-    return int(window_size[0]), int(window_size[1])
+    left, right = window_size
+    return None if left == -1 else int(left), None if right == -1 else int(right)
+
+
+def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | None:
+    """The n for which row i sees the columns up to i + n, where attn_mask is torch's CausalBias, else None.
+
+    Its memory holds nothing. As in torch an upper-left or square one fits all lengths.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")  # torch._dynamo comes with it: here nothing imports it
+    if module is None or not isinstance(attn_mask, module.CausalBias):
+        return None
+    if not hasattr(attn_mask, "variant"):
+        raise TypeError(
+            f"{op}: attn_mask is the result of an operation on a CausalBias, which tells no diagonal any more"
+        )
+    shape = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if attn_mask.variant == module.CausalVariant.UPPER_LEFT or shape[0] == shape[1]:
+        return 0
+    if shape != (Sq, Sk):
+        raise ValueError(f"{op}: attn_mask is causal_lower_right{shape}, but query has {Sq} rows and key {Sk}")
+    return Sk - Sq
+
+
+def within(right: int | None, diagonal: int | None) -> int | None:
+    """The tighter of two right bounds, None for none."""
+    return diagonal if right is None else right if diagonal is None else min(right, diagonal)
 
 
 def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]."""
     check_tensor(op, "attn_mask", attn_mask, q, floating=False)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
+        raise DtypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
     if attn_mask.dtype == torch.float64 != q.dtype:
-        raise TypeError(f"{op}: attn_mask is {attn_mask.dtype}, which no input of {q.dtype} goes with")
+        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which no input of {q.dtype} goes with")
     wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
     shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
-        raise ValueError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
+        raise ShapeError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
     return attn_mask.reshape(shape)
 
 
@@ -250,12 +290,12 @@ def _cast_qkv(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_input(f"{op}: {name}", tensor)
         if tensor.device != query.device:
-            raise ValueError(f"{op}: query is on {query.device} but {name} is on {tensor.device}")
+            raise DeviceError(f"{op}: query is on {query.device} but {name} is on {tensor.device}")
     dtype = autocast_dtype(query)
     if dtype is not None and torch.float64 not in (query.dtype, key.dtype, value.dtype):
         return query.to(dtype), key.to(dtype), value.to(dtype)
     if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(
+        raise DtypeError(
             f"{op}: query, key and value must have one dtype, but have {query.dtype}, {key.dtype} and {value.dtype}"
         )
     return query, key, value
@@ -281,32 +321,47 @@ def scaled_dot_product_attention(
     q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
 
     attn_mask: bool (True = keep) or additive (float64 beside float64 alone), broadcastable to [B, H, Sq, Sk]. Its gradient,
-    if wanted, is formed in PyTorch ops. is_causal aligns top-left. window_size = (left, right): row i sees
-    i - left <= j <= i + right, -1 is no bound. alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as
-    in torch.
+    if wanted, is formed in PyTorch ops. torch.nn.attention.bias.causal_lower_right(Sq, Sk) and causal_upper_left(Sq, Sk) are
+    bounds, not memory. is_causal aligns top-left, and so does the window: window_size = (left, right): row i sees
+    i - left <= j <= i + right, -1 is no bound; (-1, 0) is causal, beside an attn_mask too. alibi_slopes [H] or [B, H]: adds
+    -slope |i - j|. dropout_p always applies, as in torch.
     A row that sees nothing gives zeros and zero gradients. One of which an additive mask hides everything by a large
     finite number (-1e9) gives the mean of the values, as in torch, and from the kernels no gradient.
-    Raises ValueError (shapes), TypeError (dtypes), RuntimeError (attn_mask together with is_causal; backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size),
+    RuntimeError (attn_mask together with is_causal; backend).
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
     query, key, value = _cast_qkv(op, query, key, value)
     if attn_mask is not None and is_causal:
-        raise RuntimeError(f"{op}: Explicit attn_mask should not be set when is_causal=True")
+        raise RuntimeError(
+            f"{op}: Explicit attn_mask should not be set when is_causal=True; pass window_size=(-1, 0) with attn_mask, "
+            f"which hides what is_causal hides, or attn_mask alone with the causal triangle in it"
+        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
-            raise ValueError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
+            raise ShapeError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
+    diagonal = diagonal_of(op, attn_mask, query.shape[-2], key.shape[-2])
+    others = (None if diagonal is not None else attn_mask, alibi_slopes)
+    if kind := foreign((query, key, value, *others)):
+        if window_size is not None or alibi_slopes is not None:
+            raise TypeError(f"{op}: window_size and alibi_slopes do not go with a {kind.__name__}")
+        compose_of(op, kind)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    attn_mask = others[0]
     dims, batch = max(query.dim(), key.dim(), value.dim()), None
     if not query.dim() == key.dim() == value.dim() == 4:
         query, key, value, attn_mask, batch = _to_four_dims(dims, query, key, value, attn_mask)
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
+        raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:
-        raise ValueError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
+        raise ShapeError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
     query, key, value = _broadcast(op, query, key, value, enable_gqa)
     H, H_kv = query.shape[1], key.shape[1]
     if value.shape[1] != H_kv or (H_kv not in (1, H) and (not enable_gqa or H_kv == 0 or H % H_kv)):
-        raise ValueError(
+        raise ShapeError(
             f"{op}: query has {H} heads, key {H_kv} and value {value.shape[1]}; fewer key and value heads need "
             f"enable_gqa=True and must divide those of query"
         )
@@ -317,15 +372,14 @@ def scaled_dot_product_attention(
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
         value = F.pad(value, (0, max(D - D_v, 0)))
     left, right = check_window(op, window_size)
-    if is_causal:
-        right = 0
+    right = within(right, 0 if is_causal else diagonal)
     if attn_mask is not None:
         attn_mask = as_mask(op, attn_mask, query, key.shape[2])
     slopes = None
     if alibi_slopes is not None:
         check_tensor(op, "alibi_slopes", alibi_slopes, query)
         if alibi_slopes.shape not in ((H,), (1, H), (query.shape[0], H)):
-            raise ValueError(f"{op}: alibi_slopes must be [H={H}] or [B, H], but has shape {tuple(alibi_slopes.shape)}")
+            raise ShapeError(f"{op}: alibi_slopes must be [H={H}] or [B, H], but has shape {tuple(alibi_slopes.shape)}")
         slopes = alibi_slopes.float().reshape(-1, H).contiguous()
     learned = any(t is not None and t.requires_grad for t in (attn_mask, slopes)) and torch.is_grad_enabled()
     reason = "the kernels form no gradient of attn_mask or alibi_slopes" if learned else None
@@ -386,7 +440,7 @@ def _broadcast(op, query, key, value, enable_gqa):
     for t in (key, value):
         B = t.shape[0] if B == 1 else B
     if any(t.shape[0] != B and t.shape[0] != 1 for t in (query, key, value)):
-        raise ValueError(
+        raise ShapeError(
             f"{op}: batch sizes must be equal or 1, but are {query.shape[0]}, {key.shape[0]} and {value.shape[0]}"
         )
     query, key, value = (t if t.shape[0] == B else t.expand(B, -1, -1, -1) for t in (query, key, value))
@@ -421,30 +475,31 @@ def varlen_attn(
     is_causal is window_size (-1, 0), (left, right) as in scaled_dot_product_attention, but aligned bottom-right as torch's
     varlen_attn has it: the last query of a sequence sees its last key.
     Kept for backward: q, k, v, the output, and the logsumexp. No paged caches (torch's cu_seq_k=None, block_table).
-    Raises ValueError (shapes), TypeError (dtypes), RuntimeError (backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (window_size),
+    RuntimeError (backend).
     """
     op = "varlen_attn"
     query, key, value = _cast_qkv(op, query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
-            raise ValueError(f"{op}: {name} must be [tokens, heads, head_dim], but has shape {tuple(tensor.shape)}")
+            raise ShapeError(f"{op}: {name} must be [tokens, heads, head_dim], but has shape {tuple(tensor.shape)}")
     for name, cu in (("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
         check_tensor(op, name, cu, query, floating=False)
         if cu.dim() != 1 or cu.dtype != torch.int32 or cu.numel() < 1:
-            raise ValueError(f"{op}: {name} must be int32 [N + 1], but is {cu.dtype} of shape {tuple(cu.shape)}")
+            raise ShapeError(f"{op}: {name} must be int32 [N + 1], but is {cu.dtype} of shape {tuple(cu.shape)}")
     if cu_seq_q.shape != cu_seq_k.shape:
-        raise ValueError(f"{op}: cu_seq_q has {cu_seq_q.numel() - 1} sequences but cu_seq_k has {cu_seq_k.numel() - 1}")
+        raise ShapeError(f"{op}: cu_seq_q has {cu_seq_q.numel() - 1} sequences but cu_seq_k has {cu_seq_k.numel() - 1}")
     H, H_kv, D = query.shape[1], key.shape[1], query.shape[2]
     if key.shape != value.shape or key.shape[2] != D:
-        raise ValueError(
+        raise ShapeError(
             f"{op}: key {tuple(key.shape)} and value {tuple(value.shape)} must have one shape, and query's head dim {D}"
         )
     if H_kv != H and (not enable_gqa or H_kv == 0 or H % H_kv):
-        raise ValueError(
+        raise ShapeError(
             f"{op}: {H_kv} key and value heads for {H} query heads need enable_gqa=True and must divide them"
         )
     left, right = check_window(op, window_size)
-    right = 0 if is_causal else right
+    right = within(right, 0 if is_causal else None)
     check_number(op, "scale", 1.0 if scale is None else scale)
     check_count(op, "max_q", max_q, least=0)
     check_count(op, "max_k", max_k, least=0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import eager
+from ..errors import DtypeError, ShapeError
 from ._common import (
     WeightGrad,
     cast_parameter,
@@ -38,7 +39,17 @@ from ._common import (
     unflattened,
 )  # fmt: skip
 from ._segment import Segment, build, needed
-from .attention import as_mask, attend, attention_flops, attention_grads, check_window, core_of, fused_core
+from .attention import (
+    as_mask,
+    attend,
+    attention_flops,
+    attention_grads,
+    check_window,
+    core_of,
+    diagonal_of,
+    fused_core,
+    within,
+)  # fmt: skip
 
 NORMS = ("layer", "rms")
 
@@ -69,7 +80,8 @@ class AttentionTensors(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The rest. norm "" is none; left, right: visible columns, -1 no bound; max_len: the longest packed sequence."""
+    """The rest. norm "" is none; theta: of the rotary tables that are made here, 0 where none are; left, right: visible
+    columns, None for no bound; max_len: the longest packed sequence."""
 
     num_heads: int
     num_kv_heads: int
@@ -77,10 +89,11 @@ class AttentionOptions(NamedTuple):
     norm_eps: float
     norm_first: bool
     qk_norm_eps: float
+    theta: float
     interleaved: bool
     mask_hides: bool
-    left: int
-    right: int
+    left: int | None
+    right: int | None
     max_len: int
     scale: float
     dropout_p: float
@@ -99,9 +112,9 @@ TENSOR_SCHEMA = (
     "Tensor? slopes, Tensor? cu, Tensor? rng, Tensor? resid_rng"
 )
 OPTION_SCHEMA = (
-    "int num_heads, int num_kv_heads, str norm, float norm_eps, bool norm_first, float qk_norm_eps, bool interleaved, "
-    "bool mask_hides, int left, int right, SymInt max_len, float scale, float dropout_p, float resid_p, bool residual, "
-    "str recompute, str backend, str precision, str fused, ScalarType dtype"
+    "int num_heads, int num_kv_heads, str norm, float norm_eps, bool norm_first, float qk_norm_eps, float theta, "
+    "bool interleaved, bool mask_hides, SymInt? left, SymInt? right, SymInt max_len, float scale, float dropout_p, "
+    "float resid_p, bool residual, str recompute, str backend, str precision, str fused, ScalarType dtype"
 )
 TENSORS = len(AttentionTensors._fields)
 CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + TENSORS))  # from cos on: no gradient
@@ -143,6 +156,47 @@ def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = 
     return seen
 
 
+def rotary_tables(
+    positions: Tensor,
+    dim: int,
+    theta: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [..., S, dim] of the angles a_i = positions · theta^(-2i/dim), i < dim/2: rotary embedding.
+
+    Each angle comes twice, at the two elements that turn together: a_0, a_1, ..., a_0, a_1, ... (Llama), or with interleaved
+    a_0, a_0, a_1, a_1, ... (GPT-J), as attention_block's rotary_interleaved reads it.
+    positions [S] or [B, S], integers. The angles are formed in float32. Raises ValueError for an odd dim and theta <= 0.
+    """
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"rotary_tables: positions must be a Tensor, not {type(positions).__name__}")
+    check_count("rotary_tables", "dim", dim)
+    check_theta("rotary_tables", "theta", theta)
+    if dim % 2:
+        raise ValueError(f"rotary_tables: dim must be even, not {dim}")
+    frequencies = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
+    angles = positions.float()[..., None] * frequencies
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def positions_of(S: int, device: torch.device, cu_seqlens: Tensor | None) -> Tensor:
+    """[S]: 0, 1, ..., from 0 again where a packed sequence begins."""
+    rows = torch.arange(S, device=device)
+    if cu_seqlens is None:
+        return rows
+    return rows - cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
+
+
+def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
+    """(cos, sin): those that were given, or None; theta's are made where they are read, in forward and in backward."""
+    if not o.theta:
+        return t.cos, t.sin
+    D = t.wo.shape[1] // o.num_heads
+    return rotary_tables(positions_of(S, t.wo.device, t.cu), D, o.theta, interleaved=o.interleaved)
+
+
 def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
     mask = merged_mask(t.mask, t.padding, o.mask_hides)
     return core_of(
@@ -162,6 +216,10 @@ class AttentionHalf:
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
         return half_core(self.t, self.o)
+
+    @functools.cached_property
+    def angles(self) -> tuple[Tensor | None, Tensor | None]:
+        return rotary_of(self.S, self.t, self.o)
 
     def cast(self, parameter: Tensor | None) -> Tensor | None:
         return cast_parameter(parameter, self.o.dtype)
@@ -205,9 +263,9 @@ class AttentionHalf:
         t, o = self.t, self.o
         keep_raw = keep_raw or bool(o.fused)
         q, k, v = self.split(qkv)
-        if t.q_norm is not None or t.cos is not None:
+        if t.q_norm is not None or self.angles[0] is not None:
             q, k = (
-                self.p.heads_fwd(raw, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=None if keep_raw else raw)
+                self.p.heads_fwd(raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, out=None if keep_raw else raw)
                 for raw, weight in ((q, t.q_norm), (k, t.k_norm))
             )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -303,14 +361,14 @@ def attention_half_backward(
             place if grad is view or grad is None else grad.transpose(1, 2)
             for grad, view, place in zip(made, heads, places, strict=True)
         ]
-        if t.q_norm is not None or t.cos is not None:
+        if t.q_norm is not None or half.angles[0] is not None:
             raw_q, raw_k, _ = half.split(raw)
             formed = (("q_norm", raw_q, t.q_norm, need_dq), ("k_norm", raw_k, t.k_norm, need_dkv))
             for i, (name, raw_heads, weight, is_formed) in enumerate(formed):
                 if not is_formed:
                     continue
                 made[i], grads[name] = p.heads_bwd(
-                    made[i], raw_heads, weight, o.qk_norm_eps, t.cos, t.sin, o.interleaved, out=places[i],
+                    made[i], raw_heads, weight, o.qk_norm_eps, *half.angles, o.interleaved, out=places[i],
                     need_dweight=need(name),
                 )  # fmt: skip
         for place, grad in zip(places, made, strict=True):
@@ -360,18 +418,21 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     h = composite_norm(x, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and o.norm_first else x
     h = h.to(o.dtype)
     parts = [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
-    qkv = torch.cat([F.linear(h, w.to(o.dtype), cast_parameter(b, o.dtype)) for w, b in parts], -1)
+    qkv = torch.cat([F.linear(h, cast_parameter(w, o.dtype), cast_parameter(b, o.dtype)) for w, b in parts], -1)
     q, k, v = qkv.view(B, S, o.num_heads + 2 * o.num_kv_heads, D).split(
         [o.num_heads, o.num_kv_heads, o.num_kv_heads], 2
     )
     if t.q_norm is not None:
         q, k = F.rms_norm(q, (D,), t.q_norm, o.qk_norm_eps), F.rms_norm(k, (D,), t.k_norm, o.qk_norm_eps)
-    if t.cos is not None:
-        q, k = (composite_rotary(heads, t.cos, t.sin, o.interleaved) for heads in (q, k))
+    cos, sin = rotary_of(S, t, o)
+    if cos is not None:
+        q, k = (composite_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
     core = half_core(t, o)
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = F.linear(
-        out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]), t.wo.to(o.dtype), cast_parameter(t.bo, o.dtype)
+        out.transpose(1, 2).reshape(*x.shape[:-1], t.wo.shape[1]),
+        cast_parameter(t.wo, o.dtype),
+        cast_parameter(t.bo, o.dtype),
     )
     f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
     y = x + f if o.residual else f
@@ -388,7 +449,7 @@ def composite_norm(x, weight, bias, kind: str, eps: float) -> Tensor:
 
 
 def composite_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, S, H, D], cos and sin [S, R] or [B, S, R]: the first R dimensions are rotated."""
+    """x [B, S, H, D], cos and sin [S, R], [1, S, R] or [B, S, R]: the first R dimensions are rotated."""
     R = cos.shape[-1]
     cos, sin = (c.to(x.dtype)[..., None, :] for c in (cos, sin))
     turned, rest = x[..., :R], x[..., R:]
@@ -513,6 +574,36 @@ def attention_half_backward_flops(
 _apply = build(AttentionBlock)
 
 
+def check_theta(op: str, name: str, theta: float) -> None:
+    check_number(op, name, theta)
+    if theta <= 0:
+        raise ValueError(f"{op}: {name} must be above 0, not {theta!r}")
+
+
+def check_rotary(op: str, x: Tensor, rotary, D: int) -> tuple[Tensor | None, Tensor | None, float]:
+    """(cos, sin, theta) of attention_block's `rotary`: two tables, a number theta, or None."""
+    if rotary is None:
+        return None, None, 0.0
+    if not isinstance(rotary, (tuple, list)):
+        check_theta(op, "rotary", rotary)
+        if D % 2:
+            raise ShapeError(f"{op}: the head dim must be even for rotary embedding, which turns pairs, but is {D}")
+        return None, None, float(rotary)
+    cos, sin = rotary
+    for table in rotary:
+        check_tensor(op, "rotary", table, x)
+    B, S = batch_and_rows(x)
+    R = cos.shape[-1]
+    if cos.shape != sin.shape or R % 2 or R > D or cos.shape[:-1] not in ((S,), (1, S), (B, S)):
+        raise ShapeError(
+            f"{op}: rotary must be (cos, sin) of shape [S={S}, R], [1, S={S}, R] or [B={B}, S={S}, R] with R even and at "
+            f"most {D}, but they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient is formed for rotary")
+    return cos, sin, 0.0
+
+
 def check_norm(op: str, x: Tensor, norm: str | None, weight, bias, features: int) -> None:
     if norm is None:
         if weight is not None or bias is not None:
@@ -524,7 +615,7 @@ def check_norm(op: str, x: Tensor, norm: str | None, weight, bias, features: int
             continue
         check_tensor(op, name, parameter, x)
         if parameter.shape != (features,):
-            raise ValueError(f"{op}: {name} must have shape ({features},), but has {tuple(parameter.shape)}")
+            raise ShapeError(f"{op}: {name} must have shape ({features},), but has {tuple(parameter.shape)}")
 
 
 def gather(
@@ -540,7 +631,7 @@ def gather(
     check_probability(op, resid_dropout_p)
     check_input(op, x)
     if x.dim() not in (2, 3):
-        raise ValueError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
+        raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
     features, H = x.shape[-1], num_heads
     H_kv = H if num_kv_heads is None else num_kv_heads
     check_flags(
@@ -555,9 +646,13 @@ def gather(
         ("scale", 1.0 if scale is None else scale),
     ):
         check_number(op, name, number)
-    for name, pair in (("qk_norm", qk_norm), ("rotary", rotary)):
+    is_theta = hasattr(rotary, "__float__") and not (isinstance(rotary, Tensor) and rotary.dim())
+    for name, pair, other in (
+        ("qk_norm", qk_norm, ""),
+        ("rotary", None if is_theta else rotary, " or a number (theta)"),
+    ):
         if pair is not None and (not isinstance(pair, (tuple, list)) or len(pair) != 2):
-            raise TypeError(f"{op}: {name} must be a pair of tensors, not {type(pair).__name__}")
+            raise TypeError(f"{op}: {name} must be a pair of tensors{other}, not {type(pair).__name__}")
     if H % H_kv:
         raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
     if not isinstance(qkv_weight, Iterable):
@@ -580,12 +675,12 @@ def gather(
         check_weight(op, name, w, b, x, features, "input")
     D, remainder = divmod(parts[0].shape[0], H + 2 * H_kv if len(parts) == 1 else H)
     if remainder or (len(parts) == 3 and any(w.shape[0] != H_kv * D for w in parts[1:])):
-        raise ValueError(
+        raise ShapeError(
             f"{op}: q, k, v weights with {[w.shape[0] for w in parts]} rows do not fit {H} query and {H_kv} key and value heads"
         )
     check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "the attention core")
     if residual and out_weight.shape[0] != features:
-        raise ValueError(f"{op}: residual needs out_weight with {features} rows, but it has {out_weight.shape[0]}")
+        raise ShapeError(f"{op}: residual needs out_weight with {features} rows, but it has {out_weight.shape[0]}")
     check_norm(op, x, norm, norm_weight, norm_bias, features if norm_first else out_weight.shape[0])
     q_norm, k_norm = (None, None) if qk_norm is None else qk_norm
     for name, weight in (("q", q_norm), ("k", k_norm)):
@@ -593,24 +688,15 @@ def gather(
             continue
         check_tensor(op, f"{name}'s norm weight", weight, x)
         if weight.shape != (D,):
-            raise ValueError(f"{op}: {name}'s norm weight must have shape ({D},), but has {tuple(weight.shape)}")
+            raise ShapeError(f"{op}: {name}'s norm weight must have shape ({D},), but has {tuple(weight.shape)}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{op}: qk_norm must be a pair of weights")
     B, S = batch_and_rows(x)
-    cos, sin = (None, None) if rotary is None else rotary
-    for table in () if rotary is None else (cos, sin):
-        check_tensor(op, "rotary", table, x)
-    if cos is not None and (
-        cos.shape != sin.shape or cos.shape[-1] % 2 or cos.shape[-1] > D or cos.shape[:-1] not in ((S,), (B, S))
-    ):
-        raise ValueError(
-            f"{op}: rotary must be (cos, sin) of shape [S={S}, R] or [B={B}, S={S}, R] with R even and at most {D}, but "
-            f"they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if cos is not None and (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        raise ValueError(f"{op}: no gradient is formed for rotary")
+    cos, sin, theta = check_rotary(op, x, rotary, D)
     left, right = check_window(op, window_size)
-    right = 0 if is_causal else right
+    diagonal = diagonal_of(op, attn_mask, S, S)
+    attn_mask = attn_mask if diagonal is None else None
+    right = within(within(right, diagonal), 0 if is_causal else None)
     like = x.new_empty(0).expand(B, H, S, 0)
     mask = None if attn_mask is None else as_mask(op, attn_mask, like, S)
     padding = None
@@ -618,9 +704,9 @@ def gather(
         check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
         padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
         if padding.dtype == torch.float64 != x.dtype:
-            raise TypeError(f"{op}: key_padding_mask is {padding.dtype}, which no input of {x.dtype} goes with")
+            raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which no input of {x.dtype} goes with")
         if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S):
-            raise ValueError(
+            raise ShapeError(
                 f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S}), "
                 f"but is {padding.dtype} of shape {tuple(key_padding_mask.shape)}"
             )
@@ -633,7 +719,7 @@ def gather(
         if alibi_slopes.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{op}: no gradient is formed for alibi_slopes; use ckptkern.scaled_dot_product_attention")
         if alibi_slopes.shape not in ((H,), (B, H)):
-            raise ValueError(
+            raise ShapeError(
                 f"{op}: alibi_slopes must be [{H}] or [{B}, {H}], but has shape {tuple(alibi_slopes.shape)}"
             )
         slopes = alibi_slopes.float().reshape(-1, H).contiguous()
@@ -645,10 +731,10 @@ def gather(
         if mask is not None or padding is not None:
             raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
         if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-            raise ValueError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
+            raise ShapeError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
         max_len = S if max_seqlen is None else max_seqlen
         check_count(op, "max_seqlen", max_len, least=0)
-    dtype = compute_dtype(op, x, *parts, *biases, out_weight, out_bias)
+    dtype = compute_dtype(op, x, *parts, out_weight)
     resid_p, attn_p = float(resid_dropout_p), float(dropout_p)
     three = (*parts, None, None)[:3]
     t = AttentionTensors(
@@ -663,7 +749,7 @@ def gather(
         "dropout" if training and attn_p > 0.0 else None,
     )  # fmt: skip
     o = AttentionOptions(
-        H, H_kv, norm or "", float(norm_eps), norm_first, float(qk_norm_eps), rotary_interleaved,
+        H, H_kv, norm or "", float(norm_eps), norm_first, float(qk_norm_eps), theta, rotary_interleaved,
         mask_hides, left, right,
         max_len, scale, attn_p, resid_p, residual, choose_level(recompute),
         backend, matmul_precision(probe), fused, dtype,
@@ -694,7 +780,7 @@ def attention_block(
     norm_first: bool = True,
     qk_norm: tuple[Tensor, Tensor] | None = None,
     qk_norm_eps: float = 1e-6,
-    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary: tuple[Tensor, Tensor] | float | None = None,
     rotary_interleaved: bool = False,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
@@ -719,11 +805,16 @@ def attention_block(
     x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
     qkv_weight: one tensor [(H + 2 H_kv) D, d], or the three a model already has; biases alike. out_weight [e, H D].
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. qk_norm: RMS-norm weights ([D], [D]).
-    rotary: (cos, sin), [S, R] or [B, S, R], R <= D; the halves of the first R dimensions are rotated (Llama), or with
-    rotary_interleaved neighbouring pairs (GPT-J).
+    rotary: (cos, sin), [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype. The first R <= D dimensions of every q
+    and k turn, the others stay: element i < R/2 with i + R/2 (Llama), whose two angles stand at columns i and i + R/2 of the
+    tables, or with rotary_interleaved 2i with 2i + 1 (GPT-J), whose angles stand at columns 2i and 2i + 1. Both columns hold
+    one angle: ckptkern.nn.rotary_tables makes either. Given tables are kept, so layers should share one pair. Or a number,
+    theta: rotary_tables(positions, D, theta), positions 0, 1, ..., from 0 again in each packed sequence; these are made
+    again in backward, not kept.
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
-    to [B, H, S, S]; key_padding_mask: bool [B, S], True = masked out, or additive. The masks are kept for backward as they
-    are, so that layers share them. is_causal, window_size, alibi_slopes: as in scaled_dot_product_attention.
+    to [B, H, S, S], or torch's CausalBias, which is is_causal; key_padding_mask: bool [B, S], True = masked out, or additive.
+    The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes: as in
+    scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch: replayed from 16 bytes each.
@@ -733,7 +824,8 @@ def attention_block(
         "selective"  x, o, lse: the core is not run again
         "full"       x: as many products as torch.utils.checkpoint
 
-    Raises ValueError (shapes, choices), TypeError (dtypes), RuntimeError (backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
+    RuntimeError (backend).
     """
     t, o = gather(
         "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, norm=norm,

@@ -73,13 +73,14 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
     x [..., n], any floating dtype. p is rounded to k/65536. Kept for backward: 16 bytes, drawn from torch's generator
     (torch.manual_seed reproduces them). Returns x itself where p is 0 or training is false.
-    Raises ValueError for p outside [0, 1], TypeError for an input that is not floating point.
+    Raises ValueError for p outside [0, 1], DtypeError for an input that is not floating point,
+    LayoutError for one that is not dense (ckptkern.errors).
     """
     check_probability("dropout", p)
     if not training or p == 0.0:
         return x
     if isinstance(x, Tensor) and x.dim() == 0:
         return dropout(x[None], p)[0]
-    check_input("dropout", x)
+    check_input("dropout", x, jagged=True)
     statics = (float(p), choose_backend("dropout", x), "ieee")
     return _apply(statics, x, draw_state(x, p, training))

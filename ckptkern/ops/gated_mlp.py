@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import eager
+from ..errors import ShapeError
 from ._common import (
     BiasGrad,
     WeightGrad,
@@ -204,20 +205,21 @@ def gated_mlp(
         "full"       x            11
 
     workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
-    Raises ValueError (shapes, activation, level, probability, workspace), TypeError (dtypes), RuntimeError (backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
+    probability, workspace), RuntimeError (backend).
     """
     op = "gated_mlp"
     check_statics(op, activation, recompute, dropout_p)
-    check_input(op, x)
+    check_input(op, x, jagged=True)
     check_weight(op, "gate_weight", gate_weight, gate_bias, x, x.shape[-1], "input")
     check_weight(op, "up_weight", up_weight, up_bias, x, x.shape[-1], "input")
     if up_weight.shape != gate_weight.shape:
-        raise ValueError(
+        raise ShapeError(
             f"{op}: gate_weight and up_weight must have one shape, but have {tuple(gate_weight.shape)} and "
             f"{tuple(up_weight.shape)}"
         )
     check_weight(op, "down_weight", down_weight, down_bias, x, gate_weight.shape[0], "the hidden layer")
-    x = cast_input(op, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
+    x = cast_input(op, x, gate_weight, up_weight, down_weight)
     statics = (
         activation, float(dropout_p), choose_level(recompute), choose_backend(op, x), matmul_precision(x),
         parse_bytes(op, workspace),

@@ -17,6 +17,7 @@ from ._common import (
     choose_backend,
     choose_level,
     column_sum,
+    compose,
     matmul_precision,
     primitives,
     row_count,
@@ -160,11 +161,17 @@ def linear_act(
         "selective"  x, 1 bit an element                      x, z      3
         "full"       x                                        x         4
 
-    Raises ValueError (shapes, activation, level), TypeError (dtypes), RuntimeError (backend).
+    A sparse weight (COO, CSR, CSC), or any that is not strided, goes to torch's own ops, with their errors and gradients:
+    what is kept is then torch's choice.
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level),
+    RuntimeError (backend).
     """
     check_statics("linear_act", activation, recompute)
-    check_input("linear_act", x)
+    check_input("linear_act", x, jagged=True)
+    if isinstance(weight, Tensor) and weight.layout is not torch.strided:
+        compose("linear_act", f"the kernels cover dense weights, not {weight.layout}")
+        return eager.act(torch.nn.functional.linear(x, weight, bias), activation)
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
-    x = cast_input("linear_act", x, weight, bias)
+    x = cast_input("linear_act", x, weight)
     statics = (activation, choose_level(recompute), choose_backend("linear_act", x), matmul_precision(x))
     return _apply(statics, x, weight, bias)

@@ -263,11 +263,12 @@ def linear_stack(
         "full"               x, and 1 bit an element of y (relu) / x (others)      4k - 1 / 4k
 
     workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
-    Raises ValueError (shapes, activation, level, workspace), TypeError (dtypes), RuntimeError (backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
+    workspace), RuntimeError (backend).
     """
     op = "linear_stack"
     check_statics(op, activation, recompute)
-    check_input(op, x)
+    check_input(op, x, jagged=True)
     for name, given in (("weights", weights), ("biases", () if biases is None else biases)):
         if isinstance(given, Tensor) or not isinstance(given, Iterable):
             raise TypeError(f"{op}: {name} must be a list of tensors, not {type(given).__name__}")
@@ -283,7 +284,7 @@ def linear_stack(
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         check_weight(op, f"weights[{i}]", w, b, x, features, "input" if i == 0 else f"weights[{i - 1}]'s output")
         features = w.shape[0]
-    x = cast_input(op, x, *weights, *biases)
+    x = cast_input(op, x, *weights)
     statics = (
         activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), parse_bytes(op, workspace)
     )  # fmt: skip

@@ -212,13 +212,14 @@ def mlp(
     workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
 
     Inside torch.utils.checkpoint the level is "none": the checkpoint already rebuilds the segment.
-    Raises ValueError (shapes, activation, level, probability, workspace), TypeError (dtypes), RuntimeError (backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
+    probability, workspace), RuntimeError (backend).
     """
     check_statics("mlp", activation, recompute, dropout_p)
-    check_input("mlp", x)
+    check_input("mlp", x, jagged=True)
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
-    x = cast_input("mlp", x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    x = cast_input("mlp", x, fc1_weight, fc2_weight)
     statics = (
         activation, float(dropout_p), choose_level(recompute), choose_backend("mlp", x), matmul_precision(x),
         parse_bytes("mlp", workspace),

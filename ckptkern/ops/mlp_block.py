@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import eager
+from ..errors import ShapeError
 from ._common import (
     check_flags,
     check_input,
@@ -281,7 +282,7 @@ def gather(
     if gate_weight is not None:
         check_weight(op, "gate_weight", gate_weight, gate_bias, x, features, "input")
         if gate_weight.shape != up_weight.shape:
-            raise ValueError(
+            raise ShapeError(
                 f"{op}: gate_weight and up_weight must have one shape, but have {tuple(gate_weight.shape)} and "
                 f"{tuple(up_weight.shape)}"
             )
@@ -289,10 +290,10 @@ def gather(
         raise ValueError(f"{op}: gate_bias needs gate_weight")
     check_weight(op, "down_weight", down_weight, down_bias, x, up_weight.shape[0], "the hidden layer")
     if residual and down_weight.shape[0] != features:
-        raise ValueError(f"{op}: residual needs down_weight with {features} rows, but it has {down_weight.shape[0]}")
+        raise ShapeError(f"{op}: residual needs down_weight with {features} rows, but it has {down_weight.shape[0]}")
     check_norm(op, x, norm, norm_weight, norm_bias, features if norm_first else down_weight.shape[0])
     check_number(op, "norm_eps", norm_eps)
-    dtype = compute_dtype(op, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
+    dtype = compute_dtype(op, x, gate_weight, up_weight, down_weight)
     t = MLPTensors(
         norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None, None
     )
@@ -343,7 +344,8 @@ def mlp_block(
     norm: None, "layer" or "rms", with norm_weight and norm_bias or None.
     dropout_p of the hidden layer, resid_dropout_p of the branch: replayed from 16 bytes each.
     recompute, workspace: as in mlp and gated_mlp, with x the block's input: the norm is always rebuilt.
-    Raises ValueError (shapes, choices), TypeError (dtypes), RuntimeError (backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
+    RuntimeError (backend).
     """
     t, o = gather(
         "mlp_block", x, up_weight, up_bias, down_weight, down_bias, activation, dropout_p, gate_weight=gate_weight,

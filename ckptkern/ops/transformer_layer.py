@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import ShapeError
 from ._common import check_choice
 from ._segment import Segment, build, needed
 from .attention_block import (
@@ -235,7 +236,7 @@ def transformer_layer(
         op, x, training=training, recompute=recompute, **{"residual": True} | dict(attention_arguments)
     )
     if ta.wo.shape[0] != x.shape[-1]:
-        raise ValueError(
+        raise ShapeError(
             f"{op}: out_weight must have {x.shape[-1]} rows, as the input has features, but it has {ta.wo.shape[0]}"
         )
     inner = "none" if oa.recompute == "none" else "full"

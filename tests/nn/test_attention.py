@@ -464,3 +464,25 @@ def test_compiles_under_autocast():
     for name, wanted in eager.items():
         assert mine[name].dtype == wanted.dtype, name
         torch.testing.assert_close(mine[name], wanted)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("source", ["self", "key_is_value", "three"])
+def test_a_bias_of_another_dtype(source, need_weights):
+    """batch_first's inputs are not contiguous to torch, whose F.linear then adds the bias by itself, of any dtype."""
+    ours, theirs = build(batch_first=True)
+    for module in (ours, theirs):
+        module.in_proj_bias = torch.nn.Parameter(theirs.in_proj_bias.detach().float())
+    x, y, z = (tokens("batch_first", L) for _ in range(3))
+    three = {"self": (x, x, x), "key_is_value": (x, y, y), "three": (x, y, z)}[source]
+    inputs = {f"input{i}": t for i, t in enumerate(dict.fromkeys(three))}
+    names = [next(name for name, one in inputs.items() if one is t) for t in three]
+
+    def call(module, **given):
+        return module(*(given[name] for name in names), need_weights=need_weights)
+
+    mine, reference = run(ours, call, inputs), run(theirs, call, inputs)
+    for name, wanted in reference.items():
+        torch.testing.assert_close(mine[name], wanted, rtol=1e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+    assert mine["in_proj_bias"].dtype == torch.float32
+    assert mine["output 0"].dtype == torch.float64

@@ -12,6 +12,7 @@ from twins import dropout_is_one_mask, pairwise, run
 
 import ckptkern
 from ckptkern.memory import kept_tensors
+from ckptkern.ops.attention_block import positions_of
 
 E, H, HEAD, HIDDEN, B, S = 12, 4, 6, 20, 2, 5
 
@@ -108,10 +109,7 @@ def test_packed_sequences_start_at_position_zero():
     x = torch.randn(sum(lengths), E, dtype=torch.float64, requires_grad=True)
     assert_same(module, lambda m, x: m(x, cu_seqlens=cu, max_seqlen=4), theirs, x)
     # scores read differences of positions alone: a position that runs on would cost precision, not correctness
-    cos, sin = module.self_attn.block_arguments(x, cu_seqlens=cu)["rotary"]
-    wanted = ckptkern.nn.rotary_tables(torch.tensor([0, 1, 0, 1, 2, 3, 0, 1, 2]), HEAD, 10.0)
-    assert torch.equal(cos, wanted[0])
-    assert torch.equal(sin, wanted[1])
+    assert positions_of(9, x.device, cu).tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
     assert_same(module, lambda m, x: m(x[:2]), lambda m, x: plain(m, x[None, :2])[0], x)
 
 
@@ -123,6 +121,9 @@ def test_rotary_tables():
     torch.testing.assert_close(sin[0, 1], angles.sin())
     assert (cos[0, 0] == 1).all()
     assert ckptkern.nn.rotary_tables(torch.arange(3), 4, dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+    pairs = ckptkern.nn.rotary_tables(torch.tensor([[0, 3], [7, 100]]), 4, 50.0, interleaved=True)
+    assert torch.equal(pairs[0], cos[..., [0, 0, 1, 1]])
+    assert torch.equal(pairs[1], sin[..., [0, 0, 1, 1]])
     with pytest.raises(ValueError, match="dim must be even, not 3"):
         ckptkern.nn.rotary_tables(torch.arange(3), 3)
 
@@ -153,6 +154,32 @@ def test_kept_bytes(dropout, recompute, kept):
     with kept_tensors(exclude=[*module.parameters(), *rotary]) as found:
         module(x, rotary)
     assert found.bytes == 8 * B * S * kept + (48 if dropout else 0), found.tensors
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_layers_keep_no_tables(level):
+    """Four layers keep what one keeps four times over, and as much as without rotation."""
+
+    def kept(theta, count):
+        model = torch.nn.Sequential(*(layer(recompute=level, rope_theta=theta) for _ in range(count)))
+        x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+        with kept_tensors(exclude=model.parameters()) as found:
+            model(x)
+        return found.bytes
+
+    assert kept(100.0, 4) == 4 * kept(100.0, 1) == 4 * kept(None, 1)
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer"])
+def test_tables_of_one_row_serve_a_batch(name, composed):
+    module = getattr(ckptkern.nn, name)(24, H)
+    module = adapted(module) if composed else module
+    tables, x = ckptkern.nn.rotary_tables(torch.arange(S), HEAD), torch.randn(B, S, 24)
+    expected = module(x, tables)
+    assert torch.equal(module(x, tuple(table[None] for table in tables)), expected)
+    assert torch.equal(module(x, tuple(table.expand(B, S, HEAD) for table in tables)), expected)
+    assert torch.equal(module(x), expected)
 
 
 def test_dropout_is_one_mask():

@@ -5,6 +5,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from types import MethodType
 from typing import NamedTuple
 
 import pytest
@@ -514,3 +515,30 @@ def test_defaults_are_those_of_the_twins():
     assert isinstance(ours, nn.Linear)
     assert isinstance(ckptkern.nn.Dropout(), nn.Dropout)
     assert ckptkern.nn.Dropout().p == nn.Dropout().p
+
+
+@pytest.mark.parametrize("name", [name for name in ckptkern.nn.__all__ if name != "rotary_tables"])
+def test_scripting_is_refused_by_name(name):
+    """Also inside another module; TorchScript's own message was about `super().forward`, or a line of ours."""
+    kind = getattr(ckptkern.nn, name)
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    for module in (layer, nn.ModuleList([layer])):
+        with pytest.raises(NotImplementedError, match=rf"torch\.jit\.script: {name} is .* Use torch\.compile"):
+            torch.jit.script(module)
+
+
+def test_a_classs_own_forward_bound_to_the_instance_is_no_other():
+    """Hugging Face's kernelize binds it; a layer whose parts it went over stays one segment."""
+    x, kept = torch.randn(3, 7), []
+    for bound in (None, "own", "another's"):
+        torch.manual_seed(0)
+        layer = ckptkern.nn.MLP(7, 12, 5)
+        if bound is not None:
+            layer.fc1.forward = MethodType(nn.Linear.forward, layer.fc1 if bound == "own" else nn.Linear(7, 12))
+        with kept_tensors(exclude=layer.parameters()) as found:
+            y = layer(x)
+        kept.append(found.bytes)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), y)
+    assert kept[0] == kept[1] < kept[2]

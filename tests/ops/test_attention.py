@@ -655,6 +655,57 @@ def test_options_of_a_block(options, level, backend):
 ENDS = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
 
 
+def turned_block(rotary, level="selective", **options):
+    def run(t):
+        return ckptkern.attention_block(
+            t["x"], t["qkv_weight"], t["qkv_bias"], t["out_weight"], t["out_bias"], 4, rotary=rotary, recompute=level,
+            is_causal=True, **options,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_tables_of_one_row_serve_a_batch(backend, interleaved):
+    """[1, S, R], as transformers makes them, is [S, R]; two of the six dimensions stay."""
+    block = Block("", Attention(norm=None, residual=False))
+    tables = ckptkern.nn.rotary_tables(torch.arange(7), 4, 10.0, interleaved=interleaved)
+    tensors = block.make()
+    with ckptkern.backend(backend):
+        ours, expected = (
+            gradients(turned_block(pair, rotary_interleaved=interleaved), tensors)
+            for pair in (tuple(table[None] for table in tables), tables)
+        )
+    assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("cu", [None, ENDS], ids=["rows", "packed"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("level", "backend"), [*((level, "eager") for level in LEVELS), ("full", "triton")])
+def test_theta_stands_for_its_tables(level, backend, interleaved, cu):
+    """The same bits, first order and second, and nothing of the tables is kept."""
+    block = Block("", Attention(norm=None, residual=False))
+    tensors = block.make() if cu is None else block.make(lead=(11,))
+    positions = torch.arange(7) if cu is None else torch.tensor([*range(4), *range(7)])
+    tables = ckptkern.nn.rotary_tables(positions, 6, 10.0, interleaved=interleaved)
+    by_theta, by_tables = (
+        turned_block(rotary, level, rotary_interleaved=interleaved, cu_seqlens=cu) for rotary in (10.0, tables)
+    )
+    with ckptkern.backend(backend):
+        assert_same(gradients(by_theta, tensors), gradients(by_tables, tensors))
+        seconds = []
+        for function in (by_theta, by_tables):
+            (dx,) = torch.autograd.grad(function(tensors).square().sum(), tensors["x"], create_graph=True)
+            seconds.append(torch.autograd.grad(dx.square().sum(), tensors["qkv_weight"])[0])
+        assert torch.equal(*seconds)
+        with kept_tensors() as kept:
+            by_theta(tensors)
+        with kept_tensors() as kept_with_tables:
+            by_tables(tensors)
+    assert kept_with_tables.bytes - kept.bytes == sum(table.nbytes for table in tables)
+
+
 def packed_block(level):
     def run(t):
         return ckptkern.attention_block(
@@ -829,6 +880,8 @@ CORES = {
     "no rows": ({"q_shape": (2, 4, 0, 64)}, ""),
     "one row": ({"q_shape": (2, 4, 1, 64)}, ""),
     "a window": ({"left": 3, "right": 0}, ""),
+    "lower-right": ({"k_shape": (2, 4, 256, 64), "right": 128}, ""),
+    "lower-right, fewer keys": ({"q_shape": (2, 4, 256, 64), "right": -128}, ""),
     "a mask, slopes or dropout": ({"other": True}, ""),
     "backend eager": ({"backend": "eager"}, ""),
     "Ampere": ({"capability": (8, 0)}, "flash"),
@@ -837,7 +890,7 @@ CORES = {
 }
 
 
-def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat16, left=-1, right=-1, backend="triton",
+def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat16, left=None, right=None, backend="triton",
                 scale=0.125, other=None, capability=(9, 0), accepts=True):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(attention_op, "_accepts", lambda *args: accepts)

@@ -55,10 +55,11 @@ class Seen(Tensor):
         return func(*(arg.inner if isinstance(arg, Seen) else arg for arg in args), **(kwargs or {}))
 
 
-def test_a_tensor_subclass_sees_the_op(monkeypatch):
+def test_a_tensor_subclass_with_operations_of_its_own_sees_pytorchs(monkeypatch):
     monkeypatch.setattr(Seen, "names", ())
     step(Seen(torch.randn(3, 8)))
-    assert [name for name in Seen.names if name.startswith("ckptkern")] == OPS
+    assert "aten::gelu" in Seen.names
+    assert not any(name.startswith("ckptkern") for name in Seen.names)
 
 
 def test_nobody_else_pays_for_the_dispatcher(monkeypatch):

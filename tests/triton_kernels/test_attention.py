@@ -24,7 +24,7 @@ OPTIONS = {
     "head_dim": (40, 64, 96, 1, 3),
     "heads": ((2, 2), (4, 2), (3, 1)),  # query heads, key and value heads
     "lengths": ((37, 41), (70, 5), (5, 70), (64, 64), "packed"),
-    "window": ((None, None), (None, 0), (3, 5), (40, None)),
+    "window": ((None, None), (None, 0), (3, 5), (40, None), (None, -20)),
     "mask": (None, "bool keys", "bool all", "additive", "additive keys"),
     "slopes": (None, "heads", "batch"),
     "dropout": (0.0, 0.3),

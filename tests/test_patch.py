@@ -1,0 +1,246 @@
+"""ckptkern's checkpoint behind torch's: who gets it, what the arguments do, under torch.compile, and torch's given back."""
+
+import functools
+import importlib.util
+import warnings
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import ckptkern
+from ckptkern import patch_torch, unpatch_torch
+from ckptkern.state import unpack_saved
+
+SOURCE = """
+import functools
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+class Model:
+    run = staticmethod(checkpoint)
+
+def default(function, x, run=checkpoint):
+    return run(function, x, use_reentrant=False)
+
+def by_name(function, x):
+    return checkpoint(function, x, use_reentrant=False)
+
+def of_class(function, x):
+    return Model.run(function, x, use_reentrant=False)
+
+def sequential(function, x):
+    return checkpoint_sequential([function, lambda x: x], 2, x, use_reentrant=False)
+
+partial = functools.partial(checkpoint, use_reentrant=False)
+"""
+
+
+def imported(tmp_path, name: str):
+    """A module that someone else wrote."""
+    path = tmp_path / f"{name}.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_attribute(function, x):
+    return torch_checkpoint.checkpoint(function, x, use_reentrant=False)
+
+
+class Seen(nn.Module):
+    """Is the segment that it runs in ours?"""
+
+    def forward(self, x):
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.ours = hooks is not None and hooks[1] is unpack_saved
+        return x.sin()
+
+
+def is_ours(call) -> bool:
+    seen = Seen()
+    call(seen, torch.ones(3, requires_grad=True))
+    return seen.ours
+
+
+@pytest.fixture(autouse=True)
+def torchs_own():
+    yield
+    assert not is_ours(by_attribute)
+
+
+def test_everyone_who_has_torchs_gets_ours(tmp_path):
+    before = imported(tmp_path, "before")
+    seen = Seen()
+    wrapper = checkpoint_wrapper(seen)
+    names = ("by_name", "default", "of_class", "sequential", "partial")
+    calls = [by_attribute, lambda _, x: wrapper(x), *(getattr(before, name) for name in names)]
+    for ours in (False, True, False):
+        if ours:
+            patch = patch_torch()
+            during = imported(tmp_path, "during")
+            calls += [getattr(during, name) for name in names]
+        elif len(calls) > 7:
+            patch.remove()
+        for call in calls:
+            function = seen if call is calls[1] else Seen()
+            call(function, torch.ones(3, requires_grad=True))
+            assert function.ours == ours, call
+
+
+def test_a_block_and_a_segment_that_outlives_it():
+    with patch_torch():
+        linear, x = nn.Linear(3, 3), torch.randn(2, 3)
+        y = checkpoint(linear, x, use_reentrant=False)
+    with torch.no_grad():
+        linear.weight.add_(1)
+    with pytest.raises(CheckpointError, match="the parameter 'weight' of shape"):  # torch's says nothing
+        y.sum().backward()
+
+
+def test_patches_nest():
+    first, second = patch_torch(), patch_torch()
+    first.remove()
+    first.remove()
+    assert is_ours(by_attribute)
+    second.remove()
+    assert not is_ours(by_attribute)
+
+    with patch_torch(), patch_torch():
+        unpatch_torch()
+        assert is_ours(by_attribute)
+        unpatch_torch()
+        assert not is_ours(by_attribute)
+        unpatch_torch()
+
+
+def test_an_error_gives_torchs_back():
+    with pytest.raises(KeyError), patch_torch():
+        raise KeyError
+
+
+def test_somebody_elses_is_refused(monkeypatch):
+    def theirs(function, *args):
+        return function(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_checkpoint, "checkpoint", theirs)
+        with pytest.raises(RuntimeError, match=r"wanted torch's own function at .* but got .*test_patch\..*theirs"):
+            patch_torch()
+    with patch_torch(), monkeypatch.context() as patched:  # theirs came later, and does not keep ours
+        patched.setattr(torch_checkpoint, "checkpoint", theirs)
+        unpatch_torch()
+
+
+def gradients(call, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+    y = call(model, x)
+    return y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("options", [
+    {"use_reentrant": True}, {"use_reentrant": None}, {}, {"use_reentrant": False, "determinism_check": "none"},
+    {"debug": True}, {"early_stop": False, "preserve_rng_state": True},
+    {"context_fn": functools.partial(
+        torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+    )},
+], ids=lambda options: "+".join(options) or "none")  # fmt: skip
+@pytest.mark.filterwarnings("ignore:ckptkern.patch_torch")
+def test_arguments(options):
+    with patch_torch():
+        mine = gradients(lambda model, x: checkpoint(model, x, **options))
+    for one, plain in zip(mine, gradients(lambda model, x: model(x)), strict=True):
+        assert torch.equal(one, plain)
+
+
+def test_arguments_of_the_function_and_wrong_ones():
+    runs = []
+
+    def noisy(x, *, scale):
+        runs.append(scale)
+        return (x * torch.rand(())).exp() * scale
+
+    x = torch.ones(3, requires_grad=True)
+    with patch_torch():
+        y = checkpoint(noisy, x, scale=2, use_reentrant=False, preserve_rng_state=False, determinism_check="values")
+        with pytest.raises(CheckpointError, match="recomputed other values than forward had"):
+            y.sum().backward()
+        assert runs == [2, 2]
+        with pytest.raises(ValueError, match="determinism_check should be one of"):
+            checkpoint(noisy, x, scale=2, determinism_check="some")
+
+
+def test_reentrant_is_said_once():
+    ckptkern.patch._say_once.cache_clear()
+    x = torch.ones(3, requires_grad=True)
+    with patch_torch(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint(torch.sin, x)
+        assert not caught
+        for _ in range(3):
+            checkpoint(torch.sin, x, use_reentrant=True)
+    assert len(caught) == 1
+    assert "use_reentrant=True runs as use_reentrant=False" in str(caught[0].message)
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+PARTIAL = functools.partial(checkpoint, use_reentrant=True)
+CALLS = {
+    "attribute": by_attribute,
+    "name": lambda function, x: checkpoint(function, x, use_reentrant=True, preserve_rng_state=False, early_stop=False),
+    "partial": PARTIAL,
+    "ckptkern's": lambda function, x: ckptkern.checkpoint(function, x),
+}
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_compiled(call, fullgraph):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    linear, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+
+    def inner(x):
+        if not fullgraph:
+            torch._dynamo.graph_break()
+        return linear(x).sin()
+
+    step = torch.compile(lambda x: CALLS[call](inner, x) * 2, backend="aot_eager", fullgraph=fullgraph)
+    expected = torch.autograd.grad((linear(x).sin() * 2).sum(), x)
+    for patched in (True, False, True):  # a graph of one may run in the other
+        patch = patch_torch()
+        if not patched:
+            patch.remove()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                x.grad = None
+                step(x).sum().backward()  # torch's reentrant variant knows no torch.autograd.grad
+                torch.testing.assert_close(x.grad, *expected)
+        finally:
+            patch.remove()
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("call", ["attribute", "ckptkern's"])
+def test_ours_put_in_place_of_torchs(call, fullgraph, monkeypatch):
+    """As Unsloth puts its own: a RecursionError, for torch's was looked for at its place."""
+    monkeypatch.setattr(torch_checkpoint, "checkpoint", ckptkern.checkpoint)
+    torch._dynamo.reset()
+    linear, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+
+    def inner(x):
+        if not fullgraph:
+            torch._dynamo.graph_break()
+        return linear(x).sin()
+
+    step = torch.compile(lambda x: CALLS[call](inner, x) * 2, backend="aot_eager", fullgraph=fullgraph)
+    expected = torch.autograd.grad((linear(x).sin() * 2).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(step(x).sum(), x), expected)
