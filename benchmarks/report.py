@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..extras import missing
 from .cases import CHECKPOINT
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -154,10 +155,10 @@ def draw(folder: Path) -> list[Path]:
 def write(folder: Path) -> None:
     """report.md, and the figures if matplotlib is there."""
     (folder / "report.md").write_text(report(folder))
-    try:
+    if hint := missing("matplotlib"):
+        print(f"no figures: {hint}", file=sys.stderr)
+    else:
         draw(folder)
-    except ImportError as error:
-        print(f"no figures: {error} (pip install 'ckptkern[bench]')", file=sys.stderr)
 
 
 def page_part(results: Path) -> str:

@@ -1,7 +1,7 @@
 """``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
 
 results.csv gets its rows as they come; env.json, report.md and the figures follow at the end. Nothing but torch is
-needed for the measurements; the figures want matplotlib, the table on the terminal rich.
+needed for the measurements; the figures want matplotlib.
 """
 
 from __future__ import annotations

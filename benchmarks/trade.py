@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .. import checkpoint_sequential
+from ..extras import missing
 from ..memory import kept_tensors
 from . import measure
 
@@ -59,7 +60,7 @@ def run(device: torch.device, width: int, rows: int, rounds: int) -> list[dict[s
     measure.interleaved(steps, clock, 2, cuda=device.type == "cuda")
     times, errors = measure.interleaved(steps, clock, rounds, cuda=device.type == "cuda")
     if errors:
-        raise next(iter(errors.values()))
+        raise RuntimeError("; ".join(f"{name}: {error}" for name, error in errors.items()))
     base = statistics.median(times["plain"])
     return [
         {"segments": name, "kept_bytes": kept[name], "ratio": round(statistics.median(times[name]) / base, 4)}
@@ -95,6 +96,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, help="of the input (default: 1024, 16384 on a GPU)")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args(argv)
+    if hint := missing("matplotlib"):
+        parser.exit(2, f"{parser.prog}: {hint}\n")
     device = torch.device(args.device)
     gpu = device.type == "cuda"
     width, rows = args.width or (1024 if gpu else 128), args.rows or (16384 if gpu else 1024)

@@ -26,20 +26,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import ops
-from .demo_figure import draw_figure
 from .env import collect as collect_environment
 from .memory import kept_tensors, peak_memory
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WAYS = ("torch", "torch.utils.checkpoint", "ckptkern")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -402,6 +401,8 @@ def cpu_threads(threads: int | None, config: Config) -> Iterator[int]:
 
 def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
     """Trains all ways step by step in turn, the order rotating, so that slow moments of the machine hit all alike."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     runs = start_runs(config)
     held_out = held_out_batches(config, corpus.held_out)
     every = max(1, config.steps // EVALUATIONS)
@@ -506,6 +507,9 @@ def agreements(config: Config, runs: list[Run]) -> list[Agreement]:
 
 
 def print_summary(config: Config, summaries: list[Summary], agreed: list[Agreement], console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
     table = Table(
         title=f"byte-level GPT, {config.layers} layers of width {config.d_model}, {config.steps} steps",
         box=box.SIMPLE_HEAD,
@@ -638,6 +642,10 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the demo; 0 if the loss curves agree where they must, 1 if not, 2 for arguments that make no sense."""
+    from rich.console import Console
+
+    from .demo_figure import draw_figure
+
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     begin = time.perf_counter()
     try:

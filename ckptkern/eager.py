@@ -115,7 +115,14 @@ def _dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
 
 def column_sum(dy: Tensor) -> Tensor:
     """Sum of the rows, in float32 at least."""
-    return dy.sum(0, dtype=torch.float32 if dy.dtype.itemsize < 4 else None)
+    if dy.dtype.itemsize >= 4:
+        return dy.sum(0)
+    if not dy.is_cpu:
+        return dy.sum(0, dtype=torch.float32)
+    total = dy.new_zeros(dy.shape[1], dtype=torch.float32)
+    for rows in dy.split(16):  # a CPU copies what it sums to float32 first
+        total += rows.sum(0, dtype=torch.float32)
+    return total
 
 
 def _column_sum(dz: Tensor, wanted: bool) -> Tensor | None:
@@ -181,7 +188,7 @@ def gated_act_grad(
     dh = _dropped(torch.mm(dy, wd), dropout, row_base)
     a = act(g, activation)
     h = _dropped(a * u, dropout, row_base) if keep_h else None
-    du = dh * a
+    du = dh * a if a is g else a.mul_(dh)
     dg = ACTIVATIONS[activation].grad_(dh.mul_(u), g)
     return dg, du, h, _column_sum(dg, dbg), _column_sum(du, dbu)
 

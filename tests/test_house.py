@@ -27,6 +27,7 @@ LAYERS = {
     "triton_kernels": 0,
     "memory": 0,
     "subclasses": 0,
+    "extras": 0,
     "state": 1,
     "storage": 1,
     "eager_glue": 1,

@@ -53,22 +53,37 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == f"ckptkern {ckptkern.__version__}"
 
 
-@pytest.mark.parametrize("package", ["rich", "matplotlib"])
-def test_a_missing_package_is_named_with_its_extra(package, capsys, monkeypatch):
-    for name in list(sys.modules):
-        if name.startswith("ckptkern.demo") or name.split(".")[0] == package:
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
+WITHOUT_EXTRAS = "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'numpy', 'rich'))); "
+
+
+@pytest.mark.parametrize("command", __main__.COMMANDS)
+def test_help_needs_torch_alone(command):
+    program = f"{WITHOUT_EXTRAS}from ckptkern.__main__ import main; main([{command!r}, '--help'])"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert f"usage: python -m ckptkern {command} [-h]" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("packages", "hint"),
+    [
+        (["rich"], "rich is not installed: pip install rich\n"),
+        (["matplotlib", "rich"], "matplotlib and rich are not installed: pip install matplotlib rich\n"),
+    ],
+)
+def test_missing_packages_are_named_before_any_work(packages, hint, capsys, monkeypatch, tmp_path):
+    """By their own names: an extra of ckptkern's would be looked for on PyPI."""
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as exit_:
-        __main__.main(["demo", "--help"])
+        __main__.main(["demo", "--out", str(tmp_path / "out")])
     assert exit_.value.code == 2
-    message = capsys.readouterr().err
-    assert f"{package} is not installed" in message
-    assert "pip install 'ckptkern[demo]'" in message
+    assert capsys.readouterr().err == f"ckptkern demo: {hint}"
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_module_of_ours_is_no_missing_extra(monkeypatch):
-    monkeypatch.setitem(__main__.COMMANDS, "demo", (".no_such_module", "", "demo"))
+def test_a_missing_module_of_ours_is_no_missing_package(monkeypatch):
+    monkeypatch.setitem(__main__.COMMANDS, "demo", (".no_such_module", "", ()))
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         __main__.main(["demo"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import os
@@ -343,14 +344,37 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
 
 # -- tokens and weight gradients ------------------------------------------------------------------------------------
 
-DEFAULT_WORKSPACE = 2**30
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 
 
-def parse_bytes(op: str, value: int | str | None) -> int:
-    """workspace in bytes: an int, or a string such as "64MiB"; None is the default of 1 GiB."""
+@functools.cache
+def _device_workspace(device_type: str, index: int | None) -> int:
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return 2**30
+    return max(torch.cuda.get_device_properties(index).total_memory // 32, 2**28)
+
+
+def default_workspace(device_type: str, index: int | None) -> int:
+    """1/32 of a GPU's memory, at least 256 MiB; 1 GiB elsewhere.
+
+    Large, because a chunk more costs a pass over float32 sums of the weights' gradients; what is smaller than it is one
+    chunk, whose peak is below that of PyTorch's own backward.
+    """
+    return _device_workspace(device_type, index)
+
+
+default_workspace._dynamo_marked_constant = True  # as _constant_device_reason
+
+
+def choose_workspace(op: str, value: int | str | None, x: Tensor) -> int:
+    """workspace in bytes: what is given, or the default of x's device."""
+    return parse_bytes(op, value) or default_workspace(x.device.type, x.device.index)
+
+
+def parse_bytes(op: str, value: int | str | None) -> int | None:
+    """workspace in bytes: an int, or a string such as "64MiB"; None stays None."""
     if value is None:
-        return DEFAULT_WORKSPACE
+        return None
     size = value
     if isinstance(value, str):
         size = parse_size(value)
@@ -360,14 +384,33 @@ def parse_bytes(op: str, value: int | str | None) -> int:
 
 
 def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[int, int]]:
-    """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each.
+    """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each, and as equal as
+    multiples of CHUNK_ROWS are.
 
     What is done with a range is a function of its own, so that its tensors are gone before the next one's are made.
     """
     if rows * bytes_per_row <= workspace:
         return [(0, rows)]
-    size = max(workspace // bytes_per_row // CHUNK_ROWS, 1) * CHUNK_ROWS
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+    units = -(-rows // CHUNK_ROWS)
+    count = -(-units // max(workspace // bytes_per_row // CHUNK_ROWS, 1))
+    bounds = [i * units // count * CHUNK_ROWS for i in range(count)]
+    return list(itertools.pairwise([*bounds, rows]))
+
+
+def row_bytes(like: Tensor, tensors: int, masks: int, summed: int, beside: int) -> int:
+    """Bytes of a row's transient tensors in a backward pass, in the dtype of `like`.
+
+    tensors: elements of the most that live at once; masks: of bools among them. summed: elements of the two operands of the
+    largest weight gradient, `beside` of the transient tensors that live then. A CPU, which forms no float32 product of
+    16-bit operands, copies the two, and 16 rows of at least 128 for the sum of a column; torch's product of float16 there
+    was measured to take up to another copy.
+    """
+    size = like.element_size()
+    bytes_ = tensors * size + masks
+    if size >= 4 or like.is_cuda:
+        return bytes_
+    copies = summed * (8 if like.dtype == torch.float16 else 4)
+    return max(bytes_ + summed // 2, beside * size + copies)
 
 
 class WeightGrad:
@@ -379,21 +422,19 @@ class WeightGrad:
     def add(self, a: Tensor, b: Tensor) -> None:
         """a [m, N], b [m, K] -> total [N, K]."""
         a = a.t()
-        if a.dtype in (torch.float32, torch.float64) or (self.chunks == 1 and a.dtype == self.dtype):
-            self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
-        elif a.is_cuda:  # a 16-bit product with a float32 result
+        if a.is_cuda and a.dtype.itemsize < 4 and (self.chunks > 1 or a.dtype != self.dtype):
             if self.total is None:
                 self.total = torch.mm(a, b, out_dtype=torch.float32)
             else:
-                self.total = torch.addmm(self.total, a, b, out_dtype=torch.float32)
-        elif self.chunks == 1:
-            self.total = torch.mm(a, b)
-        else:
-            part = torch.mm(a.float(), b.float())
-            self.total = part if self.total is None else self.total.add_(part)
+                torch.addmm(self.total, a, b, out_dtype=torch.float32, out=self.total)
+            return
+        if self.chunks > 1 and a.dtype.itemsize < 4:  # no such product on a CPU
+            a, b = a.float(), b.float()
+        self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
 
     def result(self) -> Tensor:
-        return cast_parameter(self.total, self.dtype)
+        total, self.total = self.total, None  # one float32 sum beside its result at a time
+        return cast_parameter(total, self.dtype)
 
 
 class BiasGrad:

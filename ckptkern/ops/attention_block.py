@@ -646,7 +646,10 @@ def gather(
         ("scale", 1.0 if scale is None else scale),
     ):
         check_number(op, name, number)
-    is_theta = hasattr(rotary, "__float__") and not (isinstance(rotary, Tensor) and rotary.dim())
+    # isinstance first, as in check_probability
+    is_theta = isinstance(rotary, (int, float)) or (
+        rotary.dim() == 0 if isinstance(rotary, Tensor) else hasattr(rotary, "__float__")
+    )
     for name, pair, other in (
         ("qk_norm", qk_norm, ""),
         ("rotary", None if is_theta else rotary, " or a number (theta)"),

@@ -17,13 +17,14 @@ from ._common import (
     check_weight,
     choose_backend,
     choose_level,
+    choose_workspace,
     column_sum,
     draw_state,
     dropout_arguments,
     dropped,
     matmul_precision,
-    parse_bytes,
     primitives,
+    row_bytes,
     row_count,
     rows_2d,
     token_chunks,
@@ -88,15 +89,20 @@ class GatedMLP(Segment):
         wg_, bg_, wu_, bu_, wd_ = (cast_parameter(t, dtype) for t in (wg, bg, wu, bu, wd))
         dropout = dropout_arguments(rng, dropout_p)
         need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
-        # the eager backend's g, u, dh, act(g), h, dg, du, and a mask with its copy
-        chunks = token_chunks(M, (7 if rng is None else 8) * hidden * dy.element_size(), workspace)
+        # g, u, dg, du, h: dg and du of the eager backend lie over dh and act(g), but its relu2 takes one more, its dropout
+        # two more and a mask
+        eagerly, e = backend == "eager", wd.shape[0]
+        held = 5 + (2 if eagerly and rng is not None else eagerly and activation == "relu2")
+        masks, summed = hidden * (eagerly and rng is not None), hidden + max(features, e)
+        chunks = token_chunks(M, row_bytes(dy, held * hidden, masks, summed, 3 * hidden), workspace)
         weight_grads = {
             i: WeightGrad(w.dtype, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)
         }
         bias_grads = {i: BiasGrad(b.dtype) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
-        dx = dy.new_empty((M, features)) if needed(needs, X) else None
+        dx = None
 
         def add(start: int, stop: int) -> None:
+            nonlocal dx
             rows = slice(start, stop)
             x_rows, dy_rows = None if x is None else x[rows], dy[rows]
             options = dict(dropout=dropout, row_base=start)
@@ -123,17 +129,24 @@ class GatedMLP(Segment):
                         dy_rows, wd_, g_rows, u_rows, activation, precision, **wanted, **options
                     )
                 h_rows = made if keep_h else h_rows
+                g_rows = u_rows = made = None
+            if WD in weight_grads:
+                weight_grads[WD].add(dy_rows, h_rows)
+                h_rows = None  # gone before the other gradients are made
+            if need_gate:
                 for i, part in ((BG, dbg), (BU, dbu)):
                     if i in bias_grads:
                         bias_grads[i].add(part)
-                for i, dz in ((WG, dg), (WU, du)):
-                    if i in weight_grads:
-                        weight_grads[i].add(dz, x_rows)
+                if WG in weight_grads:
+                    weight_grads[WG].add(dg, x_rows)
                 if needed(needs, X):
+                    dx = dy.new_empty((M, features)) if dx is None else dx
                     torch.mm(dg, wg_, out=dx[rows])
+                dg = None
+                if WU in weight_grads:
+                    weight_grads[WU].add(du, x_rows)
+                if needed(needs, X):
                     dx[rows].addmm_(du, wu_)
-            if WD in weight_grads:
-                weight_grads[WD].add(dy_rows, h_rows)
 
         for start, stop in chunks if need_gate or needed(needs, WD) else ():
             add(start, stop)
@@ -204,7 +217,9 @@ def gated_mlp(
         "selective"  x, g, u       9
         "full"       x            11
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at
+    least, in equal chunks. Default: 1/32 of the GPU's memory, 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    which more than one chunk needs, are not counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
     probability, workspace), RuntimeError (backend).
     """
@@ -222,7 +237,7 @@ def gated_mlp(
     x = cast_input(op, x, gate_weight, up_weight, down_weight)
     statics = (
         activation, float(dropout_p), choose_level(recompute), choose_backend(op, x), matmul_precision(x),
-        parse_bytes(op, workspace),
+        choose_workspace(op, workspace, x),
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)
     return _apply(statics, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, rng)

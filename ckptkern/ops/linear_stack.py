@@ -18,9 +18,10 @@ from ._common import (
     check_weight,
     choose_backend,
     choose_level,
+    choose_workspace,
     matmul_precision,
-    parse_bytes,
     primitives,
+    row_bytes,
     row_count,
     rows_2d,
     token_chunks,
@@ -150,7 +151,8 @@ class LinearStack(Segment):
         stored = [rows_2d(h) for h in hidden]
         # every z or h, the last h, and z, dh, dz, h of the layer at hand
         widths = [w.shape[0] for w in weights]
-        chunks = token_chunks(M, (sum(widths) + 4 * max(widths)) * dy.element_size(), workspace)
+        held, summed = sum(widths) + 4 * max(widths), max(sum(w.shape) for w in weights)
+        chunks = token_chunks(M, row_bytes(dy, held, 0, summed, sum(widths) + 3 * max(widths)), workspace)
         weight_grads = [WeightGrad(w.dtype, len(chunks)) for w in weights]
         bias_grads = [BiasGrad(b.dtype) for b in biases] or [None] * L
         dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
@@ -262,7 +264,9 @@ def linear_stack(
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit an element of y (relu) / x (others)      4k - 1 / 4k
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at
+    least, in equal chunks. Default: 1/32 of the GPU's memory, 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    which more than one chunk needs, are not counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
     workspace), RuntimeError (backend).
     """
@@ -286,6 +290,6 @@ def linear_stack(
         features = w.shape[0]
     x = cast_input(op, x, *weights)
     statics = (
-        activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), parse_bytes(op, workspace)
+        activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), choose_workspace(op, workspace, x),
     )  # fmt: skip
     return _apply(statics, x, *weights, *biases)

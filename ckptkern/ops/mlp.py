@@ -16,13 +16,14 @@ from ._common import (
     check_weight,
     choose_backend,
     choose_level,
+    choose_workspace,
     column_sum,
     draw_state,
     dropout_arguments,
     dropped,
     matmul_precision,
-    parse_bytes,
     primitives,
+    row_bytes,
     row_count,
     rows_2d,
     token_chunks,
@@ -92,8 +93,11 @@ class MLP(Segment):
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
         dropout = dropout_arguments(rng, dropout_p)
-        # z, dh, dz or z, dz, h; the eager backend's dropout adds a product, a copy and a mask
-        bytes_per_row = (3 if rng is None else 6) * w1.shape[0] * dy.element_size()
+        # z and dh, dz over dh, h over z; relu2 of the eager backend takes one more, dropout there two more and a mask
+        hidden, eagerly = w1.shape[0], backend == "eager"
+        held = 2 + (2 if eagerly and rng is not None else eagerly and activation == "relu2")
+        masks, summed = hidden * (eagerly and rng is not None), hidden + max(w1.shape[1], w2.shape[0])
+        bytes_per_row = row_bytes(dy, held * hidden, masks, summed, 2 * hidden)
         chunks = token_chunks(dy.shape[0], bytes_per_row, workspace)
         dw1, dw2 = WeightGrad(w1.dtype, len(chunks)), WeightGrad(w2.dtype, len(chunks))
         db1 = BiasGrad(b1.dtype) if need_db1 else None
@@ -128,6 +132,10 @@ class MLP(Segment):
                         h_over_z=True, db=need_db1,
                     )  # fmt: skip
                 h_rows = made if keep_h else h_rows
+            if need_dw2:
+                dw2.add(dy_rows, h_rows)
+                made = z_rows = h_rows = None  # the largest tensor there is, gone before dw1 and dx are made
+            if need_dz:
                 if need_db1:
                     db1.add(db)
                 if need_dw1:
@@ -136,8 +144,6 @@ class MLP(Segment):
                     dx = torch.mm(dz, w1_)
                 elif need_dx:
                     torch.mm(dz, w1_, out=dx[start:stop])
-            if need_dw2:
-                dw2.add(dy_rows, h_rows)
 
         for start, stop in chunks if need_dz or need_dw2 else ():
             add(start, stop)
@@ -209,7 +215,9 @@ def mlp(
         "selective"  x, h (relu); x, z (others)        6
         "full"       x                                 7
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit. Default 1 GiB.
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at
+    least, in equal chunks. Default: 1/32 of the GPU's memory, 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    which more than one chunk needs, are not counted.
 
     Inside torch.utils.checkpoint the level is "none": the checkpoint already rebuilds the segment.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
@@ -222,7 +230,7 @@ def mlp(
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
     statics = (
         activation, float(dropout_p), choose_level(recompute), choose_backend("mlp", x), matmul_precision(x),
-        parse_bytes("mlp", workspace),
+        choose_workspace("mlp", workspace, x),
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)
     return _apply(statics, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, rng)

@@ -18,11 +18,11 @@ from ._common import (
     check_weight,
     choose_backend,
     choose_level,
+    choose_workspace,
     compute_dtype,
     draw_state,
     dropout_arguments,
     matmul_precision,
-    parse_bytes,
     primitives,
 )  # fmt: skip
 from ._segment import Segment, build, needed
@@ -301,7 +301,7 @@ def gather(
     o = MLPOptions(
         norm or "", float(norm_eps), norm_first, activation, float(dropout_p), float(resid_dropout_p),
         residual, choose_level(recompute), choose_backend(op, probe), matmul_precision(probe),
-        parse_bytes(op, workspace), dtype,
+        choose_workspace(op, workspace, probe), dtype,
     )  # fmt: skip
     return t, o
 

@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -373,3 +374,22 @@ def test_trade_writes_its_table_and_figure(tmp_path):
         kept = {row["segments"]: int(row["kept_bytes"]) for row in csv.DictReader(file)}
     assert kept["plain"] > kept["2"] > kept["4"] > kept["8"] > kept["every 1"] == trade.LAYERS * 64 * 16 * 4
     assert (tmp_path / "segments.png").stat().st_size > 5000
+
+
+def test_trade_names_the_strategy_that_failed(monkeypatch):
+    from ckptkern.benchmarks import trade
+
+    def clock(step, index):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(trade.measure, "cpu_clock", clock)
+    with pytest.raises(RuntimeError, match="plain: MemoryError: no room; 2: "):
+        trade.run(torch.device("cpu"), 16, 64, 1)
+
+
+def test_report_without_matplotlib_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(report, "report", lambda folder: "text")
+    report.write(tmp_path)
+    assert capsys.readouterr().err == "no figures: matplotlib is not installed: pip install matplotlib\n"
+    assert (tmp_path / "report.md").read_text() == "text"

@@ -356,9 +356,11 @@ def test_autocast_is_as_exact_as_torch():
     assert_as_exact(mine, eager, exact)
 
 
-def test_compiles_without_a_graph_break():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_without_a_graph_break(dynamic):
+    """Dynamic: theta is a symbol, too."""
     module, x = layer(qk_norm=True), torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-    compiled = torch.compile(lambda x: module(x), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda x: module(x), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     assert_same(module, lambda m, x: compiled(x), lambda m, x: m(x), x, atol=1e-12)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -250,20 +251,46 @@ def test_error_does_not_grow_with_the_number_of_chunks(setup, dtype):
         assert chunked[name] <= 1.05 * error, name
 
 
-@pytest.mark.parametrize("setup", setups(("gelu",), dropout=(P,), ops=("linear_stack", "mlp", "gated_mlp")))
-def test_workspace_bounds_the_memory_of_backward(setup):
-    """Beyond the gradients themselves, backward allocates no more than the workspace at any time."""
-    tensors = make(setup, Sizes(lead=(2048,), features=8, hidden=128, out=8))
+def transient(setup, tensors, workspace):
+    """The peak of backward beyond the gradients: of x in its dtype, of parameters as the float32 sums of chunks,
+    of biases with the part that is added."""
+    y = setup.with_(workspace=workspace).fused(tensors)
+    dy = output_gradient(y)
+    with peak_memory("cpu") as peak:
+        grads = torch.autograd.grad(y, list(tensors.values()), dy)
+    sizes = [g.numel() * (g.element_size() if i == 0 else 4 * (3 - g.dim())) for i, g in enumerate(grads)]
+    return peak.bytes - sum(sizes)
 
-    def transient(workspace):
-        y = setup.with_(workspace=workspace).fused(tensors)
-        dy = output_gradient(y)
-        with peak_memory("cpu") as peak:
-            grads = torch.autograd.grad(y, list(tensors.values()), dy)
-        return peak.bytes - sum(g.nbytes for g in grads)
 
-    assert 0 < transient("512KiB") <= 2**19
-    assert transient(None) > 2 * 2048 * 128 * 4
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    "setup", setups(ACTIVATIONS, ("selective", "full"), dropout=(0.0, P), ops=("linear_stack", "mlp", "gated_mlp"))
+)
+def test_workspace_bounds_the_memory_of_backward(setup, dtype):
+    """At 128 rows a chunk, the least there is, and with room for more: no float32 copy is forgotten."""
+    tensors = make(setup, Sizes(lead=(640,), features=8, hidden=64, out=8), dtype)
+    with mock.patch.object(
+        sys.modules[f"ckptkern.ops.{setup.op.name}"], "token_chunks", wraps=_common.token_chunks
+    ) as spy:
+        transient(setup, tensors, 1)
+    least = 128 * spy.call_args.args[1]
+    for workspace in (least, 2 * least):
+        assert 0 < transient(setup, tensors, workspace) <= workspace
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("rows", [64, 256, 1024])
+@pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("full",), ops=("mlp", "gated_mlp")))
+def test_peak_of_a_step_is_not_above_plain_pytorch(setup, rows, dtype):
+    """With the default workspace, at sizes where the weights' gradients weigh more than the rows, too."""
+    tensors = make(setup, Sizes(lead=(rows,), features=64, hidden=256, out=64), dtype)
+
+    def peak(function):
+        with peak_memory("cpu") as found:
+            gradients(function, tensors)
+        return found.bytes
+
+    assert peak(setup.fused) <= peak(setup.plain) + 2**14  # float32 sums of biases, 16 rows of a column's sum
 
 
 @pytest.mark.parametrize(
@@ -272,7 +299,9 @@ def test_workspace_bounds_the_memory_of_backward(setup):
         (0, 10, 1000, [(0, 0)]),
         (100, 10, 1, [(0, 100)]),
         (129, 10, 1, [(0, 128), (128, 129)]),
-        (600, 10, 2560, [(0, 256), (256, 512), (512, 600)]),
+        (600, 10, 2560, [(0, 128), (128, 384), (384, 600)]),
+        (16384, 1, 10880, [(0, 8192), (8192, 16384)]),
+        (1300, 1, 1024, [(0, 640), (640, 1300)]),
         (600, 10, 2559, [(0, 128), (128, 256), (256, 384), (384, 512), (512, 600)]),
         (5, 0, 1, [(0, 5)]),
     ],
@@ -284,7 +313,7 @@ def test_token_chunks(rows, row_bytes, workspace, chunks):
 @pytest.mark.parametrize(
     ("given", "size"),
     [
-        (None, 2**30), (7, 7), ("7", 7), ("64MiB", 2**26), ("64 mib", 2**26), ("1.5KiB", 1536), ("2GB", 2 * 10**9),
+        (None, None), (7, 7), ("7", 7), ("64MiB", 2**26), ("64 mib", 2**26), ("1.5KiB", 1536), ("2GB", 2 * 10**9),
         (" 3KB ", 3000), ("1e3B", 1000),
     ],
 )  # fmt: skip
@@ -529,3 +558,16 @@ def test_autocast_of_any_device(device_type):
         assert not _common.no_autocast(x)
     finally:
         torch.set_autocast_enabled(device_type, outer)
+
+
+@pytest.mark.parametrize(("memory", "workspace"), [(4 * 2**30, 2**28), (80 * 2**30, 2.5 * 2**30)])
+def test_default_workspace_is_a_part_of_the_card(memory, workspace, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=memory))
+    _common._device_workspace.cache_clear()
+    try:
+        assert _common.default_workspace("cuda", 0) == workspace
+    finally:
+        _common._device_workspace.cache_clear()
+    assert _common.default_workspace("cpu", None) == 2**30
+    assert _common.choose_workspace("mlp", "3KB", torch.ones(1)) == 3000
