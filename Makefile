@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format gate bench bench-host test-matrix test-cpus gpu clean
+.PHONY: help install demo test lint format gate bench bench-host docs test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -45,6 +45,9 @@ bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --ca
 bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, with its bound
 	$(PY) -m ckptkern.benchmarks.host $(ARGS)
 
+docs: $(STAMP) ## build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+
 test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (downloads about 5 GB each)
 	.ci/test-matrix $(PY) $(ARGS)
 
@@ -58,5 +61,5 @@ gpu: ## GPU tests, then benchmarks, with PYTHON's own torch: make gpu OUT=DIR [C
 	.ci/gpu "$(abspath $(OUT))" "$(CASES)" "$(TESTS)" $(PYTHON)
 
 clean: ## remove builds and caches, not .venv
-	rm -rf build dist *.egg-info ckptkern/_C.*.so .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info ckptkern/_C.*.so .pytest_cache .ruff_cache
 	@rm -f $(STAMP)

@@ -1,7 +1,7 @@
-"""Tables and figures from results.csv, and the part of the README that shows them.
+"""Tables and figures from results.csv, and the part of a page of the documentation that shows them.
 
-python -m ckptkern.benchmarks.report --readme README.md            write that part again
-python -m ckptkern.benchmarks.report --readme README.md --check    exit status 1 if it is not current
+python -m ckptkern.benchmarks.report --page docs/figures.md            write that part again
+python -m ckptkern.benchmarks.report --page docs/figures.md --check    exit status 1 if it is not current
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def report(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """One table for the README: a line a case, time / eager and kept bytes of every way that was measured somewhere."""
+    """One table of a folder: a line per case, time / eager and kept bytes of every way that was measured somewhere."""
     by_case, env = read(folder)
     measured = [{row["way"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
     fullest_first = sorted((found for found in measured if "eager" in found), key=len, reverse=True)
@@ -161,29 +161,29 @@ def write(folder: Path) -> None:
         draw(folder)
 
 
-def readme_part(results: Path) -> str:
-    """What belongs between the README's markers."""
+def page_part(results: Path) -> str:
+    """What belongs between the page's markers."""
     folders = sorted(path.parent for path in results.glob("*/results.csv"))
     return "\n\n".join(map(summary, folders)) or "No results yet."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.report", description=__doc__.split("\n")[0])
-    parser.add_argument("--readme", type=Path, required=True, help="file with the markers")
+    parser.add_argument("--page", type=Path, required=True, help="file with the markers")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="(default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if it is not current")
     args = parser.parse_args(argv)
-    text = args.readme.read_text()
+    text = args.page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        parser.error(f"{args.readme} has no {BEGIN} ... {END}")
-    current = f"{before}{BEGIN}\n{readme_part(args.results)}\n{END}{after}"
+        parser.error(f"{args.page} has no {BEGIN} ... {END}")
+    current = f"{before}{BEGIN}\n{page_part(args.results)}\n{END}{after}"
     if args.check:
         if current != text:
-            print(f"{args.readme} is not current: python -m ckptkern.benchmarks.report --readme {args.readme}")
+            print(f"{args.page} is not current: python -m ckptkern.benchmarks.report --page {args.page}")
         return int(current != text)
-    args.readme.write_text(current)
+    args.page.write_text(current)
     return 0
 
 

@@ -1,6 +1,6 @@
 """The trade of general segments: kept bytes against time over segment counts, as CSV and a figure.
 
-    python -m ckptkern.benchmarks.trade --out docs
+    python -m ckptkern.benchmarks.trade --out docs/concepts
 
 writes segments.csv and segments.png: a stack of blocks, cut into 1 to L segments, forward + backward, each cut beside
 the plain run in interleaved rounds. On a CPU only the ratio means anything; kept bytes are exact.

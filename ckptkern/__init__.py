@@ -1,6 +1,6 @@
 """Activation recomputation inside the backward kernels, for PyTorch."""
 
-from . import errors, nn, storage
+from . import errors, memory, nn, storage
 from .checkpoint import checkpoint, checkpointed
 from .ops import (
     attention_block,
@@ -21,6 +21,6 @@ from .sequential import checkpoint_sequential
 __version__ = "0.1.0"
 __all__ = [
     "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "dropout", "errors", "gated_mlp",
-    "linear_act", "linear_stack", "mlp", "mlp_block", "nn", "patch_torch", "scaled_dot_product_attention", "storage",
-    "transformer_layer", "unpatch_torch", "varlen_attn",
+    "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch", "scaled_dot_product_attention",
+    "storage", "transformer_layer", "unpatch_torch", "varlen_attn",
 ]  # fmt: skip

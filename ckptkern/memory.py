@@ -44,7 +44,7 @@ class Kept:
     """What autograd saved: ``tensors`` holds one (shape, dtype, nbytes) per storage, in the order they were saved.
 
     shape and dtype are those of the first tensor saved from that storage; nbytes is the size of the whole storage,
-    which is what stays allocated when a small view of it is saved.
+    which is what stays allocated when a small view of it is saved. ``print(kept)`` lists them, the largest first.
     """
 
     tensors: list[tuple[torch.Size, torch.dtype, int]] = field(default_factory=list)
@@ -53,6 +53,13 @@ class Kept:
     def bytes(self) -> int:
         """Bytes of all storages in ``tensors``."""
         return sum(nbytes for _, _, nbytes in self.tensors)
+
+    def __str__(self) -> str:
+        count = len(self.tensors)
+        lines = [f"{format_size(self.bytes):>9} in {count} tensor{'' if count == 1 else 's'}"]
+        for shape, dtype, nbytes in sorted(self.tensors, key=lambda one: -one[2]):
+            lines.append(f"{format_size(nbytes):>9}  {str(dtype).removeprefix('torch.'):8}  {list(shape)}")
+        return "\n".join(lines)
 
 
 @dataclass
@@ -82,31 +89,37 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def kept_tensors(exclude: Iterable[torch.Tensor] = ()) -> Iterator[Kept]:
+def kept_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iterator[Kept]:
     """Counts the bytes that a forward pass keeps for its backward, each storage once.
 
-    ::
-
-        with kept_tensors(exclude=model.parameters()) as kept:
+        with kept_tensors(model) as kept:
             loss = model(x)
         loss.backward()
-        kept.bytes, kept.tensors
+        print(kept.bytes, kept.tensors)
 
-    exclude: tensors (usually parameters and buffers) whose storages, and so all views of them, are not counted; a cast
-    copy of a parameter is another storage and is counted. Any device, any dtype; DTensor and other wrapper subclasses
-    count by their local parts.
+    exclude: a module, whose parameters and buffers are not counted, or the tensors themselves. Neither are views of
+    them; a cast copy of a parameter has a storage of its own and is counted. Any device, any dtype: on meta tensors and
+    fake tensors the figure is exact too, and nothing is computed. DTensor and other wrapper subclasses count by their
+    local parts.
 
-    What is saved inside the block is counted when it is saved, also if its graph is dropped before the block is left,
-    so run the forward only. Tensors that a Function puts on ``ctx`` itself instead of ``ctx.save_for_backward`` are
-    invisible to autograd's hooks; so is what ``torch.utils.checkpoint`` discards, which is the point of it.
+    A tensor is counted when it is saved, even if its graph is dropped before the block is left, so run the forward only.
+
+    The block sees nothing of
+
+    - what a context of saved-tensor hooks inside it takes, since the innermost hooks get the tensor: the stores of
+      ``ckptkern.storage``, ``torch.autograd.graph.save_on_cpu``;
+    - what a checkpointed segment inside it discards, which is the point of the segment;
+    - tensors that a Function puts on ``ctx`` itself instead of ``ctx.save_for_backward``.
 
     The graph is left as it would be: no cycle (a saved output is stored detached) and no tensor outlives its graph.
-    Hooks switch off autograd's check for in-place changes between forward and backward; it is done here instead and
-    raises RuntimeError in backward.
+    Hooks switch off autograd's check for in-place changes between forward and backward. This block makes the check
+    itself and raises RuntimeError in backward.
     """
     kept = Kept()
     # a weak reference keeps the address of a dead storage from being reused, so a key never stands for two storages
     seen: set[StorageWeakRef] = set()
+    if isinstance(exclude, torch.nn.Module):
+        exclude = [*exclude.parameters(), *exclude.buffers()]
     for tensor in exclude:
         seen.update(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
 
@@ -141,10 +154,14 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     """Measures how far memory on ``device`` rises inside the block above what was allocated on entry.
 
+        with peak_memory("cuda") as peak:
+            model(x).sum().backward()
+        print(peak.bytes)
+
     CUDA: ``max_memory_allocated`` (the caching allocator's peak counter is reset). CPU: the sum of the allocations and
-    frees of torch's CPU allocator that ``torch.profiler`` records, so private buffers of BLAS libraries are not in it
-    and neither is memory that was allocated before the block and freed in it; the profiler slows the block down, so
-    never time it. Raises ValueError for any other device.
+    frees of torch's CPU allocator that ``torch.profiler`` records. Private buffers of BLAS libraries are not counted, and
+    neither is it counted when memory from before the block is freed in it. The profiler slows the block down, so never
+    time it. Raises ValueError for any other device: a meta tensor has no memory.
     """
     device = torch.device(device)
     peak = Peak()

@@ -574,7 +574,7 @@ class _Blocks:
             scale = torch.div(largest, self.code.top, out=scales[row : row + step]).clamp_(min=_TINY)
             code = self.code.round((x / scale).clamp_(-self.code.infinity, self.code.infinity))
             # nothing becomes 0 that was not: ReLU's backward reads the sign of its result, and with round-to-nearest
-            # int8 the gradient's error was 0.11 in the example of docs/storage.md
+            # int8 the gradient's error was 0.11 in the example of docs/concepts/storage.md
             codes[row : row + step] = torch.where(code == 0, x.sign() * self.code.smallest, code)
         return codes.view(-1), scales.view(-1)
 
@@ -661,9 +661,9 @@ class compress(Store):
       more of them is kept as it is.
 
     NaN and infinities come back as such from all three, and so does the sign of every element, so that none becomes
-    zero. The lossy two take float32, bfloat16 and float16; what they do to gradients is measured in docs/storage.md: round
-    checkpointed segments with ReLU inside, int8's error there grows from 0.01 to 0.08, because masks rebuilt from a
-    compressed input are not those of forward. They also take what is sensitive, such as the logsumexp that attention
+    zero. The lossy two take float32, bfloat16 and float16; docs/concepts/storage.md measures what they do to gradients. Around
+    checkpointed segments with ReLU inside, int8's error grows from 0.01 to 0.08, because masks rebuilt from a compressed
+    input are not those of forward. They also take what is sensitive, such as the logsumexp that attention
     saves in float32: in a model that computes in bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
 
     Whether a tensor has too many non-zeros is known on the device only. So the dense tensor is held until their number

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+import ckptkern
 from ckptkern.memory import kept_tensors, peak_memory
 
 
@@ -36,6 +37,48 @@ def test_excluded_parameters_and_their_views_are_skipped():
     with kept_tensors() as kept:
         F.linear(x, linear.weight)
     assert kept.bytes == 3 * 8 * 4 + 6 * 8 * 4
+
+
+def test_a_module_stands_for_its_parameters_and_buffers():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6)).eval()
+    x = torch.randn(3, 8, requires_grad=True)
+    with kept_tensors(model) as kept:
+        model(x)
+    # x for the Linear, its output for the norm; in evaluation the norm saves its running statistics too
+    assert sorted(nbytes for _, _, nbytes in kept.tensors if nbytes) == [3 * 6 * 4, 3 * 8 * 4]
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_meta_tensors_are_counted_as_real_ones(level):
+    def count(device: str) -> list:
+        mlp = ckptkern.nn.MLP(16, 48, recompute=level, device=device)
+        with ckptkern.memory.kept_tensors(mlp) as kept:
+            mlp(torch.ones(5, 16, device=device, requires_grad=True))
+        return kept.tensors
+
+    assert count("meta") == count("cpu") != []
+
+
+def test_what_is_kept_prints_as_a_table_the_largest_first():
+    x = torch.randn(256, 3, requires_grad=True)
+    with kept_tensors() as kept:
+        x.sin().sum() + x.bfloat16().repeat(1, 2048).exp().sum()
+    lines = ["    3 MiB in 2 tensors", "    3 MiB  bfloat16  [256, 6144]", "    3 KiB  float32   [256, 3]"]
+    assert str(kept).splitlines() == lines
+    with kept_tensors() as kept:
+        x.sin()
+    assert str(kept).splitlines() == ["    3 KiB in 1 tensor", "    3 KiB  float32   [256, 3]"]
+
+
+def test_a_store_inside_takes_what_it_keeps_and_outside_gets_nothing():
+    x = torch.randn(64, requires_grad=True)
+    with kept_tensors() as kept, ckptkern.storage.offload(min_bytes=0):
+        x.exp()
+    assert kept.tensors == []
+    store = ckptkern.storage.offload(min_bytes=0)
+    with store, kept_tensors() as kept:
+        x.exp()
+    assert (kept.bytes, store.host_bytes) == (256, 0)
 
 
 def test_a_cast_weight_is_counted():

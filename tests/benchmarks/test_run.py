@@ -331,15 +331,15 @@ def _one(step, index):
     return lambda: 1.0
 
 
-def test_readme_is_written_and_a_stale_one_is_noticed(monkeypatch, tmp_path, capsys):
-    results, readme = tmp_path / "results", tmp_path / "README.md"
+def test_a_page_is_written_and_a_stale_one_is_noticed(monkeypatch, tmp_path, capsys):
+    results, page = tmp_path / "results", tmp_path / "figures.md"
     bench(monkeypatch, results / "cpu")
-    readme.write_text(f"# before\n{report.BEGIN}\n{report.END}\nafter\n")
-    arguments = ["--readme", str(readme), "--results", str(results)]
+    page.write_text(f"# before\n{report.BEGIN}\n{report.END}\nafter\n")
+    arguments = ["--page", str(page), "--results", str(results)]
     assert report.main([*arguments, "--check"]) == 1
     assert "not current" in capsys.readouterr().out
     assert report.main(arguments) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith(f"# before\n{report.BEGIN}\n")
     assert text.endswith(f"{report.END}\nafter\n")
     assert "| tiny/d16x24 | 1.00 · 13.5 KiB |" in text
@@ -347,7 +347,7 @@ def test_readme_is_written_and_a_stale_one_is_noticed(monkeypatch, tmp_path, cap
     csv_text = (results / "cpu" / "results.csv").read_text()
     (results / "cpu" / "results.csv").write_text(csv_text.replace("tiny", "other"))
     assert report.main([*arguments, "--check"]) == 1
-    readme.write_text("no markers")
+    page.write_text("no markers")
     with pytest.raises(SystemExit):
         report.main(arguments)
 
@@ -364,7 +364,7 @@ def test_runs_on_the_gpu(monkeypatch, tmp_path):
 
 
 def test_trade_writes_its_table_and_figure(tmp_path):
-    """The page of docs/segments.md: more segments keep less, until their inputs are what is kept."""
+    """The figure of docs/concepts/segments.md: more segments keep less, until their inputs are what is kept."""
     from ckptkern.benchmarks import trade
 
     assert (

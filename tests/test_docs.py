@@ -1,0 +1,108 @@
+"""Every ```python block of the README and the documentation runs, and prints what the page says that it prints.
+
+The blocks of a page run in order in one namespace. A block ```output is what the block before it printed with the
+pinned torch, to the letter.
+`<!-- skip: next -->` leaves one out: it needs a GPU or several processes. What a reader need not see, such as a rank's
+environment, is an invisible block: `<!-- invisible-code-block: python ... -->`.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckptkern.benchmarks import report
+
+pytest.importorskip("sybil", reason="needs Sybil, which requirements-dev.txt pins")
+from sybil import Document, Example
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+# What torch's own layers keep differs between its versions: the pages show the pinned one's.
+PINNED = re.search(r"^torch==(\d+\.\d+\.)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)[1]
+
+_evaluate = PythonEvaluator()
+
+
+def run(example: Example) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        _evaluate(example)
+    example.namespace["_printed"] = printed.getvalue()
+
+
+def compare(example: Example) -> None:
+    printed = textwrap.dedent(example.namespace.pop("_printed"))  # Sybil dedents what it parses
+    if torch.__version__.startswith(PINNED):
+        assert printed == example.parsed
+
+
+def check(page: Path) -> Document:
+    parsers = CodeBlockParser("python", run), CodeBlockParser("output", compare), SkipParser()
+    document = Document.parse(str(page), *parsers)
+    document.namespace["__name__"] = page.stem
+    for example in document:
+        example.evaluate()
+    return document
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """The blocks run in an empty folder and find nothing of the test suite. What they set is taken back."""
+    environment = dict(os.environ)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "tests"])
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks_of(page, elsewhere):
+    check(ROOT / page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_python_is_one_that_runs(page):
+    """Sybil reads ```python and no other spelling."""
+    fences = re.findall(r"^\s*(?:```|~~~).*py.*$", (ROOT / page).read_text(), re.MULTILINE | re.IGNORECASE)
+    assert {fence.strip() for fence in fences} <= {"```python"}
+
+
+def test_the_readme_is_short_and_gives_the_figures_that_were_counted():
+    readme, figures = (ROOT / "README.md").read_text(), (ROOT / "docs/figures.md").read_text()
+    assert len(readme) < 8000
+    counted = re.findall(r"(\d+\.\d) GiB kept +products (\d\.\d\d)$", figures, re.MULTILINE)
+    assert len(counted) == 5
+    assert re.findall(r"\| (\d+\.\d) GiB \| (\d\.\d\d) \|", readme) == counted
+
+
+def test_the_table_of_times_is_that_of_the_results():
+    arguments = ["--page", str(ROOT / "docs/figures.md"), "--results", str(ROOT / "benchmarks/results")]
+    assert report.main([*arguments, "--check"]) == 0
+
+
+def test_a_wrong_block_and_a_wrong_output_are_noticed(tmp_path, monkeypatch, elsewhere):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 2\nprint(x)\n```\n\n```output\n2\n```\n\n```python\nx += 1\n```\n")
+    assert check(page).namespace["x"] == 3
+    page.write_text("```python\nprint(2)\n```\n\n```output\n3\n```\n")
+    monkeypatch.setattr(torch, "__version__", f"{PINNED}0")
+    with pytest.raises(AssertionError):
+        check(page)
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    check(page)
+    page.write_text("<!-- skip: next -->\n```python\n1 / 0\n```\n\n```python\nimport cases\n```\n")
+    with pytest.raises(ModuleNotFoundError, match="cases"):
+        check(page)
