@@ -1,6 +1,8 @@
 """Who may import whom, what gets installed, and what a machine without Triton or torch sees."""
 
 import ast
+import importlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -30,7 +32,6 @@ LAYERS = {
     "extras": 0,
     "state": 1,
     "storage": 1,
-    "eager_glue": 1,
     "eager": 2,
     "ops": 3,
     "checkpoint": 2,
@@ -241,3 +242,22 @@ def test_wheel_installs_nothing_at_top_level(tree):
     assert "ckptkern/py.typed" in names
     assert any(name.startswith("ckptkern/_C.") for name in names)
     assert "Requires-Dist: torch<2.16,>=2.11" in metadata
+
+
+LAUNCH = {"tile", "tiles", "blocks", "block_m", "programs"}  # how a launcher runs, which no definition has
+
+
+def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_of_its_name():
+    triton_kernels = pytest.importorskip("ckptkern.triton_kernels")
+
+    def parameters(function) -> list[tuple]:
+        return [
+            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values() if p.name not in LAUNCH
+        ]
+
+    for name in triton_kernels.__all__:
+        launcher = getattr(triton_kernels, name)
+        room = launcher.__module__.rpartition(".")[2]
+        definition = getattr(importlib.import_module(f"ckptkern.eager.{room}"), name)
+        assert definition.__module__ == f"ckptkern.eager.{room}", name
+        assert parameters(definition) == parameters(launcher), name

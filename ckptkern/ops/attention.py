@@ -140,17 +140,15 @@ def attention_grads(
 ) -> tuple:  # fmt: skip
     """(dq, dk, dv) from o and lse, by the core's own way.
 
-    out: where the backend may write them, and only it does: torch's kernels make new ones. delta: of `attend`, if at hand.
+    out: where they are written; torch's own kernels make new ones. delta: of `attend`, if at hand.
     """
     p = eager if core.fused else p
-    if p is eager:
-        fused = eager.fused_kernel(q, k, core)
-        if delta is None and not fused:
-            delta = eager.attn_delta(o, do, core)
-        return eager.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, o=o, fused=fused)
+    needs = dict(need_dq=need_dq, need_dkv=need_dkv)
+    if p is eager and (fused := eager.fused_kernel(q, k, core)):
+        return eager.fused_attn_bwd(q, k, v, do, o, lse, core, fused, **needs)
     delta = p.attn_delta(o, do, core) if delta is None else delta
     dq, dk, dv = out
-    return p.attn_bwd(q, k, v, do, lse, delta, core, need_dq=need_dq, need_dkv=need_dkv, dq=dq, dk=dk, dv=dv)
+    return p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
 
 
 class Attention(Segment):

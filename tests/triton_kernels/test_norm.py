@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, assert_accurate, assert_equal
 
-from ckptkern import eager_glue
+from ckptkern import eager
 from ckptkern.triton_kernels import norm
 
 KINDS = ("layer", "rms")
@@ -44,11 +44,11 @@ def widened(t):
 def assert_like_eager(t, kind, out_dtype=None, eps=EPS):
     assert_accurate(
         forward(norm, t, kind, out_dtype, eps),
-        forward(eager_glue, t, kind, out_dtype, eps),
-        forward(eager_glue, widened(t), kind, eps=eps),
+        forward(eager, t, kind, out_dtype, eps),
+        forward(eager, widened(t), kind, eps=eps),
     )
-    ours, twin = backward(norm, t, kind, eps), backward(eager_glue, t, kind, eps)
-    exact = backward(eager_glue, widened(t), kind, eps)
+    ours, twin = backward(norm, t, kind, eps), backward(eager, t, kind, eps)
+    exact = backward(eager, widened(t), kind, eps)
     assert_accurate({"dx": ours.pop("dx")}, {"dx": twin.pop("dx")}, {"dx": exact.pop("dx")})
     # A sum of M terms may be smaller than they are by cancellation: one float32 rounding of the terms' size is granted.
     terms = {"dweight": norm_of_rows(t["x"].double(), kind, eps) * t["dxn"].double(), "dbias": t["dxn"].double()}
@@ -63,7 +63,7 @@ def distance(value, reference):
 
 
 def norm_of_rows(x, kind, eps):
-    return eager_glue.norm_fwd(x, None, None, eps, kind, x.dtype)
+    return eager.norm_fwd(x, None, None, eps, kind, x.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,15 +120,15 @@ def test_addend(dtype, kind, device):
     assert torch.equal(ours["sum"], (t["x"].float() + t["addend"]).to(dtype))
     assert_equal({"xn": ours["xn"]}, forward(norm, t | {"x": ours["sum"]}, kind))
     assert_equal({"xn": ours["xn"]}, forward(norm, t, kind, addend=t["addend"]))
-    twin = forward(eager_glue, t, kind, addend=t["addend"], keep_sum=True)
+    twin = forward(eager, t, kind, addend=t["addend"], keep_sum=True)
     assert torch.equal(twin["sum"], ours["sum"])
-    exact = forward(eager_glue, widened(t) | {"x": ours["sum"].double()}, kind)
+    exact = forward(eager, widened(t) | {"x": ours["sum"].double()}, kind)
     assert_accurate({"xn": ours["xn"]}, {"xn": twin["xn"]}, exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", [norm, eager_glue], ids=["triton", "eager"])
+@pytest.mark.parametrize("backend", [norm, eager], ids=["triton", "eager"])
 def test_one_rounding(backend, dtype, kind, device):
     """16-bit results are the float32 ones rounded, which a rounding on the way would move in every fourth element.
 
@@ -252,7 +252,7 @@ def test_a_bad_row_stays_alone(value, kind, device):
     ours, dx = forward(norm, bad, kind)["xn"], backward(norm, bad, kind)["dx"]
     assert torch.equal(ours[others], forward(norm, t, kind)["xn"][others])
     assert torch.equal(dx[others], backward(norm, t, kind)["dx"][others])
-    twin = forward(eager_glue, bad, kind)["xn"]
+    twin = forward(eager, bad, kind)["xn"]
     assert torch.equal(ours.isnan(), twin.isnan())
 
 
@@ -271,12 +271,12 @@ def test_eager_gradients(kind):
         @staticmethod
         def forward(ctx, x, weight, bias, residual):
             ctx.save_for_backward(x, weight, residual)
-            return eager_glue.norm_fwd(x, weight, bias, EPS, kind, x.dtype), (x * residual).sum()
+            return eager.norm_fwd(x, weight, bias, EPS, kind, x.dtype), (x * residual).sum()
 
         @staticmethod
         def backward(ctx, dxn, dsum):
             x, weight, residual = ctx.saved_tensors
-            dx, dweight, dbias = eager_glue.norm_bwd(
+            dx, dweight, dbias = eager.norm_bwd(
                 dxn, x, weight, EPS, kind, residual=residual * dsum, need_dweight=weight is not None, need_dbias=True
             )
             return dx, dweight, dbias, None
@@ -298,10 +298,10 @@ def test_eager_is_torch(dtype):
     }
     for kind, xn in expected.items():
         t["bias"] = t["bias"] if kind == "layer" else None
-        exact = forward(eager_glue, {name: one.detach().double() for name, one in t.items() if one is not None}, kind)
-        assert_accurate(forward(eager_glue, t | {"x": x.detach()}, kind), {"xn": xn}, exact)
+        exact = forward(eager, {name: one.detach().double() for name, one in t.items() if one is not None}, kind)
+        assert_accurate(forward(eager, t | {"x": x.detach()}, kind), {"xn": xn}, exact)
         (dx,) = torch.autograd.grad(xn, x, t["dxn"])
         wide = widened({name: one.detach() for name, one in t.items() if one is not None})
-        ours = backward(eager_glue, {**t, "x": x.detach()}, kind, residual=None)
-        reference = backward(eager_glue, wide, kind, residual=None)
+        ours = backward(eager, {**t, "x": x.detach()}, kind, residual=None)
+        reference = backward(eager, wide, kind, residual=None)
         assert_accurate({"dx": ours["dx"]}, {"dx": dx}, {"dx": reference["dx"]})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, assert_equal
 
-from ckptkern import eager_glue
+from ckptkern import eager
 from ckptkern.triton_kernels import rotary
 
 EPS = 1e-6
@@ -59,12 +59,12 @@ def assert_close(ours, twin, exact, terms):
 
 def assert_like_eager(t, interleaved, eps=EPS):
     wide = widened(t)
-    exact = forward(eager_glue, wide, interleaved, eps)
-    assert_close(forward(rotary, t, interleaved, eps), forward(eager_glue, t, interleaved, eps), exact, exact)
-    (dx, dweight), (twin_dx, twin_dweight) = (backward(one, t, interleaved, eps) for one in (rotary, eager_glue))
-    exact_dx, exact_dweight = backward(eager_glue, wide, interleaved, eps)
+    exact = forward(eager, wide, interleaved, eps)
+    assert_close(forward(rotary, t, interleaved, eps), forward(eager, t, interleaved, eps), exact, exact)
+    (dx, dweight), (twin_dx, twin_dweight) = (backward(one, t, interleaved, eps) for one in (rotary, eager))
+    exact_dx, exact_dweight = backward(eager, wide, interleaved, eps)
     without_norm = {name: one for name, one in wide.items() if name != "weight"}
-    dz, _ = backward(eager_glue, without_norm, interleaved)
+    dz, _ = backward(eager, without_norm, interleaved)
     if "weight" not in t:
         assert dweight is None
         return assert_close(dx, twin_dx, exact_dx, dz)
@@ -120,8 +120,8 @@ def test_eager_is_the_models_formula(R, formula, interleaved):
     y = torch.cat((formula(z[..., :R], t["cos"], t["sin"]), z[..., R:]), -1)
     dx, dweight = torch.autograd.grad(y, (x, weight), t["dy"])
     t = {name: one.detach() for name, one in t.items()}
-    torch.testing.assert_close(forward(eager_glue, t, interleaved), y.detach(), rtol=1e-13, atol=1e-13)
-    ours = backward(eager_glue, t, interleaved)
+    torch.testing.assert_close(forward(eager, t, interleaved), y.detach(), rtol=1e-13, atol=1e-13)
+    ours = backward(eager, t, interleaved)
     torch.testing.assert_close(ours, (dx, dweight), rtol=1e-12, atol=1e-12)
 
 
@@ -132,13 +132,13 @@ def test_eager_gradients(interleaved, weight):
         @staticmethod
         def forward(ctx, x, weight, cos, sin):
             ctx.save_for_backward(x, weight, cos, sin)
-            return eager_glue.heads_fwd(x, weight, EPS, cos, sin, interleaved)
+            return eager.heads_fwd(x, weight, EPS, cos, sin, interleaved)
 
         @staticmethod
         def backward(ctx, dy):
             x, weight, cos, sin = ctx.saved_tensors
             needed = weight is not None
-            return *eager_glue.heads_bwd(dy, x, weight, EPS, cos, sin, interleaved, need_dweight=needed), None, None
+            return *eager.heads_bwd(dy, x, weight, EPS, cos, sin, interleaved, need_dweight=needed), None, None
 
     t = widened(inputs(2, 2, 2, 5, 4, torch.float32))
     x, weight = t["x"].requires_grad_(), t["weight"].requires_grad_() if weight else None
@@ -154,7 +154,7 @@ def model_angles(S, R, interleaved, device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", [rotary, eager_glue], ids=["triton", "eager"])
+@pytest.mark.parametrize("backend", [rotary, eager], ids=["triton", "eager"])
 def test_backward_turns_back(backend, dtype, interleaved, device):
     """Turned and turned back, a pair is off by the roundings of its length: y's, dx's and a few in float32."""
     x = torch.randn(2, 37, 3, 40).to(device, dtype)
@@ -190,7 +190,7 @@ def test_angles_broadcast(device):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("backend", [rotary, eager_glue], ids=["triton", "eager"])
+@pytest.mark.parametrize("backend", [rotary, eager], ids=["triton", "eager"])
 def test_in_place(backend, interleaved, device):
     """Over x, over dy, over a slice of a packed projection: the bits of a result of its own; nothing else written."""
     t = inputs(2, 19, 11, 40, 24, torch.bfloat16, device)
@@ -213,7 +213,7 @@ def test_in_place(backend, interleaved, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", [rotary, eager_glue], ids=["triton", "eager"])
+@pytest.mark.parametrize("backend", [rotary, eager], ids=["triton", "eager"])
 def test_one_rounding(backend, dtype, device):
     """16-bit results are the float32 ones rounded, which a rounding on the way would move in every fourth element.
 
@@ -237,7 +237,7 @@ def test_out_has_its_own_dtype(device):
     assert torch.equal(backward(rotary, t, out=out)[0], backward(rotary, wide)[0])
 
 
-@pytest.mark.parametrize("backend", [rotary, eager_glue], ids=["triton", "eager"])
+@pytest.mark.parametrize("backend", [rotary, eager], ids=["triton", "eager"])
 def test_nothing_to_do_is_a_copy(backend, device):
     t = inputs(1, 5, 2, 40, 0, torch.float32, device, weight=False)
     for ours, given in ((forward(backend, t), t["x"]), (backward(backend, t)[0], t["dy"])):
@@ -377,4 +377,4 @@ def test_a_bad_row_stays_alone(value, device):
     y = forward(rotary, bad)
     assert torch.equal(y[good], forward(rotary, t)[good])
     assert torch.equal(backward(rotary, bad)[0][good], backward(rotary, t)[0][good])
-    assert torch.equal(y.isnan(), forward(eager_glue, bad).isnan())
+    assert torch.equal(y.isnan(), forward(eager, bad).isnan())

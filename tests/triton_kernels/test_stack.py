@@ -24,13 +24,15 @@ def chain_of(widths, dtype, device="cpu", bias=True, integer=False):
     return weights, [draw(n) for n in widths[1:]] if bias else []
 
 
-def narrow(x, weights, biases, dy, activation, *, block_m=None, programs=None):
-    """y, dx and each layer's dw and db by the two kernels."""
-    width = stack_width(x, [x.shape[1], *(w.shape[0] for w in weights)])
-    packed = pack_stack(weights, biases, width, x.dtype)
+def chain(backend, x, weights, biases, dy, activation, *, block_m=None, programs=None):
+    """y, dx and each layer's dw and db, by the two kernels or by their definitions."""
+    width = backend.stack_width(x, [x.shape[1], *(w.shape[0] for w in weights)])
+    packed = backend.pack_stack(weights, biases, width, x.dtype)
     relu = activation == "relu"
-    y, bits = stack_fwd(x, *packed, dy.shape[1], activation, "ieee", keep_bits=relu, block_m=block_m)
-    dx, dw, db = stack_bwd(x, *packed, dy, bits, activation, "ieee", block_m=block_m, programs=programs)
+    fwd = {"block_m": block_m} if backend is triton_kernels else {}
+    y, bits = backend.stack_fwd(x, *packed, dy.shape[1], activation, "ieee", keep_bits=relu, **fwd)
+    bwd = {**fwd, "programs": programs} if fwd else {}
+    dx, dw, db = backend.stack_bwd(x, *packed, dy, bits, activation, "ieee", **bwd)
     results = {"y": y, "dx": dx, **({"bits": bits} if relu else {})}
     for i, w in enumerate(weights):
         N, K = w.shape
@@ -41,28 +43,16 @@ def narrow(x, weights, biases, dy, activation, *, block_m=None, programs=None):
     return results
 
 
+def narrow(*arguments, **launch):
+    return chain(triton_kernels, *arguments, **launch)
+
+
 def layer_by_layer(x, weights, biases, dy, activation, double=False):
-    """The same in the eager backend's steps; dw and db in float32, as accumulated."""
+    """The definition; dw and db in float32, as accumulated."""
     if double:
         x, dy = x.double(), dy.double()
         weights, biases = ([t.double() for t in tensors] for tensors in (weights, biases))
-    sums = torch.promote_types(x.dtype, torch.float32)
-    inputs, zs = [x], []
-    for w, b in zip(weights, biases or [None] * len(weights), strict=True):
-        h, z, _ = eager.linear_fwd(inputs[-1], w, b, activation, "ieee", keep_z=True)
-        inputs.append(h)
-        zs.append(z)
-    results = {"y": inputs[-1], "bits": eager.pack_bits(~(zs[-1] <= 0))} if activation == "relu" else {"y": inputs[-1]}
-    dz, db = eager.act_bwd(dy, zs[-1], activation, db=True)
-    for i in reversed(range(len(weights))):
-        results[f"dw{i}"] = dz.t().to(sums) @ inputs[i].to(sums)
-        if biases:
-            results[f"db{i}"] = db
-        if i:
-            dz, _, db = eager.act_grad(dz, weights[i], zs[i - 1], activation, "ieee", db=True)
-        else:
-            results["dx"] = dz @ weights[0]
-    return results
+    return chain(eager, x, weights, biases, dy, activation)
 
 
 def assert_like_layers(x, weights, biases, dy, activation, **options):

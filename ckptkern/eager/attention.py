@@ -1,8 +1,4 @@
-"""The eager backend: every launcher of `triton_kernels` again in PyTorch ops, with the same arguments and results.
-
-It is the definition that the kernels are tested against, the CPU path, and what runs where no kernel covers a case.
-Same saved sets, same dropout masks, same rounding points: z is rounded, act(z) is rounded, dropout is rounded.
-"""
+"""Attention's core, forward and backward: the definitions of triton_kernels/attention.py, and torch's own kernels for it."""
 
 from __future__ import annotations
 
@@ -15,194 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import state as _state  # noqa: F401  (loads the extension that defines ckptkern::keep_mask)
-from .eager_glue import heads_bwd, heads_fwd, norm_bwd, norm_fwd  # noqa: F401  (the same room)
-from .subclasses import foreign
+from ..subclasses import foreign
+from .elementwise import NO_DROPOUT, Dropout
 
 _aten = torch.ops.aten
-_gelu = _aten.gelu_backward.grad_input._op  # without the frame of OpOverload, 2 us of a tiny step
-
-Dropout = tuple[Tensor | None, int, float]  # (state, threshold, scale); state None: no dropout
-NO_DROPOUT: Dropout = (None, 0, 1.0)
-
-
-class Activation(NamedTuple):
-    """act: z -> act(z). grad: dy, z -> dy * act'(z). act_ and grad_ write the same over z and over dy.
-
-    For relu, z may be relu's own output: the gradient is the same.
-    """
-
-    act: Callable[[Tensor], Tensor]
-    grad: Callable[[Tensor, Tensor], Tensor]
-    act_: Callable[[Tensor], Tensor]
-    grad_: Callable[[Tensor, Tensor], Tensor]
-
-
-ACTIVATIONS = {
-    "relu": Activation(
-        F.relu,
-        lambda dy, z: _aten.threshold_backward.default(dy, z, 0),
-        torch.relu_,
-        lambda dy, z: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=dy),
-    ),
-    "relu2": Activation(
-        lambda z: F.relu(z).square(),
-        lambda dy, z: dy * F.relu(z).mul_(2),
-        lambda z: torch.relu_(z).square_(),
-        lambda dy, z: dy.mul_(F.relu(z).mul_(2)),
-    ),
-    "gelu": Activation(
-        F.gelu,
-        _aten.gelu_backward.default,
-        torch._C._nn.gelu_,
-        lambda dy, z: _gelu(dy, z, grad_input=dy),
-    ),
-    "gelu_tanh": Activation(
-        lambda z: F.gelu(z, approximate="tanh"),
-        lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh"),
-        lambda z: torch._C._nn.gelu_(z, approximate="tanh"),
-        lambda dy, z: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=dy),
-    ),
-    "silu": Activation(
-        F.silu,
-        _aten.silu_backward.default,
-        lambda z: F.silu(z, inplace=True),
-        lambda dy, z: _aten.silu_backward.grad_input(dy, z, grad_input=dy),
-    ),
-    "identity": Activation(lambda z: z, lambda dy, z: dy, lambda z: z, lambda dy, z: dy),
-}
-
-
-def act(z: Tensor, activation: str) -> Tensor:
-    """act(z). May be z itself (identity)."""
-    return ACTIVATIONS[activation].act(z)
-
-
-def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
-    """dy * act'(z). May be dy itself (identity)."""
-    return ACTIVATIONS[activation].grad(dy, z)
-
-
-def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """x w^T + b for x [M, K], w [N, K], b [N] or None."""
-    return torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
-
-
-def pack_bits(bit: Tensor) -> Tensor:
-    """bool [M, N] -> uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
-    M, N = bit.shape
-    bit = F.pad(bit.to(torch.uint8), (0, -N % 8)).view(M, -(-N // 8), 8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=bit.device)
-    return (bit << shifts).sum(-1, dtype=torch.uint8)
-
-
-def unpack_bits(bits: Tensor, N: int) -> Tensor:
-    """uint8 [M, ceil(N/8)] -> bool [M, N]."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :N].to(torch.bool)
-
-
-def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, *, row_base: int = 0) -> Tensor:
-    """keep * scale * x for x [M, N]; its own backward."""
-    M, N = x.shape
-    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, 0, row_base + M)
-    return torch.where(mask[0], x * scale, 0)
-
-
-def _dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
-    return h if dropout_[0] is None else dropout(h, *dropout_, row_base=row_base)
-
-
-def column_sum(dy: Tensor) -> Tensor:
-    """Sum of the rows, in float32 at least."""
-    if dy.dtype.itemsize >= 4:
-        return dy.sum(0)
-    if not dy.is_cpu:
-        return dy.sum(0, dtype=torch.float32)
-    total = dy.new_zeros(dy.shape[1], dtype=torch.float32)
-    for rows in dy.split(16):  # a CPU copies what it sums to float32 first
-        total += rows.sum(0, dtype=torch.float32)
-    return total
-
-
-def _column_sum(dz: Tensor, wanted: bool) -> Tensor | None:
-    return column_sum(dz) if wanted else None
-
-
-def act_fwd(z, u, activation):
-    return act(z, activation) if u is None else act(z, activation) * u
-
-
-def act_bwd(dy, kept, activation, *, bits=False, db=False):
-    dz = torch.where(unpack_bits(kept, dy.shape[1]), dy, 0) if bits else act_grad_of(dy, kept, activation)
-    return dz, _column_sum(dz, db)
-
-
-def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_z=False, keep_bits=False):
-    z = product(x, w, b)
-    h = _dropped(act(z, activation), dropout, row_base)
-    return h, z if keep_z else None, pack_bits(~(z <= 0)) if keep_bits else None
-
-
-def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
-    return act_bwd(dh, product(x, w, b), activation, db=db)
-
-
-def act_grad(
-    dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False, db=False
-):
-    function = ACTIVATIONS[activation]
-    dz = function.grad_(_dropped(torch.mm(dy, w), dropout, row_base), z)
-    h = None
-    if keep_h:
-        h = _dropped(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
-    return dz, h, _column_sum(dz, db)
-
-
-def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, db=False):
-    return act_grad(
-        dy, w2, product(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, keep_h=keep_h,
-        h_over_z=True, db=db,
-    )  # fmt: skip
-
-
-def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_gu=False):
-    g, u = product(x, wg, bg), product(x, wu, bu)
-    h = _dropped(act(g, activation) * u, dropout, row_base)
-    return (h, g, u) if keep_gu else (h, None, None)
-
-
-def gated_bwd(
-    x, wg, bg, wu, bu, dy, wd, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False,
-    dbu=False,
-):  # fmt: skip
-    return gated_act_grad(
-        dy, wd, product(x, wg, bg), product(x, wu, bu), activation, precision, dropout=dropout, row_base=row_base,
-        keep_h=keep_h, dbg=dbg, dbu=dbu,
-    )  # fmt: skip
-
-
-def gated_act_grad(
-    dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False, dbu=False
-):
-    dh = _dropped(torch.mm(dy, wd), dropout, row_base)
-    a = act(g, activation)
-    h = _dropped(a * u, dropout, row_base) if keep_h else None
-    du = dh * a if a is g else a.mul_(dh)
-    dg = ACTIVATIONS[activation].grad_(dh.mul_(u), g)
-    return dg, du, h, _column_sum(dg, dbg), _column_sum(du, dbu)
-
-
-def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
-    """Differentiable dropout(h) for h [..., N]: the same mask, for second-order gradients."""
-    state, threshold, scale = dropout_
-    if state is None:
-        return h
-    if foreign((h,)):  # which knows where its elements lie
-        return F.dropout(h, threshold / 65536)
-    M, N = math.prod(h.shape[:-1]), h.shape[-1]
-    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, 0, 0, M)
-    return torch.where(mask.view(h.shape), h * scale, 0)
 
 
 class AttentionCore(NamedTuple):
@@ -499,34 +311,47 @@ def attn_delta(o, do, core: AttentionCore):
     return (_wide(o) * _wide(do)).sum(-1)
 
 
-def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, o=None, fused=""):
-    """From lse and delta, or by torch's own kernel `fused` from lse and o."""
+def _summed_by_group(x: Tensor, H_kv: int) -> Tensor:
+    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
+    return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
+
+
+def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore, fused: str, *, need_dq=True, need_dkv=True):
+    """(dq, dk, dv) by torch's own kernel `fused`, which reads o where the others read delta."""
+    H_kv = k.shape[1]
+    heads = H_kv if FUSED[fused].grouped else q.shape[1]
+    dq, dk, dv = FUSED[fused].backward(
+        *map(_as_readable, (do, q, _heads(k, heads), _heads(v, heads), o)), lse, core.window[1] is not None, core.scale
+    )
+    dkv = (_summed_by_group(dk, H_kv), _summed_by_group(dv, H_kv)) if need_dkv else (None, None)
+    return (dq if need_dq else None), *dkv
+
+
+def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None):
+    """(dq, dk, dv) from lse and delta, written into the given tensors or into new ones."""
+
+    def written(value: Tensor, like: Tensor, out: Tensor | None) -> Tensor:
+        return value.to(like.dtype) if out is None else out.copy_(value)
+
     if _is_packed(q, core):
 
         def one(q, do, lse, delta, k, v, own):
             return attn_bwd(q, k, v, do, lse, delta, own, need_dq=need_dq, need_dkv=need_dkv)
 
-        return _packed(one, core, (q, do, lse, delta), (k, v), key_results=2)
+        made = _packed(one, core, (q, do, lse, delta), (k, v), key_results=2)
+        outs = zip(made, (q, k, v), (dq, dk, dv), strict=True)
+        return tuple(None if value is None else written(value, like, out) for value, like, out in outs)
     H, H_kv = q.shape[1], k.shape[1]
-    if fused:
-        heads = H_kv if FUSED[fused].grouped else H
-        dq, dk, dv = FUSED[fused].backward(
-            *map(_as_readable, (do, q, _heads(k, heads), _heads(v, heads), o)),
-            lse,
-            core.window[1] is not None,
-            core.scale,
-        )
-    else:
-        p = _probabilities(attention_scores(q, k, core), lse)
-        dp = torch.matmul(_wide(do), _wide(_heads(v, H)).transpose(-1, -2))
-        keep = _attention_keep(q, k, core)
-        dropped = p
-        if keep is not None:
-            dropped, dp = torch.where(keep, p * core.dropout[2], 0.0), torch.where(keep, dp * core.dropout[2], 0.0)
-        ds = p * (dp - delta[..., None])
-        dq = (torch.matmul(ds, _wide(_heads(k, H))) * core.scale).to(q.dtype) if need_dq else None
-        dk = torch.matmul(ds.transpose(-1, -2), _wide(q)) * core.scale if need_dkv else None
-        dv = torch.matmul(dropped.transpose(-1, -2), _wide(do)) if need_dkv else None
-    if need_dkv and dk.shape[1] != H_kv:
-        dk, dv = (x.unflatten(1, (H_kv, H // H_kv)).sum(2) for x in (dk, dv))
-    return (dq if need_dq else None), *((dk.to(k.dtype), dv.to(v.dtype)) if need_dkv else (None, None))
+    p = _probabilities(attention_scores(q, k, core), lse)
+    dp = torch.matmul(_wide(do), _wide(_heads(v, H)).transpose(-1, -2))
+    keep = _attention_keep(q, k, core)
+    dropped = p
+    if keep is not None:
+        dropped, dp = torch.where(keep, p * core.dropout[2], 0.0), torch.where(keep, dp * core.dropout[2], 0.0)
+    ds = p * (dp - delta[..., None])
+    if need_dq:
+        dq = written(torch.matmul(ds, _wide(_heads(k, H))) * core.scale, q, dq)
+    if need_dkv:
+        dk = written(_summed_by_group(torch.matmul(ds.transpose(-1, -2), _wide(q)) * core.scale, H_kv), k, dk)
+        dv = written(_summed_by_group(torch.matmul(dropped.transpose(-1, -2), _wide(do)), H_kv), v, dv)
+    return (dq if need_dq else None), *((dk, dv) if need_dkv else (None, None))

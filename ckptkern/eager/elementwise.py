@@ -1,0 +1,147 @@
+"""Activations, dropout and sums of rows: the definitions of triton_kernels/elementwise.py.
+
+act(z) is rounded to the storage type, and so is dropout of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import state as _state  # noqa: F401  (loads the extension that defines ckptkern::keep_mask)
+from ..subclasses import foreign
+
+_aten = torch.ops.aten
+
+
+_gelu = _aten.gelu_backward.grad_input._op  # without the frame of OpOverload, 2 us of a tiny step
+
+
+Dropout = tuple[Tensor | None, int, float]  # (state, threshold, scale); state None: no dropout
+
+
+NO_DROPOUT: Dropout = (None, 0, 1.0)
+
+
+class Activation(NamedTuple):
+    """act: z -> act(z). grad: dy, z -> dy * act'(z). act_ and grad_ write the same over z and over dy.
+
+    For relu, z may be relu's own output: the gradient is the same.
+    """
+
+    act: Callable[[Tensor], Tensor]
+    grad: Callable[[Tensor, Tensor], Tensor]
+    act_: Callable[[Tensor], Tensor]
+    grad_: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS = {
+    "relu": Activation(
+        F.relu,
+        lambda dy, z: _aten.threshold_backward.default(dy, z, 0),
+        torch.relu_,
+        lambda dy, z: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=dy),
+    ),
+    "relu2": Activation(
+        lambda z: F.relu(z).square(),
+        lambda dy, z: dy * F.relu(z).mul_(2),
+        lambda z: torch.relu_(z).square_(),
+        lambda dy, z: dy.mul_(F.relu(z).mul_(2)),
+    ),
+    "gelu": Activation(
+        F.gelu,
+        _aten.gelu_backward.default,
+        torch._C._nn.gelu_,
+        lambda dy, z: _gelu(dy, z, grad_input=dy),
+    ),
+    "gelu_tanh": Activation(
+        lambda z: F.gelu(z, approximate="tanh"),
+        lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh"),
+        lambda z: torch._C._nn.gelu_(z, approximate="tanh"),
+        lambda dy, z: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=dy),
+    ),
+    "silu": Activation(
+        F.silu,
+        _aten.silu_backward.default,
+        lambda z: F.silu(z, inplace=True),
+        lambda dy, z: _aten.silu_backward.grad_input(dy, z, grad_input=dy),
+    ),
+    "identity": Activation(lambda z: z, lambda dy, z: dy, lambda z: z, lambda dy, z: dy),
+}
+
+
+def act(z: Tensor, activation: str) -> Tensor:
+    """act(z). May be z itself (identity)."""
+    return ACTIVATIONS[activation].act(z)
+
+
+def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    """dy * act'(z). May be dy itself (identity)."""
+    return ACTIVATIONS[activation].grad(dy, z)
+
+
+def pack_bits(bit: Tensor) -> Tensor:
+    """bool [M, N] -> uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
+    M, N = bit.shape
+    bit = F.pad(bit.to(torch.uint8), (0, -N % 8)).view(M, -(-N // 8), 8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bit.device)
+    return (bit << shifts).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, N: int) -> Tensor:
+    """uint8 [M, ceil(N/8)] -> bool [M, N]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :N].to(torch.bool)
+
+
+def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, *, row_base: int = 0) -> Tensor:
+    """keep * scale * x for x [M, N]; its own backward."""
+    M, N = x.shape
+    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, 0, row_base + M)
+    return torch.where(mask[0], x * scale, 0)
+
+
+def dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
+    return h if dropout_[0] is None else dropout(h, *dropout_, row_base=row_base)
+
+
+def column_sum(dy: Tensor) -> Tensor:
+    """Sum of the rows, in float32 at least."""
+    if dy.dtype.itemsize >= 4:
+        return dy.sum(0)
+    if not dy.is_cpu:
+        return dy.sum(0, dtype=torch.float32)
+    total = dy.new_zeros(dy.shape[1], dtype=torch.float32)
+    for rows in dy.split(16):  # a CPU copies what it sums to float32 first
+        total += rows.sum(0, dtype=torch.float32)
+    return total
+
+
+def column_sum_if(dz: Tensor, wanted: bool) -> Tensor | None:
+    return column_sum(dz) if wanted else None
+
+
+def act_fwd(z, u, activation):
+    return act(z, activation) if u is None else act(z, activation) * u
+
+
+def act_bwd(dy, kept, activation, *, bits=False, db=False):
+    dz = torch.where(unpack_bits(kept, dy.shape[1]), dy, 0) if bits else act_grad_of(dy, kept, activation)
+    return dz, column_sum_if(dz, db)
+
+
+def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
+    """Differentiable dropout(h) for h [..., N]: the same mask, for second-order gradients."""
+    state, threshold, scale = dropout_
+    if state is None:
+        return h
+    if foreign((h,)):  # which knows where its elements lie
+        return F.dropout(h, threshold / 65536)
+    M, N = math.prod(h.shape[:-1]), h.shape[-1]
+    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, 0, 0, M)
+    return torch.where(mask.view(h.shape), h * scale, 0)

@@ -1,0 +1,34 @@
+"""Linear + activation [+ dropout]: the definitions of triton_kernels/linear.py. z = x w^T + b is rounded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, column_sum_if, dropped, pack_bits
+
+
+def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """x w^T + b for x [M, K], w [N, K], b [N] or None."""
+    return torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
+
+
+def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_z=False, keep_bits=False):
+    z = product(x, w, b)
+    h = dropped(act(z, activation), dropout, row_base)
+    return h, z if keep_z else None, pack_bits(~(z <= 0)) if keep_bits else None
+
+
+def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
+    return act_bwd(dh, product(x, w, b), activation, db=db)
+
+
+def act_grad(
+    dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False, db=False
+):
+    function = ACTIVATIONS[activation]
+    dz = function.grad_(dropped(torch.mm(dy, w), dropout, row_base), z)
+    h = None
+    if keep_h:
+        h = dropped(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
+    return dz, h, column_sum_if(dz, db)

@@ -1,0 +1,42 @@
+"""MLP and gated MLP: the definitions of triton_kernels/mlp.py, step by step."""
+
+from __future__ import annotations
+
+import torch
+
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act, column_sum_if, dropped
+from .linear import act_grad, product
+
+
+def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, db=False):
+    return act_grad(
+        dy, w2, product(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, keep_h=keep_h,
+        h_over_z=True, db=db,
+    )  # fmt: skip
+
+
+def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_gu=False):
+    g, u = product(x, wg, bg), product(x, wu, bu)
+    h = dropped(act(g, activation) * u, dropout, row_base)
+    return (h, g, u) if keep_gu else (h, None, None)
+
+
+def gated_bwd(
+    x, wg, bg, wu, bu, dy, wd, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False,
+    dbu=False,
+):  # fmt: skip
+    return gated_act_grad(
+        dy, wd, product(x, wg, bg), product(x, wu, bu), activation, precision, dropout=dropout, row_base=row_base,
+        keep_h=keep_h, dbg=dbg, dbu=dbu,
+    )  # fmt: skip
+
+
+def gated_act_grad(
+    dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False, dbu=False
+):
+    dh = dropped(torch.mm(dy, wd), dropout, row_base)
+    a = act(g, activation)
+    h = dropped(a * u, dropout, row_base) if keep_h else None
+    du = dh * a if a is g else a.mul_(dh)
+    dg = ACTIVATIONS[activation].grad_(dh.mul_(u), g)
+    return dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu)

@@ -1,0 +1,51 @@
+"""Layer norm and RMS norm: the definitions of triton_kernels/norm.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_aten = torch.ops.aten
+
+
+def widened(x: Tensor | None, like: Tensor) -> Tensor | None:
+    """x in the dtype that `like` is computed in."""
+    return None if x is None else x.to(torch.promote_types(like.dtype, torch.float32))
+
+
+def rms_bwd(g: Tensor, x: Tensor, weight: Tensor | None, eps: float, need_dweight: bool):
+    """dx and dweight of x rsqrt(mean(x^2) + eps) weight over the last dimension, all in one wide dtype."""
+    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    h = x * r
+    dweight = (g * h).flatten(0, -2).sum(0) if need_dweight else None
+    g = g if weight is None else g * weight
+    return (g - h * (g * h).mean(-1, keepdim=True)) * r, dweight
+
+
+def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=False):
+    if addend is not None:
+        x = (widened(x, x) + widened(addend, x)).to(x.dtype)
+    wide, weight, bias = widened(x, x), widened(weight, x), widened(bias, x)
+    if kind == "layer":
+        xn = F.layer_norm(wide, x.shape[-1:], weight, bias, eps)
+    else:
+        xn = F.rms_norm(wide, x.shape[-1:], weight, eps)
+        xn = xn if bias is None else xn + bias
+    xn = xn.to(out_dtype)
+    return (xn, x) if keep_sum else xn
+
+
+def norm_bwd(dxn, x, weight, eps, kind, *, residual=None, need_dweight=False, need_dbias=False):
+    g, wide, weight = widened(dxn, x), widened(x, x), widened(weight, x)
+    if kind == "layer":
+        _, mean, rstd = _aten.native_layer_norm(wide, x.shape[-1:], None, None, eps)
+        weight = wide.new_ones(x.shape[-1:]) if weight is None else weight  # aten sums no gradient of a missing weight
+        dx, dweight, dbias = _aten.native_layer_norm_backward(
+            g, wide, x.shape[-1:], mean, rstd, weight, weight, [True, need_dweight, need_dbias]
+        )
+        dweight, dbias = dweight if need_dweight else None, dbias if need_dbias else None
+    else:
+        dx, dweight = rms_bwd(g, wide, weight, eps, need_dweight)
+        dbias = g.sum(0) if need_dbias else None
+    return (dx if residual is None else dx + residual).to(x.dtype), dweight, dbias

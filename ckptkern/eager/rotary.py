@@ -1,0 +1,49 @@
+"""q and k as attention reads them, RMS norm and rotation done: the definitions of triton_kernels/rotary.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .norm import rms_bwd, widened
+
+
+def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the two elements that turn together, each [..., R/2]."""
+    return (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """x [B, S, H, D], the first R dimensions turned by the angles cos, sin [S, R] or [B, S, R], or turned back."""
+    R = cos.shape[-1]
+    (a, b), (cos_a, cos_b), (sin_a, sin_b) = (
+        _pairs(one, R, interleaved) for one in (x, widened(cos, x).unsqueeze(-2), widened(sin, x).unsqueeze(-2))
+    )
+    y = x.clone()
+    y_a, y_b = _pairs(y, R, interleaved)
+    if back:
+        torch.add(a * cos_a, b * sin_b, out=y_a)
+        torch.sub(b * cos_b, a * sin_a, out=y_b)
+    else:
+        torch.sub(a * cos_a, b * sin_a, out=y_a)
+        torch.add(b * cos_b, a * sin_b, out=y_b)
+    return y
+
+
+def heads_fwd(x, weight, eps, cos, sin, interleaved=False, *, out=None):
+    y = widened(x, x)
+    if weight is not None:
+        y = F.rms_norm(y, x.shape[-1:], widened(weight, x), eps)
+    if cos is not None:
+        y = _turned(y, cos, sin, interleaved, back=False)
+    return y.to(x.dtype, copy=y is x) if out is None else out.copy_(y)
+
+
+def heads_bwd(dy, x, weight, eps, cos, sin, interleaved=False, *, out=None, need_dweight=False):
+    g, dweight = widened(dy, dy), None
+    if cos is not None:
+        g = _turned(g, cos, sin, interleaved, back=True)
+    if weight is not None:
+        g, dweight = rms_bwd(g, widened(x, dy), widened(weight, dy), eps, need_dweight)
+    return g.to(dy.dtype, copy=g is dy) if out is None else out.copy_(g), dweight

@@ -1,0 +1,58 @@
+"""Narrow chains of Linear + activation: the definitions of triton_kernels/stack.py, layer by layer.
+
+Weights come packed and zero-padded to [L, width, width]: act(0) = 0, so padding stays zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .elementwise import act_bwd, pack_bits
+from .linear import act_grad, linear_fwd
+
+
+def stack_width(x: Tensor, widths: list[int]) -> int | None:
+    """The width that a chain of these feature counts is padded to: the widest, where each layer runs alone."""
+    return max(widths)
+
+
+def pack_stack(weights, biases, width: int, dtype: torch.dtype):
+    """Weights [n_l, k_l] and biases [n_l] or None -> zero-padded [L, width, width] and [L, width] (or None) in `dtype`."""
+    packed = [F.pad(w.to(dtype), (0, width - w.shape[1], 0, width - w.shape[0])) for w in weights]
+    packed_b = [F.pad(b.to(dtype), (0, width - b.shape[0])) for b in biases or ()]
+    return torch.stack(packed), torch.stack(packed_b) if packed_b else None
+
+
+def _forward(x, packed_w, packed_b, activation: str, precision: str):
+    """Every layer's input [M, width], y among them as the last, and every z."""
+    inputs, zs = [F.pad(x, (0, packed_w.shape[2] - x.shape[1]))], []
+    for w, b in zip(packed_w, [None] * len(packed_w) if packed_b is None else packed_b, strict=True):
+        h, z, _ = linear_fwd(inputs[-1], w, b, activation, precision, keep_z=True)
+        inputs.append(h)
+        zs.append(z)
+    return inputs, zs
+
+
+def stack_fwd(x, packed_w, packed_b, out_features: int, activation: str, precision: str, *, keep_bits=False):
+    """x [M, K] through the packed layers -> (y [M, out_features], relu's bits of the last layer or None)."""
+    inputs, zs = _forward(x, packed_w, packed_b, activation, precision)
+    y = inputs[-1][:, :out_features].contiguous()
+    return y, pack_bits(~(zs[-1][:, :out_features] <= 0)) if keep_bits else None
+
+
+def stack_bwd(x, packed_w, packed_b, dy, bits, activation: str, precision: str, *, dx=True):
+    """(dx [M, K] or None, dw [L, width, width] and db [L, width] or None, in float32). bits: relu's, from stack_fwd."""
+    inputs, zs = _forward(x, packed_w, packed_b, activation, precision)
+    N, width, sums = dy.shape[1], packed_w.shape[1], torch.promote_types(x.dtype, torch.float32)
+    dz, db = act_bwd(dy, zs[-1][:, :N] if bits is None else bits, activation, bits=bits is not None, db=True)
+    dz, db = F.pad(dz, (0, width - N)), F.pad(db, (0, width - N))
+    dws, dbs = [], []
+    for i in reversed(range(len(packed_w))):
+        dws.append(dz.t().to(sums) @ inputs[i].to(sums))
+        dbs.append(db.to(sums))
+        if i:
+            dz, _, db = act_grad(dz, packed_w[i], zs[i - 1], activation, precision, db=True)
+    dx_out = torch.mm(dz, packed_w[0])[:, : x.shape[1]].contiguous() if dx else None
+    return dx_out, torch.stack(dws[::-1]), None if packed_b is None else torch.stack(dbs[::-1])
