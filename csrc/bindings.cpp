@@ -49,7 +49,7 @@ template <class Body>
 PyObject* translated(Body body) {
   try {
     return body();
-  } catch (...) {
+  } catch (const std::exception&) { // not `...`: Python ends a thread by unwinding it, which aborts where it is caught
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
   }

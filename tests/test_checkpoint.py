@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import pickle
+import subprocess
 import sys
 import threading
 import weakref
@@ -1131,3 +1132,33 @@ def test_cuda_graph():
     assert not torch.equal(*outputs)
     with pytest.raises(RuntimeError, match="preserve_rng_state=False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         step()
+
+
+ENDS_IN_A_SEGMENT = """
+import sys, threading, time, torch, ckptkern
+
+inside, go_on = threading.Event(), threading.Lock()
+go_on.acquire()
+
+class Asked(tuple):
+    @property
+    def _make(self):
+        inside.set()
+        go_on.acquire()
+
+class Last:
+    def __del__(self, go=go_on.release, wait=time.sleep):  # Python is ending: the thread is unwound when it asks for the interpreter
+        go()
+        wait(1)
+
+x = torch.ones(1, requires_grad=True)
+threading.Thread(target=ckptkern.checkpoint, args=(lambda x, _: x.sin(), x, Asked()), daemon=True).start()
+inside.wait()
+sys.last = Last()
+"""
+
+
+def test_the_interpreter_ends_while_a_thread_is_in_a_segment():
+    """FATAL: exception not rethrown."""
+    ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_SEGMENT], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
