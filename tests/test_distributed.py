@@ -1,4 +1,4 @@
-"""Pitfall 36: general and fused segments under DDP and FSDP2, two gloo processes on the CPU."""
+"""General and fused segments under DDP and FSDP2, two gloo processes on the CPU."""
 
 import copy
 

@@ -33,7 +33,7 @@ def test_a_scalar():
 
 
 def test_inplace_over_what_another_op_keeps():
-    """Pitfall 31: exp keeps its result; overwriting it is an error, not a wrong gradient."""
+    """exp keeps its result; overwriting it is an error, not a wrong gradient."""
     x = torch.ones(4, 9, requires_grad=True)
     y = ckptkern.nn.Dropout(0.5, inplace=True)(x.exp())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -59,7 +59,7 @@ def test_wrong_probability():
 
 
 def test_two_of_one_model_differ():
-    """Pitfall 6."""
+    """Two calls differ, and a seed reproduces them (flash-attention#2088)."""
     model = nn.Sequential(ckptkern.nn.Dropout(0.5), ckptkern.nn.Dropout(0.5))
     x = torch.ones(30, 30)
     first = model[0](x)

@@ -185,7 +185,7 @@ def test_options_reach_the_op_and_are_shown(name):
 @every_module
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_independent(name, copied):
-    """Pitfall 34: a copy made after a step gives the same results, and shares nothing with the original."""
+    """A copy made after a step gives the same results, and shares nothing with the original."""
     module = TWINS[name].ours(**TWINS[name].options)
     expected = step(module, module, data())
     if copied == "deepcopy":
@@ -279,7 +279,7 @@ def test_training_follows_the_twin(name):
 
 @every_module
 def test_inference_then_training(name):
-    """Pitfall 34."""
+    """Copies share nothing with the original (xformers#290)."""
     module = TWINS[name].ours(**TWINS[name].options)
     expected = step(module, module, data())
     with torch.inference_mode():

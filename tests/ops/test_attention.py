@@ -202,7 +202,7 @@ def test_dropout(causal):
 
 @pytest.mark.parametrize("kind", ["bool", "additive", "window"])
 def test_rows_that_see_nothing(kind):
-    """Pitfall 20."""
+    """Rows that see nothing give zeros and zero gradients, never NaN (pytorch#103749, pytorch#41508)."""
     tensors, hidden = qkv(Sq=7, Sk=3), torch.zeros(7, 3, dtype=torch.bool)
     hidden[2], hidden[5] = True, True
     options = {"attn_mask": ~hidden if kind == "bool" else torch.zeros(7, 3).masked_fill(hidden, -math.inf)}
@@ -330,13 +330,13 @@ class TestSegment:
 
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     def test_compiled(self, call, backend):
-        """Pitfall 5. No cached graph: it would have the fakes of an earlier run."""
+        """No cached graph: it would have the fakes of an earlier run."""
         tensors = call.make()
         with torch._inductor.config.patch(force_disable_caches=True):
             assert_same(gradients(call.compiled(backend=backend), tensors), gradients(call.fused, tensors))
 
     def test_two_calls_of_one_graph(self, call):
-        """Pitfall 6, and AOT's CSE: two draws in one graph are two draws."""
+        """AOT's CSE merges what looks alike: two draws in one graph are two draws."""
         tensors = call.make()
 
         def twice(t):
@@ -396,7 +396,7 @@ class TestSegment:
         assert torch.equal(torch.get_rng_state(), after)
 
     def test_saved_on_the_cpu_and_strided(self, call):
-        """Pitfalls 16, 17, 22: any strides of inputs and dy, those of .sum() among them; .grad has its input's."""
+        """Any strides of inputs and dy, those of .sum() among them; .grad has its input's."""
         tensors = call.make()
 
         def offloaded(t):
@@ -426,7 +426,7 @@ class TestSegment:
         assert_same(results, {name: t if name == "y" else t.float() for name, t in expected.items()})
 
     def test_retained_graph(self, call):
-        """Pitfall 28."""
+        """A second backward through a retained graph gives what the first gave (axolotl#3892)."""
         tensors = call.make()
         y = call.fused(tensors)
         dy, inputs = output_gradient(y), list(tensors.values())
@@ -437,11 +437,11 @@ class TestSegment:
             torch.autograd.grad(y, inputs, dy)
 
     def test_memory_is_flat_without_the_garbage_collector(self, call):
-        """Pitfall 30."""
+        """Steps leave no tensor behind, not even with the garbage collector off (pytorch#5569, pytorch#84413)."""
         assert_flat_memory(call.call, call.make(), "q", steps=10)
 
     def test_every_saved_tensor_is_unpacked_once(self, call):
-        """Pitfalls 28, 36."""
+        """Hooks of checkpointing and sharding fire once for each saved tensor (pytorch#82203)."""
         packed, unpacked = [], []
 
         def unpack(entry):
@@ -473,7 +473,7 @@ class TestSegment:
                 call.fused({**tensors, "q": dual})
 
     def test_inference_mode_then_training(self, call):
-        """Pitfall 34."""
+        """Copies share nothing with the original (xformers#290)."""
         tensors = call.make()
         expected = gradients(call.fused, tensors)
         with torch.inference_mode():
@@ -504,7 +504,7 @@ def sized(B, Sq, Sk):
 
 
 def test_one_graph_for_all_lengths():
-    """Pitfall 8: the first lengths, then any."""
+    """The first lengths, then any."""
 
     def call(t):
         return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], dropout_p=P)
@@ -513,7 +513,7 @@ def test_one_graph_for_all_lengths():
 
 
 def test_one_graph_for_all_batch_sizes():
-    """Pitfall 8."""
+    """New sizes and seeds compile nothing anew (flash-attention#911)."""
 
     def call(t):
         return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], dropout_p=P)
@@ -522,7 +522,7 @@ def test_one_graph_for_all_batch_sizes():
 
 
 def test_one_graph_for_all_packings():
-    """Pitfall 8: any number of tokens and sequences, and any longest one."""
+    """Any number of tokens and sequences, and any longest one."""
 
     def call(t, cu, longest):
         return ckptkern.varlen_attn(t["q"], t["k"], t["v"], cu, cu, longest, longest, is_causal=True)
@@ -550,7 +550,7 @@ EMPTY = {
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
 def test_empty(shapes, backend):
-    """Pitfall 18: where there is nothing to see, zeros and zero gradients."""
+    """Where there is nothing to see, zeros and zero gradients."""
     q, k, *ends = shapes
     tensors = heads(q, k, k)
 
@@ -742,7 +742,7 @@ def test_packed_sequences_with_dropout(level, backend):
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_packed_sequences_with_dropout_at_every_level(backend):
-    """Pitfall 27: the same bits."""
+    """The same bits."""
     tensors = PACKED_BLOCK.make(torch.bfloat16, lead=(11,))
     with ckptkern.backend(backend):
         assert_same(gradients(packed_block("full"), tensors), gradients(packed_block("none"), tensors))

@@ -107,14 +107,14 @@ def test_gradients_are_as_exact_as_torchs(block, dtype):
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))
 def test_every_level_gives_the_same_bits(block):
-    """Pitfall 27."""
+    """Backward overwrites nothing that was saved or given (mamba#939)."""
     tensors = block.make(torch.bfloat16)
     assert_same(gradients(block.fused, tensors), gradients(block.with_(recompute="selective").fused, tensors))
 
 
 @pytest.mark.parametrize("block", blocks())
 def test_strided_inputs_and_output_gradients(block):
-    """Pitfalls 16, 17: any strides; .sum() sends strides of 0."""
+    """Any strides; .sum() sends strides of 0."""
     dense = block.make()
     strided = {name: (t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach()) for name, t in dense.items()}
     strided = {name: t.requires_grad_() for name, t in strided.items()}
@@ -126,7 +126,7 @@ def test_strided_inputs_and_output_gradients(block):
 @pytest.mark.parametrize("lead", [(0, 5), (2, 0), (LENGTH,), (1, 1)], ids=str)
 @pytest.mark.parametrize("block", blocks(("none", "full"), names=("pre-norm", "bare")))
 def test_empty_and_unbatched(block, lead):
-    """Pitfall 18."""
+    """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""
     tensors = block.make(lead=lead)
     if len(lead) == 1:
         batched = {**tensors, "x": tensors["x"].detach()[None].requires_grad_()}
@@ -187,7 +187,7 @@ def test_gradcheck(block):
 
 @pytest.mark.parametrize("block", blocks(("full",)))
 def test_gradgradcheck(block):
-    """Pitfall 29."""
+    """Second-order gradients are right or an error, never silently wrong (pytorch#76185)."""
     tensors = block.make(torch.float64)
 
     def function(*values):
@@ -223,7 +223,7 @@ def test_number_of_products(block, dropout):
 
 @pytest.mark.parametrize("block", blocks())
 def test_subsets_of_frozen_inputs(block):
-    """Pitfalls 23, 24: the bits of everything trained, and no product that is not in the registered FLOPs."""
+    """The bits of everything trained, and no product that is not in the registered FLOPs."""
     names = list(block.make())
     everything = watched(block, block.make())
     subsets = [set(random.Random(i).sample(names, 1 + i % (len(names) - 1))) for i in range(16)]
@@ -235,7 +235,7 @@ def test_subsets_of_frozen_inputs(block):
 
 
 def test_the_core_forms_what_leads_to_a_trained_weight():
-    """Pitfall 24: of q's weight 3 products of the core (s, dp, dq), of k's or v's 4 (s, dp, dk, dv), of x all 5."""
+    """Of q's weight 3 products of the core (s, dp, dq), of k's or v's 4 (s, dp, dk, dv), of x all 5."""
     (block,) = (one.values[0] for one in blocks(("none",), names=("llama",)) if one.values[0].op == "attention_block")
     names, head_products = list(block.make()), {}
     with FlopCounterMode(display=False) as counter:
@@ -265,7 +265,7 @@ def test_opcheck(block):
 
 @pytest.mark.parametrize("block", blocks())
 def test_compiled_equals_eager(block):
-    """Pitfall 5: one graph, the same bits and masks."""
+    """One graph, the same bits and masks."""
     torch._dynamo.reset()
     tensors, call = block.make(), torch.compile(block.call, backend="aot_eager", fullgraph=True)
     assert_same(gradients(seeded(call), tensors), gradients(block.fused, tensors))
@@ -282,7 +282,7 @@ def test_inductor(block):
 
 @pytest.mark.parametrize("block", blocks(("selective", "full"), names=("pre-norm", "llama", "bare")))
 def test_one_graph_for_all_batch_sizes(block):
-    """Pitfall 8: sizes compile once, dynamically; seeds compile nothing. Lengths too, but where tables have one."""
+    """Sizes compile once, dynamically; seeds compile nothing. Lengths too, but where tables have one."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(block.call, backend=counter, fullgraph=True)
@@ -298,7 +298,7 @@ def test_one_graph_for_all_batch_sizes(block):
 
 @pytest.mark.parametrize("block", blocks(("full",), names=("llama",)))
 def test_compiled_with_frozen_inputs(block):
-    """Pitfall 24: x alone, the parameters alone, the last weight alone."""
+    """x alone, the parameters alone, the last weight alone."""
     names = list(block.make())
     for trained in ({"x"}, set(names) - {"x"}, {[name for name in names if name.endswith("weight")][-1]}):
         torch._dynamo.reset()
@@ -338,7 +338,7 @@ def test_compiled_autocast_keeps_no_cast_weight(block):
 
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",)))
 def test_two_masks_of_one_graph_differ(block):
-    """Pitfall 6, and AOT's CSE: two draws in one graph are two draws."""
+    """AOT's CSE merges what looks alike: two draws in one graph are two draws."""
     torch._dynamo.reset()
     tensors = block.make()
 
@@ -401,7 +401,7 @@ def test_saved_tensors_on_the_cpu(block):
 
 @pytest.mark.parametrize("block", blocks())
 def test_retained_graph_and_ten_runs(block):
-    """Pitfalls 26, 28."""
+    """The first call equals the second, and ten runs are equal bit for bit (cherimoya#50, mamba#827)."""
     tensors = block.make()
     y = block.fused(tensors)
     dy, inputs = output_gradient(y), list(tensors.values())
@@ -413,7 +413,7 @@ def test_retained_graph_and_ten_runs(block):
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))
 def test_nothing_given_is_overwritten(block):
-    """Pitfall 27: not x, a parameter or dy; and a change between forward and backward is caught."""
+    """Not x, a parameter or dy; and a change between forward and backward is caught."""
     before, tensors = block.make(), block.make()
     y = block.fused({**tensors, "x": tensors["x"] * 1})
     dy = output_gradient(y)
@@ -431,7 +431,7 @@ def test_nothing_given_is_overwritten(block):
 
 @pytest.mark.parametrize("block", blocks())
 def test_memory_is_flat_without_the_garbage_collector(block):
-    """Pitfall 30."""
+    """Steps leave no tensor behind, not even with the garbage collector off (pytorch#5569, pytorch#84413)."""
     assert_flat_memory(block.call, block.make(), "x")
 
 
@@ -446,7 +446,7 @@ def test_inference_keeps_nothing(block):
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))
 def test_inference_mode_then_training(block):
-    """Pitfall 34: inference leaves nothing behind that training trips over."""
+    """Inference leaves nothing behind that training trips over."""
     tensors = block.make()
     expected = gradients(block.fused, tensors)
     with torch.inference_mode():
@@ -456,7 +456,7 @@ def test_inference_mode_then_training(block):
 
 @pytest.mark.parametrize("block", blocks())
 def test_every_saved_tensor_is_unpacked_once(block):
-    """Pitfalls 28, 36: hooks of checkpointing and sharding fire once for each saved tensor."""
+    """Hooks of checkpointing and sharding fire once for each saved tensor."""
     packed, unpacked = [], []
 
     def unpack(entry):

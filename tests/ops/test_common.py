@@ -61,7 +61,7 @@ def cast(tensors: dict, dtype: torch.dtype) -> dict:
 )
 @pytest.mark.parametrize("setup", OPS_OF_LAYERS)
 def test_every_pair_of_dtypes(setup, x_dtype, weight_dtype, around):
-    """Pitfall 12: the compute dtype is autocast's, or the one that all share; each gradient has its tensor's dtype."""
+    """The compute dtype is autocast's, or the one that all share; each gradient has its tensor's dtype."""
     tensors = {name: t.to(x_dtype if name == "x" else weight_dtype) for name, t in make(setup).items()}
     tensors = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     dtype = x_dtype if around is None or x_dtype == FP64 else around
@@ -89,7 +89,7 @@ def test_every_pair_of_dtypes(setup, x_dtype, weight_dtype, around):
 @pytest.mark.parametrize("setup", setups(("gelu",), LEVELS, dropout=(P,), ops=LAYERS))
 @pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "chunked"])
 def test_backward_runs_in_the_autocast_of_forward(setup, workspace):
-    """Pitfalls 9, 10: bf16 forward and backward called outside, or fp32 forward and backward called inside."""
+    """bf16 forward and backward called outside, or fp32 forward and backward called inside."""
     setup = setup.with_(workspace=workspace)
     tensors = make(setup, Sizes(lead=(140,)))
     for forward, backward, dtype in ((BF16, None, BF16), (None, BF16, FP32)):
@@ -107,7 +107,7 @@ def test_backward_runs_in_the_autocast_of_forward(setup, workspace):
 
 @pytest.mark.parametrize("setup", OPS_OF_LAYERS)
 def test_second_order_in_another_autocast(setup):
-    """Pitfall 10, once more: the second derivative too is taken at the precision of forward."""
+    """The second derivative too is taken at the precision of forward."""
     tensors = make(setup)
 
     def penalty(around):
@@ -156,7 +156,7 @@ def test_autocast_switched_off_inside_autocast(setup):
 
 @pytest.mark.parametrize("setup", OPS_OF_LAYERS)
 def test_no_grad_first_inside_one_autocast(setup):
-    """Pitfall 11: a weight cast under no_grad must not serve the training step that follows."""
+    """A weight cast under no_grad must not serve the training step that follows."""
     tensors = make(setup)
 
     def twice(t):
@@ -174,7 +174,7 @@ def test_no_grad_first_inside_one_autocast(setup):
 
 @pytest.mark.parametrize("setup", OPS_OF_LAYERS)
 def test_state_after_an_error_in_backward(setup, monkeypatch):
-    """Pitfall 32: the outer autocast comes back when recompute raises, and the next step is right."""
+    """The outer autocast comes back when recompute raises, and the next step is right."""
     tensors = make(setup)
     expected = gradients(setup.fused, tensors)
     with torch.autocast("cpu", dtype=BF16):
@@ -198,7 +198,7 @@ def test_state_after_an_error_in_backward(setup, monkeypatch):
 
 @pytest.mark.parametrize("setup", setups(ACTIVATIONS, ("none", "full"), ops=["linear_act"]))
 def test_activations_at_the_end_of_fp16(setup):
-    """Pitfall 13: at |z| ~ 10,000, where z^3 and exp(z) are far outside fp16, all is finite that torch has finite."""
+    """At |z| ~ 10,000, where z^3 and exp(z) are far outside fp16, all is finite that torch has finite."""
     tensors = make(setup, dtype=FP16)
     tensors["x"] = tensors["x"].detach().mul(3000).requires_grad_()
     plain, ours = gradients(setup.plain, tensors), gradients(setup.fused, tensors)
@@ -215,7 +215,7 @@ FIVE_CHUNKS = Sizes(lead=(4, 135))  # 128 tokens a chunk, 28 in the last
 
 @pytest.mark.parametrize("setup", CHUNKED)
 def test_chunks_change_no_mask_and_no_gradient(setup):
-    """Pitfall 9: a workspace too small for 540 tokens; masks, biases and weights as without."""
+    """A workspace too small for 540 tokens; masks, biases and weights as without."""
     small = setup.with_(workspace=1)
     check_against_float64(small, make(setup, FIVE_CHUNKS))
     tensors = make(setup, FIVE_CHUNKS, FP64)
@@ -224,7 +224,7 @@ def test_chunks_change_no_mask_and_no_gradient(setup):
 
 @pytest.mark.parametrize("setup", CHUNKED)
 def test_chunks_with_frozen_inputs(setup):
-    """Pitfall 9: the weight gradients are there when x needs none."""
+    """The weight gradients are there when x needs none."""
     setup = setup.with_(workspace=1)
     names = list(make(setup))
     for frozen in (names[:1], names[:2], names[1:], names[:-2]):
@@ -234,7 +234,7 @@ def test_chunks_with_frozen_inputs(setup):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("setup", setups(("relu",), ("none", "full"), ops=("linear_stack", "mlp", "gated_mlp")))
 def test_error_does_not_grow_with_the_number_of_chunks(setup, dtype):
-    """Pitfall 14: 48 chunks are summed in float32 and rounded once, biases too."""
+    """48 chunks are summed in float32 and rounded once, biases too."""
     sizes = Sizes(lead=(128 * 48,), features=8, hidden=8, out=8)
     tensors = make(setup, sizes, dtype)
     exact = gradients(setup.plain, clone(tensors, FP64))
@@ -448,7 +448,7 @@ def test_a_bias_of_another_dtype(setup, bias_dtype):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
 def test_wrong_inputs(setup):
-    """Pitfall 35."""
+    """Arguments and results that are no floating-point tensors: None, numbers, integers (DeepSpeed#660)."""
     good, op = make(setup), setup.op.name
 
     def call(x):

@@ -27,7 +27,7 @@ def spelling_inputs(setup: Setup, tokens: int, width: int) -> dict:
 @pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "chunked"])
 @pytest.mark.parametrize("setup", MASKED)
 def test_backward_replays_the_mask_of_forward(setup, workspace, tokens):
-    """Pitfalls 2, 9: with a gradient of ones, dx spells the mask that backward saw; chunks of 128 tokens among them."""
+    """With a gradient of ones, dx spells the mask that backward saw; chunks of 128 tokens among them."""
     tensors = spelling_inputs(setup, tokens, 41)
     result = gradients(setup.with_(workspace=workspace).fused, tensors, torch.ones(tokens, 41))
     scaled = expected_mask(P, tokens, 41) * state.threshold_scale(P)[1]
@@ -45,7 +45,7 @@ def test_mask_of_a_batch_is_that_of_its_tokens(setup):
 
 @pytest.mark.parametrize("setup", MASKED)
 def test_draws(setup):
-    """Pitfall 6: two calls differ, manual_seed and a restored generator state reproduce, seeds differ."""
+    """Two calls differ, manual_seed and a restored generator state reproduce, seeds differ."""
     tensors = spelling_inputs(setup, 16, 32)
 
     def draw():
@@ -69,7 +69,7 @@ def test_draws(setup):
 @pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "chunked"])
 @pytest.mark.parametrize("setup", setups(dropout=(P,), ops=WITH_DROPOUT))
 def test_generator_after_a_step(setup, workspace):
-    """Pitfall 1: forward draws 16 bytes at every level, backward nothing, so the draws that follow are the same."""
+    """Forward draws 16 bytes at every level, backward nothing, so the draws that follow are the same."""
     tensors = make(setup, Sizes(lead=(150,)))
     torch.manual_seed(SEED)
     torch.randint(-(2**63), 2**63 - 1, (2,))
@@ -89,7 +89,7 @@ def test_nothing_is_drawn_without_dropout(setup):
 
 @pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,), ops=WITH_DROPOUT))
 def test_draw_in_another_generator_state_changes_nothing_in_backward(setup):
-    """Pitfall 2: whatever is drawn or seeded between forward and backward."""
+    """Whatever is drawn or seeded between forward and backward."""
     tensors = make(setup)
     expected = gradients(setup.fused, tensors)
 

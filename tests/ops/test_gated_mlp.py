@@ -49,7 +49,7 @@ def test_gate_and_up_of_two_widths():
 
 
 def test_gate_and_up_as_halves_of_one_parameter():
-    """Pitfall 17: the fused [gate; up] parameter that many checkpoints hold, sliced and never copied."""
+    """The fused [gate; up] parameter that many checkpoints hold, sliced and never copied."""
     both = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
     x, wd = torch.randn(5, 4, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     for level in LEVELS:

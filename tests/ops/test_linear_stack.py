@@ -97,7 +97,7 @@ def test_no_biases():
 
 
 def test_one_weight_used_by_every_layer():
-    """A shared weight gets the sum of its layers' gradients (pitfall 27: nothing is overwritten)."""
+    """A shared weight gets the sum of its layers' gradients; nothing is overwritten."""
     w = (torch.randn(6, 6, dtype=torch.float64) * 0.6).requires_grad_()
     x = torch.randn(4, 6, dtype=torch.float64)
     for level in LEVELS:

@@ -63,7 +63,7 @@ def test_one_weight_in_two_places():
 
 
 def test_x_and_weights_as_views_of_one_buffer():
-    """Pitfall 17: slices of one tensor, with its strides."""
+    """Slices of one tensor, with its strides."""
     buffer = torch.randn(20, 30, dtype=torch.float64, requires_grad=True)
 
     def run(function):

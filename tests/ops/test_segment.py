@@ -106,7 +106,7 @@ def test_gradients_are_as_exact_as_torchs(setup, dtype):
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("setup", setups(("relu", "silu"), dropout=(P,)))
 def test_ragged_and_empty_shapes(setup, sizes, bias):
-    """Pitfall 18: no tokens, no features, sizes of one. Deterministic mode fills what torch.empty gives with NaN."""
+    """No tokens, no features, sizes of one. Deterministic mode fills what torch.empty gives with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         check_against_float64(setup, make(setup, sizes, torch.bfloat16, bias=bias))
@@ -141,7 +141,7 @@ LAYOUTS = (transposed, every_other, inside_a_larger, leading_dims_swapped)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
 def test_strided_inputs_and_output_gradients(setup, layout):
-    """Pitfalls 16, 17: x, the weights, the biases and dy may have any strides; results are those of dense tensors."""
+    """x, the weights, the biases and dy may have any strides; results are those of dense tensors."""
     dense = make(setup)
     strided = {name: layout(t.detach()).requires_grad_() for name, t in dense.items()}
     assert any(not t.is_contiguous() for t in strided.values())
@@ -152,7 +152,7 @@ def test_strided_inputs_and_output_gradients(setup, layout):
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
 def test_expanded_output_gradients(setup):
-    """Pitfall 16: .sum() sends strides (0, 0), a broadcast one dimension of stride 0."""
+    """.sum() sends strides (0, 0), a broadcast one dimension of stride 0."""
     tensors = make(setup)
     y = setup.fused(tensors)
     one = y.new_tensor(0.7)
@@ -176,7 +176,7 @@ def test_expanded_input(setup):
 
 @pytest.mark.parametrize("setup", setups(levels=("full",)))
 def test_gradient_strides_are_the_parameters(setup):
-    """Pitfall 22: .grad of a transposed or dense parameter has the parameter's strides, as optimisers expect."""
+    """.grad of a transposed or dense parameter has the parameter's strides, as optimisers expect."""
     tensors = {name: transposed(t.detach()).requires_grad_() for name, t in make(setup).items()}
     setup.fused(tensors).sum().backward()
     for name, t in tensors.items():
@@ -195,14 +195,14 @@ def test_gradcheck(setup):
 
 @pytest.mark.parametrize("setup", setups(("relu", "silu", "identity"), dropout=(P,)))
 def test_every_level_gives_the_same_bits(setup):
-    """Pitfalls 15, 27: the levels differ in what they keep, not in any result: what is rebuilt is what was."""
+    """The levels differ in what they keep, not in any result: what is rebuilt is what was."""
     tensors = make(setup, dtype=torch.bfloat16)
     assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
 
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_ten_runs_are_bitwise_equal(setup):
-    """Pitfall 26: nothing is tuned, cached or accumulated in the first run."""
+    """Nothing is tuned, cached or accumulated in the first run."""
     tensors = make(setup)
     first = gradients(setup.fused, tensors)
     for _ in range(9):
@@ -211,7 +211,7 @@ def test_ten_runs_are_bitwise_equal(setup):
 
 @pytest.mark.parametrize("setup", setups(ACTIVATIONS, ops=LAYERS))
 def test_micro_batches_add_up_to_the_batch(setup):
-    """Pitfall 25: gradients of four micro-batches, accumulated in .grad, are those of one batch."""
+    """Gradients of four micro-batches, accumulated in .grad, are those of one batch."""
     whole = make(setup, Sizes(lead=(8, 5)))
     dy = output_gradient(setup.plain(whole))
 
@@ -236,7 +236,7 @@ def subsets(names: list[str]):
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
 def test_every_subset_of_frozen_inputs(setup):
-    """Pitfalls 3, 23, 24: the gradients of a subset, a stack's lists among them, are the bits of all together."""
+    """The gradients of a subset, a stack's lists among them, are the bits of all together."""
     names = list(make(setup))
     everything = gradients(setup.fused, make(setup))
     for frozen in subsets(names):
@@ -246,7 +246,7 @@ def test_every_subset_of_frozen_inputs(setup):
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
 def test_products_of_every_subset_of_frozen_inputs(setup):
-    """Pitfall 24: no product more than autograd's own but the rebuilt ones, and the registered FLOPs are those run."""
+    """No product more than autograd's own but the rebuilt ones, and the registered FLOPs are those run."""
     names = list(make(setup))
     forward = products(setup.fused, make(setup, frozen=names)).flops
     assert forward == products(setup.plain, make(setup, frozen=names)).flops
@@ -307,7 +307,7 @@ def test_flop_counter(setup):
 
 @pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(P,)))
 def test_gradgradcheck(setup):
-    """Pitfall 29."""
+    """Second-order gradients are right or an error, never silently wrong (pytorch#76185)."""
     tensors = make(setup, Sizes((2, 2), 3, 4, 2), torch.float64)
 
     def function(*values):
@@ -379,7 +379,7 @@ def test_third_order(setup):
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_second_backward_through_a_retained_graph(setup):
-    """Pitfall 28."""
+    """A second backward through a retained graph gives what the first gave (axolotl#3892)."""
     tensors = make(setup)
     y = setup.fused(tensors)
     dy, inputs = output_gradient(y), list(tensors.values())
@@ -414,7 +414,7 @@ def keeps_its_output(setup: Setup) -> bool:
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
 def test_output_changed_in_place(setup):
-    """Pitfall 31: right where the output is not kept, an error where it is (relu at "none", as torch.relu)."""
+    """Right where the output is not kept, an error where it is (relu at "none", as torch.relu)."""
     tensors = make(setup)
     dy = output_gradient(setup.fused(tensors))
     if keeps_its_output(setup):
@@ -427,7 +427,7 @@ def test_output_changed_in_place(setup):
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
 def test_nothing_saved_or_given_is_overwritten(setup):
-    """Pitfall 27: exp keeps its result, which is the op's input; dy belongs to the caller."""
+    """exp keeps its result, which is the op's input; dy belongs to the caller."""
     before = make(setup)
 
     def through_exp(function):
@@ -446,7 +446,7 @@ def test_nothing_saved_or_given_is_overwritten(setup):
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_memory_is_flat_without_the_garbage_collector(setup):
-    """Pitfall 30."""
+    """Steps leave no tensor behind, not even with the garbage collector off (pytorch#5569, pytorch#84413)."""
     assert_flat_memory(setup.call, make(setup), "x")
 
 
@@ -463,7 +463,7 @@ def test_inference_keeps_nothing(setup):
 
 @pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
 def test_inference_mode_then_training(setup):
-    """Pitfall 34: inference leaves nothing behind that training trips over."""
+    """Inference leaves nothing behind that training trips over."""
     tensors = make(setup)
     expected = gradients(setup.fused, tensors)
     with torch.inference_mode():
@@ -487,7 +487,7 @@ def test_saved_tensors_on_the_cpu(setup):
 
 @pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
 def test_every_saved_tensor_is_unpacked_once(setup):
-    """Pitfalls 28, 36: hooks of checkpointing and sharding fire once for each saved tensor."""
+    """Hooks of checkpointing and sharding fire once for each saved tensor."""
     packed, unpacked = [], []
 
     def unpack(entry):
@@ -585,7 +585,7 @@ def seeded(function):
 
 @pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
 def test_checkpoint_under_autocast(setup):
-    """Pitfall 11: no cast that is made in forward and missing in recompute, or the other way round."""
+    """No cast that is made in forward and missing in recompute, or the other way round."""
     tensors = make(setup)
 
     def checkpointed(t):

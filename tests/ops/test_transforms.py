@@ -76,7 +76,7 @@ def compiled(setup: Setup, backend: str = "aot_eager", **options):
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_compiled_equals_eager(setup):
-    """Pitfall 5: one graph forward, one backward, the same bits and the same mask."""
+    """One graph forward, one backward, the same bits and the same mask."""
     tensors = make(setup)
     assert_same(gradients(compiled(setup), tensors), gradients(setup.fused, tensors))
 
@@ -89,7 +89,7 @@ def test_inductor(setup):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), ops=LAYERS))
 def test_compiled_with_frozen_inputs(setup):
-    """Pitfall 24: only what needs a gradient gets one; x alone, the parameters alone, the last weight alone."""
+    """Only what needs a gradient gets one; x alone, the parameters alone, the last weight alone."""
     names = list(make(setup))
     last_weight = [name for name in names if "weight" in name][-1]
     for trained in ({"x"}, set(names) - {"x"}, {last_weight}):
@@ -125,7 +125,7 @@ def test_compiled_autocast_keeps_no_cast_weight(setup):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("selective", "full"), dropout=(P,)))
 def test_one_graph_for_all_batch_sizes_and_seeds(setup):
-    """Pitfall 8: the state is a tensor, so seeds compile nothing; sizes compile once, dynamically."""
+    """The state is a tensor, so seeds compile nothing; sizes compile once, dynamically."""
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(setup.call, backend=counter, fullgraph=True)
     for length, seed in itertools.product((5, 8, 3, 16, 130, 2), (1, 2, 3)):
@@ -139,7 +139,7 @@ def test_one_graph_for_all_batch_sizes_and_seeds(setup):
 
 @pytest.mark.parametrize("setup", setups(("silu",), ("full",), dropout=(P,), ops=("mlp", "gated_mlp", "dropout")))
 def test_two_masks_of_one_graph_differ(setup):
-    """Pitfall 6, and AOT's CSE: two draws in one graph are two draws."""
+    """AOT's CSE merges what looks alike: two draws in one graph are two draws."""
     tensors = make(setup)
 
     def twice(t):
@@ -159,7 +159,7 @@ def test_two_masks_of_one_graph_differ(setup):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
 def test_compiled_checkpoint(setup):
-    """Pitfall 5: a compiled torch.utils.checkpoint rebuilds the op in backward, and its mask with it."""
+    """A compiled torch.utils.checkpoint rebuilds the op in backward, and its mask with it."""
     tensors = make(setup)
 
     def checkpointed(t):

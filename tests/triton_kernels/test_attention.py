@@ -189,7 +189,7 @@ def test_windows_round_tile_edges(left, right, device):
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1), (16, 32), (33, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lengths(lengths, dtype, device):
-    """Pitfall 18: no rows, no columns, one of each, whole tiles."""
+    """No rows, no columns, one of each, whole tiles."""
     ours = check(Case(dtype, 3, (2, 1), lengths, (None, 0), dropout=0.3), device)
     if lengths[1] == 0:
         assert ours["empty"].all()
@@ -232,7 +232,7 @@ def hiding(kind: str, device: str) -> tuple[AttentionCore, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["bool", "bool and causal", "additive", "key padding", "window"])
 def test_rows_that_see_nothing_give_zeros(kind, device):
-    """Pitfall 20: zeros and zero gradients, never NaN, and nothing from such a row reaches dk or dv."""
+    """Zeros and zero gradients, never NaN, and nothing from such a row reaches dk or dv."""
     core, hidden = hiding(kind, device)
     core = core._replace(dropout=dropout_of(0.3, device)) if kind == "bool" else core
     tensors = {
@@ -289,7 +289,7 @@ def test_no_row_beyond_the_longest_sequence(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_causal_with_more_rows_than_columns(dtype, device):
-    """Pitfall 20: aligned top-left, so that every row sees something, the last ones everything."""
+    """Aligned top-left, so that every row sees something, the last ones everything."""
     ours = check(Case(dtype, lengths=(70, 20), window=(None, 0)), device)
     assert not ours["empty"].any()
 
@@ -368,7 +368,7 @@ def test_recompute_equals_forward(dtype, device):
 
 
 def test_ten_backward_runs_are_equal(device):
-    """Pitfall 26: no atomics."""
+    """No atomics."""
     case = dataclasses.replace(HEAVY, lengths=(17, 33), slopes=None)
     core, (q, k, v, do) = core_of(case, device), inputs_of(case, device).values()
     _, lse, delta = triton_kernels.attn_fwd(q, k, v, core, do=do)
@@ -389,7 +389,7 @@ def test_results_do_not_depend_on_the_tile(case, device):
 
 
 def test_only_what_is_needed(device):
-    """Pitfall 24: None for the rest, the same bits for what is formed, and results written where they are wanted."""
+    """None for the rest, the same bits for what is formed, and results written where they are wanted."""
     core, tensors = core_of(HEAVY, device), inputs_of(HEAVY, device)
     q, k, v, do = tensors.values()
     _, lse, delta = triton_kernels.attn_fwd(q, k, v, core, do=do)
@@ -412,7 +412,7 @@ def test_only_what_is_needed(device):
 
 
 def test_inputs_are_left_alone(device):
-    """Pitfall 27."""
+    """Backward overwrites nothing that was saved or given (mamba#939)."""
     core, tensors = core_of(HEAVY, device), inputs_of(HEAVY, device)
     before = {name: t.clone() for name, t in tensors.items()}
     results_of(triton_kernels, tensors, core)
@@ -424,7 +424,7 @@ def test_inputs_are_left_alone(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_large_scores_stay_finite(dtype, device):
-    """Pitfall 13: |q| and |k| of 300, so q k^T far beyond what float16 holds."""
+    """|q| and |k| of 300, so q k^T far beyond what float16 holds."""
     core = AttentionCore(1 / 8, "ieee", (None, 0))
     tensors = {name: torch.randn(1, 2, 40, 64, device=device).to(dtype) for name in ("q", "k", "v", "do")}
     tensors |= {name: tensors[name].sign() * 300 for name in ("q", "k")}
@@ -452,7 +452,7 @@ def spread(x):
 
 @pytest.mark.parametrize("far", ["q", "k", "v", "do"])
 def test_offsets_beyond_int32(far):
-    """Pitfall 19."""
+    """Offsets beyond 2**31 and grids beyond 65,535 programs (fla#172, fla#1080)."""
     tensors = {name: torch.randn(1, 1, 9, 16).bfloat16() for name in ("q", "k", "v", "do")}
     core = AttentionCore(0.3, "ieee")
     expected = results_of(triton_kernels, tensors, core)
@@ -461,7 +461,7 @@ def test_offsets_beyond_int32(far):
 
 @pytest.mark.parametrize("far", range(4), ids=["batch", "heads", "rows", "columns"])
 def test_offsets_of_a_mask_beyond_int32(far):
-    """Pitfall 19: each of the mask's strides. Where one wraps round, it lands 2**32 elements before, in zeros."""
+    """Each of the mask's strides. Where one wraps round, it lands 2**32 elements before, in zeros."""
     shape = [1, 1, 1, 9]
     shape[far] = 9
     tensors = {name: torch.randn(*shape[:2], 9, 16).bfloat16() for name in ("q", "k", "v", "do")}
@@ -496,7 +496,7 @@ def launched(call, arch: int, shared: int) -> list[dict]:
 @pytest.mark.parametrize("arch", [80, 86, 89, 120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_card_of_less_shared_memory_gets_a_smaller_tile_or_a_clear_error(arch, dtype):
-    """Pitfall 21."""
+    """A tile that does not fit into shared memory (triton#8182)."""
     q = torch.empty(1, 1, 64, 256, dtype=dtype)
     core, lse = AttentionCore(1.0, "tf32"), torch.empty(1, 1, 64)
 
@@ -524,7 +524,7 @@ def test_head_dims_are_padded_to_what_the_architecture_multiplies():
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_more_heads_than_a_grid_dimension_has_programs(packed):
-    """Pitfall: of a grid only the first dimension goes beyond 65535."""
+    """Of a grid only the first dimension goes beyond 65535."""
     B, H, S, D = 700, 100, 3, 16
     q, k = (torch.empty(1 if packed else B, heads, S, D) for heads in (H, H // 2))
     lse, cu = torch.empty(q.shape[:3]), torch.zeros(B + 1, dtype=torch.int32) if packed else None

@@ -133,7 +133,7 @@ def test_bias_gradient_is_a_float32_sum_of_the_stored_rows(dtype, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("forward", ["linear_fwd", "gated_fwd"])
 def test_h_of_a_stored_z_has_the_bits_of_forward(forward, activation, dtype, device):
-    """Pitfall 15: act_fwd, then dropout, is the epilogue that forward ran."""
+    """act_fwd, then dropout, is the epilogue that forward ran."""
     launcher, dropped = BY_NAME[forward], {"dropout": dropout_of(0.3, device), "row_base": 128}
     kept = kernel(launcher, inputs_of(launcher, dtype, device, N=23), activation, **dropped)
     z, u = (kept["z"], None) if forward == "linear_fwd" else (kept["g"], kept["u"])

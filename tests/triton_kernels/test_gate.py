@@ -106,7 +106,7 @@ ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dq")
 
 @pytest.mark.parametrize("name", [*gate.OPS, *ATTENTION, "act_bwd of bits"])
 def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
-    """Pitfall 8: Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.
+    """Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.
 
     Row counts, thresholds and first rows enter no address. Seeds are tensors: their values are never seen. Products have one
     tile for few rows and one for many.

@@ -66,7 +66,7 @@ def test_optional_results_do_not_change_the_others(launcher, device):
         assert (len(some) < len(everything)) == any(flag != wanted for flag in launcher.wants)
 
 
-# Sizes that are no multiple of a tile, one exact tile, one element, and nothing at all in each direction (pitfall 18).
+# Sizes that are no multiple of a tile, one exact tile, one element, and nothing at all in each direction.
 SIZES = [
     {"M": 32, "K": 32, "N": 32, "D": 32},
     {"M": 1, "K": 1, "N": 1, "D": 1},
@@ -124,7 +124,7 @@ def every_other(x):
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 @pytest.mark.parametrize("layout", [transposed, padded_rows, every_other], ids=lambda f: f.__name__)
 def test_strides(launcher, layout, device):
-    """Pitfalls 16, 17: any strides of any input, biases included, give the bits of contiguous ones."""
+    """Any strides of any input, biases included, give the bits of contiguous ones."""
     tensors = inputs_of(launcher, torch.float32, device)
     strided = {name: layout(t) if t.dim() == 2 or layout is every_other else t for name, t in tensors.items()}
     assert any(not t.is_contiguous() for t in strided.values())
@@ -134,7 +134,7 @@ def test_strides(launcher, layout, device):
 @pytest.mark.parametrize("launcher", [one for one in LAUNCHERS if {"dy", "dh"} & one.inputs.keys()], ids=str)
 @pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=str)
 def test_expanded_gradient(launcher, dims, device):
-    """Pitfall 16: a gradient from .sum() has strides (0, 0)."""
+    """A gradient from .sum() has strides (0, 0)."""
     tensors = inputs_of(launcher, torch.float32, device)
     name = "dy" if "dy" in tensors else "dh"
     full = tensors[name]
@@ -168,7 +168,7 @@ def test_tiles_of_the_table_give_equal_bits(launcher):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_inputs_are_left_alone(launcher, device):
-    """Pitfall 27: no launcher writes into what it was given."""
+    """No launcher writes into what it was given."""
     tensors = inputs_of(launcher, torch.bfloat16, device)
     before = {name: t.clone() for name, t in tensors.items()}
     kernel(launcher, tensors, "gelu")
@@ -177,7 +177,7 @@ def test_inputs_are_left_alone(launcher, device):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_ten_runs_are_equal(launcher, device):
-    """Pitfall 26: no atomics, no order that changes between runs."""
+    """No atomics, no order that changes between runs."""
     tensors = inputs_of(launcher, torch.float32, device, M=40, K=5, N=9, D=3)
     first = kernel(launcher, tensors, "gelu")
     for _ in range(9):
@@ -197,7 +197,7 @@ def spread(x):
     [("linear_fwd", ["x", "w"]), ("linear_bwd", ["dh"]), ("act_grad", ["dy", "w", "z"]), ("act_bwd", ["dy", "kept"])],
 )
 def test_offsets_beyond_int32(name, spread_inputs):
-    """Pitfall 19: rows that start more than 2**31 elements after the first, and BLOCK_K rows as far apart."""
+    """Rows that start more than 2**31 elements after the first, and BLOCK_K rows as far apart."""
     launcher = BY_NAME[name]
     tensors = inputs_of(launcher, torch.bfloat16, M=9, K=40, N=9, D=17)
     far = tensors | {one: spread(tensors[one]) for one in spread_inputs}

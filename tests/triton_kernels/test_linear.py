@@ -14,7 +14,7 @@ each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 @each_activation
 @each_dtype
 def test_backward_rebuilds_the_z_of_forward(activation, dtype, device):
-    """Pitfall 15: dz from x alone is dz from forward's stored z, bit for bit; db within a float32 sum."""
+    """dz from x alone is dz from forward's stored z, bit for bit; db within a float32 sum."""
     tensors = inputs_of(BACKWARD, dtype, device, N=23)
     forward = kernel(FORWARD, {name: tensors[name] for name in ("x", "w", "b")}, activation)
     rebuilt = kernel(BACKWARD, tensors, activation)
@@ -26,7 +26,7 @@ def test_backward_rebuilds_the_z_of_forward(activation, dtype, device):
 @each_activation
 @each_dtype
 def test_h_is_rebuilt_from_z(activation, dtype, device):
-    """Pitfall 15: act_grad's h is linear_fwd's, dropout included: act sees the rounded z in both.
+    """act_grad's h is linear_fwd's, dropout included: act sees the rounded z in both.
 
     Written over z where z is workspace, it is the same, and so is dz.
     """

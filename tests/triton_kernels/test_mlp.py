@@ -14,7 +14,7 @@ def pick(tensors, **names):
 
 @each_activation_and_dtype
 def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
-    """Pitfall 15: the dual product's z, h and dz are those of linear_fwd and act_grad, and h is forward's."""
+    """The dual product's z, h and dz are those of linear_fwd and act_grad, and h is forward's."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
     tensors = inputs_of(BY_NAME["mlp_bwd"], dtype, device, N=23)
     layer = pick(tensors, x="x", w="w1", b="b1")
@@ -29,7 +29,7 @@ def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
 
 @each_activation_and_dtype
 def test_triple_product_equals_g_and_u_then_act_grad(activation, dtype, device):
-    """Pitfall 15: as above for the gated MLP, whose g and u are two plain products in the two-step route."""
+    """As above for the gated MLP, whose g and u are two plain products in the two-step route."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
     tensors = inputs_of(BY_NAME["gated_bwd"], dtype, device, N=23)
     forward = kernel(
@@ -46,7 +46,7 @@ def test_triple_product_equals_g_and_u_then_act_grad(activation, dtype, device):
 
 @each_dtype
 def test_gate_and_up_are_not_interchangeable(dtype, device):
-    """Pitfall 17: gate and up weights as halves of one tensor; exchanging them changes every gradient."""
+    """Gate and up weights as halves of one tensor; exchanging them changes every gradient."""
     launcher = BY_NAME["gated_bwd"]
     tensors = inputs_of(launcher, dtype, device)
     packed = torch.cat([tensors["wg"], tensors["wu"]])

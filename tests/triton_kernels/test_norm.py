@@ -76,7 +76,7 @@ def test_against_eager(M, D, dtype, kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("M", "D"), [(0, 40), (1, 1), (1, 40), (5, 0), (0, 0)])
 def test_few_rows_or_none(M, D, kind, device):
-    """Pitfall 18."""
+    """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""
     assert_like_eager(inputs(M, D, torch.float32, device), kind)
 
 
@@ -88,7 +88,7 @@ def test_few_rows_or_none(M, D, kind, device):
     ids=str,
 )
 def test_mixed_dtypes(x, weight, grad, kind, device):
-    """Pitfall 12: float32 weights under 16-bit rows, a float32 residual stream with 16-bit products around it."""
+    """float32 weights under 16-bit rows, a float32 residual stream with 16-bit products around it."""
     t = inputs(9, 40, torch.float32, device)
     kinds = {"x": x, "residual": x, "weight": weight, "bias": weight, "dxn": grad, "addend": grad}
     assert_like_eager({name: t[name].to(dtype) for name, dtype in kinds.items()}, kind, out_dtype=grad)
@@ -113,7 +113,7 @@ def test_optional_arguments(D, kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_addend(dtype, kind, device):
-    """The norm of a sum is that of the rounded sum, which backward can be given: bit by bit (pitfall 15)."""
+    """The norm of a sum is that of the rounded sum, which backward can be given: bit by bit."""
     t = inputs(70, 96, dtype, device)
     t["addend"] = t["addend"].float()
     ours = forward(norm, t, kind, addend=t["addend"], keep_sum=True)
@@ -171,7 +171,7 @@ def test_rows_do_not_depend_on_chunks(kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("D", [40, 9000])
 def test_ten_runs_are_equal(D, kind, device):
-    """Pitfall 26."""
+    """The first call equals the second, and ten runs are equal bit for bit (cherimoya#50, mamba#827)."""
     t = inputs(150 if D == 40 else 4, D, torch.float32, device)
     first = forward(norm, t, kind) | backward(norm, t, kind)
     for _ in range(9):
@@ -196,7 +196,7 @@ def every_other(x):
 
 @pytest.mark.parametrize("layout", [transposed, padded_rows, every_other], ids=lambda f: f.__name__)
 def test_strides(layout, device):
-    """Pitfalls 16, 17: any strides of any input give the bits of contiguous ones, and no input is written."""
+    """Any strides of any input give the bits of contiguous ones, and no input is written."""
     t = inputs(37, 40, torch.bfloat16, device)
     strided = {name: layout(one) if one.dim() == 2 or layout is every_other else one for name, one in t.items()}
     assert any(not one.is_contiguous() for one in strided.values())
@@ -211,7 +211,7 @@ def test_strides(layout, device):
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=str)
 def test_expanded_gradient(dims, device):
-    """Pitfall 16: a gradient from .sum() has strides (0, 0)."""
+    """A gradient from .sum() has strides (0, 0)."""
     t = inputs(37, 40, torch.float32, device)
     full = t["dxn"]
     for dim in dims:
@@ -221,7 +221,7 @@ def test_expanded_gradient(dims, device):
 
 
 def test_offsets_beyond_int32():
-    """Pitfall 19: the third row starts more than 2**31 elements after the first."""
+    """The third row starts more than 2**31 elements after the first."""
     t = inputs(3, 40, torch.bfloat16)
     stride = 2**30 + 16
 

@@ -77,13 +77,13 @@ RAGGED = {
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("setup", setups(("relu", "silu"), ("full",), dropout=(P,)))
 def test_ragged_and_empty_shapes(setup, sizes, bias):
-    """Pitfall 18."""
+    """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""
     check_against_float64(setup, make(setup, sizes, bias=bias))
 
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("none", "full"), dropout=(P,)))
 def test_expanded_output_gradient(setup):
-    """Pitfall 16: .sum() sends strides (0, 0)."""
+    """.sum() sends strides (0, 0)."""
     tensors = make(setup)
     y = setup.fused(tensors)
     dy = y.new_ones(()).expand(y.shape)
@@ -133,7 +133,7 @@ LEVELS_AND_DTYPES = [
 
 @pytest.mark.parametrize(("setup", "dtype"), LEVELS_AND_DTYPES)
 def test_every_level_gives_the_same_bits(setup, dtype):
-    """Pitfalls 15, 27: y and all gradients are those of level "none", which rebuilds nothing."""
+    """y and all gradients are those of level "none", which rebuilds nothing."""
     tensors = make(setup, sizes_of(setup), dtype)
     assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
 
@@ -156,7 +156,7 @@ def spelling(hidden, rows, dtype):
 @pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_DTYPES, ids=str)
 def test_hidden_layer_is_rebuilt_bitwise(op, workspace, activation, dtype):
-    """Pitfalls 9, 15: forward's h and backward's have the same bits, dropout included, in every dtype and chunk."""
+    """Forward's h and backward's have the same bits, dropout included, in every dtype and chunk."""
     rows, features, hidden = 40 if workspace is ONE_CHUNK else 140, 9, 24
     x, w1, b1 = torch.randn(rows, features), torch.randn(hidden, features) / 3, torch.randn(hidden)
     w2 = spelling(hidden, rows, dtype)
@@ -170,7 +170,7 @@ def test_hidden_layer_is_rebuilt_bitwise(op, workspace, activation, dtype):
 @pytest.mark.parametrize("rows", [140, 40], ids=["wide", "narrow"])
 @pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_DTYPES, ids=str)
 def test_chain_is_rebuilt_bitwise(rows, activation, dtype):
-    """Pitfall 15: the last layer's weight gradient spells the h that backward rebuilt; y of the chain without it is h.
+    """The last layer's weight gradient spells the h that backward rebuilt; y of the chain without it is h.
 
     The last weight is 0 and its bias a point where act' is exactly 1. The wide chain runs layer by layer in two chunks,
     the narrow one in one kernel, padded to 64 features: so is the chain that gives h.
@@ -221,7 +221,7 @@ CHUNKED = setups(("gelu",), ("full",), (P,), ["mlp", "gated_mlp", "linear_stack"
 
 @pytest.mark.parametrize("setup", CHUNKED)
 def test_chunks_change_only_the_order_of_a_sum(setup):
-    """Pitfalls 9, 14: y and dx keep their bits; sums over tokens are in float32, rounded once: no error is added."""
+    """y and dx keep their bits; sums over tokens are in float32, rounded once: no error is added."""
     tensors = make(setup, Sizes((260,), hidden=66 if setup.op.name == "linear_stack" else 20), torch.bfloat16)
     one, many = (gradients(setup.with_(workspace=workspace).fused, tensors) for workspace in (ONE_CHUNK, MANY_CHUNKS))
     exact = gradients(setup.plain, cases.clone(tensors, torch.float64), cases.output_gradient(one["y"]).double())
@@ -262,7 +262,7 @@ def test_both_routes_give_the_same_bits(setup, level, monkeypatch):
     "setup", setups(("identity",), ("none", "selective", "full"), (P,), ["mlp", "gated_mlp", "dropout"])
 )
 def test_one_mask_in_forward_and_backward_and_both_backends(setup, workspace):
-    """Pitfalls 2, 6, 9: y and dx are zero where the CPU extension's mask is, on either backend, and nowhere else."""
+    """y and dx are zero where the CPU extension's mask is, on either backend, and nowhere else."""
     rows, hidden = 140, 24
     ones = torch.ones(rows, 1)
     tensors = {"x": ones, "fc1_weight": torch.ones(hidden, 1), "fc2_weight": torch.eye(hidden)}
@@ -283,7 +283,7 @@ def test_one_mask_in_forward_and_backward_and_both_backends(setup, workspace):
 
 
 def test_two_calls_differ_and_a_seed_reproduces():
-    """Pitfall 6."""
+    """Two calls differ, and a seed reproduces them (flash-attention#2088)."""
     x = torch.ones(64, 64)
     first, second = ckptkern.dropout(x, P), ckptkern.dropout(x, P)
     assert not torch.equal(first, second)
@@ -298,7 +298,7 @@ def test_two_calls_differ_and_a_seed_reproduces():
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), (P,)) + setups(("relu",), ("full",)))
 def test_every_single_trained_input(setup):
-    """Pitfalls 23, 24: each gradient alone has the bits that it has among all."""
+    """Each gradient alone has the bits that it has among all."""
     names = list(make(setup))
     everything = gradients(setup.fused, make(setup))
     for name in names:
@@ -308,7 +308,7 @@ def test_every_single_trained_input(setup):
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), dropout=(P,)))
 def test_nothing_saved_or_given_is_overwritten(setup):
-    """Pitfalls 27, 28: a second backward of one graph repeats the first, and inputs keep their values."""
+    """A second backward of one graph repeats the first, and inputs keep their values."""
     tensors = make(setup, sizes_of(setup))
     before = cases.clone(tensors)
     y = setup.fused(tensors)
@@ -322,7 +322,7 @@ def test_nothing_saved_or_given_is_overwritten(setup):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), dropout=(P,)))
 def test_autocast(setup, dtype):
-    """Pitfalls 10, 12: float32 parameters, 16-bit kernels in forward and in backward outside of the context."""
+    """float32 parameters, 16-bit kernels in forward and in backward outside of the context."""
     tensors = make(setup, sizes_of(setup))
 
     def under_autocast(function):

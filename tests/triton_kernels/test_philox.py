@@ -36,7 +36,7 @@ TILES = [
 @pytest.mark.parametrize("launcher", DROPPING, ids=str)
 @pytest.mark.parametrize(("tile", "row_base"), TILES, ids=lambda value: str(value).replace("Tile", ""))
 def test_one_mask_for_every_tile_and_first_row(launcher, tile, row_base, device):
-    """Pitfall 7: forward's h and backward's gradients are dropped by the mask that the CPU extension draws."""
+    """Forward's h and backward's gradients are dropped by the mask that the CPU extension draws."""
     expected = state.keep_mask(torch.tensor(STATE), P, 40, 150, row_base=row_base)
     for name, mask in masks_of(launcher, 40, 150, device=device, tile=tile, row_base=row_base):
         assert torch.equal(mask, expected), name
@@ -80,7 +80,7 @@ def test_known_answer(word, half, device):
 @pytest.mark.parametrize("word", [0, 1], ids=["key", "stream"])
 @pytest.mark.parametrize("bit", [0, 15, 31, 32, 47, 63])
 def test_every_part_of_the_state_counts(word, bit, device):
-    """Pitfall 6: no seed is cut to 16 or 32 bits."""
+    """No seed is cut to 16 or 32 bits."""
     seed = torch.tensor(STATE)
     seed[word] ^= torch.tensor(1, dtype=torch.int64) << bit
     x = torch.ones(32, 64, device=device)

@@ -84,7 +84,7 @@ def test_against_eager(shape, dtype, interleaved, weight, device):
 
 @pytest.mark.parametrize("shape", [(0, 5, 3, 40, 24), (2, 0, 3, 40, 24), (2, 5, 0, 40, 24), (2, 5, 3, 0, 0)], ids=str)
 def test_nothing(shape, device):
-    """Pitfall 18."""
+    """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""
     t = inputs(*shape, torch.float32, device)
     y, (dx, dweight) = forward(rotary, t), backward(rotary, t)
     assert y.shape == dx.shape == shape[:4]
@@ -93,7 +93,7 @@ def test_nothing(shape, device):
 
 @pytest.mark.parametrize(("x", "rest"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_mixed_dtypes(x, rest, device):
-    """Float32 weight and angles under 16-bit heads, and the other way round."""
+    """float32 weight and angles under 16-bit heads, and the other way round."""
     t = inputs(2, 5, 3, 40, 24, torch.float32, device)
     assert_like_eager({name: one.to(x if name in ("x", "dy") else rest) for name, one in t.items()}, False)
 
@@ -272,7 +272,7 @@ def every_other(x):
 
 @pytest.mark.parametrize("layout", [heads_first, packed, every_other], ids=lambda f: f.__name__)
 def test_strides(layout, device):
-    """Pitfalls 16, 17: any strides give the bits of contiguous inputs, and no input is written."""
+    """Any strides give the bits of contiguous inputs, and no input is written."""
     t = inputs(2, 19, 3, 40, 24, torch.bfloat16, device)
     strided = {name: layout(one) if one.dim() == 4 or layout is every_other else one for name, one in t.items()}
     assert not strided["x"].is_contiguous()
@@ -285,7 +285,7 @@ def test_strides(layout, device):
 
 @pytest.mark.parametrize("dims", [(0, 1, 2), (3,), (0, 1, 2, 3), (2,)], ids=str)
 def test_expanded_gradient(dims, device):
-    """Pitfall 16: a gradient from .sum() has strides of 0."""
+    """A gradient from .sum() has strides of 0."""
     t = inputs(2, 5, 3, 40, 24, torch.float32, device)
     dy = t["dy"]
     for dim in dims:
@@ -298,7 +298,7 @@ def test_expanded_gradient(dims, device):
 
 @pytest.mark.parametrize("far_dim", [0, 1, 2])
 def test_offsets_beyond_int32(far_dim):
-    """Pitfall 19: batches, tokens or heads that start more than 2**31 elements after the first."""
+    """Batches, tokens or heads that start more than 2**31 elements after the first."""
     shape = [2, 2, 2, 40]
     shape[far_dim] = 10  # head 8 is the first of a second program
     t = inputs(*shape, 24, torch.bfloat16)
@@ -353,7 +353,7 @@ def test_need_dweight(device):
 
 
 def test_ten_runs_are_equal(device):
-    """Pitfall 26."""
+    """The first call equals the second, and ten runs are equal bit for bit (cherimoya#50, mamba#827)."""
     t = inputs(2, 19, 9, 40, 24, torch.float32, device)
     first = [forward(rotary, t), *backward(rotary, t)]
     for _ in range(9):

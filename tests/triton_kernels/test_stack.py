@@ -78,7 +78,7 @@ CHAINS = [[1, 1], [32, 32, 32], [33, 64, 40], [64, 64], [5, 0, 3], [0, 4, 4], [6
 @pytest.mark.parametrize("rows", [45, 1, 0])
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_widths_and_rows(widths, rows, activation, device):
-    """Pitfall 18: full and padded widths, one layer, one row, and nothing at all in each direction; no bias."""
+    """Full and padded widths, one layer, one row, and nothing at all in each direction; no bias."""
     weights, biases = chain_of(widths, torch.float32, device, bias=False)
     x, dy = torch.randn(rows, widths[0], device=device), torch.randn(rows, widths[-1], device=device)
     assert_like_layers(x, weights, biases, dy, activation)
@@ -87,7 +87,7 @@ def test_widths_and_rows(widths, rows, activation, device):
 @pytest.mark.parametrize("activation", ["relu", "identity"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_row_tile_and_any_number_of_programs(activation, dtype, device):
-    """Pitfall 26: on integers, whose sums are exact in any order, every launch gives the same bits of everything."""
+    """On integers, whose sums are exact in any order, every launch gives the same bits of everything."""
     weights, biases = chain_of([9, 5, 7], dtype, device, integer=True)
     x = torch.randint(-1, 2, (75, 9), device=device).to(dtype)
     dy = torch.randint(-1, 2, (75, 7), device=device).to(dtype)
@@ -99,7 +99,7 @@ def test_any_row_tile_and_any_number_of_programs(activation, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_are_float32_for_any_number_of_programs(dtype, device):
-    """Pitfall 14: y, dx and bits do not depend on the number of programs, dw and db only by float32 summation."""
+    """y, dx and bits do not depend on the number of programs, dw and db only by float32 summation."""
     weights, biases = chain_of(WIDTHS, dtype, device)
     x, dy = torch.randn(150, 29, device=device).to(dtype), torch.randn(150, 21, device=device).to(dtype)
     runs = [narrow(x, weights, biases, dy, "gelu", block_m=32, programs=programs) for programs in (1, 2, 5)]
@@ -112,7 +112,7 @@ def test_sums_are_float32_for_any_number_of_programs(dtype, device):
 
 
 def test_ten_runs_are_equal(device):
-    """Pitfall 26."""
+    """The first call equals the second, and ten runs are equal bit for bit (cherimoya#50, mamba#827)."""
     weights, biases = chain_of(WIDTHS, torch.float32, device)
     x, dy = torch.randn(40, 29, device=device), torch.randn(40, 21, device=device)
     first = narrow(x, weights, biases, dy, "relu", block_m=16)
@@ -122,7 +122,7 @@ def test_ten_runs_are_equal(device):
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_strided_and_expanded(activation, device):
-    """Pitfall 16: x and dy of any strides, stride 0 among them; x without a gradient changes nothing else."""
+    """x and dy of any strides, stride 0 among them; x without a gradient changes nothing else."""
     weights, biases = chain_of(WIDTHS, torch.float32, device)
     wide = torch.randn(37, 60, device=device)
     for x, dy in [
