@@ -60,7 +60,9 @@ def main() -> None:
     tries = parser.parse_args().tries
     if tries < 1:
         parser.error(f"--tries must be at least 1, not {tries}")
-    print(f"time / torch.utils.checkpoint, {tries} tries; the least counts: the host may be busy during some")
+    print(
+        f"time / torch.utils.checkpoint, {tries} tries; the smallest is judged, because other work on the host slows some tries"
+    )
     for measured, bound in BOUNDS.items():
         ratios = [measured() for _ in range(tries)]
         verdict = "within" if min(ratios) <= bound else "ABOVE"

@@ -366,8 +366,8 @@ def _device_workspace(device_type: str, index: int | None) -> int:
 def default_workspace(device_type: str, index: int | None) -> int:
     """1/32 of a GPU's memory, at least 256 MiB; 1 GiB elsewhere.
 
-    Large, because a chunk more costs a pass over float32 sums of the weights' gradients; what is smaller than it is one
-    chunk, whose peak is below that of PyTorch's own backward.
+    Large, because every further chunk costs a pass over the float32 sums of the weights' gradients. A backward that needs less
+    runs as one chunk, and its peak is below that of PyTorch's own.
     """
     return _device_workspace(device_type, index)
 
@@ -409,10 +409,10 @@ def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[in
 def row_bytes(like: Tensor, tensors: int, masks: int, summed: int, beside: int) -> int:
     """Bytes of a row's transient tensors in a backward pass, in the dtype of `like`.
 
-    tensors: elements of the most that live at once; masks: of bools among them. summed: elements of the two operands of the
-    largest weight gradient, `beside` of the transient tensors that live then. A CPU, which forms no float32 product of
-    16-bit operands, copies the two, and 16 rows of at least 128 for the sum of a column; torch's product of float16 there
-    was measured to take up to another copy.
+    tensors: how many elements of that dtype are alive at the worst moment; masks: how many bools are then. summed: elements of
+    the two operands of the largest weight gradient; beside: elements that are alive while it is formed. A CPU forms no
+    float32 product of 16-bit operands: it copies both, and an eighth of the rows for the sums of columns; torch's product of
+    float16 was measured to take up to one more copy there.
     """
     size = like.element_size()
     bytes_ = tensors * size + masks

@@ -217,8 +217,8 @@ def gated_mlp(
         "selective"  x, g, u       9
         "full"       x            11
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at
-    least, in equal chunks. Default: 1/32 of the GPU's memory, 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at least, in equal
+    chunks. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
     probability, workspace), RuntimeError (backend).

@@ -264,8 +264,8 @@ def linear_stack(
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit an element of y (relu) / x (others)      4k - 1 / 4k
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at
-    least, in equal chunks. Default: 1/32 of the GPU's memory, 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at least, in equal
+    chunks. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
     workspace), RuntimeError (backend).

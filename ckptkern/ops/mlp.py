@@ -215,8 +215,8 @@ def mlp(
         "selective"  x, h (relu); x, z (others)        6
         "full"       x                                 7
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at
-    least, in equal chunks. Default: 1/32 of the GPU's memory, 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at least, in equal
+    chunks. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
 
     Inside torch.utils.checkpoint the level is "none": the checkpoint already rebuilds the segment.

@@ -290,7 +290,9 @@ def test_peak_of_a_step_is_not_above_plain_pytorch(setup, rows, dtype):
             gradients(function, tensors)
         return found.bytes
 
-    assert peak(setup.fused) <= peak(setup.plain) + 2**14  # float32 sums of biases, 16 rows of a column's sum
+    assert (
+        peak(setup.fused) <= peak(setup.plain) + 2**16
+    )  # float32 sums of biases, and a part of the rows that a column's sum copies
 
 
 @pytest.mark.parametrize(
