@@ -75,7 +75,8 @@ def unpatch_torch() -> None:
         _patches[-1].remove()
 
 
-@functools.wraps(_torchs, assigned=("__doc__",))
+# Without its __dict__: once called, torch's function keeps there what its decorator calls instead of it.
+@functools.wraps(_torchs, assigned=("__doc__",), updated=())
 def _checkpoint(function, *args, use_reentrant: bool | None = None, **kwargs):
     if use_reentrant:
         _say_once()

@@ -6,7 +6,7 @@ The rule of all ops and modules. A tensor of a subclass is
 - handed to the op where the subclass runs any op on the tensors it stands for (TRANSPARENT);
 - composed of PyTorch ops, which the subclass knows, where it has operations of its own: a __torch_function__ or a
   __torch_dispatch__ (DTensor, a quantized weight, a jagged nested tensor). Plain autograd differentiates these and keeps
-  what it keeps; under backend("triton") it is an error;
+  what it keeps; under backend("triton") an op raises then, while a module calls its submodules;
 - refused by name where no operation has a meaning (CausalBias, but for the mask that it is).
 """
 

@@ -2,7 +2,10 @@
 
 import functools
 import importlib.util
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,3 +247,22 @@ def test_ours_put_in_place_of_torchs(call, fullgraph, monkeypatch):
     step = torch.compile(lambda x: CALLS[call](inner, x) * 2, backend="aot_eager", fullgraph=fullgraph)
     expected = torch.autograd.grad((linear(x).sin() * 2).sum(), x)
     torch.testing.assert_close(torch.autograd.grad(step(x).sum(), x), expected)
+
+
+AFTER_A_CALL = """
+import torch, torch.utils.checkpoint as torch_checkpoint
+layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+torch_checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+import ckptkern
+with ckptkern.patch_torch():
+    for _ in range(2):  # torch's has no such check
+        torch_checkpoint.checkpoint(layer, x, use_reentrant=False, determinism_check="values").sum().backward()
+"""
+
+
+def test_torchs_has_run_before_ours_was_imported():
+    """torch keeps what it calls in the function's place on the function itself, from its first call on."""
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_A_CALL], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    assert done.returncode == 0, done.stderr

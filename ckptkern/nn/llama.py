@@ -162,9 +162,10 @@ class LlamaAttention(torch.nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_norm), (k, self.k_norm)))
-        if rotary is None and self.rope_theta is not None:
+        rotary = options["rotary"]
+        if rotary is not None and not isinstance(rotary, (tuple, list)):  # a theta
             positions = positions_of(x.shape[-2], x.device, options["cu_seqlens"])
-            rotary = rotary_tables(positions, self.head_dim, self.rope_theta)
+            rotary = rotary_tables(positions, self.head_dim, rotary)
         if rotary is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             q, k = (composite_rotary(one.to(wide), *rotary, False).to(one.dtype) for one in (q, k))

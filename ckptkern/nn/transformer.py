@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..ops._common import check_level
+from ..subclasses import PLAIN
 from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout
 from .plain import DROPOUT, plain, untouched
@@ -73,7 +74,10 @@ class _Layer:
         return getattr(type(self), method) is getattr(self.torch_class, method) and method not in self.__dict__
 
     def _without_bias(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
-        return without_bias(type(self).__name__, attn_mask, is_causal, x, x, self.self_attn.batch_first)
+        if attn_mask is None or type(attn_mask) in PLAIN:  # a self_attn that was put in may have no batch_first
+            return attn_mask, is_causal
+        batch_first = getattr(self.self_attn, "batch_first", False)
+        return without_bias(type(self).__name__, attn_mask, is_causal, x, x, batch_first)
 
     def _attention_arguments(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool

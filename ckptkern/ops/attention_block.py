@@ -576,8 +576,8 @@ _apply = build(AttentionBlock)
 
 def check_theta(op: str, name: str, theta: float) -> None:
     check_number(op, name, theta)
-    if theta <= 0:
-        raise ValueError(f"{op}: {name} must be above 0, not {theta!r}")
+    if not 0 < theta < math.inf:
+        raise ValueError(f"{op}: {name} must be above 0 and finite, not {theta!r}")
 
 
 def check_rotary(op: str, x: Tensor, rotary, D: int) -> tuple[Tensor | None, Tensor | None, float]:

@@ -615,3 +615,22 @@ def test_an_overridden_half_gets_the_masks_it_was_given():
         y = layer(x, bias)
     assert layer.seen is bias
     torch.testing.assert_close(y, layer(x, bias))
+
+
+class Wrapped(torch.nn.Module):
+    """Attention in another module, as adapters have it: without batch_first."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args, **kwargs):
+        return self.attention(*args, **kwargs)
+
+
+def test_a_self_attention_without_batch_first():
+    ours = ckptkern.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    x = torch.randn(5, 2, 8)
+    expected = ours(x)
+    ours.self_attn = Wrapped(ours.self_attn)
+    torch.testing.assert_close(ours(x), expected)
