@@ -406,8 +406,8 @@ def test_no_constants_at_construction(name):
             build(16, 4, **{option: wrong})
         op = "LlamaAttention" if option == "rope_theta" else name
         assert str(raised.value) == f"{op}: {option} must be a number, not {wrong!r}"
-    for theta in (0, -1.0):
-        with pytest.raises(ValueError, match=f"LlamaAttention: rope_theta must be above 0, not {theta}"):
+    for theta in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"LlamaAttention: rope_theta must be above 0 and finite, not {theta}"):
             build(16, 4, rope_theta=theta)
 
 
