@@ -203,11 +203,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("call", CALLS)
-def test_compiled(call, fullgraph):
+def compiled_step(call, fullgraph):
+    """(step, x, gradient of x): a compiled function with a checkpoint inside, which breaks the graph unless `fullgraph`."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
     linear, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
 
     def inner(x):
@@ -217,6 +215,13 @@ def test_compiled(call, fullgraph):
 
     step = torch.compile(lambda x: CALLS[call](inner, x) * 2, backend="aot_eager", fullgraph=fullgraph)
     expected = torch.autograd.grad((linear(x).sin() * 2).sum(), x)
+    return step, x, expected
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_compiled(call, fullgraph):
+    step, x, expected = compiled_step(call, fullgraph)
     for patched in (True, False, True):  # a graph of one may run in the other
         patch = patch_torch()
         if not patched:
@@ -236,16 +241,7 @@ def test_compiled(call, fullgraph):
 def test_ours_put_in_place_of_torchs(call, fullgraph, monkeypatch):
     """As Unsloth puts its own: a RecursionError, for torch's was looked for at its place."""
     monkeypatch.setattr(torch_checkpoint, "checkpoint", ckptkern.checkpoint)
-    torch._dynamo.reset()
-    linear, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
-
-    def inner(x):
-        if not fullgraph:
-            torch._dynamo.graph_break()
-        return linear(x).sin()
-
-    step = torch.compile(lambda x: CALLS[call](inner, x) * 2, backend="aot_eager", fullgraph=fullgraph)
-    expected = torch.autograd.grad((linear(x).sin() * 2).sum(), x)
+    step, x, expected = compiled_step(call, fullgraph)
     torch.testing.assert_close(torch.autograd.grad(step(x).sum(), x), expected)
 
 
