@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .. import nn as nn_modules
 from .. import ops
-from ..checkpoint import checkpoint as ckptkern_checkpoint
+from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]

@@ -1,7 +1,6 @@
 """Activation recomputation inside the backward kernels, for PyTorch."""
 
 from . import errors, memory, nn, storage
-from .checkpoint import checkpoint, checkpointed
 from .ops import (
     attention_block,
     backend,
@@ -15,8 +14,9 @@ from .ops import (
     transformer_layer,
     varlen_attn,
 )  # fmt: skip
-from .patch import patch_torch, unpatch_torch
-from .sequential import checkpoint_sequential
+from .segments.checkpoint import checkpoint, checkpointed
+from .segments.patch import patch_torch, unpatch_torch
+from .segments.sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
 __all__ = [

@@ -7,8 +7,8 @@ import inspect
 import torch
 from torch import Tensor
 
-from .. import sequential
 from ..ops._common import autocast_dtype
+from ..segments import sequential
 
 _OPTIONS = {
     name for name, one in inspect.signature(sequential.checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY
@@ -18,7 +18,7 @@ _OPTIONS = {
 class Sequential(torch.nn.Sequential):
     """torch.nn.Sequential, which in backward rebuilds the insides of segments of its layers.
 
-    segments: as in `ckptkern.sequential.split`: a number, "sqrt", "every 2", "2GiB", a name pattern or a callable.
+    segments: as in `ckptkern.segments.sequential.split`: a number, "sqrt", "every 2", "2GiB", a name pattern or a callable.
     options: those of `ckptkern.checkpoint`. A bound in bytes is measured on fake tensors at the first forward pass for
     each input shape, dtype, autocast dtype and mode (training or not), and remembered. Parameters and `state_dict` are
     those of torch.nn.Sequential; where no gradient is made, so is forward.

@@ -183,7 +183,7 @@ def read_precision() -> str:
 
 
 # Modules of the unpack hooks of torch's checkpoint, and of ours in forward and in recompute.
-RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.checkpoint")
+RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.segments.checkpoint")
 
 
 def _inside_checkpoint() -> bool:

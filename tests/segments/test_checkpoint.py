@@ -872,7 +872,7 @@ def test_checks_of_values_under_dropout_and_autocast():
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int16, torch.bool]
 )
 def test_checksum_sees_every_bit_and_place(dtype, monkeypatch):
-    module = sys.modules["ckptkern.checkpoint"]  # the attribute of that name is the function
+    module = sys.modules["ckptkern.segments.checkpoint"]
     monkeypatch.setattr(module, "_hash_chunk", 7)  # several chunks
     x = (torch.randn(3, 11) * 3).to(dtype) if dtype != torch.bool else torch.randn(3, 11) > 0
     base = module._checksum(x)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import ckptkern
-from ckptkern import checkpoint_sequential, sequential
+from ckptkern import checkpoint_sequential
 from ckptkern.memory import kept_tensors
-from ckptkern.sequential import Part, split
+from ckptkern.segments import sequential
+from ckptkern.segments.sequential import Part, split
 
 DEPTH, WIDTH, ROWS = 12, 16, 32
 ROW_BYTES = ROWS * WIDTH * 4
@@ -178,7 +179,7 @@ def test_module(x):
 
 def test_module_measures_once_a_shape(x, monkeypatch):
     model, calls = ckptkern.nn.Sequential(*deep(), segments="9KiB"), []
-    monkeypatch.setattr(ckptkern.sequential, "_measure", counted(ckptkern.sequential._measure, calls))
+    monkeypatch.setattr(sequential, "_measure", counted(sequential._measure, calls))
     for _ in range(3):
         model(x)
     assert len(calls) == 1

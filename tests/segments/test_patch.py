@@ -180,7 +180,7 @@ def test_arguments_of_the_function_and_wrong_ones():
 
 
 def test_reentrant_is_said_once():
-    ckptkern.patch._say_once.cache_clear()
+    ckptkern.segments.patch._say_once.cache_clear()
     x = torch.ones(3, requires_grad=True)
     with patch_torch(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..memory import dense_parts, format_size, parse_size
 from .checkpoint import checkpoint
-from .memory import dense_parts, format_size, parse_size
 
 __all__ = ["Part", "checkpoint_sequential", "run", "split"]
 

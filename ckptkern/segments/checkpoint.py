@@ -26,7 +26,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
-from .state import Recompute, SavedTensors, SegmentState, StandIn, unpack_saved
+from ..state import Recompute, SavedTensors, SegmentState, StandIn, unpack_saved
 
 __all__ = ["checkpoint", "checkpointed"]
 
