@@ -33,7 +33,7 @@ from ._common import (
     matmul_precision,
     primitives,
 )  # fmt: skip
-from ._segment import Segment, build, needed
+from ._op import Op, build, needed
 
 Q, K, V = range(3)
 
@@ -151,7 +151,7 @@ def attention_grads(
     return p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
 
 
-class Attention(Segment):
+class Attention(Op):
     name = "attention"
     inputs = (
         "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? slopes, Tensor? rng, Tensor? cu_q, Tensor? cu_k"

@@ -38,7 +38,7 @@ from ._common import (
     row_count,
     unflattened,
 )  # fmt: skip
-from ._segment import Segment, build, needed
+from ._op import Op, build, needed
 from .attention import (
     as_mask,
     attend,
@@ -460,7 +460,7 @@ def composite_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     return torch.cat((turned * cos + half * sin, rest), -1)
 
 
-class AttentionBlock(Segment):
+class AttentionBlock(Op):
     name = "attention_block"
     inputs = f"Tensor x, {TENSOR_SCHEMA}"
     kept = "Tensor? out, Tensor? lse, Tensor? qkv"

@@ -16,10 +16,10 @@ from ._common import (
     rows_2d,
     unflattened,
 )  # fmt: skip
-from ._segment import Segment, build
+from ._op import Op, build
 
 
-class Dropout(Segment):
+class Dropout(Op):
     name = "dropout"
     inputs = "Tensor x, Tensor rng"
     kept = ""

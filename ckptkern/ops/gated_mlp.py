@@ -30,14 +30,14 @@ from ._common import (
     token_chunks,
     unflattened,
 )  # fmt: skip
-from ._segment import Segment, build, needed
+from ._op import Op, build, needed
 
 X, WG, BG, WU, BU, WD, BD = range(7)
 # As for mlp (ops/mlp.py): up to this many features the triple product, above it g and u first, then one product.
 TRIPLE_MAX_FEATURES = 1024
 
 
-class GatedMLP(Segment):
+class GatedMLP(Op):
     name = "gated_mlp"
     inputs = (
         "Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, "

@@ -24,7 +24,7 @@ from ._common import (
     rows_2d,
     unflattened,
 )  # fmt: skip
-from ._segment import Segment, build, needed
+from ._op import Op, build, needed
 
 X, W, B = range(3)
 
@@ -38,7 +38,7 @@ def preactivation_kept(activation: str, recompute: str) -> tuple[bool, bool]:
     return True, False
 
 
-class LinearAct(Segment):
+class LinearAct(Op):
     name = "linear_act"
     inputs = "Tensor x, Tensor weight, Tensor? bias"
     kept = "Tensor? z, Tensor? bits"

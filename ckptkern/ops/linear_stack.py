@@ -27,7 +27,7 @@ from ._common import (
     token_chunks,
     unflattened,
 )  # fmt: skip
-from ._segment import Segment, build, needed
+from ._op import Op, build, needed
 
 X = 0
 
@@ -48,7 +48,7 @@ def _narrow_width(backend: str, recompute: str, x: Tensor, weights: Sequence[Ten
     return primitives(backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
 
 
-class LinearStack(Segment):
+class LinearStack(Op):
     """Flat tensors: x, L weights, L biases (None where there are none)."""
 
     name = "linear_stack"

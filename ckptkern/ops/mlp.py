@@ -29,7 +29,7 @@ from ._common import (
     token_chunks,
     unflattened,
 )  # fmt: skip
-from ._segment import Segment, build, flags, needed
+from ._op import Op, build, flags, needed
 
 X, W1, B1, W2, B2 = range(5)
 # The dual product saves one pass over z and dh (4 M h bytes), but its 128-wide tile costs 10-15 % of two products:
@@ -46,7 +46,7 @@ def hidden_activation_kept(activation: str, recompute: str) -> tuple[bool, bool]
     return True, recompute == "none"
 
 
-class MLP(Segment):
+class MLP(Op):
     name = "mlp"
     inputs = "Tensor x, Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias, Tensor? rng"
     kept = "Tensor? z, Tensor? h"

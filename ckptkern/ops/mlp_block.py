@@ -25,7 +25,7 @@ from ._common import (
     matmul_precision,
     primitives,
 )  # fmt: skip
-from ._segment import Segment, build, needed
+from ._op import Op, build, needed
 from .attention_block import check_norm, composite_norm, tokens, with_lead
 from .gated_mlp import GatedMLP
 from .mlp import MLP
@@ -162,7 +162,7 @@ def mlp_composite(x: Tensor, t: MLPTensors, o: MLPOptions) -> Tensor:
     return composite_norm(y, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and not o.norm_first else y
 
 
-class MLPBlock(Segment):
+class MLPBlock(Op):
     name = "mlp_block"
     inputs = f"Tensor x, {TENSOR_SCHEMA}"
     kept = "Tensor?[] hidden"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from ._common import check_choice
-from ._segment import Segment, build, needed
+from ._op import Op, build, needed
 from .attention_block import (
     CONSTANTS,
     AttentionHalf,
@@ -59,7 +59,7 @@ def _options(statics: tuple) -> tuple[AttentionOptions, MLPOptions]:
     return AttentionOptions(*statics[:count]), MLPOptions(*statics[count : count + len(MLPOptions._fields)])
 
 
-class TransformerLayer(Segment):
+class TransformerLayer(Op):
     name = "transformer_layer"
     inputs = "Tensor x, Tensor?[] attention, Tensor?[] mlp"  # a schema has at most 64 arguments
     kept = "Tensor? out, Tensor? lse, Tensor? qkv, Tensor? mid, Tensor?[] hidden"

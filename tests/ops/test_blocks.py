@@ -1,4 +1,4 @@
-"""What the factory promises of attention_block, mlp_block and transformer_layer, as test_segment.py of the other ops."""
+"""What the factory promises of attention_block, mlp_block and transformer_layer, as test_op.py of the other ops."""
 
 import functools
 import itertools

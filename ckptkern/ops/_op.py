@@ -1,6 +1,6 @@
-"""The factory that every op is made with: one description of a segment becomes two library ops and two Functions.
+"""The factory that every op is made with: one description becomes two library ops and the Functions around them.
 
-A segment is (inputs) -> output, with some tensors kept in between. From its description come
+An op is (inputs) -> output, with some tensors kept in between. From its description come
 - `ckptkern::NAME_fwd(inputs, statics) -> (y, kept...)` and `ckptkern::NAME_bwd(dy, inputs, kept, statics, needs) ->
   gradients`, raw functional library ops with fakes, vmap rules and FLOP formulas, so that torch.compile, FLOP counters
   and selective checkpointing see them;
@@ -23,17 +23,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import state
 from ..subclasses import PLAIN, foreign
+from ._batching import in_legacy_vmap, loop_over_batch
 from ._common import autocast_off, compose_of, no_autocast, read_precision
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
 
 
-class Segment:
+class Op:
     """What an op is. Subclasses give the class attributes and the methods; `build()` makes it callable.
 
     name      the op's word
@@ -212,63 +212,11 @@ def _wanted(tensors) -> int:
     return needs
 
 
-def _loop_over_batch(op):
-    """A vmap rule that calls the op per sample: gradients of weights are per sample, so nothing could be shared."""
-
-    def rule(info, in_dims, *args):
-        def sample(i):
-            def pick(arg, dim):
-                if isinstance(arg, (list, tuple)):
-                    dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(arg)
-                    return [pick(a, d) for a, d in zip(arg, dims, strict=True)]
-                return arg if dim is None or not isinstance(arg, Tensor) else arg.select(dim, i)
-
-            return op(*(pick(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
-
-        def stack(column):
-            if isinstance(column[0], Tensor):
-                return torch.stack(column), 0
-            stacked = [stack(list(inner)) for inner in zip(*column, strict=True)]
-            kind = type(column[0])
-            return kind(value for value, _ in stacked), kind(dim for _, dim in stacked)
-
-        return stack([sample(i) for i in range(info.batch_size)])
-
-    return rule
-
-
-def _in_legacy_vmap(op):
-    """The same for the vmap that is behind torch.autograd.grad's is_grads_batched, whose own fallback takes no lists."""
-    rule = _loop_over_batch(op)
-
-    def call(*args):
-        level = torch._C._vmapmode_increment_nesting() - 1
-        torch._C._vmapmode_decrement_nesting()
-
-        def split(arg):
-            """(physical tensor, dimension of the batch)"""
-            if isinstance(arg, (list, tuple)):
-                return tuple(map(list, zip(*map(split, arg), strict=True))) if arg else (arg, None)
-            if isinstance(arg, Tensor) and is_legacy_batchedtensor(arg):
-                return torch._remove_batch_dim(arg, level, 1, 0), 0
-            return arg, None
-
-        values, dims = zip(*map(split, args), strict=True)
-        results, _ = rule(_Batch(values[0].shape[0]), dims, *values)
-        return tree_map(lambda result: torch._add_batch_dim(result, 0, level), results)
-
-    return call
-
-
-class _Batch(NamedTuple):
-    batch_size: int
-
-
-def _second_order(segment, dy, saved, statics, needs, cotangents):
+def _second_order(op, dy, saved, statics, needs, cotangents):
     """d/d(dy, inputs) of <cotangents, backward(dy, inputs)>, from the composite's own second derivative."""
-    inputs = list(saved[: segment.input_count(saved, statics)])
+    inputs = list(saved[: op.input_count(saved, statics)])
     if inputs[0] is None:
-        inputs[0] = segment.missing_input(dy, saved, statics)
+        inputs[0] = op.missing_input(dy, saved, statics)
     wanted = [i for i in range(len(inputs)) if needed(needs, i)]
     variables = [i for i, t in enumerate(inputs) if t is not None and t.is_floating_point()]
 
@@ -281,7 +229,7 @@ def _second_order(segment, dy, saved, statics, needs, cotangents):
             arguments = list(filled)
             for i, value in zip(wanted, some, strict=True):
                 arguments[i] = value
-            return segment.composite(*segment.arguments(tuple(arguments)), *statics)
+            return op.composite(*op.arguments(tuple(arguments)), *statics)
 
         return torch.func.vjp(y, *(filled[i] for i in wanted))[1](dy)
 
@@ -301,88 +249,142 @@ def _with_precision(args: tuple, from_end: int) -> tuple:
     return (*args[:-from_end], read_precision(), *args[len(args) - from_end + 1 :])
 
 
-def build(segment: type[Segment]):
-    """Register the segment's ops; returns `apply(statics, tensors) -> y`."""
-    name = segment.name
-    static_names = [static.split()[-1] for static in segment.statics.split(", ")]
-    statics_count = len(static_names)
-    LIBRARY.define(f"{name}_fwd({segment.inputs}, {segment.statics}) -> {segment.results}")
-    optional = segment.inputs.replace("Tensor ", "Tensor? ")
-    kept = f"{segment.kept}, " if segment.kept else ""
-    LIBRARY.define(f"{name}_bwd(Tensor dy, {optional}, {kept}{segment.statics}, int[] needs) -> {segment.grads}")
-    packet = torch.ops.ckptkern
-    fwd, bwd = getattr(packet, f"{name}_fwd").default, getattr(packet, f"{name}_bwd").default
+class _Registered(NamedTuple):
+    """An op with the two library ops that were made of it."""
 
-    precision_from_end = static_names[::-1].index("precision") + 1
+    op: type[Op]
+    fwd: torch._ops.OpOverload
+    bwd: torch._ops.OpOverload
+    statics: tuple[str, ...]  # their names
+
+
+def build(op: type[Op]):
+    """Register the op; returns `apply(statics, tensors) -> y`."""
+    registered = _register(op)
+    gradients = _gradients(registered, _backward_function(registered))
+    eager = _eager_function(registered, gradients)
+    functional, transformed = _functional_functions(registered, gradients)
+    bare = _bare_function(registered, eager)
+    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, bare), "Autograd")
+    return _apply(registered, eager, functional, transformed)
+
+
+def _register(op: type[Op]) -> _Registered:
+    """Schemas, bodies, fakes, vmap rules and FLOP formulas of the two library ops."""
+    forward_name, backward_name = f"{op.name}_fwd", f"{op.name}_bwd"
+    statics = tuple(static.split()[-1] for static in op.statics.split(", "))
+    LIBRARY.define(f"{forward_name}({op.inputs}, {op.statics}) -> {op.results}")
+    optional = op.inputs.replace("Tensor ", "Tensor? ")
+    kept = f"{op.kept}, " if op.kept else ""
+    LIBRARY.define(f"{backward_name}(Tensor dy, {optional}, {kept}{op.statics}, int[] needs) -> {op.grads}")
+    packets = getattr(torch.ops.ckptkern, forward_name), getattr(torch.ops.ckptkern, backward_name)
+    fwd, bwd = (packet.default for packet in packets)
+    precision_from_end = statics[::-1].index("precision") + 1
 
     def forward(*args):
         with torch._C._DisableAutocast():
-            return _filled(segment.forward(*_with_precision(args, precision_from_end)), args[0])
+            return _filled(op.forward(*_with_precision(args, precision_from_end)), args[0])
 
     def backward(*args):
         with torch._C._DisableAutocast():
-            return _filled(segment.backward(*_with_precision(_joined(args), precision_from_end + 1)), args[0])
+            return _filled(op.backward(*_with_precision(_joined(args), precision_from_end + 1)), args[0])
 
     def backward_fake(*args):
-        return segment.backward_fake(*_joined(args))
+        return op.backward_fake(*_joined(args))
 
     def backward_flops(*args, out_val=None):
-        return segment.backward_flops(*_joined(args))
+        return op.backward_flops(*_joined(args))
 
-    LIBRARY.impl(f"{name}_fwd", forward, "CompositeExplicitAutograd")
-    LIBRARY.impl(f"{name}_bwd", backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ckptkern::{name}_fwd", segment.forward_fake, lib=LIBRARY)
-    torch.library.register_fake(f"ckptkern::{name}_bwd", backward_fake, lib=LIBRARY)
-    torch.library.register_vmap(f"ckptkern::{name}_fwd", _loop_over_batch(fwd), lib=LIBRARY)
-    torch.library.register_vmap(f"ckptkern::{name}_bwd", _loop_over_batch(bwd), lib=LIBRARY)
-    LIBRARY.impl(f"{name}_bwd", _in_legacy_vmap(bwd), "Batched")
-    register_flop_formula(getattr(packet, f"{name}_fwd"), get_raw=True)(segment.forward_flops)
-    register_flop_formula(getattr(packet, f"{name}_bwd"), get_raw=True)(backward_flops)
+    bodies, fakes = (forward, backward), (op.forward_fake, backward_fake)
+    formulas = op.forward_flops, backward_flops
+    for packet, body, fake, formula in zip(packets, bodies, fakes, formulas, strict=True):
+        name = packet.default._schema.name
+        LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, fake, lib=LIBRARY)
+        torch.library.register_vmap(name, loop_over_batch(packet.default), lib=LIBRARY)
+        register_flop_formula(packet, get_raw=True)(formula)
+    LIBRARY.impl(backward_name, in_legacy_vmap(bwd), "Batched")
+    return _Registered(op, fwd, bwd, statics)
+
+
+def _named(function: type, op: type[Op], suffix: str) -> type:
+    """The Function, and its node, whose name is in grad_fn, profiles and anomaly mode, named after the op."""
+    node = function._backward_cls
+    function.__name__ = function.__qualname__ = f"{op.__name__}{suffix}Function"
+    node.__name__ = node.__qualname__ = f"{function.__name__}Backward"
+    return function
+
+
+def _backward_function(registered: _Registered) -> type:
+    """A Function of the backward op, differentiable itself."""
+    op, _, bwd, statics = registered
+    count = len(statics)
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
         def forward(needs, *args):
-            statics, dy, saved = args[:statics_count], args[statics_count], args[statics_count + 1 :]
-            return segment.flat(bwd(dy, *segment.backward_arguments(saved, statics), *statics, _split(needs)))
+            statics, dy, saved = args[:count], args[count], args[count + 1 :]
+            return op.flat(bwd(dy, *op.backward_arguments(saved, statics), *statics, _split(needs)))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            ctx.needs, ctx.statics = inputs[0], inputs[1 : 1 + statics_count]
-            ctx.save_for_backward(*inputs[1 + statics_count :])
+            ctx.needs, ctx.statics = inputs[0], inputs[1 : 1 + count]
+            ctx.save_for_backward(*inputs[1 + count :])
             ctx.set_materialize_grads(False)
 
         @staticmethod
         def backward(ctx, *cotangents):
             dy, *saved = ctx.saved_tensors
             with torch._C._DisableAutocast():  # as in the bodies of the ops
-                ddy, grads = _second_order(segment, dy, saved, ctx.statics, ctx.needs, cotangents)
-            return (None,) * (1 + statics_count) + (ddy, *grads)
+                ddy, grads = _second_order(op, dy, saved, ctx.statics, ctx.needs, cotangents)
+            return (None,) * (1 + count) + (ddy, *grads)
+
+    return _named(Backward, op, "Backward")
+
+
+def _gradients(registered: _Registered, second_order: type):
+    """What the backward of every Function below calls."""
+    op, _, bwd, _ = registered
 
     def gradients(dy, saved, statics, needs):
         """One gradient per input, None where not needed; with a graph of their own only when one is being made."""
         if torch.is_grad_enabled():
             if saved[0] is None and needed(needs, 0):  # else the gradient of x would come without a graph to x
-                segment.missing_input(dy, saved, statics)
-            grads = Backward.apply(needs, *statics, dy, *saved)
+                op.missing_input(dy, saved, statics)
+            grads = second_order.apply(needs, *statics, dy, *saved)
         else:
-            arguments = segment.backward_arguments(saved, statics)
+            arguments = op.backward_arguments(saved, statics)
             if not _watched((dy, *saved)):
-                return segment.flat(_direct(segment.backward, dy, *arguments, *statics, needs))
-            grads = segment.flat(bwd(dy, *arguments, *statics, _split(needs)))
+                return op.flat(_direct(op.backward, dy, *arguments, *statics, needs))
+            grads = op.flat(bwd(dy, *arguments, *statics, _split(needs)))
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
+    return gradients
+
+
+def _no_jvp(op: type[Op]):
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(f"{op.name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)")
+
+    return staticmethod(jvp)
+
+
+def _eager_function(registered: _Registered, gradients) -> type:
+    """The classic Function: the quickest on the host."""
+    op, fwd = registered.op, registered.fwd
+
     class Eager(torch.autograd.Function):
+        jvp = _no_jvp(op)
+
         @staticmethod
         def forward(ctx, statics, needs, *tensors):
-            arguments = segment.arguments(tensors)
-            results = (
-                fwd(*arguments, *statics) if _dispatched(tensors) else _direct(segment.forward, *arguments, *statics)
-            )
-            outputs = segment.flat(results)
+            arguments = op.arguments(tensors)
+            results = fwd(*arguments, *statics) if _dispatched(tensors) else _direct(op.forward, *arguments, *statics)
+            outputs = op.flat(results)
             ctx.call = statics, needs, state.Precision()
-            ctx.save_for_backward(*segment.saved(tensors, outputs, statics, needs))
+            ctx.save_for_backward(*op.saved(tensors, outputs, statics, needs))
             return outputs[0]
 
         @staticmethod
@@ -391,91 +393,105 @@ def build(segment: type[Segment]):
             with precision:
                 return (None, None, *gradients(dy, ctx.saved_tensors, statics, needs))
 
-    class Bare(Eager):
-        """Of the op itself. `kept` receives what it returns besides y."""
+    return _named(Eager, op, "")
 
+
+def _bare_function(registered: _Registered, eager: type) -> type:
+    """The classic Function around the library op, for graphs that call the op itself."""
+    op, fwd = registered.op, registered.fwd
+
+    class Bare(eager):
         @staticmethod
         def forward(ctx, kept, statics, needs, *tensors):
+            """`kept` receives what the op returns besides y."""
             with torch._C._AutoDispatchBelowAutograd():
-                results = fwd(*segment.arguments(tensors), *statics)
+                results = fwd(*op.arguments(tensors), *statics)
             kept += results[1:]
             ctx.call = statics, needs, state.Precision()
-            ctx.save_for_backward(*segment.saved(tensors, segment.flat(results), statics, needs))
+            ctx.save_for_backward(*op.saved(tensors, op.flat(results), statics, needs))
             return results[0]
 
         @staticmethod
         def backward(ctx, dy):
-            return (None, *Eager.backward(ctx, dy))
+            return (None, *eager.backward(ctx, dy))
 
-    def bare(*args):
-        statics, kept = args[-statics_count:], []
-        tensors = segment.tensors(args[:-statics_count])
+    return _named(Bare, op, "Op")
+
+
+def _autograd_kernel(registered: _Registered, bare: type):
+    op, fwd, _, statics = registered
+    count = len(statics)
+
+    def kernel(*args):
+        statics, kept = args[-count:], []
+        tensors = op.tensors(args[:-count])
         if needs := _wanted(tensors):
-            y = Bare.apply(kept, statics, needs, *tensors)
-            return [y] if segment.results == "Tensor[]" else (y, *kept)
+            y = bare.apply(kept, statics, needs, *tensors)
+            return [y] if op.results == "Tensor[]" else (y, *kept)
         with torch._C._AutoDispatchBelowAutograd():
             return fwd(*args)
 
-    LIBRARY.impl(f"{name}_fwd", bare, "Autograd")
+    return kernel
+
+
+def _functional_functions(registered: _Registered, gradients) -> tuple[type, type]:
+    """The Function with a setup_context, for torch.compile, and the same for torch.func."""
+    op, fwd, _, statics = registered
+    count = len(statics)
 
     class Functional(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
         def forward(needs, *args):
-            statics, tensors = args[:statics_count], args[statics_count:]
-            return segment.flat(fwd(*segment.arguments(tensors), *statics))
+            statics, tensors = args[:count], args[count:]
+            return op.flat(fwd(*op.arguments(tensors), *statics))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            ctx.statics, tensors = inputs[1 : 1 + statics_count], inputs[1 + statics_count :]
+            ctx.statics, tensors = inputs[1 : 1 + count], inputs[1 + count :]
             ctx.needs = inputs[0]
             ctx.mark_non_differentiable(*output[1:])
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*segment.saved(tensors, output, ctx.statics, ctx.needs))
+            ctx.save_for_backward(*op.saved(tensors, output, ctx.statics, ctx.needs))
 
         @staticmethod
         def backward(ctx, dy, *_):
             grads = gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs)
-            return (None,) * (1 + statics_count) + tuple(grads)
+            return (None,) * (1 + count) + tuple(grads)
 
-    class Transformed(Functional):
-        """Functional for torch.func; Dynamo traces no Function with a jvp."""
+    class Transformed(Functional):  # Dynamo traces no Function with a jvp
+        jvp = _no_jvp(op)
 
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(f"{name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)")
+    return _named(Functional, op, "Functional"), _named(Transformed, op, "Transformed")
 
-    Eager.jvp = Transformed.jvp = staticmethod(jvp)
-    suffixes = {Eager: "", Bare: "Op", Functional: "Functional", Transformed: "Transformed", Backward: "Backward"}
-    for function, suffix in suffixes.items():
-        function.__name__ = function.__qualname__ = segment.__name__ + suffix + "Function"
-        node = function._backward_cls  # its name is in grad_fn, profiles and anomaly mode
-        node.__name__ = node.__qualname__ = function.__name__ + "Backward"
 
+def _apply(registered: _Registered, eager: type, functional: type, transformed: type):
+    """The op's one entry: the Function that fits the call."""
+    op, fwd, _, static_names = registered
     levels = {i for i, static in enumerate(static_names) if static.endswith("recompute")}
+    constants = sum(1 << i for i in op.constants)
+    # torch's Function.apply looks for a setup_context and for transforms (5 % of a tiny mlp's host time): known here.
+    apply_eager = super(torch.autograd.Function, eager).apply
 
     def for_inference(statics: tuple) -> tuple:
-        return tuple(segment.inference_level if i in levels else static for i, static in enumerate(statics))
-
-    constants = sum(1 << i for i in segment.constants)
-    # torch's Function.apply looks for a setup_context and for transforms (5 % of a tiny mlp's host time): known here.
-    apply_eager = super(torch.autograd.Function, Eager).apply
+        return tuple(op.inference_level if i in levels else static for i, static in enumerate(statics))
 
     def apply(statics: tuple, *tensors) -> Tensor:
         if kind := foreign(tensors):
-            compose_of(name, kind)
+            compose_of(op.name, kind)
             with autocast_off(tensors[0]):
-                return segment.composite(*segment.arguments(tensors), *statics)
+                return op.composite(*op.arguments(tensors), *statics)
         if torch._C._are_functorch_transforms_active():
             if torch.compiler.is_compiling():
-                raise NotImplementedError(f"{name}: torch.compile of a torch.func transform is not supported")
-            return Transformed.apply(_present(tensors) & ~constants, *statics, *tensors)[0]
+                raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
+            return transformed.apply(_present(tensors) & ~constants, *statics, *tensors)[0]
         if torch.compiler.is_compiling():
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():
                 # Dynamo, where nothing needs a gradient, hands a ctx to a forward(*args) that takes none
-                return segment.flat(fwd(*segment.arguments(tensors), *for_inference(statics)))[0]
-            return Functional.apply(needs, *statics, *_distinct(tensors))[0]
+                return op.flat(fwd(*op.arguments(tensors), *for_inference(statics)))[0]
+            return functional.apply(needs, *statics, *_distinct(tensors))[0]
         tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
         needs = _wanted(tensors)
         return apply_eager(statics if needs else for_inference(statics), needs, *tensors)
