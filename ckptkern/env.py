@@ -124,8 +124,8 @@ def _compiler(library: Path) -> str:
 
 @_or_missing
 def _backends() -> dict[str, str]:
-    from .ops import _common as ops
-    from .ops import attention
+    from .ops import _choices as ops
+    from .ops import attention_core
 
     answer = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
     for device in ("cpu", "cuda"):
@@ -141,7 +141,7 @@ def _backends() -> dict[str, str]:
     if torch.cuda.is_available():
         heads = (1, 1, 128, 128)
         x = torch.empty(0, dtype=torch.bfloat16, device="cuda")
-        core = attention.fused_core(ops.choose_backend("env", x), x, x.dtype, heads, heads, -1, 0)
+        core = attention_core.fused_core(ops.choose_backend("env", x), x, x.dtype, heads, heads, None, 0, scale=1.0)
         answer["causal attention of bfloat16 heads of 128"] = core or "the backend's own"
     return answer
 

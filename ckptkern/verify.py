@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import env, ops, state
 from .memory import kept_tensors
-from .ops import _common
+from .ops import _checks, _choices
 
 Tensors = dict[str, Tensor]
 Result = tuple[str, str | None]  # what was checked, what is wrong with it
@@ -130,7 +130,7 @@ def available_backends() -> Iterator[tuple[str, str]]:
             yield device, "eager"
         try:
             with ops.backend("triton"):
-                _common.choose_backend("verify", torch.empty(0, device=device))
+                _choices.choose_backend("verify", torch.empty(0, device=device))
         except RuntimeError:
             continue
         yield device, "triton"
@@ -139,7 +139,7 @@ def available_backends() -> Iterator[tuple[str, str]]:
 def check_environment() -> Iterator[Result]:
     """CKPTKERN_BACKEND names a backend. What that covers is no matter here: the other checks choose their own."""
     with contextlib.suppress(RuntimeError):
-        _common.choose_backend("verify", torch.empty(0))
+        _choices.choose_backend("verify", torch.empty(0))
     yield "the environment variable CKPTKERN_BACKEND", None
 
 
@@ -163,7 +163,7 @@ def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
     rate, sigma = whole.double().mean().item(), (P * (1 - P) / whole.numel()) ** 0.5
     yield "keep rate of a mask", None if abs(rate - (1 - P)) < 5 * sigma else f"{rate:.4f}, not {1 - P}"
     for device, backend in backends:
-        dropped = _common.primitives(backend).dropout(
+        dropped = _choices.primitives(backend).dropout(
             torch.ones(70, 130, device=device), key.to(device), *state.threshold_scale(P), row_base=32
         )
         same = torch.equal(dropped.cpu() != 0, state.keep_mask(key, P, 70, 130, row_base=32))
@@ -199,7 +199,7 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
     exact = gradients(lambda: op.plain(act, *doubles.values()), doubles, dy.double())
     eager = relative_errors(gradients(lambda: op.plain(act, *leaves.values()), leaves, dy), exact)
     parameters = [leaf for key, leaf in leaves.items() if key != "x"]
-    for level in _common.LEVELS:
+    for level in _checks.LEVELS:
 
         def fused(level: str = level) -> Tensor:
             with ops.backend(backend):

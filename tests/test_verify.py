@@ -62,14 +62,14 @@ def test_a_check_that_raises_fails_and_the_rest_goes_on(monkeypatch, capsys):
 
 def test_a_backend_that_there_is_not_fails(monkeypatch, capsys):
     """With the error that every layer then raises."""
-    monkeypatch.setattr(verify._common._choice, "backend", "foo")
+    monkeypatch.setattr(verify._choices._choice, "backend", "foo")
     with pytest.raises(ValueError, match="CKPTKERN_BACKEND") as raised:
         ops.dropout(torch.ones(3), 0.5)
     status, printed = run(capsys)
     assert status == 1
     assert str(raised.value).partition(": ")[2] in printed
     assert printed.splitlines()[-1].startswith("1 of ")
-    monkeypatch.setattr(verify._common._choice, "backend", "triton")  # covers no CPU tensor, and need not
+    monkeypatch.setattr(verify._choices._choice, "backend", "triton")  # covers no CPU tensor, and need not
     assert run(capsys)[0] == 0
 
 

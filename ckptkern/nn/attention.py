@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._common import autocast_dtype, check_level
-from ..ops.attention import attention_with_weights, diagonal_of
+from ..ops._checks import check_level
+from ..ops._choices import autocast_dtype
+from ..ops._masks import diagonal_of
+from ..ops.attention import attention_with_weights
 from ..subclasses import PLAIN, foreign
 from .plain import strided
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..ops._common import act, check_count, check_statics, parse_bytes
+from .. import eager, ops
+from ..ops._checks import check_count, check_statics
+from ..ops._choices import parse_bytes
 from .plain import dense, plain
 
 
@@ -38,7 +39,7 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not dense(self):
-            return act(super().forward(input), self.activation)
+            return eager.act(super().forward(input), self.activation)
         return ops.linear_act(input, self.weight, self.bias, self.activation, recompute=self.recompute)
 
     def extra_repr(self) -> str:
@@ -83,7 +84,7 @@ class LinearStack(torch.nn.Module):
         layers = list(self.layers)
         if not plain(torch.nn.Linear, *layers) or len({layer.bias is None for layer in layers}) > 1:
             for layer in layers:
-                input = act(layer(input), self.activation)
+                input = eager.act(layer(input), self.activation)
             return input
         biases = None if self.layers[0].bias is None else [layer.bias for layer in self.layers]
         return ops.linear_stack(

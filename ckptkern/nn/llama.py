@@ -9,9 +9,10 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ShapeError
-from ..ops._common import check_count, check_input, check_number, check_statics, check_tensor, parse_bytes
-from ..ops.attention import diagonal_of
-from ..ops.attention_block import check_theta, composite_rotary, merged_mask, positions_of, rotary_tables
+from ..ops._checks import check_count, check_input, check_number, check_statics, check_tensor
+from ..ops._choices import parse_bytes
+from ..ops._masks import diagonal_of, merged_mask
+from ..ops.rotary import check_theta, composite_rotary, positions_of, rotary_tables
 from .mlp import GatedMLP
 from .plain import plain
 

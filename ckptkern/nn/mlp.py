@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..ops._common import act, check_count, check_statics, parse_bytes
+from .. import eager, ops
+from ..ops._checks import check_count, check_statics
+from ..ops._choices import parse_bytes
 from .plain import plain
 
 
@@ -46,7 +47,7 @@ class MLP(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         if not plain(torch.nn.Linear, self.fc1, self.fc2):
-            return self.fc2(ops.dropout(act(self.fc1(input), self.activation), self.dropout, self.training))
+            return self.fc2(ops.dropout(eager.act(self.fc1(input), self.activation), self.dropout, self.training))
         return ops.mlp(
             input, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.activation, self.dropout,
             training=self.training, recompute=self.recompute, workspace=self.workspace,
@@ -93,7 +94,7 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_plain():
-            h = act(self.gate_proj(input), self.activation) * self.up_proj(input)
+            h = eager.act(self.gate_proj(input), self.activation) * self.up_proj(input)
             return self.down_proj(ops.dropout(h, self.dropout, self.training))
         return ops.gated_mlp(
             input, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, self.activation, self.dropout,

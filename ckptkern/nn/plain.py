@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..ops._common import log_composed
+from ..ops._choices import log_composed
 from ..subclasses import foreign
 from .dropout import Dropout
 

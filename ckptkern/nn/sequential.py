@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import Tensor
 
-from ..ops._common import autocast_dtype
+from ..ops._choices import autocast_dtype
 from ..segments import sequential
 
 _OPTIONS = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
-from ..ops._common import check_level
+from ..ops._checks import check_level
 from ..subclasses import PLAIN
 from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout

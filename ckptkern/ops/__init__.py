@@ -1,6 +1,6 @@
 """The public functions: one file an op, each a description of a segment and the function that checks and calls it."""
 
-from ._common import backend
+from ._choices import backend
 from .attention import scaled_dot_product_attention, varlen_attn
 from .attention_block import attention_block
 from .dropout import dropout

@@ -10,27 +10,45 @@ An op is (inputs) -> output, with some tensors kept in between. From its descrip
 - the classic one as the op's Autograd kernel, too, for graphs that call the op itself: torch.export's;
 - a Function over the backward op, whose own backward differentiates the plain PyTorch composite: second order is right.
 
-`needs` is a bitmask over the inputs, of any length: the library ops take it in words of 62 bits, because a stack of 31
-layers has more inputs than an int64 has bits. What it leaves out costs no GEMM. Op bodies run with autocast off and
+`needs` is a bitmask over the inputs (_needs.py). What it leaves out costs no GEMM. Op bodies run with autocast off and
 cast weights inside, so that a cast copy never lives from forward to backward; the public function casts x.
 """
 
 from __future__ import annotations
 
-import functools
+import typing
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
+from torch.types import IntLikeType
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import state
 from ..subclasses import PLAIN, foreign
 from ._batching import in_legacy_vmap, loop_over_batch
-from ._common import autocast_off, compose_of, no_autocast, read_precision
+from ._choices import autocast_off, compose_of, no_autocast, read_precision
+from ._needs import joined, needed, present, split, wanted
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "str",
+    torch.dtype: "ScalarType",
+    IntLikeType: "SymInt",
+    IntLikeType | None: "SymInt?",
+}
+
+
+def schema_of(kind: type, prefix: str = "") -> str:
+    """The fields of a NamedTuple as arguments of a library op."""
+    return ", ".join(f"{_SCHEMA_TYPES[hint]} {prefix}{name}" for name, hint in typing.get_type_hints(kind).items())
 
 
 class Op:
@@ -127,16 +145,6 @@ class Op:
         )
 
 
-def needed(needs: int, index: int) -> bool:
-    return bool(needs >> index & 1)
-
-
-@functools.cache
-def flags(needs: int, count: int) -> tuple[bool, ...]:
-    """The lowest bits of needs."""
-    return tuple(needed(needs, i) for i in range(count))
-
-
 def _filled(results, like: Tensor):
     """An op's results with `empty(0)` in place of None: a schema has no optional results."""
     if results is None:
@@ -174,42 +182,12 @@ def _direct(body, x, *args):
         return body(x, *args)
 
 
-_WORD = 62
-
-
-def _split(needs: int) -> list[int]:
-    """needs in words of 62 bits, lowest first."""
-    words = [needs & (1 << _WORD) - 1]
-    while needs := needs >> _WORD:
-        words.append(needs & (1 << _WORD) - 1)
-    return words
-
-
-def _joined(args: tuple) -> tuple:
-    """The backward op's args with the words of needs, which come last, as one int."""
-    return *args[:-1], sum(word << _WORD * i for i, word in enumerate(args[-1]))
-
-
 def _distinct(tensors: tuple) -> tuple:
     """tensors with a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function."""
     return tuple(
         t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
         for i, t in enumerate(tensors)
     )
-
-
-def _present(tensors) -> int:
-    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point())
-
-
-def _wanted(tensors) -> int:
-    """needs of a call that autograd records."""
-    needs = 0
-    if torch.is_grad_enabled():
-        for i, t in enumerate(tensors):
-            if t is not None and t.requires_grad:
-                needs |= 1 << i
-    return needs
 
 
 def _second_order(op, dy, saved, statics, needs, cotangents):
@@ -287,13 +265,13 @@ def _register(op: type[Op]) -> _Registered:
 
     def backward(*args):
         with torch._C._DisableAutocast():
-            return _filled(op.backward(*_with_precision(_joined(args), precision_from_end + 1)), args[0])
+            return _filled(op.backward(*_with_precision(joined(args), precision_from_end + 1)), args[0])
 
     def backward_fake(*args):
-        return op.backward_fake(*_joined(args))
+        return op.backward_fake(*joined(args))
 
     def backward_flops(*args, out_val=None):
-        return op.backward_flops(*_joined(args))
+        return op.backward_flops(*joined(args))
 
     bodies, fakes = (forward, backward), (op.forward_fake, backward_fake)
     formulas = op.forward_flops, backward_flops
@@ -326,7 +304,7 @@ def _backward_function(registered: _Registered) -> type:
         @staticmethod
         def forward(needs, *args):
             statics, dy, saved = args[:count], args[count], args[count + 1 :]
-            return op.flat(bwd(dy, *op.backward_arguments(saved, statics), *statics, _split(needs)))
+            return op.flat(bwd(dy, *op.backward_arguments(saved, statics), *statics, split(needs)))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -358,7 +336,7 @@ def _gradients(registered: _Registered, second_order: type):
             arguments = op.backward_arguments(saved, statics)
             if not _watched((dy, *saved)):
                 return op.flat(_direct(op.backward, dy, *arguments, *statics, needs))
-            grads = op.flat(bwd(dy, *arguments, *statics, _split(needs)))
+            grads = op.flat(bwd(dy, *arguments, *statics, split(needs)))
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
     return gradients
@@ -425,7 +403,7 @@ def _autograd_kernel(registered: _Registered, bare: type):
     def kernel(*args):
         statics, kept = args[-count:], []
         tensors = op.tensors(args[:-count])
-        if needs := _wanted(tensors):
+        if needs := wanted(tensors):
             y = bare.apply(kept, statics, needs, *tensors)
             return [y] if op.results == "Tensor[]" else (y, *kept)
         with torch._C._AutoDispatchBelowAutograd():
@@ -485,7 +463,7 @@ def _apply(registered: _Registered, eager: type, functional: type, transformed: 
         if torch._C._are_functorch_transforms_active():
             if torch.compiler.is_compiling():
                 raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
-            return transformed.apply(_present(tensors) & ~constants, *statics, *tensors)[0]
+            return transformed.apply(present(tensors) & ~constants, *statics, *tensors)[0]
         if torch.compiler.is_compiling():
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():
@@ -493,7 +471,7 @@ def _apply(registered: _Registered, eager: type, functional: type, transformed: 
                 return op.flat(fwd(*op.arguments(tensors), *for_inference(statics)))[0]
             return functional.apply(needs, *statics, *_distinct(tensors))[0]
         tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
-        needs = _wanted(tensors)
+        needs = wanted(tensors)
         return apply_eager(statics if needs else for_inference(statics), needs, *tensors)
 
     return apply

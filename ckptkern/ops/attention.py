@@ -2,185 +2,56 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-import sys
-from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import eager
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..subclasses import foreign
-from ._common import (
+from ._checks import check_count, check_input, check_number, check_probability, check_tensor
+from ._choices import (
     autocast_dtype,
-    check_count,
-    check_input,
-    check_number,
-    check_probability,
-    check_tensor,
+    autocast_off,
     choose_backend,
     compose_of,
-    draw_state,
-    dropout_arguments,
     head_dim_not_covered,
-    kernels_alone,
     matmul_precision,
     primitives,
-)  # fmt: skip
-from ._op import Op, build, needed
+)
+from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
+from ._needs import needed
+from ._op import Op, build, schema_of
+from .attention_core import CoreOptions, CoreTensors, attend, attention_flops, attention_grads, core_of, fused_core
+from .dropout import draw_state
 
 Q, K, V = range(3)
+OTHERS = len(CoreTensors._fields)
 
 
-def core_of(
-    scale, precision, left, right, mask=None, slopes=None, rng=None, dropout_p=0.0, cu_q=None, cu_k=None, max_q=0,
-    max_k=0, fused="",
-) -> eager.AttentionCore:  # fmt: skip
-    """The core from an op's flat arguments.
-
-    Here, within the ops, a bool mask is viewed as int8: torch 2.11's inductor cannot.
-    """
-    mask = mask.view(torch.int8) if mask is not None and mask.dtype == torch.bool else mask
-    return eager.AttentionCore(
-        scale,
-        precision,
-        (left, right),
-        mask,
-        slopes,
-        dropout_arguments(rng, dropout_p),
-        0,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        fused,
-    )
-
-
-# -- whose kernel the core is -----------------------------------------------------------------------------------------
-
-# compute capability -> torch's own kernel where that is measured faster than kernels in Triton, for these head dims. Nobody has
-# measured ours yet; the figures are others', and a run of benchmarks/ overrules them. H100, heads of 128, TFLOP/s: cuDNN
-# 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100: FlexAttention, in Triton,
-# reaches 90 % of flash attention in forward and 85 % in backward (its authors). Of other cards nothing is known: ours.
-FUSED_CORES = {(9, 0): "cudnn", (8, 0): "flash"}
-FUSED_HEAD_DIMS = range(64, 129, 8)
-
-
-@functools.cache
-def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> bool:
-    """Does torch's own rule let `kernel` serve such heads on this device, with this build and this cuDNN?"""
-    # In this mode torch lays cuDNN's logsumexp out in another way.
-    if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
-        return False
-    # no fake tensors: what is asked for is the device, which torch takes from the current one
-    with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
-        q, k = (
-            torch.empty((1, heads, 128, D), dtype=dtype, device="cuda", requires_grad=True)
-            for heads in (2, 1 if grouped else 2)
-        )
-        asked = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, causal, grouped)
-        return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(asked)
-
-
-def _constant_fused(index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> str:
-    kernel = FUSED_CORES.get(torch.cuda.get_device_capability(index))
-    if kernel is None or not getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")():
-        return ""
-    return kernel if _accepts(kernel, index, dtype, D, causal, grouped) else ""
-
-
-_constant_fused._dynamo_marked_constant = True  # as in _common: called, not traced
-
-
-def fused_core(
-    backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int | None,
-    right: int | None, scale: float, *others: object,
-) -> str:  # fmt: skip
-    """torch's own kernel as the core of attention of q [B, H, Sq, D] by k [B, H_kv, Sk, D], or "" for the backend's.
-
-    others: masks, slopes, dropout, cu_seqlens; with any that is not None the core is the backend's. So it is with a scale
-    that is not positive (torch's on a CPU hides a score by -inf before it scales it), under deterministic algorithms, under
-    backend("triton"), where torch.backends.cuda has the kernel disabled, and where all of a number of keys are seen that is
-    no multiple of 128: cuDNN's backward has given NaN for some (pytorch#196678). Both keep o and lse, so the choice shows in
-    no saved set.
-    """
-    if backend != "triton":
-        return ""
-    H, Sq, D = q_shape[1:]
-    head_dim = next((n for n in FUSED_HEAD_DIMS if n == D), 0)  # a number, where torch.compile has a symbol for D
-    if (
-        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
-        or not head_dim or any(other is not None for other in others)
-        or left is not None or right not in (None, 0) or not scale > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
-        or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
-        or torch.are_deterministic_algorithms_enabled()
-    ):  # fmt: skip
-        return ""
-    grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
-    return _constant_fused(x.device.index, dtype, head_dim, right == 0, grouped)
-
-
-def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
-    """(o, lse, delta) of the core; delta where `do` is given and the core's backward reads it. p: the backend's module."""
-    p = eager if core.fused else p
-    wants_delta = do is not None and not (p is eager and eager.fused_kernel(q, k, core))
-    o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta else None)
-    return eager.as_heads(o), lse, delta
-
-
-def attention_grads(
-    p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, out=(None,) * 3
-) -> tuple:  # fmt: skip
-    """(dq, dk, dv) from o and lse, by the core's own way.
-
-    out: where they are written; torch's own kernels make new ones. delta: of `attend`, if at hand.
-    """
-    p = eager if core.fused else p
-    needs = dict(need_dq=need_dq, need_dkv=need_dkv)
-    if p is eager and (fused := eager.fused_kernel(q, k, core)):
-        return eager.fused_attn_bwd(q, k, v, do, o, lse, core, fused, **needs)
-    delta = p.attn_delta(o, do, core) if delta is None else delta
-    dq, dk, dv = out
-    return p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
+def _core(args: tuple) -> tuple[CoreTensors, CoreOptions]:
+    """Of what comes after q, k and v in forward."""
+    return CoreTensors(*args[:OTHERS]), CoreOptions(*args[OTHERS:])
 
 
 class Attention(Op):
     name = "attention"
-    inputs = (
-        "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? slopes, Tensor? rng, Tensor? cu_q, Tensor? cu_k"
-    )
+    inputs = f"Tensor query, Tensor key, Tensor value, {schema_of(CoreTensors)}"
     kept = "Tensor? out, Tensor? lse"
-    statics = (
-        "float dropout_p, float scale, SymInt? left, SymInt? right, SymInt max_q, SymInt max_k, str backend, str precision, "
-        "str fused"
-    )
+    statics = schema_of(CoreOptions)
     results = "(Tensor out, Tensor lse)"
     grads = "Tensor[]"
-    constants = frozenset(range(3, 8))  # a mask or slopes that train go through PyTorch ops
+    constants = frozenset(range(3, 3 + OTHERS))  # a mask or slopes that train go through PyTorch ops
 
     @staticmethod
-    def _core(mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision, fused=""):
-        return core_of(scale, precision, left, right, mask, slopes, rng, dropout_p, cu_q, cu_k, max_q, max_k, fused)
+    def forward(q, k, v, *args):
+        t, o = _core(args)
+        return attend(primitives(o.backend), q, k, v, core_of(t, o))[:2]
 
     @staticmethod
-    def forward(
-        q, k, v, mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, backend, precision, fused
-    ):
-        core = Attention._core(
-            mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision, fused
-        )
-        out, lse, _ = attend(primitives(backend), q, k, v, core)
-        return out, lse
-
-    @staticmethod
-    def forward_fake(q, k, v, *others):
+    def forward_fake(q, k, v, *args):
         return eager.empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
     @staticmethod
@@ -188,100 +59,37 @@ class Attention(Op):
         return [*tensors, *outputs]
 
     @staticmethod
-    def backward(
-        do, q, k, v, mask, slopes, rng, cu_q, cu_k, out, lse, dropout_p, scale, left, right, max_q, max_k, backend,
-        precision, fused, needs,
-    ):  # fmt: skip
-        core = Attention._core(
-            mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, precision, fused
-        )
+    def backward(do, q, k, v, *args):
+        *others, needs = args
+        out, lse = others[OTHERS : OTHERS + 2]
+        t, o = _core((*others[:OTHERS], *others[OTHERS + 2 :]))
         grads = attention_grads(
-            primitives(backend), q, k, v, do, out, lse, core, need_dq=needed(needs, Q),
+            primitives(o.backend), q, k, v, do, out, lse, core_of(t, o), need_dq=needed(needs, Q),
             need_dkv=needed(needs, K) or needed(needs, V),
         )  # fmt: skip
-        return [
-            eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)
-        ] + [None for _ in range(5)]  # fmt: skip
+        return [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)] + [None] * OTHERS
 
     @staticmethod
-    def backward_fake(do, q, k, v, *others):
-        needs = others[-1]
-        return [
-            eager.empty_heads(t) if needed(needs, i) else do.new_empty(0) for i, t in enumerate((q, k, v))
-        ] + [do.new_empty(0) for _ in range(5)]  # fmt: skip
+    def backward_fake(do, q, k, v, *args):
+        like = [eager.empty_heads(t) if needed(args[-1], i) else do.new_empty(0) for i, t in enumerate((q, k, v))]
+        return like + [do.new_empty(0) for _ in range(OTHERS)]
 
     @staticmethod
-    def composite(q, k, v, mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, *others):
-        core = Attention._core(mask, slopes, rng, cu_q, cu_k, dropout_p, scale, left, right, max_q, max_k, "ieee")
-        return eager.attention_composite(q, k, v, core)
+    def composite(q, k, v, *args):
+        t, o = _core(args)
+        return eager.attention_composite(q, k, v, core_of(t, o._replace(precision="ieee", fused="")))
 
     @staticmethod
-    def forward_flops(q, k, v, *others, out_val=None):
+    def forward_flops(q, k, v, *args, out_val=None):
         return attention_flops(q.shape, k.shape, 2)
 
     @staticmethod
-    def backward_flops(do, q, k, v, *others, out_val=None):
-        needs = others[-1]
+    def backward_flops(do, q, k, v, *args, out_val=None):
+        needs = args[-1]
         return attention_flops(q.shape, k.shape, 5 if needs & 0b111 == 0b111 else 3 if needs & 0b110 == 0 else 4)
 
 
-def attention_flops(q_shape, k_shape, products: int) -> int:
-    """`products` products of [Sq, D] x [D, Sk] a head, as torch's counter has it: masks do not shorten it."""
-    B, H, Sq, D = q_shape
-    return products * 2 * B * H * Sq * k_shape[2] * D
-
-
 _apply = build(Attention)
-
-
-def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """(left, right), None for no bound."""
-    if window_size is None:
-        return None, None
-    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or any(not isinstance(side, int) or side < -1 for side in window_size):
-        raise ValueError(f"{op}: window_size must be (left, right), each -1 (no bound) or >= 0, not {window_size!r}")
-    left, right = window_size
-    return None if left == -1 else int(left), None if right == -1 else int(right)
-
-
-def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | None:
-    """The n for which row i sees the columns up to i + n, where attn_mask is torch's CausalBias, else None.
-
-    Its memory holds nothing. As in torch an upper-left or square one fits all lengths.
-    """
-    module = sys.modules.get("torch.nn.attention.bias")  # torch._dynamo comes with it: here nothing imports it
-    if module is None or not isinstance(attn_mask, module.CausalBias):
-        return None
-    if not hasattr(attn_mask, "variant"):
-        raise TypeError(
-            f"{op}: attn_mask is the result of an operation on a CausalBias, which tells no diagonal any more"
-        )
-    shape = attn_mask.seq_len_q, attn_mask.seq_len_kv
-    if attn_mask.variant == module.CausalVariant.UPPER_LEFT or shape[0] == shape[1]:
-        return 0
-    if shape != (Sq, Sk):
-        raise ValueError(f"{op}: attn_mask is causal_lower_right{shape}, but query has {Sq} rows and key {Sk}")
-    return Sk - Sq
-
-
-def within(right: int | None, diagonal: int | None) -> int | None:
-    """The tighter of two right bounds, None for none."""
-    return diagonal if right is None else right if diagonal is None else min(right, diagonal)
-
-
-def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
-    """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]."""
-    check_tensor(op, "attn_mask", attn_mask, q, floating=False)
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise DtypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
-    if attn_mask.dtype == torch.float64 != q.dtype:
-        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which no input of {q.dtype} goes with")
-    wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
-    shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-    if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
-        raise ShapeError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
-    return attn_mask.reshape(shape)
 
 
 def _cast_qkv(
@@ -332,6 +140,7 @@ def scaled_dot_product_attention(
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
+    check_number(op, "scale", 1.0 if scale is None else scale)
     query, key, value = _cast_qkv(op, query, key, value, jagged=True)
     if attn_mask is not None and is_causal:
         raise RuntimeError(
@@ -341,61 +150,57 @@ def scaled_dot_product_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise ShapeError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
+    left, right = check_window(op, window_size)
     diagonal = diagonal_of(op, attn_mask, query.shape[-2], key.shape[-2])
-    others = (None if diagonal is not None else attn_mask, alibi_slopes)
-    if kind := foreign((query, key, value, *others)):
-        if window_size is not None or alibi_slopes is not None:
+    if kind := foreign((query, key, value, attn_mask if diagonal is None else None, alibi_slopes)):
+        if (
+            left is not None
+            or right not in (None, 0)
+            or alibi_slopes is not None
+            or (right == 0 and attn_mask is not None)
+        ):
             raise TypeError(f"{op}: window_size and alibi_slopes do not go with a {kind.__name__}")
         compose_of(op, kind)
+        is_causal = is_causal or right == 0
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    attn_mask = others[0]
+    attn_mask = attn_mask if diagonal is None else None
     dims, batch = max(query.dim(), key.dim(), value.dim()), None
     if not query.dim() == key.dim() == value.dim() == 4:
         query, key, value, attn_mask, batch = _to_four_dims(dims, query, key, value, attn_mask)
-    if query.shape[-1] != key.shape[-1]:
-        raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
-    if key.shape[2] != value.shape[2]:
-        raise ShapeError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
     query, key, value = _broadcast(op, query, key, value, enable_gqa)
-    H, H_kv = query.shape[1], key.shape[1]
-    if value.shape[1] != H_kv or (H_kv not in (1, H) and (not enable_gqa or H_kv == 0 or H % H_kv)):
-        raise ShapeError(
-            f"{op}: query has {H} heads, key {H_kv} and value {value.shape[1]}; fewer key and value heads need "
-            f"enable_gqa=True and must divide those of query"
-        )
     D, D_v = query.shape[-1], value.shape[-1]
-    check_number(op, "scale", 1.0 if scale is None else scale)
-    scale = 1.0 / math.sqrt(D) if scale is None and D else 1.0 if scale is None else scale
+    scale = _scale(scale, D)
     if D_v != D:  # zeros add nothing to a score and make columns that are cut off again
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
         value = F.pad(value, (0, max(D - D_v, 0)))
-    left, right = check_window(op, window_size)
     right = within(right, 0 if is_causal else diagonal)
-    if attn_mask is not None:
-        attn_mask = as_mask(op, attn_mask, query, key.shape[2])
-    slopes = None
-    if alibi_slopes is not None:
-        check_tensor(op, "alibi_slopes", alibi_slopes, query)
-        if alibi_slopes.shape not in ((H,), (1, H), (query.shape[0], H)):
-            raise ShapeError(f"{op}: alibi_slopes must be [H={H}] or [B, H], but has shape {tuple(alibi_slopes.shape)}")
-        slopes = alibi_slopes.float().reshape(-1, H).contiguous()
-    learned = any(t is not None and t.requires_grad for t in (attn_mask, slopes)) and torch.is_grad_enabled()
-    reason = "the kernels form no gradient of attn_mask or alibi_slopes" if learned else None
-    backend = choose_backend(op, query, reason or head_dim_not_covered(max(D, D_v)))
-    rng = draw_state(query, dropout_p, True)
-    if learned:
-        core = core_of(scale, "ieee", left, right, attn_mask, slopes, rng, dropout_p)
-        out = eager.attention_composite(query, key, value, core)
-    else:
-        fused = fused_core(
-            backend, query, query.dtype, query.shape, key.shape, left, right, scale, attn_mask, slopes, rng
-        )  # fmt: skip
-        statics = (float(dropout_p), float(scale), left, right, 0, 0, backend, matmul_precision(query), fused)
-        out = _apply(statics, query, key, value, attn_mask, slopes, rng, None, None)
+    mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
+    slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
+    out = _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right)
     out = out[..., :D_v] if D_v != D else out
     return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if scale is None and head_dim else 1.0 if scale is None else scale
+
+
+def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right) -> Tensor:
+    """By the op; where a mask or slopes train, in PyTorch ops, which form their gradient."""
+    learned = any(t is not None and t.requires_grad for t in (mask, slopes)) and torch.is_grad_enabled()
+    reason = "the kernels form no gradient of attn_mask or alibi_slopes" if learned else None
+    backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
+    tensors = CoreTensors(mask, slopes, draw_state(query, dropout_p, True))
+    fused = fused_core(backend, query, query.dtype, query.shape, key.shape, left, right, scale, *tensors)
+    options = CoreOptions(
+        dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,
+        precision=matmul_precision(query), fused=fused,
+    )  # fmt: skip
+    if learned:
+        return Attention.composite(query, key, value, *tensors, *options)
+    return _apply(tuple(options), query, key, value, *tensors)
 
 
 def attention_with_weights(
@@ -406,18 +211,18 @@ def attention_with_weights(
     query [B, H, Sq, D], key and value [B, H, Sk, D] of one dtype -> o [B, H, Sq, D], p [B, H, Sq, Sk].
     In PyTorch ops, whose backward keeps p: no kernel returns it.
     """
-    if autocast_dtype(query) is not None:  # Dynamo traces torch.autocast, not the guard that the ops' bodies run under
-        with torch.autocast(query.device.type, enabled=False):
-            return attention_with_weights(query, key, value, attn_mask, dropout_p)
     op = "attention_with_weights"
     check_probability(op, dropout_p)
-    scale = query.shape[-1] ** -0.5
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     choose_backend(op, query, "the kernels do not return the weights: pass need_weights=False")
-    rng = draw_state(query, dropout_p, True)
-    core = core_of(scale, "ieee", None, None, mask, None, rng, dropout_p)
-    weights = eager.attention_weights(query, key, core).to(query.dtype)
-    return torch.matmul(weights, value), weights
+    tensors = CoreTensors(mask, rng=draw_state(query, dropout_p, True))
+    options = CoreOptions(
+        dropout_p=dropout_p, scale=query.shape[-1] ** -0.5, left=None, right=None, max_q=0, max_k=0, backend="eager",
+        precision="ieee", fused="",
+    )  # fmt: skip
+    with autocast_off(query):
+        weights = eager.attention_weights(query, key, core_of(tensors, options)).to(query.dtype)
+        return torch.matmul(weights, value), weights
 
 
 def _to_four_dims(dims, query, key, value, attn_mask):
@@ -436,6 +241,10 @@ def _to_four_dims(dims, query, key, value, attn_mask):
 
 def _broadcast(op, query, key, value, enable_gqa):
     """One batch size; without enable_gqa also one number of heads, or one for both key and value."""
+    if query.shape[-1] != key.shape[-1]:
+        raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
+    if key.shape[2] != value.shape[2]:
+        raise ShapeError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
     B = query.shape[0]  # in no set: that would make torch.compile take every size for a constant
     for t in (key, value):
         B = t.shape[0] if B == 1 else B
@@ -444,12 +253,17 @@ def _broadcast(op, query, key, value, enable_gqa):
             f"{op}: batch sizes must be equal or 1, but are {query.shape[0]}, {key.shape[0]} and {value.shape[0]}"
         )
     query, key, value = (t if t.shape[0] == B else t.expand(B, -1, -1, -1) for t in (query, key, value))
-    if enable_gqa:
-        return query, key, value
-    H = max(t.shape[1] for t in (query, key, value))
-    query = query if query.shape[1] != 1 else query.expand(-1, H, -1, -1)
-    if key.shape[1] != value.shape[1]:
-        key, value = (t if t.shape[1] != 1 else t.expand(-1, H, -1, -1) for t in (key, value))
+    if not enable_gqa:
+        H = max(t.shape[1] for t in (query, key, value))
+        query = query if query.shape[1] != 1 else query.expand(-1, H, -1, -1)
+        if key.shape[1] != value.shape[1]:
+            key, value = (t if t.shape[1] != 1 else t.expand(-1, H, -1, -1) for t in (key, value))
+    H, H_kv = query.shape[1], key.shape[1]
+    if value.shape[1] != H_kv or (H_kv not in (1, H) and (not enable_gqa or H_kv == 0 or H % H_kv)):
+        raise ShapeError(
+            f"{op}: query has {H} heads, key {H_kv} and value {value.shape[1]}; fewer key and value heads need "
+            f"enable_gqa=True and must divide those of query"
+        )
     return query, key, value
 
 
@@ -503,8 +317,10 @@ def varlen_attn(
     check_number(op, "scale", 1.0 if scale is None else scale)
     check_count(op, "max_q", max_q, least=0)
     check_count(op, "max_k", max_k, least=0)
-    scale = 1.0 / math.sqrt(D) if scale is None and D else 1.0 if scale is None else scale
-    backend = choose_backend(op, query, head_dim_not_covered(D))
-    statics = (0.0, float(scale), left, right, max_q, max_k, backend, matmul_precision(query), "")
+    options = CoreOptions(
+        dropout_p=0.0, scale=float(_scale(scale, D)), left=left, right=right, max_q=max_q, max_k=max_k,
+        backend=choose_backend(op, query, head_dim_not_covered(D)), precision=matmul_precision(query), fused="",
+    )  # fmt: skip
+    tensors = CoreTensors(cu_q=cu_seq_q, cu_k=cu_seq_k)
     packed = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    return _apply(statics, *packed, None, None, None, cu_seq_q, cu_seq_k).squeeze(0).transpose(0, 1)
+    return _apply(tuple(options), *packed, *tensors).squeeze(0).transpose(0, 1)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from .. import eager
-from ._common import (
-    check_input,
-    check_probability,
-    choose_backend,
-    draw_state,
-    dropout_arguments,
-    primitives,
-    rows_2d,
-    unflattened,
-)  # fmt: skip
+from .. import eager, state
+from ._checks import check_input, check_probability
+from ._choices import choose_backend, primitives
 from ._op import Op, build
+from ._rows import rows_2d, unflattened
+
+
+def dropout_arguments(rng: Tensor | None, p: float) -> tuple[Tensor | None, int, float]:
+    """(state, threshold, scale) as the primitives take them: a saved-tensor hook may have given the state other strides."""
+    return (None, 0, 1.0) if rng is None else (rng.contiguous(), *state.threshold_scale(p))
+
+
+def dropped(p: ModuleType, h: Tensor, dropout: tuple[Tensor | None, int, float], row_base: int) -> Tensor:
+    """dropout(h), h itself without a state; `p` is the backend's module."""
+    return h if dropout[0] is None else p.dropout(h, *dropout, row_base=row_base)
+
+
+def draw_state(x: Tensor, p: float, training: bool) -> Tensor | None:
+    """The 16 bytes that dropout keeps, or None where nothing is dropped."""
+    return state.draw(x) if training and p > 0.0 else None
 
 
 class Dropout(Op):

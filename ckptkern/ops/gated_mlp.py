@@ -7,30 +7,13 @@ from torch import Tensor
 
 from .. import eager
 from ..errors import ShapeError
-from ._common import (
-    BiasGrad,
-    WeightGrad,
-    cast_input,
-    cast_parameter,
-    check_input,
-    check_statics,
-    check_weight,
-    choose_backend,
-    choose_level,
-    choose_workspace,
-    column_sum,
-    draw_state,
-    dropout_arguments,
-    dropped,
-    matmul_precision,
-    primitives,
-    row_bytes,
-    row_count,
-    rows_2d,
-    token_chunks,
-    unflattened,
-)  # fmt: skip
-from ._op import Op, build, needed
+from ._checks import check_input, check_statics, check_weight
+from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
+from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
+from ._needs import needed
+from ._op import Op, build
+from ._rows import cast_parameter, row_count, rows_2d, unflattened
+from .dropout import draw_state, dropout_arguments, dropped
 
 X, WG, BG, WU, BU, WD, BD = range(7)
 # As for mlp (ops/mlp.py): up to this many features the triple product, above it g and u first, then one product.
@@ -154,7 +137,7 @@ class GatedMLP(Op):
         if needed(needs, X):
             grads[X] = unflattened(dx, lead)
         if needed(needs, BD):
-            grads[BD] = column_sum(dy).to(bd.dtype)
+            grads[BD] = eager.column_sum(dy).to(bd.dtype)
         return tuple(grads.get(i) for i in range(8))
 
     @staticmethod

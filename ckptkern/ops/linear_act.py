@@ -6,25 +6,12 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ._common import (
-    BiasGrad,
-    WeightGrad,
-    cast_input,
-    cast_parameter,
-    check_input,
-    check_statics,
-    check_weight,
-    choose_backend,
-    choose_level,
-    column_sum,
-    compose,
-    matmul_precision,
-    primitives,
-    row_count,
-    rows_2d,
-    unflattened,
-)  # fmt: skip
-from ._op import Op, build, needed
+from ._checks import check_input, check_statics, check_weight
+from ._choices import cast_input, choose_backend, choose_level, compose, matmul_precision, primitives
+from ._gradients import BiasGrad, WeightGrad
+from ._needs import needed
+from ._op import Op, build
+from ._rows import cast_parameter, row_count, rows_2d, unflattened
 
 X, W, B = range(3)
 
@@ -94,7 +81,7 @@ class LinearAct(Op):
         w_, b_ = cast_parameter(w, dy.dtype), cast_parameter(b, dy.dtype)
         need_db = needed(needs, B)
         if activation == "identity":
-            dz, db = dy, column_sum(dy) if need_db else None
+            dz, db = dy, eager.column_sum(dy) if need_db else None
         elif bits is not None:
             dz, db = p.act_bwd(dy, bits, activation, bits=True, db=need_db)
         elif z is not None:

@@ -8,26 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ._common import (
-    BiasGrad,
-    WeightGrad,
-    cast_input,
-    cast_parameter,
-    check_input,
-    check_statics,
-    check_weight,
-    choose_backend,
-    choose_level,
-    choose_workspace,
-    matmul_precision,
-    primitives,
-    row_bytes,
-    row_count,
-    rows_2d,
-    token_chunks,
-    unflattened,
-)  # fmt: skip
-from ._op import Op, build, needed
+from ._checks import check_input, check_statics, check_weight
+from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
+from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
+from ._needs import needed
+from ._op import Op, build
+from ._rows import cast_parameter, row_count, rows_2d, unflattened
 
 X = 0
 

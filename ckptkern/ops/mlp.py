@@ -6,30 +6,13 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ._common import (
-    BiasGrad,
-    WeightGrad,
-    cast_input,
-    cast_parameter,
-    check_input,
-    check_statics,
-    check_weight,
-    choose_backend,
-    choose_level,
-    choose_workspace,
-    column_sum,
-    draw_state,
-    dropout_arguments,
-    dropped,
-    matmul_precision,
-    primitives,
-    row_bytes,
-    row_count,
-    rows_2d,
-    token_chunks,
-    unflattened,
-)  # fmt: skip
-from ._op import Op, build, flags, needed
+from ._checks import check_input, check_statics, check_weight
+from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
+from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
+from ._needs import flags, needed
+from ._op import Op, build
+from ._rows import cast_parameter, row_count, rows_2d, unflattened
+from .dropout import draw_state, dropout_arguments, dropped
 
 X, W1, B1, W2, B2 = range(5)
 # The dual product saves one pass over z and dh (4 M h bytes), but its 128-wide tile costs 10-15 % of two products:
@@ -152,7 +135,7 @@ class MLP(Op):
             dw1.result() if need_dw1 else None,
             db1.result() if need_db1 else None,
             dw2.result() if need_dw2 else None,
-            cast_parameter(column_sum(dy), b2.dtype) if need_db2 else None,
+            cast_parameter(eager.column_sum(dy), b2.dtype) if need_db2 else None,
             None,
         )
 

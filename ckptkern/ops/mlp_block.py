@@ -1,172 +1,46 @@
-"""mlp_block: [norm ->] MLP or gated MLP [-> dropout] [-> + x] as one segment. Its halves also serve `transformer_layer`."""
+"""mlp_block: [norm ->] MLP or gated MLP [-> dropout] [-> + x] as one segment."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from .. import eager
 from ..errors import ShapeError
-from ._common import (
-    check_flags,
-    check_input,
-    check_number,
-    check_probability,
-    check_statics,
-    check_weight,
-    choose_backend,
-    choose_level,
-    choose_workspace,
-    compute_dtype,
-    draw_state,
-    dropout_arguments,
-    matmul_precision,
-    primitives,
-)  # fmt: skip
-from ._op import Op, build, needed
-from .attention_block import check_norm, composite_norm, tokens, with_lead
-from .gated_mlp import GatedMLP
-from .mlp import MLP
-
-
-class MLPTensors(NamedTuple):
-    """The tensors of an MLP half. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`."""
-
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    gate_weight: Tensor | None
-    gate_bias: Tensor | None
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    rng: Tensor | None
-    resid_rng: Tensor | None
-
-
-class MLPOptions(NamedTuple):
-    norm: str
-    norm_eps: float
-    norm_first: bool
-    activation: str
-    dropout_p: float
-    resid_p: float
-    residual: bool
-    recompute: str
-    backend: str
-    precision: str
-    workspace: int
-    dtype: torch.dtype
-
-
-TENSOR_SCHEMA = (
-    "Tensor? norm_weight, Tensor? norm_bias, Tensor? gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, "
-    "Tensor down_weight, Tensor? down_bias, Tensor? rng, Tensor? resid_rng"
+from ._checks import check_flags, check_input, check_number, check_probability, check_statics, check_weight
+from ._choices import choose_backend, choose_level, choose_workspace, compute_dtype, matmul_precision
+from ._half import check_norm, drawn
+from ._needs import fake_gradients, in_order
+from ._op import Op, build, schema_of
+from ._rows import rows_2d, unflattened
+from .mlp_half import (
+    MLPOptions,
+    MLPTensors,
+    mlp_composite,
+    mlp_half,
+    mlp_half_backward,
+    mlp_half_backward_flops,
+    mlp_half_fake,
+    mlp_half_flops,
+    present,
 )
-OPTION_SCHEMA = (
-    "str norm, float norm_eps, bool norm_first, str activation, float dropout_p, float resid_p, bool residual, "
-    "str recompute, str backend, str precision, int workspace, ScalarType dtype"
-)
+
 TENSORS = len(MLPTensors._fields)
-OPTIONS = len(MLPOptions._fields)
-# the MLP ops' inputs after x, by MLPTensors' names
-PLAIN = ("up_weight", "up_bias", "down_weight", "down_bias")
-GATED = ("gate_weight", "gate_bias", *PLAIN)
 
 
-class MLPHalf:
-    """What an MLP half computes, for one input."""
-
-    def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
-        self.p, self.x, self.t, self.o = primitives(o.backend), tokens(x), t, o
-        self.op, self.names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
-        self.arguments = (*(getattr(t, name) for name in self.names), t.rng)
-        self.statics = (o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace)
-
-    def inputs(self) -> Tensor:
-        o = self.o
-        if o.norm and o.norm_first:
-            return self.p.norm_fwd(self.x, self.t.norm_weight, self.t.norm_bias, o.norm_eps, o.norm, o.dtype)
-        return self.x.to(o.dtype)
-
-    def drop(self, f: Tensor) -> Tensor:
-        if self.t.resid_rng is None:
-            return f
-        return self.p.dropout(f, *dropout_arguments(self.t.resid_rng, self.o.resid_p))
-
-    def total(self, f: Tensor) -> Tensor:
-        return self.x + f if self.o.residual else f
+def _parts(args: tuple) -> tuple[MLPTensors, MLPOptions]:
+    """Of what comes after x in forward."""
+    return MLPTensors(*args[:TENSORS]), MLPOptions(*args[TENSORS:])
 
 
-def mlp_half(x: Tensor, t: MLPTensors, o: MLPOptions):
-    """(y [tokens, e], kept): what the MLP op keeps at this level, `empty(0)` where it keeps nothing."""
-    half = MLPHalf(x, t, o)
-    f, *kept = half.op.forward(half.inputs(), *half.arguments, *half.statics)
-    y = half.total(half.drop(f))
-    if o.norm and not o.norm_first:
-        y = half.p.norm_fwd(y, t.norm_weight, t.norm_bias, o.norm_eps, o.norm, y.dtype)
-    return y, kept
-
-
-def mlp_half_backward(dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, kept, needs: int) -> dict:
-    """Gradients by name ("x" and MLPTensors' fields) from dy [tokens, e]; kept as the MLP op's backward takes it."""
-    half, grads = MLPHalf(x, t, o), {}
-    p, need = half.p, lambda name: needed(needs, 0 if name == "x" else 1 + MLPTensors._fields.index(name))
-    trailing = bool(o.norm) and not o.norm_first
-    h = half.inputs()
-    if trailing:
-        # the trailing norm reads x + f: its branch is the one thing that no level keeps
-        f = half.op.forward(h, *half.arguments, *half.statics[:2], "full", *half.statics[3:])[0]
-        dy, grads["norm_weight"], grads["norm_bias"] = p.norm_bwd(
-            dy, half.total(half.drop(f)), t.norm_weight, o.norm_eps, o.norm, need_dweight=need("norm_weight"),
-            need_dbias=need("norm_bias"),
-        )  # fmt: skip
-    df = half.drop(dy.to(o.dtype))
-    need_dh = need("x") or (not trailing and (need("norm_weight") or need("norm_bias")))
-    inner_needs = int(need_dh) | sum(1 << i for i, name in enumerate(half.names, 1) if need(name))
-    made = half.op.backward(df, h, *half.arguments, *kept, *half.statics, inner_needs)
-    grads |= {
-        name: grad
-        for i, (name, grad) in enumerate(zip(half.names, made[1:], strict=False), 1)
-        if needed(inner_needs, i)
-    }
-    if need_dh:
-        residual = dy if o.residual else None
-        if o.norm and o.norm_first:
-            grads["x"], grads["norm_weight"], grads["norm_bias"] = p.norm_bwd(
-                made[0], half.x, t.norm_weight, o.norm_eps, o.norm, residual=residual, need_dweight=need("norm_weight"),
-                need_dbias=need("norm_bias"),
-            )  # fmt: skip
-        else:
-            grads["x"] = made[0] if residual is None else made[0] + residual
-    if need("x"):
-        grads["x"] = grads["x"].to(x.dtype).view(x.shape)
-    for name in ("norm_weight", "norm_bias"):
-        if grads.get(name) is not None:
-            grads[name] = grads[name].to(getattr(t, name).dtype)
-    return grads
-
-
-def mlp_composite(x: Tensor, t: MLPTensors, o: MLPOptions) -> Tensor:
-    """The half in differentiable PyTorch ops."""
-    op, names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
-    h = composite_norm(x, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and o.norm_first else x
-    arguments = (getattr(t, name) for name in names)
-    f = op.composite(
-        h.to(o.dtype), *arguments, t.rng, o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace
-    )
-    f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
-    y = x + f if o.residual else f
-    return composite_norm(y, t.norm_weight, t.norm_bias, o.norm, o.norm_eps) if o.norm and not o.norm_first else y
+def _backward_parts(args: tuple) -> tuple[MLPTensors, MLPOptions, list, int]:
+    """(tensors, options, kept, needs) of what comes after x in backward."""
+    return MLPTensors(*args[:TENSORS]), MLPOptions(*args[TENSORS + 1 : -1]), args[TENSORS], args[-1]
 
 
 class MLPBlock(Op):
     name = "mlp_block"
-    inputs = f"Tensor x, {TENSOR_SCHEMA}"
+    inputs = f"Tensor x, {schema_of(MLPTensors)}"
     kept = "Tensor?[] hidden"
-    statics = OPTION_SCHEMA
+    statics = schema_of(MLPOptions)
     results = "(Tensor y, Tensor[] hidden)"
     grads = "Tensor[]"
 
@@ -184,84 +58,37 @@ class MLPBlock(Op):
 
     @staticmethod
     def forward(x, *args):
-        y, kept = mlp_half(x, MLPTensors(*args[:TENSORS]), MLPOptions(*args[TENSORS:]))
-        return with_lead(y, x), kept
+        y, kept = mlp_half(x, *_parts(args))
+        return unflattened(y, x.shape[:-1]), kept
 
     @staticmethod
     def forward_fake(x, *args):
-        t, o = MLPTensors(*args[:TENSORS]), MLPOptions(*args[TENSORS:])
-        return fake_results(x, t, o)
+        return mlp_half_fake(x, *_parts(args))
 
     @staticmethod
     def saved(tensors, outputs, statics, needs):
-        o = MLPOptions(*statics)
-        _, *kept = outputs
-        return [*tensors, *present(kept, o)]
+        return [*tensors, *present(outputs[1:], MLPOptions(*statics))]
 
     @staticmethod
     def backward(dy, x, *args):
-        t, kept, rest = MLPTensors(*args[:TENSORS]), args[TENSORS], args[TENSORS + 1 :]
-        grads = mlp_half_backward(tokens(dy), x, t, MLPOptions(*rest[:OPTIONS]), kept, rest[-1])
-        return [grads[name] if needed(rest[-1], i) else None for i, name in enumerate(("x", *MLPTensors._fields))]
+        t, o, kept, needs = _backward_parts(args)
+        return in_order(mlp_half_backward(rows_2d(dy), x, t, o, kept, needs), MLPTensors, needs)
 
     @staticmethod
     def backward_fake(dy, x, *args):
-        inputs = (x, *args[:TENSORS])
-        return [t.new_empty(t.shape) if needed(args[-1], i) else dy.new_empty(0) for i, t in enumerate(inputs)]
+        return fake_gradients(dy, (x, *args[:TENSORS]), args[-1])
 
     @staticmethod
     def composite(x, *args):
-        return mlp_composite(x, MLPTensors(*args[:TENSORS]), MLPOptions(*args[TENSORS:]))
+        return mlp_composite(x, *_parts(args))
 
     @staticmethod
     def forward_flops(x, *args, out_val=None):
-        return mlp_half_flops(x, MLPTensors(*args[:TENSORS]))
+        return mlp_half_flops(x, _parts(args)[0])
 
     @staticmethod
     def backward_flops(dy, x, *args, out_val=None):
-        t, kept, rest = MLPTensors(*args[:TENSORS]), args[TENSORS], args[TENSORS + 1 :]
-        return mlp_half_backward_flops(dy, x, t, MLPOptions(*rest[:OPTIONS]), kept, rest[-1])
-
-
-def present(kept, o: MLPOptions) -> list[Tensor | None]:
-    """kept with None for the tensors that the MLP op does not keep at this level."""
-    if o.recompute == "full":
-        return [None] * len(kept)
-    if len(kept) == 2 and o.activation == "relu":  # plain: (z, h)
-        return [None, kept[1]]
-    return [*kept[:-1], kept[-1] if o.recompute == "none" else None]
-
-
-def fake_results(x: Tensor, t: MLPTensors, o: MLPOptions):
-    """(y, kept) of an MLP half, empty."""
-    op, names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
-    like = tokens(x).to(o.dtype)
-    _, *kept = op.forward_fake(
-        like, *(getattr(t, name) for name in names), t.rng, o.activation, o.dropout_p, o.recompute, o.backend,
-        o.precision, o.workspace,
-    )  # fmt: skip
-    kept = [x.new_empty(0) if k is None else k for k in present(kept, o)]
-    dtype = torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype
-    return x.new_empty((*x.shape[:-1], t.down_weight.shape[0]), dtype=dtype), kept
-
-
-def mlp_half_flops(x, t: MLPTensors) -> int:
-    weights = sum(w.numel() for w in (t.gate_weight, t.up_weight, t.down_weight) if w is not None)
-    return 2 * tokens(x).shape[0] * weights
-
-
-def mlp_half_backward_flops(dy, x, t: MLPTensors, o: MLPOptions, kept, needs: int) -> int:
-    fields = ("x", *MLPTensors._fields)
-    need = {name for i, name in enumerate(fields) if needed(needs, i)}
-    op, names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
-    trailing = bool(o.norm) and not o.norm_first
-    need_dh = bool(need & ({"x"} if trailing else {"x", "norm_weight", "norm_bias"}))
-    inner = int(need_dh) | sum(1 << i for i, name in enumerate(names, 1) if name in need)
-    flops = op.backward_flops(
-        tokens(dy), tokens(x), *(getattr(t, name) for name in names), t.rng, *kept, o.activation, o.dropout_p,
-        o.recompute, o.backend, o.precision, o.workspace, inner,
-    )  # fmt: skip
-    return flops + (mlp_half_flops(x, t) if trailing else 0)
+        return mlp_half_backward_flops(dy, x, *_backward_parts(args))
 
 
 _apply = build(MLPBlock)
@@ -295,22 +122,17 @@ def gather(
     check_number(op, "norm_eps", norm_eps)
     dtype = compute_dtype(op, x, gate_weight, up_weight, down_weight)
     t = MLPTensors(
-        norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None, None
-    )
+        norm_weight=norm_weight, norm_bias=norm_bias, gate_weight=gate_weight, gate_bias=gate_bias, up_weight=up_weight,
+        up_bias=up_bias, down_weight=down_weight, down_bias=down_bias,
+    )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     o = MLPOptions(
-        norm or "", float(norm_eps), norm_first, activation, float(dropout_p), float(resid_dropout_p),
-        residual, choose_level(recompute), choose_backend(op, probe), matmul_precision(probe),
-        choose_workspace(op, workspace, probe), dtype,
+        norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, activation=activation,
+        dropout_p=float(dropout_p), resid_p=float(resid_dropout_p), residual=residual, recompute=choose_level(recompute),
+        backend=choose_backend(op, probe), precision=matmul_precision(probe),
+        workspace=choose_workspace(op, workspace, probe), dtype=dtype,
     )  # fmt: skip
     return t, o
-
-
-def drawn(t: MLPTensors, o: MLPOptions, x: Tensor, training: bool) -> MLPTensors:
-    """t with the random states: drawn last, so that an error leaves the generator alone."""
-    if not training or o.dropout_p == o.resid_p == 0.0:
-        return t
-    return t._replace(rng=draw_state(x, o.dropout_p, training), resid_rng=draw_state(x, o.resid_p, training))
 
 
 def mlp_block(

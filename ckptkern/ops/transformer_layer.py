@@ -3,55 +3,46 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import ShapeError
-from ._common import check_choice
-from ._op import Op, build, needed
-from .attention_block import (
+from ._checks import check_level
+from ._half import drawn
+from ._needs import fake_gradients, in_order
+from ._op import Op, build, schema_of
+from ._rows import rows_2d, unflattened
+from .attention_arguments import gather as gather_attention
+from .attention_block import attention_block
+from .attention_half import (
     CONSTANTS,
     AttentionHalf,
     AttentionOptions,
     AttentionTensors,
-    attention_block,
     attention_composite,
     attention_half,
     attention_half_backward,
     attention_half_backward_flops,
+    attention_half_fake,
     attention_half_flops,
-    tokens,
-    with_lead,
-)  # fmt: skip
-from .attention_block import OPTION_SCHEMA as ATTENTION_OPTIONS
-from .attention_block import drawn as drawn_attention
-from .attention_block import fake_results as attention_fake
-from .attention_block import gather as gather_attention
-from .mlp_block import OPTION_SCHEMA as MLP_OPTIONS
-from .mlp_block import (
+)
+from .mlp_block import gather as gather_mlp
+from .mlp_block import mlp_block
+from .mlp_half import (
     MLPOptions,
     MLPTensors,
-    mlp_block,
     mlp_composite,
     mlp_half,
     mlp_half_backward,
     mlp_half_backward_flops,
+    mlp_half_fake,
     mlp_half_flops,
     present,
-)  # fmt: skip
-from .mlp_block import drawn as drawn_mlp
-from .mlp_block import fake_results as mlp_fake
-from .mlp_block import gather as gather_mlp
+)
 
 A, M = len(AttentionTensors._fields), len(MLPTensors._fields)
-
-
-def _prefixed(schema: str) -> str:
-    """The schema with every name behind `mlp_`: the two halves share one list of options."""
-    return re.sub(r"(\w+)(,|$)", r"mlp_\1\2", schema)
 
 
 def _options(statics: tuple) -> tuple[AttentionOptions, MLPOptions]:
@@ -59,11 +50,17 @@ def _options(statics: tuple) -> tuple[AttentionOptions, MLPOptions]:
     return AttentionOptions(*statics[:count]), MLPOptions(*statics[count : count + len(MLPOptions._fields)])
 
 
+def _needs_of_halves(needs: int) -> tuple[int, int]:
+    """(of the attention half, of the MLP half): the first needs the gradient of what passes between them."""
+    attention_needs = needs & (1 << 1 + A) - 1
+    return attention_needs, needs >> 1 + A << 1 | int(attention_needs != 0)
+
+
 class TransformerLayer(Op):
     name = "transformer_layer"
     inputs = "Tensor x, Tensor?[] attention, Tensor?[] mlp"  # a schema has at most 64 arguments
     kept = "Tensor? out, Tensor? lse, Tensor? qkv, Tensor? mid, Tensor?[] hidden"
-    statics = f"{ATTENTION_OPTIONS}, {_prefixed(MLP_OPTIONS)}"
+    statics = f"{schema_of(AttentionOptions)}, {schema_of(MLPOptions, 'mlp_')}"
     results = "(Tensor y, Tensor out, Tensor lse, Tensor qkv, Tensor mid, Tensor[] hidden)"
     grads = "Tensor[]"
     constants = CONSTANTS
@@ -95,11 +92,11 @@ class TransformerLayer(Op):
         ta, tm = AttentionTensors(*ta), MLPTensors(*tm)
         oa, om = _options(statics)
         mid, out, lse, qkv = attention_half(x, ta, oa)
-        mid = with_lead(mid, x)
+        mid = unflattened(mid, x.shape[:-1])
         y, hidden = mlp_half(mid, tm, om)
         keeps_core, keeps_all = oa.recompute != "full", oa.recompute == "none"
         return (
-            with_lead(y, x),
+            unflattened(y, x.shape[:-1]),
             out if keeps_core else None,
             lse if keeps_core else None,
             qkv if keeps_all else None,
@@ -111,8 +108,8 @@ class TransformerLayer(Op):
     def forward_fake(x, ta, tm, *statics):
         ta, tm = AttentionTensors(*ta), MLPTensors(*tm)
         oa, om = _options(statics)
-        mid, out, lse, qkv = attention_fake(x, ta, oa)
-        y, hidden = mlp_fake(mid, tm, om)
+        mid, out, lse, qkv = attention_half_fake(x, ta, oa)
+        y, hidden = mlp_half_fake(mid, tm, om)
         return y, out, lse, qkv, mid if oa.recompute == "none" else x.new_empty(0), hidden
 
     @staticmethod
@@ -127,27 +124,25 @@ class TransformerLayer(Op):
     def backward(dy, x, ta, tm, out, lse, qkv, mid, hidden, *statics_and_needs):
         ta, tm, needs = AttentionTensors(*ta), MLPTensors(*tm), statics_and_needs[-1]
         oa, om = _options(statics_and_needs)
-        attention_needs = needs & (1 << 1 + A) - 1
-        mlp_needs = needs >> 1 + A << 1 | int(attention_needs != 0)
+        attention_needs, mlp_needs = _needs_of_halves(needs)
         total = None
         if mid is None:
             half = AttentionHalf(x, ta, oa)
             if out is None:
                 out, lse, qkv = half.attend(keep_raw=True)  # as the attention half's backward reads them
             total = half.total(half.branch(out))
-            mid = with_lead(half.normed(total), x)
-        mlp_grads = mlp_half_backward(tokens(dy), mid, tm, om, hidden, mlp_needs)
-        grads = [mlp_grads[name] if needed(mlp_needs, i) else None for i, name in enumerate(MLPTensors._fields, 1)]
+            mid = unflattened(half.normed(total), x.shape[:-1])
+        mlp_grads = mlp_half_backward(rows_2d(dy), mid, tm, om, hidden, mlp_needs)
+        grads = in_order(mlp_grads, MLPTensors, mlp_needs)[1:]
+        made = {}
         if attention_needs:
-            dmid = tokens(mlp_grads["x"])
+            dmid = rows_2d(mlp_grads["x"])
             made = attention_half_backward(dmid, x, ta, oa, out, lse, qkv, attention_needs, total)
-        names = ("x", *AttentionTensors._fields)
-        return [made[n] if needed(attention_needs, i) else None for i, n in enumerate(names)] + grads
+        return in_order(made, AttentionTensors, attention_needs) + grads
 
     @staticmethod
     def backward_fake(dy, x, ta, tm, *others):
-        needs = others[-1]
-        return [t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0) for i, t in enumerate((x, *ta, *tm))]
+        return fake_gradients(dy, (x, *ta, *tm), others[-1])
 
     @staticmethod
     def composite(x, ta, tm, *statics):
@@ -163,15 +158,14 @@ class TransformerLayer(Op):
     def backward_flops(dy, x, ta, tm, out, lse, qkv, mid, hidden, *statics_and_needs, out_val=None):
         ta, tm, needs = AttentionTensors(*ta), MLPTensors(*tm), statics_and_needs[-1]
         oa, om = _options(statics_and_needs)
-        attention_needs = needs & (1 << 1 + A) - 1
-        mlp_needs = needs >> 1 + A << 1 | int(attention_needs != 0)
+        attention_needs, mlp_needs = _needs_of_halves(needs)
         flops = mlp_half_backward_flops(dy, x, tm, om, hidden, mlp_needs)
         total = None if mid is not None else x
         if mid is None and out is None:
             flops += attention_half_flops(x, ta, oa)
             out = qkv = x
         elif mid is None:
-            flops += 2 * tokens(x).shape[0] * ta.wo.numel()
+            flops += 2 * rows_2d(x).shape[0] * ta.wo.numel()
         if attention_needs:
             flops += attention_half_backward_flops(x, ta, oa, out, qkv, attention_needs, total)
         return flops
@@ -231,7 +225,7 @@ def transformer_layer(
     op = "transformer_layer"
     check_arguments(op, "attention_arguments", attention_arguments, *ATTENTION_ARGUMENTS)
     check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
-    check_choice(op, "recompute", recompute, ("none", "selective", "full"))
+    check_level(op, recompute)
     ta, oa = gather_attention(
         op, x, training=training, recompute=recompute, **{"residual": True} | dict(attention_arguments)
     )
@@ -241,5 +235,5 @@ def transformer_layer(
         )
     inner = "none" if oa.recompute == "none" else "full"
     tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
-    ta, tm = drawn_attention(ta, oa, x, training), drawn_mlp(tm, om, x, training)
+    ta, tm = drawn(ta, oa, x, training), drawn(tm, om, x, training)
     return _apply((*oa, *om), x, *ta, *tm)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ckptkern
-from ckptkern.ops import _common
+from ckptkern.ops import _choices
 
 
 def test_linear_takes_torchs_positional_arguments():
@@ -138,7 +138,7 @@ def test_modules_with_a_sparse_weight(layout):
 
 
 def test_a_sparse_weight_is_said_once_and_refused_by_kernels(caplog):
-    _common._log_once.cache_clear()
+    _choices._log_once.cache_clear()
     weight, x = torch.eye(4).to_sparse_csr(), torch.ones(2, 4)
     with caplog.at_level(logging.INFO, logger="ckptkern"):
         for _ in range(2):

@@ -11,7 +11,7 @@ from torch.nn.attention import bias
 from wrappers import Int8Weight
 
 from ckptkern import nn
-from ckptkern.ops import _common
+from ckptkern.ops import _choices
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
 
@@ -45,7 +45,7 @@ def run(module, name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_quantized_weights_in_torchs_linear(name, caplog):
-    _common._log_once.cache_clear()
+    _choices._log_once.cache_clear()
     module = MODULES[name]()
     dense, module = quantized(copy.deepcopy(module), True), quantized(module, False)
     x = {"x": torch.randn(2, 4, 8 if "Llama" in name else 6).requires_grad_()}

@@ -31,9 +31,10 @@ from torch.utils.checkpoint import checkpoint
 import ckptkern
 from ckptkern import eager, state, triton_kernels
 from ckptkern.memory import kept_tensors
-from ckptkern.ops import attention as attention_op
-from ckptkern.ops._common import primitives
-from ckptkern.ops.attention_block import attention_half, attention_half_backward, fake_results, gather
+from ckptkern.ops import attention_core
+from ckptkern.ops._choices import primitives
+from ckptkern.ops.attention_arguments import gather
+from ckptkern.ops.attention_half import attention_half, attention_half_backward, attention_half_fake
 
 P = 0.3
 
@@ -893,10 +894,10 @@ CORES = {
 def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat16, left=None, right=None, backend="triton",
                 scale=0.125, other=None, capability=(9, 0), accepts=True):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(attention_op, "_accepts", lambda *args: accepts)
+    monkeypatch.setattr(attention_core, "_accepts", lambda *args: accepts)
     with FakeTensorMode():
         x = torch.empty(1, device="cuda")
-    return attention_op.fused_core(backend, x, dtype, q_shape, k_shape, left, right, scale, None, other)
+    return attention_core.fused_core(backend, x, dtype, q_shape, k_shape, left, right, scale, None, other)
 
 
 @pytest.mark.parametrize("call", CORES)
@@ -918,7 +919,7 @@ def test_the_core_is_ours_where_torchs_may_not_serve(monkeypatch):
         assert chosen_core(monkeypatch) == ""
         assert chosen_core(monkeypatch, capability=(8, 0)) == "flash"
     assert chosen_core(monkeypatch) == "cudnn"
-    assert attention_op.fused_core("triton", torch.empty(1), torch.bfloat16, HEADS, HEADS, -1, -1, 0.125) == ""
+    assert attention_core.fused_core("triton", torch.empty(1), torch.bfloat16, HEADS, HEADS, None, None, 0.125) == ""
 
 
 class Calls(TorchDispatchMode):
@@ -956,7 +957,7 @@ def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
         o = o._replace(fused=fused)
         with Calls() as forward:
             y, out, lse, qkv = attention_half(x, t, o)
-        promised = fake_results(x, t, o._replace(recompute="none"))
+        promised = attention_half_fake(x, t, o._replace(recompute="none"))
         assert [(r.shape, r.dtype, r.stride()) for r in (out, lse, qkv)] == [
             (r.shape, r.dtype, r.stride()) for r in promised[1:]
         ]
@@ -1002,8 +1003,8 @@ def test_what_torchs_kernels_are_given(fused, layout, do_layout):
     q, do, core = heads(layout), heads(do_layout), eager.AttentionCore(0.125, "ieee", (None, 0), fused=fused)
     backend = None
     with Given(), torch.no_grad():
-        o, lse, delta = attention_op.attend(backend, q, q, q, core, do)
-        grads = attention_op.attention_grads(backend, q, q, q, do, o, lse, core)
+        o, lse, delta = attention_core.attend(backend, q, q, q, core, do)
+        grads = attention_core.attention_grads(backend, q, q, q, do, o, lse, core)
     assert delta is None
     assert lse.shape == (B, H, S)
     assert [g.shape for g in grads] == [q.shape] * 3
@@ -1035,12 +1036,12 @@ def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
 
 
 def core_run(p, core, q, k, v, do):
-    o, lse, _ = attention_op.attend(p, q, k, v, core)
-    return o, lse, *attention_op.attention_grads(p, q, k, v, do, o, lse, core)
+    o, lse, _ = attention_core.attend(p, q, k, v, core)
+    return o, lse, *attention_core.attention_grads(p, q, k, v, do, o, lse, core)
 
 
 def accepted_kernels(dtype, D, causal, grouped):
-    kernels = [name for name in ("cudnn", "flash") if attention_op._accepts(name, 0, dtype, D, causal, grouped)]
+    kernels = [name for name in ("cudnn", "flash") if attention_core._accepts(name, 0, dtype, D, causal, grouped)]
     assert kernels, "torch accepts none of its kernels here"
     return kernels
 
@@ -1067,7 +1068,7 @@ def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
             assert error <= max(2 * allowed, 1e-5), name
             assert allowed < 0.02
         for _ in range(10):
-            assert_same(attention_op.attend(eager, q, k, v, core._replace(fused=name))[:2], got[:2])
+            assert_same(attention_core.attend(eager, q, k, v, core._replace(fused=name))[:2], got[:2])
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ from cases import (
 import ckptkern
 from ckptkern import eager
 from ckptkern.memory import peak_memory
-from ckptkern.ops import _common
+from ckptkern.ops import _choices, _gradients
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS_OF_LAYERS = setups(("gelu",), ("full",), ops=LAYERS)
@@ -270,7 +270,7 @@ def test_workspace_bounds_the_memory_of_backward(setup, dtype):
     """At 128 rows a chunk, the least there is, and with room for more: no float32 copy is forgotten."""
     tensors = make(setup, Sizes(lead=(640,), features=8, hidden=64, out=8), dtype)
     with mock.patch.object(
-        sys.modules[f"ckptkern.ops.{setup.op.name}"], "token_chunks", wraps=_common.token_chunks
+        sys.modules[f"ckptkern.ops.{setup.op.name}"], "token_chunks", wraps=_gradients.token_chunks
     ) as spy:
         transient(setup, tensors, 1)
     least = 128 * spy.call_args.args[1]
@@ -308,7 +308,7 @@ def test_peak_of_a_step_is_not_above_plain_pytorch(setup, rows, dtype):
     ],
 )
 def test_token_chunks(rows, row_bytes, workspace, chunks):
-    assert _common.token_chunks(rows, row_bytes, workspace) == chunks
+    assert _gradients.token_chunks(rows, row_bytes, workspace) == chunks
 
 
 @pytest.mark.parametrize(
@@ -319,25 +319,25 @@ def test_token_chunks(rows, row_bytes, workspace, chunks):
     ],
 )  # fmt: skip
 def test_workspace_units(given, size):
-    assert _common.parse_bytes("mlp", given) == size
+    assert _choices.parse_bytes("mlp", given) == size
 
 
 # -- backend and level -------------------------------------------------------------------------------------------------
 
 
 def test_backend_is_given_back():
-    assert _common._choice.backend == "auto"
+    assert _choices._choice.backend == "auto"
     with ckptkern.backend("eager"):
         with pytest.raises(KeyError), ckptkern.backend("triton"):
             raise KeyError
-        assert _common._choice.backend == "eager"
+        assert _choices._choice.backend == "eager"
         with ckptkern.backend("auto"):
-            assert _common._choice.backend == "auto"
-        assert _common._choice.backend == "eager"
-    assert _common._choice.backend == "auto"
+            assert _choices._choice.backend == "auto"
+        assert _choices._choice.backend == "eager"
+    assert _choices._choice.backend == "auto"
     with pytest.raises(ValueError, match="backend: name must be one of 'auto', 'eager', 'triton', not 'cuda'"):
         ckptkern.backend("cuda").__enter__()
-    assert _common._choice.backend == "auto"
+    assert _choices._choice.backend == "auto"
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
@@ -552,12 +552,12 @@ def test_compile_reaches_the_kernels() -> None:
 def test_autocast_of_any_device(device_type):
     """torch's quick answer, whether any autocast is on, leaves some devices out."""
     x = SimpleNamespace(device=torch.device(device_type), is_cpu=device_type == "cpu", is_cuda=device_type == "cuda")
-    assert _common.autocast_dtype(x) is None
+    assert _choices.autocast_dtype(x) is None
     outer = torch.is_autocast_enabled(device_type)
     torch.set_autocast_enabled(device_type, True)
     try:
-        assert _common.autocast_dtype(x) == torch.get_autocast_dtype(device_type)
-        assert not _common.no_autocast(x)
+        assert _choices.autocast_dtype(x) == torch.get_autocast_dtype(device_type)
+        assert not _choices.no_autocast(x)
     finally:
         torch.set_autocast_enabled(device_type, outer)
 
@@ -566,10 +566,10 @@ def test_autocast_of_any_device(device_type):
 def test_default_workspace_is_a_part_of_the_card(memory, workspace, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=memory))
-    _common._device_workspace.cache_clear()
+    _choices._device_workspace.cache_clear()
     try:
-        assert _common.default_workspace("cuda", 0) == workspace
+        assert _choices.default_workspace("cuda", 0) == workspace
     finally:
-        _common._device_workspace.cache_clear()
-    assert _common.default_workspace("cpu", None) == 2**30
-    assert _common.choose_workspace("mlp", "3KB", torch.ones(1)) == 3000
+        _choices._device_workspace.cache_clear()
+    assert _choices.default_workspace("cpu", None) == 2**30
+    assert _choices.choose_workspace("mlp", "3KB", torch.ones(1)) == 3000

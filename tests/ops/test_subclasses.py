@@ -13,7 +13,7 @@ from wrappers import Int8Weight, Logged, Named
 import ckptkern
 from ckptkern import subclasses
 from ckptkern.memory import kept_tensors
-from ckptkern.ops import _common
+from ckptkern.ops import _choices
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
 
@@ -223,7 +223,7 @@ def test_a_quantized_weight_compiled(op):
 
 
 def test_composed_is_said_once_and_refused_of_the_kernels(caplog):
-    _common._log_once.cache_clear()
+    _choices._log_once.cache_clear()
     call = calls(Int8Weight.of)["mlp"]
     with caplog.at_level(logging.INFO, "ckptkern"):
         call(torch.randn(4, 6))

@@ -1,0 +1,117 @@
+"""What callers get wrong: one function for each kind of argument, whose message says what was wanted and what came."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ..errors import DeviceError, DtypeError, LayoutError, ShapeError
+
+ACTIVATIONS = tuple(eager.ACTIVATIONS)
+LEVELS = ("none", "selective", "full")
+
+
+def check_choice(op: str, what: str, value, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def check_level(op: str, recompute: str) -> None:
+    check_choice(op, "recompute", recompute, LEVELS)
+
+
+def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
+    check_choice(op, "activation", activation, ACTIVATIONS)
+    check_level(op, recompute)
+    check_probability(op, dropout_p)
+
+
+def check_probability(op: str, p: float) -> None:
+    if isinstance(p, Tensor) or not is_number(p) or not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
+
+
+def is_number(value) -> bool:
+    """Is it one value: a number, a tensor or an array of no dimensions, or a symbolic number of torch.compile?"""
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    # isinstance first: to torch.compile a symbolic number is a float, and has no attribute
+    return isinstance(value, (int, float)) or (hasattr(value, "__float__") and not getattr(value, "shape", ()))
+
+
+def check_number(op: str, name: str, value) -> None:
+    """float() would fix a symbolic number of torch.compile."""
+    if type(value) is float:
+        return
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient is formed for {name}")
+    if not is_number(value) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a number, not {value!r}")
+
+
+def check_count(op: str, name: str, value, least: int = 1) -> None:
+    if type(value) is int and value >= least:
+        return
+    if (
+        isinstance(value, (bool, Tensor))
+        or not (isinstance(value, int) or hasattr(value, "__index__"))
+        or value < least
+    ):
+        raise ValueError(f"{op}: {name} must be an integer of at least {least}, not {value!r}")
+
+
+def check_flags(op: str, **flags: bool) -> None:
+    """A slip among positions would go unnoticed: most objects are true."""
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise TypeError(f"{op}: {name} must be a bool, not {value!r}")
+
+
+def check_input(op: str, x: Tensor, *, jagged: bool = False) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: input must be a Tensor, not {type(x).__name__}")
+    if not x.is_floating_point():
+        raise DtypeError(f"{op}: input must be floating point, not {x.dtype}")
+    if x.dim() == 0:
+        raise ShapeError(f"{op}: input must have at least one dimension, (..., in_features), but is a scalar")
+    if x.layout is torch.jagged and jagged:
+        return
+    if x.layout != torch.strided or x.is_nested:
+        raise LayoutError(f"{op}: input must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
+
+
+def check_weight(
+    op: str, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, in_features: int, source: str
+) -> None:
+    """`weight` [N, in_features] and `bias` [N] fit an input with `in_features` features that comes from `source`."""
+    check_tensor(op, name, weight, x)
+    shape = weight.shape
+    if len(shape) != 2:
+        raise ShapeError(f"{op}: {name} must be [out_features, in_features], but has shape {tuple(shape)}")
+    if shape[1] != in_features:
+        raise ShapeError(
+            f"{op}: {source} has {in_features} features but {name} has in_features={shape[1]}"
+            + (f"; {name} must be [out_features, in_features], as of nn.Linear, but is {tuple(shape)}: pass {name}.t()"
+               if shape[0] == in_features else "")
+        )  # fmt: skip
+    if bias is None:
+        return
+    check_tensor(op, f"the bias of {name}", bias, x)
+    if bias.dim() != 1 or bias.shape[0] != shape[0]:
+        raise ShapeError(
+            f"{op}: the bias of {name} must have shape ({shape[0]},), one value for each of its out_features, but has "
+            f"shape {tuple(bias.shape)}"
+        )
+
+
+def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: bool = True) -> None:
+    """`tensor` is one, on the device of the input x, and floating point, as x is, if it has to be."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
+    if tensor.device != x.device:
+        raise DeviceError(f"{op}: input is on {x.device} but {name} is on {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise LayoutError(f"{op}: {name} must be a dense tensor, not {tensor.layout}")
+    if floating and tensor.dtype != x.dtype and not tensor.is_floating_point():
+        raise DtypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")

@@ -1,0 +1,274 @@
+"""What is chosen for a call: backend, level, precision and workspace."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ..errors import DtypeError
+from ..memory import parse_size
+from ._checks import check_choice
+
+BACKENDS = ("auto", "eager", "triton")
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+_log = logging.getLogger("ckptkern")
+
+
+class _Choice:
+    """The requested backend, process-wide as torch's own backend flags are. torch.compile guards on an attribute of an
+    object and compiles again when it changes; on a ContextVar it breaks the graph, on a thread-local it does not look.
+    """
+
+    def __init__(self):
+        self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
+
+
+_choice = _Choice()
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Choose the backend of the ops called inside: "auto", "eager" or "triton".
+
+    "auto" (also the default of the environment variable CKPTKERN_BACKEND) takes Triton kernels for CUDA tensors that
+    they cover and PyTorch ops for the rest; "triton" raises where a kernel does not cover the case. The choice is made
+    in forward and kept for backward. Raises ValueError for another name.
+    """
+    check_choice("backend", "name", name, BACKENDS)
+    outer, _choice.backend = _choice.backend, name
+    try:
+        yield
+    finally:
+        _choice.backend = outer
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    _log.info("eager backend: %s", reason)
+
+
+def _constant_log(reason: str) -> None:
+    _log_once(reason)
+
+
+_constant_log._dynamo_marked_constant = True  # as below
+
+
+@functools.cache
+def _device_reason(device_type: str, index: int | None) -> str | None:
+    """Why no kernel can run on this device, or None: the same all through a process."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed (pip install triton)"
+    if device_type == "cuda":
+        if torch.version.hip:
+            return "the kernels are tuned for NVIDIA GPUs"
+        major, minor = torch.cuda.get_device_capability(index)
+        return None if major >= 8 else f"the kernels need compute capability 8.0, device {index} has {major}.{minor}"
+    if device_type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"the kernels run on CUDA tensors, not on {device_type}"
+
+
+def _constant_device_reason(device_type: str, index: int | None) -> str | None:
+    return _device_reason(device_type, index)
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo: Dynamo calls it instead of tracing
+# into Triton and the CUDA driver.
+_constant_device_reason._dynamo_marked_constant = True
+
+
+def _not_covered(x: Tensor) -> str | None:
+    """Why the kernels do not cover `x`, or None."""
+    if x.dtype not in KERNEL_DTYPES:
+        return f"the kernels cover float16, bfloat16 and float32, not {x.dtype}"
+    return _constant_device_reason(x.device.type, x.device.index)
+
+
+def head_dim_not_covered(head_dim: int) -> str | None:
+    """Why no attention kernel covers this head dim, or None."""
+    if head_dim <= MAX_HEAD_DIM:
+        return None
+    return f"the attention kernels cover head dims up to {MAX_HEAD_DIM}, not {head_dim}"
+
+
+def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
+    """The backend that serves `x`: "eager" or "triton". reason: why else no kernel covers this call, or None."""
+    name = _choice.backend
+    if name not in BACKENDS:
+        check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
+    if name == "eager" or (name == "auto" and not x.is_cuda):
+        return "eager"
+    reason = _not_covered(x) or reason
+    if reason is None:
+        return "triton"
+    if name == "triton":
+        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
+    _log_once(reason)
+    return "eager"
+
+
+def compose(op: str, reason: str) -> None:
+    """Raises, or says once, that PyTorch ops stand in for this op."""
+    if kernels_alone():
+        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
+    _constant_log(reason)
+
+
+def _own_operations(kind: type) -> str:
+    return f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep"
+
+
+def compose_of(op: str, kind: type) -> None:
+    """`compose`, because `kind` has operations of its own."""
+    if kind.__name__ == "CausalBias":
+        raise TypeError(f"{op}: a CausalBias is no tensor of numbers; it may be an attn_mask, and nothing else")
+    compose(op, _own_operations(kind))
+
+
+def log_composed(kind: type) -> None:
+    """The same of a module that calls its submodules instead, which is no fault under any backend."""
+    _constant_log(_own_operations(kind))
+
+
+def kernels_alone() -> bool:
+    """Is it backend("triton"), which lets nothing stand in for our kernels?"""
+    return _choice.backend == "triton"
+
+
+def primitives(name: str) -> ModuleType:
+    """The functions that the ops are written in: `ckptkern.eager`, or the launchers of the same names."""
+    if name == "eager":
+        return eager
+    from .. import triton_kernels  # imports triton: only here, on first use
+
+    return triton_kernels
+
+
+def matmul_precision(x: Tensor) -> str:
+    """Input precision of float32 products: "tf32" where torch's own setting allows it, else "ieee".
+
+    torch.compile cannot trace the setting, so a compiled graph carries "auto" and its ops read it when they run.
+    """
+    if not x.is_cuda or x.dtype != torch.float32:
+        return "ieee"
+    if torch.compiler.is_compiling():
+        return "auto"
+    return read_precision()
+
+
+def read_precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+# Modules of the unpack hooks of torch's checkpoint, and of ours in forward and in recompute.
+RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.segments.checkpoint")
+
+
+def _inside_checkpoint() -> bool:
+    """Is this call itself a part of something that will be, or is being, recomputed?
+
+    torch's non-reentrant checkpoint, and ours, is seen by its saved-tensor hooks, in forward and in recompute; every reentrant
+    one by running forward inside a backward pass. Recomputing inside a recompute costs GEMMs and keeps nothing less.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING
+
+
+def choose_level(recompute: str) -> str:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return recompute
+    return "none" if _inside_checkpoint() else recompute
+
+
+def no_autocast(x: Tensor) -> bool:
+    """Is autocast off for x's device, as far as torch's quick answer tells, which knows the CPU and CUDA on all releases?"""
+    return (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Autocast's dtype for x's device where it is on, else None; there is none for meta tensors."""
+    if no_autocast(x):  # a fifth of the host time of asking by the device's name
+        return None
+    device_type = x.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager:
+    """As the bodies of the ops run, for what torch.compile traces: Dynamo knows torch.autocast, not their guard."""
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
+
+
+def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
+    """Autocast's dtype inside autocast, else x's own, which the weights must then share.
+
+    A bias of another dtype is cast, as in F.linear of what is not contiguous (nn.MultiheadAttention's batch_first); in
+    F.linear of what is contiguous it is an error.
+    """
+    dtype = None if x.dtype == torch.float64 else autocast_dtype(x)
+    if dtype is not None:
+        return dtype
+    for weight in weights:
+        if weight is not None and weight.dtype != x.dtype:
+            raise DtypeError(
+                f"{op}: input is {x.dtype} but a parameter is {weight.dtype}; use one dtype, or torch.autocast"
+                + (", which leaves float64 as it is" if x.dtype == torch.float64 else "")
+            )
+    return x.dtype
+
+
+def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
+    """x in the compute dtype."""
+    dtype = compute_dtype(op, x, *weights)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+@functools.cache
+def _device_workspace(device_type: str, index: int | None) -> int:
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return 2**30
+    return max(torch.cuda.get_device_properties(index).total_memory // 32, 2**28)
+
+
+def default_workspace(device_type: str, index: int | None) -> int:
+    """1/32 of a GPU's memory, at least 256 MiB; 1 GiB elsewhere.
+
+    Large, because every further chunk costs a pass over the float32 sums of the weights' gradients. A backward that needs less
+    runs as one chunk, and its peak is below that of PyTorch's own.
+    """
+    return _device_workspace(device_type, index)
+
+
+default_workspace._dynamo_marked_constant = True  # as _constant_device_reason
+
+
+def choose_workspace(op: str, value: int | str | None, x: Tensor) -> int:
+    """workspace in bytes: what is given, or the default of x's device."""
+    return parse_bytes(op, value) or default_workspace(x.device.type, x.device.index)
+
+
+def parse_bytes(op: str, value: int | str | None) -> int | None:
+    """workspace in bytes: an int, or a string such as "64MiB"; None stays None."""
+    if value is None:
+        return None
+    size = value
+    if isinstance(value, str):
+        size = parse_size(value)
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    raise ValueError(f"{op}: workspace must be a positive number of bytes or a string like '64MiB', not {value!r}")

@@ -1,0 +1,65 @@
+"""`needs`: a bitmask over an op's inputs, those whose gradients are wanted, of any length."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_WORD = 62
+
+
+def needed(needs: int, index: int) -> bool:
+    return bool(needs >> index & 1)
+
+
+@functools.cache
+def flags(needs: int, count: int) -> tuple[bool, ...]:
+    """The lowest bits of needs."""
+    return tuple(needed(needs, i) for i in range(count))
+
+
+@functools.cache
+def needed_names(kind: type, needs: int) -> frozenset[str]:
+    """What of "x" and the fields of a NamedTuple `kind`, in this order, needs asks for."""
+    return frozenset(name for i, name in enumerate(("x", *kind._fields)) if needed(needs, i))
+
+
+def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
+    """Gradients by name as a list of the same order; None where not needed."""
+    return [grads[name] if needed(needs, i) else None for i, name in enumerate(("x", *kind._fields))]
+
+
+def fake_gradients(dy: Tensor, tensors, needs: int) -> list[Tensor]:
+    """Empty gradients of all `tensors`, as an op's fake gives them: empty(0) where not needed."""
+    return [t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0) for i, t in enumerate(tensors)]
+
+
+def split(needs: int) -> list[int]:
+    """needs in words of 62 bits, lowest first: a stack of 31 layers has more inputs than an int64 has bits."""
+    words = [needs & (1 << _WORD) - 1]
+    while needs := needs >> _WORD:
+        words.append(needs & (1 << _WORD) - 1)
+    return words
+
+
+def joined(args: tuple) -> tuple:
+    """The backward op's args with the words of needs, which come last, as one int."""
+    return *args[:-1], sum(word << _WORD * i for i, word in enumerate(args[-1]))
+
+
+def present(tensors) -> int:
+    """needs of everything that can have a gradient."""
+    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point())
+
+
+def wanted(tensors) -> int:
+    """needs of a call that autograd records."""
+    needs = 0
+    if torch.is_grad_enabled():
+        for i, t in enumerate(tensors):
+            if t is not None and t.requires_grad:
+                needs |= 1 << i
+    return needs

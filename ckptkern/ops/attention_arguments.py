@@ -1,0 +1,182 @@
+"""The arguments of attention_block, checked one by one in their order, as the tensors and options of an attention half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError, ShapeError
+from ._checks import (
+    check_count,
+    check_flags,
+    check_input,
+    check_level,
+    check_number,
+    check_probability,
+    check_tensor,
+    check_weight,
+)
+from ._choices import choose_backend, choose_level, compute_dtype, head_dim_not_covered, matmul_precision
+from ._half import check_norm
+from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
+from .attention_core import fused_core
+from .attention_half import AttentionOptions, AttentionTensors, batch_and_rows
+from .rotary import check_rotary
+
+
+def one_or_three(op: str, name: str, given) -> tuple:
+    """(packed,) or (q, k, v)."""
+    if isinstance(given, Tensor):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{op}: {name} must be one Tensor or three (q, k, v), not {type(given).__name__}")
+    return tuple(given)
+
+
+def check_projections(op: str, x: Tensor, qkv_weight, qkv_bias, H: int, H_kv: int) -> tuple[tuple, tuple, int]:
+    """(weights, biases, head dim): one packed projection, or those of q, k and v."""
+    weights = one_or_three(op, "qkv_weight", qkv_weight)
+    biases = (None,) * len(weights) if qkv_bias is None else one_or_three(op, "qkv_bias", qkv_bias)
+    if len(weights) not in (1, 3) or len(biases) != len(weights):
+        raise ValueError(f"{op}: qkv_weight must be one tensor or three (q, k, v), and qkv_bias alike")
+    names = ("qkv_weight",) if len(weights) == 1 else ("q_weight", "k_weight", "v_weight")
+    for name, w, b in zip(names, weights, biases, strict=True):
+        check_weight(op, name, w, b, x, x.shape[-1], "input")
+    D, remainder = divmod(weights[0].shape[0], H + 2 * H_kv if len(weights) == 1 else H)
+    if remainder or any(w.shape[0] != H_kv * D for w in weights[1:]):
+        raise ShapeError(
+            f"{op}: q, k, v weights with {[w.shape[0] for w in weights]} rows do not fit {H} query and {H_kv} key and "
+            f"value heads"
+        )
+    return weights, biases, D
+
+
+def check_heads(op: str, num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
+    H, H_kv = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+    check_count(op, "num_heads", H)
+    check_count(op, "num_kv_heads", H_kv)
+    if H % H_kv:
+        raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
+    return H, H_kv
+
+
+def check_output(op: str, x: Tensor, out_weight, out_bias, features: int, residual: bool) -> None:
+    check_weight(op, "out_weight", out_weight, out_bias, x, features, "the attention core")
+    if residual and out_weight.shape[0] != x.shape[-1]:
+        raise ShapeError(f"{op}: residual needs out_weight with {x.shape[-1]} rows, but it has {out_weight.shape[0]}")
+
+
+def check_qk_norm(op: str, x: Tensor, qk_norm, D: int) -> tuple[Tensor | None, Tensor | None]:
+    if qk_norm is None:
+        return None, None
+    if not isinstance(qk_norm, (tuple, list)) or len(qk_norm) != 2:
+        raise TypeError(f"{op}: qk_norm must be a pair of tensors, not {type(qk_norm).__name__}")
+    if any(weight is None for weight in qk_norm):
+        raise ValueError(f"{op}: qk_norm must be a pair of weights")
+    for name, weight in zip("qk", qk_norm, strict=True):
+        check_tensor(op, f"{name}'s norm weight", weight, x)
+        if weight.shape != (D,):
+            raise ShapeError(f"{op}: {name}'s norm weight must have shape ({D},), but has {tuple(weight.shape)}")
+    return tuple(qk_norm)
+
+
+def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
+    """[B, S], or None."""
+    if key_padding_mask is None:
+        return None
+    check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
+    B, S = batch_and_rows(x)
+    padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
+    if padding.dtype == torch.float64 != x.dtype:
+        raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which no input of {x.dtype} goes with")
+    if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S):
+        raise ShapeError(
+            f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S}), "
+            f"but is {padding.dtype} of shape {tuple(key_padding_mask.shape)}"
+        )
+    return padding
+
+
+def check_no_gradient(op: str, name: str, tensor: Tensor | None) -> None:
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient is formed for {name}; use ckptkern.scaled_dot_product_attention")
+
+
+def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, masks: Sequence) -> int:
+    """The longest packed sequence; 0 where none are packed."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"{op}: max_seqlen is of sequences packed by cu_seqlens, which is None")
+        return 0
+    check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
+    if any(mask is not None for mask in masks):
+        raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
+    if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ShapeError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
+    longest = x.shape[0] if max_seqlen is None else max_seqlen
+    check_count(op, "max_seqlen", longest, least=0)
+    return longest
+
+
+def gather(
+    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, norm=None, norm_weight=None,
+    norm_bias=None, norm_eps=1e-5, norm_first=True, qk_norm=None, qk_norm_eps=1e-6, rotary=None,
+    rotary_interleaved=False, is_causal=False, attn_mask=None, mask_hides=False, key_padding_mask=None, window_size=None,
+    alibi_slopes=None, cu_seqlens=None, max_seqlen=None, scale=None, dropout_p=0.0, resid_dropout_p=0.0, residual=False,
+    training=True, recompute="selective",
+) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
+    """Checks everything; returns the half's tensors, as yet without random states, and options."""
+    check_level(op, recompute)
+    check_probability(op, dropout_p)
+    check_probability(op, resid_dropout_p)
+    check_flags(
+        op, norm_first=norm_first, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_hides=mask_hides,
+        residual=residual, training=training,
+    )  # fmt: skip
+    check_number(op, "norm_eps", norm_eps)
+    check_number(op, "qk_norm_eps", qk_norm_eps)
+    check_number(op, "scale", 1.0 if scale is None else scale)
+    check_input(op, x)
+    if x.dim() not in (2, 3):
+        raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
+    B, S = batch_and_rows(x)
+    H, H_kv = check_heads(op, num_heads, num_kv_heads)
+    weights, biases, D = check_projections(op, x, qkv_weight, qkv_bias, H, H_kv)
+    check_output(op, x, out_weight, out_bias, H * D, residual)
+    check_norm(op, x, norm, norm_weight, norm_bias, x.shape[-1] if norm_first else out_weight.shape[0])
+    q_norm, k_norm = check_qk_norm(op, x, qk_norm, D)
+    cos, sin, theta = check_rotary(op, x, rotary, B, S, D)
+    diagonal = diagonal_of(op, attn_mask, S, S)
+    attn_mask = attn_mask if diagonal is None else None
+    mask = None if attn_mask is None else as_mask(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S)
+    padding = check_padding(op, x, key_padding_mask)
+    left, right = check_window(op, window_size)
+    right = within(within(right, diagonal), 0 if is_causal else None)
+    slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
+    for name, tensor in (("masks", mask), ("masks", padding), ("alibi_slopes", alibi_slopes)):
+        check_no_gradient(op, name, tensor)
+    max_len = check_packing(op, x, cu_seqlens, max_seqlen, (mask, padding))
+    dtype = compute_dtype(op, x, *weights, out_weight)
+    probe, scale = x.new_empty(0, dtype=dtype), float(max(D, 1) ** -0.5 if scale is None else scale)
+    backend = choose_backend(op, probe, head_dim_not_covered(D))
+    fused = fused_core(
+        backend, x, dtype, (B, H, S, D), (B, H_kv, S, D), left, right, scale, mask, padding, slopes, cu_seqlens,
+        "dropout" if training and dropout_p > 0.0 else None,
+    )  # fmt: skip
+    wq, wk, wv = (*weights, None, None)[:3]
+    bq, bk, bv = (*biases, None, None)[:3]
+    t = AttentionTensors(
+        norm_weight=norm_weight, norm_bias=norm_bias, wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight,
+        bo=out_bias, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, mask=mask, padding=padding, slopes=slopes,
+        cu=cu_seqlens,
+    )  # fmt: skip
+    o = AttentionOptions(
+        num_heads=H, num_kv_heads=H_kv, norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first,
+        qk_norm_eps=float(qk_norm_eps), theta=theta, interleaved=rotary_interleaved, mask_hides=mask_hides, left=left,
+        right=right, max_len=max_len, scale=scale, dropout_p=float(dropout_p), resid_p=float(resid_dropout_p),
+        residual=residual, recompute=choose_level(recompute), backend=backend, precision=matmul_precision(probe),
+        fused=fused, dtype=dtype,
+    )  # fmt: skip
+    return t, o

@@ -1,0 +1,149 @@
+"""The core of attention: softmax(scale q k^T + mask) v, forward and backward, and whose kernel it is."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.types import IntLikeType
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import eager
+from ._choices import kernels_alone
+from .dropout import dropout_arguments
+
+
+class CoreTensors(NamedTuple):
+    """What the core reads beside q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], the dropout state,
+    and where packed sequences begin, int32 [N + 1]."""
+
+    mask: Tensor | None = None
+    slopes: Tensor | None = None
+    rng: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+
+class CoreOptions(NamedTuple):
+    """The rest. left, right: visible columns, None for no bound; max_q, max_k: the longest packed sequences; fused: torch's own
+    kernel, or ""."""
+
+    dropout_p: float
+    scale: float
+    left: IntLikeType | None
+    right: IntLikeType | None
+    max_q: IntLikeType
+    max_k: IntLikeType
+    backend: str
+    precision: str
+    fused: str
+
+
+def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
+    """As the launchers take it.
+
+    Here, within the ops, a bool mask is viewed as int8: torch 2.11's inductor cannot.
+    """
+    mask = t.mask.view(torch.int8) if t.mask is not None and t.mask.dtype == torch.bool else t.mask
+    return eager.AttentionCore(
+        scale=o.scale, precision=o.precision, window=(o.left, o.right), mask=mask, slopes=t.slopes,
+        dropout=dropout_arguments(t.rng, o.dropout_p), cu_q=t.cu_q, cu_k=t.cu_k, max_q=o.max_q, max_k=o.max_k,
+        fused=o.fused,
+    )  # fmt: skip
+
+
+# compute capability -> torch's own kernel where that is measured faster than kernels in Triton, for these head dims. Nobody has
+# measured ours yet; the figures are others', and a run of benchmarks/ overrules them. H100, heads of 128, TFLOP/s: cuDNN
+# 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100: FlexAttention, in Triton,
+# reaches 90 % of flash attention in forward and 85 % in backward (its authors). Of other cards nothing is known: ours.
+FUSED_CORES = {(9, 0): "cudnn", (8, 0): "flash"}
+FUSED_HEAD_DIMS = range(64, 129, 8)
+
+
+@functools.cache
+def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> bool:
+    """Does torch's own rule let `kernel` serve such heads on this device, with this build and this cuDNN?"""
+    # In this mode torch lays cuDNN's logsumexp out in another way.
+    if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
+        return False
+    # no fake tensors: what is asked for is the device, which torch takes from the current one
+    with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
+        q, k = (
+            torch.empty((1, heads, 128, D), dtype=dtype, device="cuda", requires_grad=True)
+            for heads in (2, 1 if grouped else 2)
+        )
+        asked = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, causal, grouped)
+        return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(asked)
+
+
+def _constant_fused(index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> str:
+    kernel = FUSED_CORES.get(torch.cuda.get_device_capability(index))
+    if kernel is None or not getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")():
+        return ""
+    return kernel if _accepts(kernel, index, dtype, D, causal, grouped) else ""
+
+
+_constant_fused._dynamo_marked_constant = True  # as in _choices: called, not traced
+
+
+def fused_core(
+    backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int | None,
+    right: int | None, scale: float, *others: object,
+) -> str:  # fmt: skip
+    """torch's own kernel as the core of attention of q [B, H, Sq, D] by k [B, H_kv, Sk, D], or "" for the backend's.
+
+    others: masks, slopes, dropout, cu_seqlens; with any that is not None the core is the backend's. So it is with a scale
+    that is not positive (torch's on a CPU hides a score by -inf before it scales it), under deterministic algorithms, under
+    backend("triton"), where torch.backends.cuda has the kernel disabled, and where all of a number of keys are seen that is
+    no multiple of 128: cuDNN's backward has given NaN for some (pytorch#196678). Both keep o and lse, so the choice shows in
+    no saved set.
+    """
+    if backend != "triton":
+        return ""
+    H, Sq, D = q_shape[1:]
+    head_dim = next((n for n in FUSED_HEAD_DIMS if n == D), 0)  # a number, where torch.compile has a symbol for D
+    if (
+        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
+        or not head_dim or any(other is not None for other in others)
+        or left is not None or right not in (None, 0) or not scale > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
+        or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
+        or torch.are_deterministic_algorithms_enabled()
+    ):  # fmt: skip
+        return ""
+    grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
+    return _constant_fused(x.device.index, dtype, head_dim, right == 0, grouped)
+
+
+def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
+    """(o, lse, delta) of the core; delta where `do` is given and the core's backward reads it. p: the backend's module."""
+    p = eager if core.fused else p
+    wants_delta = do is not None and not (p is eager and eager.fused_kernel(q, k, core))
+    o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta else None)
+    return eager.as_heads(o), lse, delta
+
+
+def attention_grads(
+    p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, out=(None,) * 3
+) -> tuple:  # fmt: skip
+    """(dq, dk, dv) from o and lse, by the core's own way.
+
+    out: where they are written; torch's own kernels make new ones. delta: of `attend`, if at hand.
+    """
+    p = eager if core.fused else p
+    needs = dict(need_dq=need_dq, need_dkv=need_dkv)
+    if p is eager and (fused := eager.fused_kernel(q, k, core)):
+        return eager.fused_attn_bwd(q, k, v, do, o, lse, core, fused, **needs)
+    delta = p.attn_delta(o, do, core) if delta is None else delta
+    dq, dk, dv = out
+    return p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
+
+
+def attention_flops(q_shape, k_shape, products: int) -> int:
+    """`products` products of [Sq, D] x [D, Sk] a head, as torch's counter has it: masks do not shorten it."""
+    B, H, Sq, D = q_shape
+    return products * 2 * B * H * Sq * k_shape[2] * D

@@ -1,0 +1,354 @@
+"""The attention half of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
+[-> dropout] [-> + x] [-> norm]. `attention_block` and `transformer_layer` are made of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.types import IntLikeType
+
+from .. import eager
+from ._gradients import weight_grad
+from ._half import Half, composite_norm, output_dtype
+from ._masks import merged_mask
+from ._needs import needed_names
+from ._rows import cast_parameter
+from .attention_core import CoreOptions, CoreTensors, attend, attention_flops, attention_grads, core_of
+from .dropout import dropout_arguments
+from .rotary import composite_rotary, positions_of, rotary_tables
+
+
+class AttentionTensors(NamedTuple):
+    """The tensors of an attention half. wq is the packed q, k, v weight where wk and wv are None; biases alike."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    wq: Tensor
+    wk: Tensor | None
+    wv: Tensor | None
+    bq: Tensor | None
+    bk: Tensor | None
+    bv: Tensor | None
+    wo: Tensor
+    bo: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    padding: Tensor | None
+    slopes: Tensor | None
+    cu: Tensor | None
+    rng: Tensor | None = None
+    resid_rng: Tensor | None = None
+
+
+class AttentionOptions(NamedTuple):
+    """The rest. norm "" is none; theta: of the rotary tables that are made here, 0 where none are; left, right: visible
+    columns, None for no bound; max_len: the longest packed sequence."""
+
+    num_heads: int
+    num_kv_heads: int
+    norm: str
+    norm_eps: float
+    norm_first: bool
+    qk_norm_eps: float
+    theta: float
+    interleaved: bool
+    mask_hides: bool
+    left: IntLikeType | None
+    right: IntLikeType | None
+    max_len: IntLikeType
+    scale: float
+    dropout_p: float
+    resid_p: float
+    residual: bool
+    recompute: str
+    backend: str
+    precision: str
+    fused: str
+    dtype: torch.dtype
+
+
+# Places among the op's inputs, x first, of what has no gradient: from cos on.
+CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + len(AttentionTensors._fields)))
+
+
+def batch_and_rows(x: Tensor) -> tuple[int, int]:
+    """(B, S) of x [B, S, d] or [S, d]."""
+    return (x.shape[0] if x.dim() == 3 else 1), x.shape[-2]
+
+
+def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
+    return t.wo.shape[1] // o.num_heads
+
+
+def projections(t: AttentionTensors) -> list[tuple[Tensor, Tensor | None]]:
+    """(weight, bias) of q, k, v, or of the packed projection alone."""
+    return [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
+
+
+def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
+    """(cos, sin): those that were given, or None; theta's are made where they are read, in forward and in backward."""
+    if not o.theta:
+        return t.cos, t.sin
+    positions = positions_of(S, t.wo.device, t.cu)
+    return rotary_tables(positions, head_dim(t, o), o.theta, interleaved=o.interleaved)
+
+
+def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
+    mask = merged_mask(t.mask, t.padding, o.mask_hides)
+    return core_of(
+        CoreTensors(mask, t.slopes, t.rng, t.cu, t.cu),
+        CoreOptions(o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused),
+    )
+
+
+class AttentionHalf(Half):
+    """What an attention half computes, for one input: every quantity once, from x and what was kept."""
+
+    def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions):
+        super().__init__(x, t, o)
+        self.B, self.S = batch_and_rows(x)
+        self.D = head_dim(t, o)
+
+    @functools.cached_property
+    def core(self) -> eager.AttentionCore:
+        return half_core(self.t, self.o)
+
+    @functools.cached_property
+    def angles(self) -> tuple[Tensor | None, Tensor | None]:
+        return rotary_of(self.S, self.t, self.o)
+
+    # -- forward
+
+    def project(self, h: Tensor) -> Tensor:
+        """qkv [tokens, (H + 2 H_kv) D]: three weights write into one buffer, none is copied."""
+        parts = projections(self.t)
+        if len(parts) == 1:
+            return eager.product(h, self.cast(parts[0][0]), self.cast(parts[0][1]))
+        qkv = h.new_empty((h.shape[0], sum(w.shape[0] for w, _ in parts)))
+        start = 0
+        for w, b in parts:
+            out = qkv[:, start : start + w.shape[0]]
+            w, b = self.cast(w), self.cast(b)
+            torch.mm(h, w.t(), out=out) if b is None else torch.addmm(b, h, w.t(), out=out)
+            start += w.shape[0]
+        return qkv
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views [B, S, heads, D] of q, k and v."""
+        H, H_kv = self.o.num_heads, self.o.num_kv_heads
+        return qkv.view(self.B, self.S, H + 2 * H_kv, self.D).split([H, H_kv, H_kv], 2)
+
+    def turns(self) -> bool:
+        """Does anything come between the projections and the core?"""
+        return self.t.q_norm is not None or self.angles[0] is not None
+
+    def heads(self, qkv: Tensor, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `keep_raw`.
+
+        Not in place for torch's own core either: another layout may select another algorithm, and recompute must match
+        forward.
+        """
+        t, o = self.t, self.o
+        keep_raw = keep_raw or bool(o.fused)
+        q, k, v = self.split(qkv)
+        if self.turns():
+            q, k = (
+                self.p.heads_fwd(raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, out=None if keep_raw else raw)
+                for raw, weight in ((q, t.q_norm), (k, t.k_norm))
+            )
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def attend(self, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, qkv): o and lse of the core, and the projections, raw if `keep_raw`."""
+        qkv = self.project(self.inputs())
+        out, lse, _ = attend(self.p, *self.heads(qkv, keep_raw), self.core)
+        return out, lse, qkv
+
+    def out_rows(self, out: Tensor) -> Tensor:
+        """o [B, H, S, D] (memory [B, S, H, D]) -> [tokens, H D], a view."""
+        return out.transpose(1, 2).reshape(self.x.shape[0], self.o.num_heads * self.D)
+
+    def branch(self, out: Tensor) -> Tensor:
+        """dropout(o Wo^T + bo) [tokens, d]."""
+        return self.drop(eager.product(self.out_rows(out), self.cast(self.t.wo), self.cast(self.t.bo)))
+
+    # -- backward
+
+    def core_gradients(self, heads, do, out, lse, delta, raw, inner: Collection[str]) -> tuple[Tensor, dict]:
+        """(dqkv [tokens, (H + 2 H_kv) D], gradients of the q/k norms' weights) from do."""
+        t, o, p = self.t, self.o, self.p
+        dqkv = torch.empty_like(raw, memory_format=torch.contiguous_format)
+        places = self.split(dqkv)
+        outs = [place.transpose(1, 2) for place in places]
+        need_dq, need_dkv = core_needs(inner, packed=t.wk is None)
+        made = attention_grads(
+            p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv, out=outs
+        )
+        made = [
+            place if grad is view or grad is None else grad.transpose(1, 2)
+            for grad, view, place in zip(made, outs, places, strict=True)
+        ]
+        grads = {}
+        if self.turns():
+            raw_q, raw_k, _ = self.split(raw)
+            formed = (("q_norm", raw_q, t.q_norm, need_dq), ("k_norm", raw_k, t.k_norm, need_dkv))
+            for i, (name, raw_heads, weight, is_formed) in enumerate(formed):
+                if is_formed:
+                    made[i], grads[name] = p.heads_bwd(
+                        made[i], raw_heads, weight, o.qk_norm_eps, *self.angles, o.interleaved, out=places[i],
+                        need_dweight=name in inner,
+                    )  # fmt: skip
+        for place, grad in zip(places, made, strict=True):
+            if grad is not place:
+                place.copy_(grad)
+        return dqkv, grads
+
+    def projection_gradients(self, dqkv: Tensor, h: Tensor, need: Collection[str]) -> tuple[Tensor | None, dict]:
+        """(dh [tokens, d] or None, gradients of the projections' weights and biases)."""
+        grads, dh, start = {}, None, 0
+        for (w, _), suffix in zip(projections(self.t), "qkv", strict=False):
+            part = dqkv[:, start : start + w.shape[0]]
+            start += w.shape[0]
+            if f"w{suffix}" in need:
+                grads[f"w{suffix}"] = weight_grad(part, h, w.dtype)
+            if f"b{suffix}" in need:
+                grads[f"b{suffix}"] = eager.column_sum(part)
+            if self.needs_dh(need):
+                w = self.cast(w)
+                dh = torch.mm(part, w) if dh is None else dh.addmm_(part, w)
+        return dh, grads
+
+
+def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
+    """(y [tokens, d], out, lse, qkv)."""
+    half = AttentionHalf(x, t, o)
+    out, lse, qkv = half.attend(o.recompute == "none")
+    return half.normed(half.total(half.branch(out))), out, lse, qkv
+
+
+def behind_core(need: Collection[str], trailing: bool) -> set[str]:
+    """Whose gradients come through the core."""
+    return set(need) - {"wo", "bo"} - ({"norm_weight", "norm_bias"} if trailing else set())
+
+
+def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
+    """(dq, dk and dv): what of the core's gradients leads to those of `inner`. packed: q, k, v are one projection."""
+    if packed or {"x", "norm_weight", "norm_bias"} & set(inner):
+        return bool(inner), bool(inner)
+    need_dq = bool({"wq", "bq", "q_norm"} & set(inner))
+    return need_dq, bool(set(inner) - {"wq", "bq", "q_norm"})
+
+
+def attention_half_backward(
+    dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int, total: Tensor | None = None
+) -> dict:
+    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None: rebuilt.
+
+    total: what a trailing norm read, if it is at hand.
+    """
+    half, need, grads = AttentionHalf(x, t, o), needed_names(AttentionTensors, needs), {}
+    inner = behind_core(need, half.trailing)
+    rebuilt = out is None and (bool(inner) or half.trailing or "wo" in need)
+    if inner or rebuilt:
+        h = half.inputs()
+        raw = half.project(h) if qkv is None else qkv
+        heads = half.heads(raw, keep_raw=qkv is not None or t.q_norm is not None)
+    if half.trailing:
+        if out is None:  # the trailing norm's input comes before the gradient that delta is made of
+            out, lse, _ = attend(half.p, *heads, half.core)
+        total = half.total(half.branch(out)) if total is None else total
+        dy, grads["norm_weight"], grads["norm_bias"] = half.norm_gradients(dy, total, need)
+    df = half.drop(dy.to(o.dtype))
+    do = delta = None
+    if inner:
+        do = torch.mm(df, half.cast(t.wo)).view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
+    if rebuilt and not half.trailing:
+        out, lse, delta = attend(half.p, *heads, half.core, do)
+    if "wo" in need:
+        grads["wo"] = weight_grad(df, half.out_rows(out), t.wo.dtype)
+    if "bo" in need:
+        grads["bo"] = eager.column_sum(df)
+    if inner:
+        dqkv, made = half.core_gradients(heads, do, out, lse, delta, raw, inner)
+        grads |= made
+        dh, made = half.projection_gradients(dqkv, h, need)
+        grads |= made
+        if dh is not None:
+            grads |= half.input_gradients(dh, dy, need)
+    return half.finished(grads, x, need)
+
+
+def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
+    """The half in differentiable PyTorch ops."""
+    B, S = batch_and_rows(x)
+    D, H, H_kv = head_dim(t, o), o.num_heads, o.num_kv_heads
+    h = (composite_norm(x, t, o) if o.norm and o.norm_first else x).to(o.dtype)
+
+    def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return F.linear(rows, cast_parameter(w, o.dtype), cast_parameter(b, o.dtype))
+
+    qkv = torch.cat([linear(h, w, b) for w, b in projections(t)], -1)
+    q, k, v = qkv.view(B, S, H + 2 * H_kv, D).split([H, H_kv, H_kv], 2)
+    if t.q_norm is not None:
+        q, k = F.rms_norm(q, (D,), t.q_norm, o.qk_norm_eps), F.rms_norm(k, (D,), t.k_norm, o.qk_norm_eps)
+    cos, sin = rotary_of(S, t, o)
+    if cos is not None:
+        q, k = (composite_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
+    core = half_core(t, o)
+    out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
+    f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), t.wo, t.bo)
+    f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
+    y = x + f if o.residual else f
+    return composite_norm(y, t, o) if o.norm and not o.norm_first else y
+
+
+def attention_half_fake(x: Tensor, t: AttentionTensors, o: AttentionOptions):
+    """(y, out, lse, qkv), empty."""
+    B, S = batch_and_rows(x)
+    D, like = head_dim(t, o), x.new_empty(0, dtype=o.dtype)
+    out, lse, qkv = (x.new_empty(0) for _ in range(3))
+    if o.recompute != "full":
+        out = like.new_empty_strided((B, o.num_heads, S, D), (S * t.wo.shape[1], D, t.wo.shape[1], 1))
+        lse = like.new_empty((B, o.num_heads, S), dtype=torch.promote_types(o.dtype, torch.float32))
+    if o.recompute == "none":
+        qkv = like.new_empty((B * S, sum(w.shape[0] for w, _ in projections(t))))
+    return x.new_empty((*x.shape[:-1], t.wo.shape[0]), dtype=output_dtype(x, o)), out, lse, qkv
+
+
+def _flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, elements: int, core: int) -> int:
+    """Of products with weights of so many elements in all, and `core` products of the attention core."""
+    B, S = batch_and_rows(x)
+    shape = (B, o.num_heads, S, head_dim(t, o))
+    return 2 * B * S * elements + attention_flops(shape, shape, core)
+
+
+def attention_half_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> int:
+    return _flops(x, t, o, t.wo.numel() + sum(w.numel() for w, _ in projections(t)), 2)
+
+
+def attention_half_backward_flops(
+    x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int, total: Tensor | None = None
+) -> int:
+    need, trailing = needed_names(AttentionTensors, needs), bool(o.norm) and not o.norm_first
+    inner = behind_core(need, trailing)
+    rebuilt = out is None and (bool(inner) or trailing or "wo" in need)
+    weights = [w for w, _ in projections(t)]
+    qkv_elements = sum(w.numel() for w in weights)
+    # do, dWo, and the trailing norm's input
+    elements = t.wo.numel() * (bool(inner) + ("wo" in need) + (trailing and total is None))
+    if inner or rebuilt:
+        elements += qkv_elements if qkv is None else 0
+    if inner & {"x", "norm_weight", "norm_bias"}:
+        elements += qkv_elements
+    elements += sum(w.numel() for w, name in zip(weights, ("wq", "wk", "wv"), strict=False) if name in need)
+    need_dq, need_dkv = core_needs(inner, packed=t.wk is None)
+    core = 2 * rebuilt + (2 + need_dq + 2 * need_dkv) * bool(inner)
+    return _flops(x, t, o, elements, core)

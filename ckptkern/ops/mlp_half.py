@@ -1,0 +1,152 @@
+"""The MLP half of a layer: [norm ->] MLP or gated MLP [-> dropout] [-> + x] [-> norm]. `mlp_block` and `transformer_layer` are
+made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import eager
+from ._half import Half, composite_norm, output_dtype
+from ._needs import needed, needed_names
+from ._rows import rows_2d
+from .dropout import dropout_arguments
+from .gated_mlp import GatedMLP
+from .mlp import MLP
+
+
+class MLPTensors(NamedTuple):
+    """The tensors of an MLP half. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    gate_weight: Tensor | None
+    gate_bias: Tensor | None
+    up_weight: Tensor
+    up_bias: Tensor | None
+    down_weight: Tensor
+    down_bias: Tensor | None
+    rng: Tensor | None = None
+    resid_rng: Tensor | None = None
+
+
+class MLPOptions(NamedTuple):
+    """The rest. norm "" is none."""
+
+    norm: str
+    norm_eps: float
+    norm_first: bool
+    activation: str
+    dropout_p: float
+    resid_p: float
+    residual: bool
+    recompute: str
+    backend: str
+    precision: str
+    workspace: int
+    dtype: torch.dtype
+
+
+# the MLP ops' inputs after x, by MLPTensors' names
+PLAIN = ("up_weight", "up_bias", "down_weight", "down_bias")
+GATED = ("gate_weight", "gate_bias", *PLAIN)
+
+
+class Branch(NamedTuple):
+    """The MLP op of a half: its description, the names of its weights and biases, its arguments after x, and its statics."""
+
+    op: type[MLP] | type[GatedMLP]
+    names: tuple[str, ...]
+    arguments: tuple[Tensor | None, ...]
+    statics: tuple
+
+    def needs(self, need: Collection[str], needs_dh: bool) -> int:
+        """The op's own `needs`."""
+        return int(needs_dh) | sum(1 << i for i, name in enumerate(self.names, 1) if name in need)
+
+
+def branch_of(t: MLPTensors, o: MLPOptions) -> Branch:
+    op, names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
+    arguments = (*(getattr(t, name) for name in names), t.rng)
+    return Branch(op, names, arguments, (o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace))
+
+
+class MLPHalf(Half):
+    """What an MLP half computes, for one input."""
+
+    def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
+        super().__init__(x, t, o)
+        self.branch = branch_of(t, o)
+
+    def rebuilt(self, h: Tensor) -> Tensor:
+        """The branch's result again: the one thing that no level keeps."""
+        op, _, arguments, statics = self.branch
+        return self.drop(op.forward(h, *arguments, *statics[:2], "full", *statics[3:])[0])
+
+
+def mlp_half(x: Tensor, t: MLPTensors, o: MLPOptions):
+    """(y [tokens, e], kept): what the MLP op keeps at this level, None where it keeps nothing."""
+    half = MLPHalf(x, t, o)
+    op, _, arguments, statics = half.branch
+    f, *kept = op.forward(half.inputs(), *arguments, *statics)
+    return half.normed(half.total(half.drop(f))), kept
+
+
+def mlp_half_backward(dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, kept, needs: int) -> dict:
+    """Gradients by name ("x" and MLPTensors' fields) from dy [tokens, e]; kept as the MLP op's backward takes it."""
+    half, need, grads = MLPHalf(x, t, o), needed_names(MLPTensors, needs), {}
+    op, names, arguments, statics = half.branch
+    h = half.inputs()
+    if half.trailing:  # reads x + f
+        total = half.total(half.rebuilt(h))
+        dy, grads["norm_weight"], grads["norm_bias"] = half.norm_gradients(dy, total, need)
+    inner = half.branch.needs(need, half.needs_dh(need))
+    dh, *made = op.backward(half.drop(dy.to(o.dtype)), h, *arguments, *kept, *statics, inner)
+    made = made[: len(names)]
+    grads |= {name: grad for i, (name, grad) in enumerate(zip(names, made, strict=True), 1) if needed(inner, i)}
+    if half.needs_dh(need):
+        grads |= half.input_gradients(dh, dy, need)
+    return half.finished(grads, x, need)
+
+
+def mlp_composite(x: Tensor, t: MLPTensors, o: MLPOptions) -> Tensor:
+    """The half in differentiable PyTorch ops."""
+    op, _, arguments, statics = branch_of(t, o)
+    h = composite_norm(x, t, o) if o.norm and o.norm_first else x
+    f = op.composite(h.to(o.dtype), *arguments, *statics)
+    f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
+    y = x + f if o.residual else f
+    return composite_norm(y, t, o) if o.norm and not o.norm_first else y
+
+
+def present(kept, o: MLPOptions) -> list[Tensor | None]:
+    """kept with None for the tensors that the MLP op does not keep at this level."""
+    if o.recompute == "full":
+        return [None] * len(kept)
+    if len(kept) == 2 and o.activation == "relu":  # plain: (z, h)
+        return [None, kept[1]]
+    return [*kept[:-1], kept[-1] if o.recompute == "none" else None]
+
+
+def mlp_half_fake(x: Tensor, t: MLPTensors, o: MLPOptions):
+    """(y, kept), empty."""
+    op, _, arguments, statics = branch_of(t, o)
+    _, *kept = op.forward_fake(rows_2d(x).to(o.dtype), *arguments, *statics)
+    kept = [x.new_empty(0) if k is None else k for k in present(kept, o)]
+    return x.new_empty((*x.shape[:-1], t.down_weight.shape[0]), dtype=output_dtype(x, o)), kept
+
+
+def mlp_half_flops(x: Tensor, t: MLPTensors) -> int:
+    weights = sum(w.numel() for w in (t.gate_weight, t.up_weight, t.down_weight) if w is not None)
+    return 2 * rows_2d(x).shape[0] * weights
+
+
+def mlp_half_backward_flops(dy, x, t: MLPTensors, o: MLPOptions, kept, needs: int) -> int:
+    need, trailing = needed_names(MLPTensors, needs), bool(o.norm) and not o.norm_first
+    branch = branch_of(t, o)
+    inner = branch.needs(need, bool(need & ({"x"} if trailing else {"x", "norm_weight", "norm_bias"})))
+    flops = branch.op.backward_flops(rows_2d(dy), rows_2d(x), *branch.arguments, *kept, *branch.statics, inner)
+    return flops + (mlp_half_flops(x, t) if trailing else 0)

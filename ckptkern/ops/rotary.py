@@ -1,0 +1,87 @@
+"""Rotary embedding: its tables, as given or made from theta, and its definition in differentiable PyTorch ops."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from ._checks import check_count, check_number, check_tensor, is_number
+
+
+def rotary_tables(
+    positions: Tensor,
+    dim: int,
+    theta: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [..., S, dim] of the angles a_i = positions · theta^(-2i/dim), i < dim/2: rotary embedding.
+
+    Each angle comes twice, at the two elements that turn together: a_0, a_1, ..., a_0, a_1, ... (Llama), or with interleaved
+    a_0, a_0, a_1, a_1, ... (GPT-J), as attention_block's rotary_interleaved reads it.
+    positions [S] or [B, S], integers. The angles are formed in float32. Raises ValueError for an odd dim and theta <= 0.
+    """
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"rotary_tables: positions must be a Tensor, not {type(positions).__name__}")
+    check_count("rotary_tables", "dim", dim)
+    check_theta("rotary_tables", "theta", theta)
+    if dim % 2:
+        raise ValueError(f"rotary_tables: dim must be even, not {dim}")
+    frequencies = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
+    angles = positions.float()[..., None] * frequencies
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def positions_of(S: int, device: torch.device, cu_seqlens: Tensor | None) -> Tensor:
+    """[S]: 0, 1, ..., from 0 again where a packed sequence begins."""
+    rows = torch.arange(S, device=device)
+    if cu_seqlens is None:
+        return rows
+    return rows - cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
+
+
+def composite_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, S, H, D], cos and sin [S, R], [1, S, R] or [B, S, R]: the first R dimensions are rotated."""
+    R = cos.shape[-1]
+    cos, sin = (c.to(x.dtype)[..., None, :] for c in (cos, sin))
+    turned, rest = x[..., :R], x[..., R:]
+    if interleaved:
+        half = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        half = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), -1)
+    return torch.cat((turned * cos + half * sin, rest), -1)
+
+
+def check_theta(op: str, name: str, theta: float) -> None:
+    check_number(op, name, theta)
+    if not 0 < theta < math.inf:
+        raise ValueError(f"{op}: {name} must be above 0 and finite, not {theta!r}")
+
+
+def check_rotary(op: str, x: Tensor, rotary, B: int, S: int, D: int) -> tuple[Tensor | None, Tensor | None, float]:
+    """(cos, sin, theta) of attention_block's `rotary`: two tables, a number theta, or None."""
+    if rotary is None:
+        return None, None, 0.0
+    if is_number(rotary):
+        check_theta(op, "rotary", rotary)
+        if D % 2:
+            raise ShapeError(f"{op}: the head dim must be even for rotary embedding, which turns pairs, but is {D}")
+        return None, None, float(rotary)
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise TypeError(f"{op}: rotary must be a pair of tensors or a number (theta), not {type(rotary).__name__}")
+    cos, sin = rotary
+    for table in rotary:
+        check_tensor(op, "rotary", table, x)
+    R = cos.shape[-1]
+    if cos.shape != sin.shape or R % 2 or R > D or cos.shape[:-1] not in ((S,), (1, S), (B, S)):
+        raise ShapeError(
+            f"{op}: rotary must be (cos, sin) of shape [S={S}, R], [1, S={S}, R] or [B={B}, S={S}, R] with R even and at "
+            f"most {D}, but they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient is formed for rotary")
+    return cos, sin, 0.0
