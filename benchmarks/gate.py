@@ -264,7 +264,7 @@ def shipped_cases() -> list[Case | AttentionCase]:
 
 
 def all_cases() -> list[Case | AttentionCase]:
-    from ..triton_kernels.elementwise import ACTIVATIONS
+    from ..eager import ACTIVATIONS
 
     return [
         Case(op, arch, dtype, ragged, activation, full and op in DROPOUT_OPS, full, kind)

@@ -2,6 +2,7 @@
 
 from . import errors, memory, nn, storage
 from .ops import (
+    ACTIVATIONS,
     attention_block,
     backend,
     dropout,
@@ -20,7 +21,7 @@ from .segments.sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
 __all__ = [
-    "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "dropout", "errors", "gated_mlp",
-    "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch", "scaled_dot_product_attention",
-    "storage", "transformer_layer", "unpatch_torch", "varlen_attn",
+    "ACTIVATIONS", "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "dropout",
+    "errors", "gated_mlp", "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch",
+    "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch", "varlen_attn",
 ]  # fmt: skip

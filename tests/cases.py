@@ -17,19 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 import ckptkern
-from ckptkern import state
+from ckptkern import eager, state
 
 LEVELS = ("none", "selective", "full")
 LAYERS = ("linear_act", "linear_stack", "mlp", "gated_mlp")  # ops with parameters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = {
-    "relu": F.relu,
-    "relu2": lambda z: F.relu(z).square(),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "silu": F.silu,
-    "identity": lambda z: z,
-}
+# Their values are held to formulas in tests/triton_kernels/test_elementwise.py.
+KEPT = ("relu", "gelu", "identity")  # one for each set of tensors that is kept
+ACTIVATIONS = {name: activation.act for name, activation in eager.ACTIVATIONS.items()}
 SEED = 17
 P = 0.3
 
@@ -260,6 +255,12 @@ def setups(
                         yield Setup(op, activation, level, p)
 
     return [pytest.param(setup, id=str(setup)) for setup in each()]
+
+
+def each_activation(dropout: Sequence[float] = (0.0,)) -> list:
+    """pytest parameters: all of an activation for each set of kept tensors, and every other one at "full"."""
+    others = [name for name in ACTIVATIONS if name not in KEPT]
+    return [*setups(KEPT, dropout=dropout), *setups(others, ("full",), ops=LAYERS)]
 
 
 def make(

@@ -6,6 +6,7 @@
 | relu2 | relu(z)^2 | 2 relu(z) |
 | gelu | z Phi(z), Phi(z) = (1 + erf(z/sqrt 2))/2 | Phi(z) + z phi(z) |
 | gelu_tanh | z s(2u), u = sqrt(2/pi)(z + 0.044715 z^3), s = sigmoid | s + 2 z s (1 - s) u' |
+| quick_gelu | z s(1.702 z) | s (1 + 1.702 z (1 - s)) |
 | silu | z s(z) | s (1 + z (1 - s)) |
 | identity | z | 1 |
 
@@ -21,8 +22,6 @@ import triton.language as tl
 
 from .philox import philox_words
 from .tile import INTERPRETER, arch_of, cast, launch, rows_of, widen
-
-ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "identity")
 
 
 @triton.jit
@@ -52,6 +51,8 @@ def act(z, ACT: tl.constexpr):
         return z * _gelu_cdf(z)
     elif ACT == "gelu_tanh":
         return z * _gelu_tanh_gate(z)
+    elif ACT == "quick_gelu":
+        return z * _sigmoid(1.702 * z)
     elif ACT == "silu":
         return z * _sigmoid(z)
     else:
@@ -74,6 +75,9 @@ def act_grad(z, dy, ACT: tl.constexpr):
         t = _gelu_tanh_gate(-z)  # 1 - s, which would lose its digits if subtracted: 4 times torch's error for z > 2
         du = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
         return dy * (s + z * s * t * du)
+    elif ACT == "quick_gelu":
+        s = _sigmoid(1.702 * z)
+        return dy * s * (1.0 + 1.702 * (z * (1.0 - s)))  # 1.702 z overflows
     elif ACT == "silu":
         s = _sigmoid(z)
         return dy * s * (1.0 + z * (1.0 - s))

@@ -24,15 +24,21 @@ NO_DROPOUT: Dropout = (None, 0, 1.0)
 
 
 class Activation(NamedTuple):
-    """act: z -> act(z). grad: dy, z -> dy * act'(z). act_ and grad_ write the same over z and over dy.
+    """act: z -> act(z), differentiable. grad: dy, z -> dy * act'(z). act_ and grad_ write the same over z and over dy.
 
-    For relu, z may be relu's own output: the gradient is the same.
+    For relu, z may be relu's own output: the gradient is the same. temporaries: how many more tensors like z grad_ holds.
     """
 
     act: Callable[[Tensor], Tensor]
     grad: Callable[[Tensor, Tensor], Tensor]
     act_: Callable[[Tensor], Tensor]
     grad_: Callable[[Tensor, Tensor], Tensor]
+    temporaries: int = 0
+
+
+def _quick_gelu_slope(z: Tensor) -> Tensor:
+    s = torch.sigmoid(1.702 * z)
+    return (1 - s).mul_(z).mul_(1.702).add_(1).mul_(s)
 
 
 ACTIVATIONS = {
@@ -47,6 +53,7 @@ ACTIVATIONS = {
         lambda dy, z: dy * F.relu(z).mul_(2),
         lambda z: torch.relu_(z).square_(),
         lambda dy, z: dy.mul_(F.relu(z).mul_(2)),
+        temporaries=1,
     ),
     "gelu": Activation(
         F.gelu,
@@ -59,6 +66,13 @@ ACTIVATIONS = {
         lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh"),
         lambda z: torch._C._nn.gelu_(z, approximate="tanh"),
         lambda dy, z: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=dy),
+    ),
+    "quick_gelu": Activation(
+        lambda z: z * torch.sigmoid(1.702 * z),
+        lambda dy, z: _quick_gelu_slope(z).mul_(dy),
+        lambda z: z.mul_((1.702 * z).sigmoid_()),
+        lambda dy, z: dy.mul_(_quick_gelu_slope(z)),
+        temporaries=2,
     ),
     "silu": Activation(
         F.silu,

@@ -17,7 +17,7 @@ from .plain import dense, plain
 class Linear(torch.nn.Linear):
     """y = act(x weight^T + bias): torch.nn.Linear and, with `activation`, the activation after it as one op.
 
-    activation: None or "identity", "relu", "relu2", "gelu", "gelu_tanh", "silu". recompute: see ckptkern.linear_act.
+    activation: None ("identity") or a name in ckptkern.ACTIVATIONS. recompute: see ckptkern.linear_act.
     x [..., in_features] -> [..., out_features]; weight [out_features, in_features], bias [out_features].
     """
 

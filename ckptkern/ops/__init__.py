@@ -1,5 +1,6 @@
 """The public functions: one file an op, each a description of a segment and the function that checks and calls it."""
 
+from ._checks import ACTIVATIONS
 from ._choices import backend
 from .attention import scaled_dot_product_attention, varlen_attn
 from .attention_block import attention_block
@@ -12,6 +13,6 @@ from .mlp_block import mlp_block
 from .transformer_layer import transformer_layer
 
 __all__ = [
-    "attention_block", "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp", "mlp_block",
+    "ACTIVATIONS", "attention_block", "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp", "mlp_block",
     "scaled_dot_product_attention", "transformer_layer", "varlen_attn",
 ]  # fmt: skip

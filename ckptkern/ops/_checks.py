@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import eager
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError
 
-ACTIVATIONS = tuple(eager.ACTIVATIONS)
+ACTIVATIONS = tuple(eager.ACTIVATIONS)  # every name that an `activation` may be
 LEVELS = ("none", "selective", "full")
 
 

@@ -72,10 +72,10 @@ class GatedMLP(Op):
         wg_, bg_, wu_, bu_, wd_ = (cast_parameter(t, dtype) for t in (wg, bg, wu, bu, wd))
         dropout = dropout_arguments(rng, dropout_p)
         need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
-        # g, u, dg, du, h: dg and du of the eager backend lie over dh and act(g), but its relu2 takes one more, its dropout
-        # two more and a mask
+        # g, u, dg, du, h: dg and du of the eager backend lie over dh and act(g), but some activations take more, dropout two
+        # more and a mask
         eagerly, e = backend == "eager", wd.shape[0]
-        held = 5 + (2 if eagerly and rng is not None else eagerly and activation == "relu2")
+        held = 5 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(features, e)
         chunks = token_chunks(M, row_bytes(dy, held * hidden, masks, summed, 3 * hidden), workspace)
         weight_grads = {

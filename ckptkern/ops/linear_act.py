@@ -139,7 +139,7 @@ def linear_act(
     x [..., k], weight [n, k], bias [n] or None -> y [..., n] in x's dtype (autocast's inside torch.autocast).
     float16, bfloat16, float32; float64 in PyTorch ops.
 
-    activation: relu, relu2, gelu (erf), gelu_tanh, silu or identity.
+    activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
     recompute: what is kept for backward besides parameters, and the products run, forward + backward (identity keeps x
     at every level):
 

@@ -135,9 +135,10 @@ class LinearStack(Op):
             return None if dx is None else unflattened(dx, x.shape[:-1]), dws, dbs
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
         stored = [rows_2d(h) for h in hidden]
-        # every z or h, the last h, and z, dh, dz, h of the layer at hand
+        # every z or h, the last h, and z, dh, dz, h of the layer at hand, with what its activation's gradient takes
         widths = [w.shape[0] for w in weights]
-        held, summed = sum(widths) + 4 * max(widths), max(sum(w.shape) for w in weights)
+        temporaries = eager.ACTIVATIONS[activation].temporaries if backend == "eager" else 0
+        held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
         chunks = token_chunks(M, row_bytes(dy, held, 0, summed, sum(widths) + 3 * max(widths)), workspace)
         weight_grads = [WeightGrad(w.dtype, len(chunks)) for w in weights]
         bias_grads = [BiasGrad(b.dtype) for b in biases] or [None] * L
@@ -244,7 +245,7 @@ def linear_stack(
     <= 64 run in one kernel forward and one backward; there a token of which a hidden layer overflows to inf may give NaN
     where layer by layer it would not.
 
-    activation: relu, relu2, gelu (erf), gelu_tanh, silu or identity, after every layer, the last included.
+    activation: a name in ckptkern.ACTIVATIONS, after every layer, the last included.
     recompute: what is kept for backward besides parameters, and the products run, forward + backward:
 
         "none", "selective"  every h (relu) or x and every z (others)              3k

@@ -76,9 +76,9 @@ class MLP(Op):
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
         dropout = dropout_arguments(rng, dropout_p)
-        # z and dh, dz over dh, h over z; relu2 of the eager backend takes one more, dropout there two more and a mask
+        # z and dh, dz over dh, h over z; some activations of the eager backend take more, dropout there two more and a mask
         hidden, eagerly = w1.shape[0], backend == "eager"
-        held = 2 + (2 if eagerly and rng is not None else eagerly and activation == "relu2")
+        held = 2 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(w1.shape[1], w2.shape[0])
         bytes_per_row = row_bytes(dy, held * hidden, masks, summed, 2 * hidden)
         chunks = token_chunks(dy.shape[0], bytes_per_row, workspace)
@@ -190,7 +190,7 @@ def mlp(
     x [..., d], fc1_weight [h, d], fc1_bias [h] or None, fc2_weight [e, h], fc2_bias [e] or None -> y [..., e] in x's
     dtype (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops.
 
-    activation: relu, relu2, gelu (erf), gelu_tanh, silu or identity.
+    activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
     dropout_p, training: dropout after the activation, replayed in backward from 16 bytes; p is rounded to k/65536.
     recompute: what is kept for backward besides parameters, and the products run, forward + backward:
 

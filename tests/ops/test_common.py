@@ -494,7 +494,7 @@ def wrong_options() -> list:
 
 
 WANTED = {
-    "activation": "activation must be one of 'relu', 'relu2', 'gelu', 'gelu_tanh', 'silu', 'identity', not ",
+    "activation": f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not ",
     "recompute": "recompute must be one of 'none', 'selective', 'full', not ",
     "dropout_p": "dropout probability has to be a number between 0 and 1, but got ",
     "workspace": "workspace must be a positive number of bytes or a string like '64MiB', not ",

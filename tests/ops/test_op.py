@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 from cases import (
-    ACTIVATIONS,
     DTYPES,
+    KEPT,
     LAYERS,
     LEVELS,
     SEED,
@@ -22,6 +22,7 @@ from cases import (
     assert_same_within_rounding,
     check_against_float64,
     clone,
+    each_activation,
     gradients,
     make,
     output_gradient,
@@ -60,7 +61,7 @@ def expected_bytes(setup: Setup, sizes: Sizes, itemsize: int) -> int:
     return sizes.tokens * (elements * itemsize + mask_bytes) + (16 if setup.dropout_p else 0)
 
 
-@pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(0.0, P)))
+@pytest.mark.parametrize("setup", setups(KEPT, dropout=(0.0, P)))
 def test_kept_bytes_are_the_tables(setup):
     assert kept_by(setup, make(setup)) == expected_bytes(setup, Sizes(), 4)
 
@@ -97,7 +98,7 @@ def test_nothing_is_kept_without_a_gradient(setup):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(0.0, P)))
+@pytest.mark.parametrize("setup", each_activation((0.0, P)))
 def test_gradients_are_as_exact_as_torchs(setup, dtype):
     check_against_float64(setup, make(setup, dtype=dtype))
 
@@ -139,7 +140,7 @@ LAYOUTS = (transposed, every_other, inside_a_larger, leading_dims_swapped)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_strided_inputs_and_output_gradients(setup, layout):
     """x, the weights, the biases and dy may have any strides; results are those of dense tensors."""
     dense = make(setup)
@@ -150,7 +151,7 @@ def test_strided_inputs_and_output_gradients(setup, layout):
     assert_same_within_rounding(gradients(setup.fused, strided, layout(dy)), gradients(setup.fused, dense, dy))
 
 
-@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_expanded_output_gradients(setup):
     """.sum() sends strides (0, 0), a broadcast one dimension of stride 0."""
     tensors = make(setup)
@@ -183,7 +184,7 @@ def test_gradient_strides_are_the_parameters(setup):
         assert t.grad.stride() == t.stride(), name
 
 
-@pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(0.0, P)))
+@pytest.mark.parametrize("setup", each_activation((0.0, P)))
 def test_gradcheck(setup):
     tensors = make(setup, Sizes((2, 2), 3, 4, 2), torch.float64)
 
@@ -193,7 +194,7 @@ def test_gradcheck(setup):
     assert torch.autograd.gradcheck(function, tuple(tensors.values()))
 
 
-@pytest.mark.parametrize("setup", setups(("relu", "silu", "identity"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_every_level_gives_the_same_bits(setup):
     """The levels differ in what they keep, not in any result: what is rebuilt is what was."""
     tensors = make(setup, dtype=torch.bfloat16)
@@ -209,7 +210,7 @@ def test_ten_runs_are_bitwise_equal(setup):
         assert_same(gradients(setup.fused, tensors), first)
 
 
-@pytest.mark.parametrize("setup", setups(ACTIVATIONS, ops=LAYERS))
+@pytest.mark.parametrize("setup", setups(KEPT, ops=LAYERS))
 def test_micro_batches_add_up_to_the_batch(setup):
     """Gradients of four micro-batches, accumulated in .grad, are those of one batch."""
     whole = make(setup, Sizes(lead=(8, 5)))
@@ -234,7 +235,7 @@ def subsets(names: list[str]):
         yield from itertools.combinations(names, size)
 
 
-@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_every_subset_of_frozen_inputs(setup):
     """The gradients of a subset, a stack's lists among them, are the bits of all together."""
     names = list(make(setup))
@@ -244,7 +245,7 @@ def test_every_subset_of_frozen_inputs(setup):
         assert_same(some, {name: value for name, value in everything.items() if name not in frozen})
 
 
-@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_products_of_every_subset_of_frozen_inputs(setup):
     """No product more than autograd's own but the rebuilt ones, and the registered FLOPs are those run."""
     names = list(make(setup))
@@ -273,7 +274,7 @@ def products(function, tensors) -> Watch:
     return watch
 
 
-@pytest.mark.parametrize("setup", setups(ACTIVATIONS))
+@pytest.mark.parametrize("setup", setups(KEPT))
 def test_number_of_products(setup):
     """The docstrings' tables. All layers are given the same size, so that FLOPs count products."""
     sizes = Sizes((4,), 6, 6, 6)
@@ -305,7 +306,7 @@ def test_flop_counter(setup):
 # -- second order ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setup", setups(ACTIVATIONS, dropout=(P,)))
+@pytest.mark.parametrize("setup", each_activation((P,)))
 def test_gradgradcheck(setup):
     """Second-order gradients are right or an error, never silently wrong (pytorch#76185)."""
     tensors = make(setup, Sizes((2, 2), 3, 4, 2), torch.float64)
@@ -412,7 +413,7 @@ def keeps_its_output(setup: Setup) -> bool:
     return setup.activation == "relu" and setup.recompute in level
 
 
-@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_output_changed_in_place(setup):
     """Right where the output is not kept, an error where it is (relu at "none", as torch.relu)."""
     tensors = make(setup)
@@ -425,7 +426,7 @@ def test_output_changed_in_place(setup):
         assert_same(changed, gradients(lambda t: setup.fused(t) * 3, tensors, dy))
 
 
-@pytest.mark.parametrize("setup", setups(("relu", "gelu", "identity"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_nothing_saved_or_given_is_overwritten(setup):
     """exp keeps its result, which is the op's input; dy belongs to the caller."""
     before = make(setup)
