@@ -52,17 +52,16 @@ void write_device(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// Python's own limit of recursion, for a list that holds itself.
-struct Recursion {
-  Recursion() {
-    if (Py_EnterRecursiveCall(" in the arguments of a segment") != 0) {
-      throw py::error_already_set();
-    }
+// For a list that holds itself. Counted here: Py_LeaveRecursiveCall in a destructor crashes a thread that the end of Python
+// unwinds, which has no thread state any more.
+constexpr int deepest = 1000;
+
+void refuse_endless(int depth) {
+  if (depth > deepest) {
+    PyErr_SetString(PyExc_RecursionError, "the arguments of a segment are nested more than 1000 deep");
+    throw py::error_already_set();
   }
-  ~Recursion() {
-    Py_LeaveRecursiveCall();
-  }
-};
+}
 
 // What the segments that this thread is inside of overwrote, outermost first.
 std::vector<RandomState>& outer_states() {
@@ -116,7 +115,7 @@ SegmentState::SegmentState(const py::tuple& args, const py::dict& kwargs, bool p
 
 // depth 0 is the tuple of arguments and the dict of keywords, 1 an argument.
 Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, int depth) {
-  const Recursion recursion;
+  refuse_endless(depth);
   Argument argument;
   PyObject* const pointer = value.ptr();
   if (THPVariable_Check(pointer) && !THPVariable_Unpack(pointer).is_inference()) { // autograd saves no inference tensor

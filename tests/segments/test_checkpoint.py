@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import pickle
+import subprocess
 import sys
 import threading
 import weakref
@@ -1129,3 +1130,33 @@ def test_cuda_graph():
     assert not torch.equal(*outputs)
     with pytest.raises(RuntimeError, match="preserve_rng_state=False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         step()
+
+
+ENDS_IN_A_SEGMENT = """
+import sys, threading, time, torch, ckptkern
+
+inside, go_on = threading.Event(), threading.Lock()
+go_on.acquire()
+
+class Asked(tuple):
+    @property
+    def _make(self):  # in the constructor of the segment's state
+        inside.set()
+        go_on.acquire()
+
+class Last:
+    def __del__(self, go_on=go_on.release, sleep=time.sleep):  # Python is ending: the thread that asks for it is unwound
+        go_on()
+        sleep(0.5)
+
+x = torch.ones(1, requires_grad=True)
+threading.Thread(target=ckptkern.checkpoint, args=(lambda x, _: x.sin(), x, Asked()), daemon=True).start()
+inside.wait()
+sys.last = Last()
+"""
+
+
+def test_a_thread_that_python_ends_inside_of_a_segment():
+    """Its stack is unwound without a thread state: nothing on it may ask for one. Three, for not every crash is seen."""
+    runs = [subprocess.Popen([sys.executable, "-c", ENDS_IN_A_SEGMENT]) for _ in range(3)]
+    assert [run.wait() for run in runs] == [0, 0, 0]
