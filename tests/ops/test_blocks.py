@@ -280,14 +280,14 @@ def test_inductor(block):
         assert_same_within_rounding(gradients(seeded(call), tensors), gradients(block.fused, tensors))
 
 
-@pytest.mark.parametrize("block", blocks(("selective", "full"), names=("pre-norm", "llama", "bare")))
+@pytest.mark.parametrize("block", blocks(("selective",), names=("pre-norm", "llama", "bare")))
 def test_one_graph_for_all_batch_sizes(block):
     """Sizes compile once, dynamically; seeds compile nothing. Lengths too, but where tables have one."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(block.call, backend=counter, fullgraph=True)
     lengths = (7,) if block.attention and block.attention.rotary else (7, 9, 33)
-    for batch, length, seed in itertools.product((2, 5, 3, 16), lengths, (1, 2)):
+    for (batch, length), seed in itertools.product([(2, 7), (5, 7), (3, lengths[-1]), (16, lengths[-1])], (1, 2)):
         tensors = block.make(lead=(batch, length))
         torch.manual_seed(seed)
         ours = gradients(call, tensors)
@@ -536,8 +536,9 @@ def test_packed_sequences(block, level):
     assert_same_within_rounding(gradients(packed, tensors), gradients(one_by_one, tensors))
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("level", "backend"), [("none", "eager"), ("selective", "eager"), ("full", "eager"), ("full", "triton")]
+)
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "llama"), dropout=False)[:2])
 def test_tokens_in_no_sequence(block, level, backend):
     """Attention gives them zeros and does not see them: the others' results and gradients are those without them."""
@@ -713,10 +714,13 @@ def test_errors_leave_the_generator_alone(call):
 
 # -- the kernels ------------------------------------------------------------------------------------------------------
 
-KERNEL_BLOCKS = ("pre-norm", "llama", "post-norm padded")
+KERNEL_BLOCKS = [
+    block for block in blocks(("full",))
+    if block.id.startswith(("attention_block-pre-norm", "mlp_block", "transformer_layer-llama", "transformer_layer-post-norm"))
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", blocks(("full",), names=KERNEL_BLOCKS))
+@pytest.mark.parametrize("block", KERNEL_BLOCKS)
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
@@ -754,7 +758,7 @@ def test_exported_graphs_have_gradients(block):
     assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))
 
 
-@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "llama")))
+@pytest.mark.parametrize("block", blocks(("full",), names=("llama",)))
 def test_exported_graphs_of_kernels_have_gradients(block):
     """Three weights' rows are written into one, which autograd must not see (out=)."""
     tensors = block.make()
@@ -762,8 +766,19 @@ def test_exported_graphs_of_kernels_have_gradients(block):
         assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("block", blocks(("none", "full"), names=("pre-norm", "llama")))
+@pytest.mark.parametrize(
+    ("block", "backend"),
+    [
+        *(
+            pytest.param(*one.values, "eager", id=one.id)
+            for one in blocks(("none", "full"), names=("pre-norm", "llama"))
+        ),
+        *(
+            pytest.param(*one.values, "triton", id=f"{one.id}-triton")
+            for one in blocks(("none", "full"), names=("llama",))[:2]
+        ),
+    ],
+)
 def test_saved_tensors_may_come_back_with_other_strides(block, backend):
     """The kernels read lse and delta as if both had one layout."""
     tensors = block.make()
