@@ -37,17 +37,13 @@ LAYERS = {
     "checkpoint": 2,
     "patch": 3,
     "sequential": 3,
-    "examples": 4,
     "nn": 4,
-    "env": 5,
-    "benchmarks": 7,
-    "demo": 6,
-    "verify": 6,
-    "demo_figure": 5,
-    "__main__": 8,
+    "tools": 5,
+    "benchmarks": 6,
+    "__main__": 7,
 }
 TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
-WITH_EXTRAS = {"benchmarks", "demo", "demo_figure", "env", "__main__"}
+WITH_EXTRAS = {"benchmarks", "tools", "__main__"}
 
 
 class Import(NamedTuple):

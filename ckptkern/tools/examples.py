@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checkpoint import checkpoint, checkpointed
-from .memory import format_size, kept_tensors
-from .sequential import checkpoint_sequential
+from ..checkpoint import checkpoint, checkpointed
+from ..memory import format_size, kept_tensors
+from ..sequential import checkpoint_sequential
 
 EXAMPLES: dict[str, Callable[[], Example]] = {}
 
