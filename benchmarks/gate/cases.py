@@ -186,7 +186,7 @@ def _launch_product(case):
     options = dict.fromkeys(launcher.wants, case.extras)
     if launcher.dropout:
         options["dropout"] = dropout
-    if case.activation != "relu":
+    if case.activation != "relu":  # whose backward alone needs no more of z than its sign
         options.pop("keep_bits", None)
     getattr(triton_kernels, case.op)(*tensors, case.activation, _precision(case), **options)
 
