@@ -47,8 +47,7 @@ setup(
     packages=[
         "ckptkern",
         *(f"ckptkern.{name}" for name in find_packages("ckptkern")),
-        "ckptkern.triton_kernels",
-        "ckptkern.benchmarks",
+        *(f"ckptkern.{name}" for name in find_packages(include=["triton_kernels*", "benchmarks*"])),
     ],
     package_dir={"ckptkern.triton_kernels": "triton_kernels", "ckptkern.benchmarks": "benchmarks"},
     package_data={"ckptkern": ["py.typed"]},

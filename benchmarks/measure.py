@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import kept_tensors, peak_memory
-from ..verify import error_ratio, gradients, relative_errors
+from ..tools.verify import error_ratio, gradients, relative_errors
 from .cases import CHECKPOINTS, DTYPES, EAGER, Function, Item, Maker, build
 
 # steps whose quickest one stands for a round: whatever else runs on the CPU only ever adds

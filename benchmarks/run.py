@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .. import env
+from ..tools import env
 from . import cases, measure, report
 
 DEFAULT_RESULTS = Path("benchmarks/results")

@@ -12,11 +12,11 @@ from .extras import missing
 
 # name: (module, what it does, the packages beside torch that it needs)
 COMMANDS = {
-    "demo": (".demo", "train a small GPT three ways side by side: loss, memory and time", ("matplotlib", "rich")),
+    "demo": (".tools.demo", "train a small GPT three ways side by side: loss, memory and time", ("matplotlib", "rich")),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
-    "verify": (".verify", "check this installation: kernels, masks, kept bytes", ()),
-    "examples": (".examples", "run the tutorials' models in segments beside their plain selves", ()),
-    "env": (".env", "print versions, devices, extension and backends", ()),
+    "verify": (".tools.verify", "check this installation: kernels, masks, kept bytes", ()),
+    "examples": (".tools.examples", "run the tutorials' models in segments beside their plain selves", ()),
+    "env": (".tools.env", "print versions, devices, extension and backends", ()),
 }
 
 

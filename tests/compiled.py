@@ -19,7 +19,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ckptkern import triton_kernels
-from ckptkern.benchmarks import gate
+from ckptkern.benchmarks.gate import cases, machine_code
 from ckptkern.eager import AttentionCore
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.philox import philox
@@ -61,11 +61,11 @@ def planted() -> dict[str, list[str]]:
     """The faults of each planted launch, taken as aligned, and of a launch as shipped."""
     faults = {}
     for name, (arch, dtype, launch) in {**PLANTED, "none": (90, "bfloat16", act_grad)}.items():
-        gate.OPS[name] = lambda case, launch=launch: launch()
-        case = gate.Case(name, arch, dtype, ragged=False, activation="gelu", dropout=True, extras=True)
-        faults[name] = [fault for _, found in gate.gate(case) for fault in found]
-    unknown = gate.Case("act_grad", 90, "bfloat16", ragged=False, activation="tanh", dropout=False, extras=False)
-    faults["does not compile"] = gate.run([unknown], workers=1, progress=False)[1]
+        cases.OPS[name] = lambda case, launch=launch: launch()
+        case = cases.Case(name, arch, dtype, ragged=False, activation="gelu", dropout=True, extras=True)
+        faults[name] = [fault for _, found in machine_code.gate(case) for fault in found]
+    unknown = cases.Case("act_grad", 90, "bfloat16", ragged=False, activation="tanh", dropout=False, extras=False)
+    faults["does not compile"] = machine_code.run([unknown], workers=1, progress=False)[1]
     return faults
 
 
@@ -73,7 +73,7 @@ def specializations(call, arch: int) -> set[str]:
     """What Triton's launch cache would tell apart in the launches of `call`."""
     backend = make_backend(GPUTarget("cuda", arch, 32))
     keys = set()
-    for kernel, args, kwargs in gate.catch_launches(call, arch):
+    for kernel, args, kwargs in machine_code.catch_launches(call, arch):
         binder = create_function_from_signature(kernel.signature, kernel.params, backend)
         _, specialization, options = binder(*args, **kwargs, debug=False)
         keys.add(f"{kernel.fn.__name__} {specialization} {options}")
@@ -152,9 +152,9 @@ def uneven() -> dict[str, list[str]]:
         found = spills[kind] = []
         for name in ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd"):
             call = launches(activation="gelu", **options)[name]
-            for arch in gate.ARCHS:
-                (launch,) = gate.catch_launches(call, arch)
-                read = gate.read_cubin(gate.compile_launch(*launch, arch))
+            for arch in cases.ARCHS:
+                (launch,) = machine_code.catch_launches(call, arch)
+                read = machine_code.read_cubin(machine_code.compile_launch(*launch, arch))
                 if read["stack"] or read["local"]:
                     found.append(f"{name} on sm_{arch}: {read['stack']} B of stack, {read['local']} local instructions")
     return spills
@@ -170,8 +170,8 @@ def maxima() -> dict[str, list[str]]:
     }
     kinds = {}
     for name, call in calls.items():
-        (launch,) = gate.catch_launches(call, 90)
-        kinds[name] = sorted(set(re.findall(r"\bmax\S*", gate.compile_launch(*launch, 90).asm["ptx"])))
+        (launch,) = machine_code.catch_launches(call, 90)
+        kinds[name] = sorted(set(re.findall(r"\bmax\S*", machine_code.compile_launch(*launch, 90).asm["ptx"])))
     return kinds
 
 
@@ -197,14 +197,14 @@ def philox_words() -> dict[str, list[bool]]:
     The assembler computes all of it beforehand, so that its arithmetic stands for the device's.
     """
     stores = {}
-    for arch in gate.ARCHS:
+    for arch in cases.ARCHS:
         target, found = GPUTarget("cuda", arch, 32), stores.setdefault(f"sm_{arch}", [])
         for wrong in (None, 0, 1, 2, 3):
             words = [word ^ (i == wrong) for i, word in enumerate(WORDS)]
             values = {(i,): value for i, value in enumerate((*COUNTER_AND_KEY, *words), 1)}
             signature = dict.fromkeys(_philox_kernel.arg_names, "constexpr") | {"out_ptr": "*i32"}
             compiled = triton.compile(ASTSource(_philox_kernel, signature, values), target, {"num_warps": 1})
-            found.append("STG" in gate.inspect_cubin(compiled, "nvdisasm", "-c"))
+            found.append("STG" in machine_code.inspect_cubin(compiled, "nvdisasm", "-c"))
     return stores
 
 

@@ -6,13 +6,13 @@ three calls: the kernel, eager PyTorch in the same dtype, and eager PyTorch in f
 
 from __future__ import annotations
 
-import dataclasses
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ckptkern import eager, state, triton_kernels
+from ckptkern.benchmarks.gate.launchers import LAUNCHERS, Launcher
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,48 +25,8 @@ ACTIVATIONS_AND_DTYPES = [
 STATE = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)  # signed 64-bit words with every 16-bit piece in use
 RAGGED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way, and none full
 
-
-@dataclasses.dataclass(frozen=True)
-class Launcher:
-    """inputs: name -> shape in letters, in call order; outputs in order; wants: flags that ask for all of them."""
-
-    name: str
-    inputs: dict[str, str]
-    outputs: tuple[str, ...]
-    wants: tuple[str, ...]
-    dropout: bool
-    product: bool = True  # has a matrix product, so takes a precision and a tile
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def biases(self) -> list[str]:
-        return [name for name in self.inputs if name.startswith("b")]
-
-
-_GATE = {"x": "MK", "wg": "NK", "bg": "N", "wu": "NK", "bu": "N"}
-_GATED_GRADS = {"outputs": ("dg", "du", "h", "dbg", "dbu"), "wants": ("keep_h", "dbg", "dbu"), "dropout": True}
-LAUNCHERS = [
-    Launcher("linear_fwd", {"x": "MK", "w": "NK", "b": "N"}, ("h", "z", "bits"), ("keep_z", "keep_bits"), True),
-    Launcher("linear_bwd", {"x": "MK", "w": "NK", "b": "N", "dh": "MN"}, ("dz", "db"), ("db",), False),
-    Launcher("act_grad", {"dy": "MD", "w": "DN", "z": "MN"}, ("dz", "h", "db"), ("keep_h", "db"), True),
-    Launcher(
-        "mlp_bwd",
-        {"x": "MK", "w1": "NK", "b1": "N", "dy": "MD", "w2": "DN"},
-        ("dz", "h", "db"),
-        ("keep_h", "db"),
-        True,
-    ),
-    Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("keep_gu",), True),
-    Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS),
-    Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS),
-    Launcher("act_fwd", {"z": "MN", "u": "MN"}, ("h",), (), False, product=False),
-    Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
-]
-BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
-PRODUCTS = [launcher for launcher in LAUNCHERS if launcher.product]
-DROPPING = [launcher for launcher in LAUNCHERS if launcher.dropout]
+PRODUCTS = [launcher for launcher in LAUNCHERS.values() if launcher.product]
+DROPPING = [launcher for launcher in LAUNCHERS.values() if launcher.dropout]
 
 
 def inputs_of(launcher: Launcher, dtype: torch.dtype, device: str = "cpu", bias: bool = True, **sizes: int) -> dict:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ckptkern
-from ckptkern import __main__, env, state
+from ckptkern import __main__, state
+from ckptkern.tools import env
 
 
 def test_help_names_every_command(capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import ACTIVATIONS, BY_NAME, DTYPES, dropout_of, inputs_of, kernel
+from kernel_cases import ACTIVATIONS, DTYPES, LAUNCHERS, dropout_of, inputs_of, kernel
 
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels import elementwise
@@ -140,7 +140,7 @@ def test_bias_gradient_is_a_float32_sum_of_the_stored_rows(dtype, device):
     assert torch.equal(dz, dy)
     assert db.dtype == torch.float32
     assert db.tolist() == [300.0] * 9
-    launcher = BY_NAME["act_bwd"]
+    launcher = LAUNCHERS["act_bwd"]
     ours = kernel(launcher, inputs_of(launcher, dtype, device, M=77), "gelu")
     torch.testing.assert_close(ours["db"], ours["dz"].double().sum(0).float(), rtol=1e-5, atol=1e-6)
 
@@ -150,7 +150,7 @@ def test_bias_gradient_is_a_float32_sum_of_the_stored_rows(dtype, device):
 @pytest.mark.parametrize("forward", ["linear_fwd", "gated_fwd"])
 def test_h_of_a_stored_z_has_the_bits_of_forward(forward, activation, dtype, device):
     """act_fwd, then dropout, is the epilogue that forward ran."""
-    launcher, dropped = BY_NAME[forward], {"dropout": dropout_of(0.3, device), "row_base": 128}
+    launcher, dropped = LAUNCHERS[forward], {"dropout": dropout_of(0.3, device), "row_base": 128}
     kept = kernel(launcher, inputs_of(launcher, dtype, device, N=23), activation, **dropped)
     z, u = (kept["z"], None) if forward == "linear_fwd" else (kept["g"], kept["u"])
     h = triton_kernels.act_fwd(z, u, activation)

@@ -10,7 +10,7 @@ from importlib import metadata
 import outside
 import pytest
 
-from ckptkern.benchmarks import gate
+from ckptkern.benchmarks.gate import cases, machine_code, spills
 
 
 def outcome(*command: str) -> tuple[int, str, str]:
@@ -29,19 +29,19 @@ def learned(what: str) -> dict:
 @pytest.mark.long
 def test_shipped_tiles_pass():
     """No spill, tensor cores, asynchronous copies: every kernel, tile row, architecture, dtype, aligned and ragged."""
-    cases = gate.shipped_cases()
-    assert len(cases) <= 360
-    other = {(case.op, case.arch, case.kind) for case in cases if isinstance(case, gate.Case) and case.kind}
-    products = set(itertools.product(gate.PRODUCT_OPS, gate.ARCHS, ("ieee",)))
+    shipped = cases.shipped_cases()
+    assert len(shipped) <= 360
+    other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
+    products = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
     few = {(op, arch, "few") for op, arch, _ in products if not op.startswith("stack_")}
     assert other >= products | few | {("stack_fwd", 80, "narrow"), ("stack_bwd", 80, "narrow ieee")}
-    for op in gate.OPS:
-        for arch in gate.ARCHS:
-            for dtype in gate.DTYPES:
-                kinds = {case.ragged for case in cases if (case.op, case.arch, case.dtype) == (op, arch, dtype)}
+    for op in cases.OPS:
+        for arch in cases.ARCHS:
+            for dtype in cases.DTYPES:
+                kinds = {case.ragged for case in shipped if (case.op, case.arch, case.dtype) == (op, arch, dtype)}
                 assert kinds == ({False, True} if dtype == "bfloat16" else {False}), (op, arch, dtype)
-    attention = {(case.arch, case.kind) for case in cases if isinstance(case, gate.AttentionCase)}
-    assert attention >= set(itertools.product(gate.ARCHS, ("", "ieee", *gate.ATTENTION_KINDS))) | {(80, "small")}
+    attention = {(case.arch, case.kind) for case in shipped if isinstance(case, cases.AttentionCase)}
+    assert attention >= set(itertools.product(cases.ARCHS, ("", "ieee", *cases.ATTENTION_KINDS))) | {(80, "small")}
     beside_others = "PYTEST_XDIST_WORKER" in os.environ  # which keep the other cores busy
     status, out, error = outcome("-m", "ckptkern.benchmarks.gate", "--workers", "1" if beside_others else "2")
     assert out, error[-4000:]
@@ -49,21 +49,21 @@ def test_shipped_tiles_pass():
     stacks = [
         (" ".join(line.split()[:2]), int(stack[1])) for line in table if (stack := re.search(r"stack +(\d+) ", line))
     ]
-    assert {launch.split()[0] for launch, _ in stacks} == {case.name for case in cases}, out[-4000:]
-    if not metadata.version("triton").startswith(gate.TRITON):  # another compiler, other registers
+    assert {launch.split()[0] for launch, _ in stacks} == {case.name for case in shipped}, out[-4000:]
+    if not metadata.version("triton").startswith(spills.TRITON):  # another compiler, other registers
         faults = [line for line in out.splitlines() if re.match(r"\w+/sm_\d+/\S+ \(\w+\): ", line)]
         assert [line for line in faults if ": spills: " not in line] == []
         return
     assert status == 0, f"{out[-4000:]}\n{error[-2000:]}"
     assert verdict == f"compile gate: {len(stacks)} kernels, no fault"
     spilling = [launch for launch, stack in stacks if stack]
-    for pattern in gate.SHIPPED_SPILLS:  # none fixed and still excused
+    for pattern in spills.SHIPPED_SPILLS:  # none fixed and still excused
         assert any(re.fullmatch(pattern, launch) for launch in spilling), pattern
-    assert not [pattern for pattern in gate.OTHER_SPILLS for launch in spilling if re.fullmatch(pattern, launch)]
+    assert not [pattern for pattern in spills.OTHER_SPILLS for launch in spilling if re.fullmatch(pattern, launch)]
     dropout = [line.split() for line in out.splitlines() if " Philox calls for 8" in line]
-    assert {case.split("/d")[1].split("+")[0] for case, *_ in dropout} == set(map(str, gate.HEAD_DIMS))
+    assert {case.split("/d")[1].split("+")[0] for case, *_ in dropout} == set(map(str, cases.HEAD_DIMS))
     heaviest = {kernel: max(float(n) for _, k, n, *_ in dropout if k == kernel) for _, kernel, *_ in dropout}
-    assert heaviest.keys() == gate.ATTENTION_LOOPS.keys()
+    assert heaviest.keys() == machine_code.ATTENTION_LOOPS.keys()
     assert max(heaviest.values()) < 35, heaviest  # tl.rand costs 52 and spills
 
 
@@ -104,18 +104,18 @@ def specialized() -> dict[str, list[str]]:
 ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dq")
 
 
-@pytest.mark.parametrize("name", [*gate.OPS, *ATTENTION, "act_bwd of bits"])
+@pytest.mark.parametrize("name", [*cases.OPS, *ATTENTION, "act_bwd of bits"])
 def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     """Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.
 
     Row counts, thresholds and first rows enter no address. Seeds are tensors: their values are never seen. Products have one
     tile for few rows and one for many.
     """
-    tiles = 2 if name in gate.PRODUCT_OPS and not name.startswith("stack_") else 1
+    tiles = 2 if name in cases.PRODUCT_OPS and not name.startswith("stack_") else 1
     assert len(specialized[name]) == tiles, "\n".join(specialized[name])
 
 
-@pytest.mark.parametrize("name", [*gate.OPS, *ATTENTION])
+@pytest.mark.parametrize("name", [*cases.OPS, *ATTENTION])
 def test_no_multiply_add_is_fused(name, specialized):
     """A product and sum fused in forward and not in recompute would differ in the last bit."""
     assert all("'enable_fp_fusion': False" in key for key in specialized[name])
@@ -149,4 +149,4 @@ def test_known_answer_of_philox_as_compiled():
 def test_the_gate_refuses_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="run it in a process without TRITON_INTERPRET=1"):
-        gate.run(gate.shipped_cases()[:1])
+        machine_code.run(cases.shipped_cases()[:1])

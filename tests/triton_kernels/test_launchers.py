@@ -4,7 +4,6 @@ import pytest
 import torch
 from kernel_cases import (
     ACTIVATIONS,
-    BY_NAME,
     DROPPING,
     DTYPES,
     LAUNCHERS,
@@ -31,7 +30,7 @@ def assert_like_eager(launcher, tensors, activation, tile=None, **options):
     return ours
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtype_and_activation(launcher, activation, dtype, device):
@@ -46,7 +45,7 @@ def test_dropout(launcher, dtype, device):
     assert_like_eager(launcher, inputs_of(launcher, dtype, device), "gelu", **options)
 
 
-@pytest.mark.parametrize("launcher", [one for one in LAUNCHERS if one.biases], ids=str)
+@pytest.mark.parametrize("launcher", [one for one in LAUNCHERS.values() if one.biases], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_bias(launcher, dtype, device):
     tensors = inputs_of(launcher, dtype, device, bias=False)
@@ -55,7 +54,7 @@ def test_without_bias(launcher, dtype, device):
     assert_equal(ours, kernel(launcher, tensors | zeros, "silu"))
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
 def test_optional_results_do_not_change_the_others(launcher, device):
     """Each result has the same bits whatever else is asked for, and what is not asked for is None."""
     tensors = inputs_of(launcher, torch.float32, device, N=23)
@@ -79,7 +78,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
 def test_sizes(launcher, sizes, device):
     assert_like_eager(launcher, inputs_of(launcher, torch.float32, device, **sizes), "gelu")
@@ -121,7 +120,7 @@ def every_other(x):
     return wide[..., ::2]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
 @pytest.mark.parametrize("layout", [transposed, padded_rows, every_other], ids=lambda f: f.__name__)
 def test_strides(launcher, layout, device):
     """Any strides of any input, biases included, give the bits of contiguous ones."""
@@ -131,7 +130,7 @@ def test_strides(launcher, layout, device):
     assert_equal(kernel(launcher, strided, "gelu"), kernel(launcher, tensors, "gelu"))
 
 
-@pytest.mark.parametrize("launcher", [one for one in LAUNCHERS if {"dy", "dh"} & one.inputs.keys()], ids=str)
+@pytest.mark.parametrize("launcher", [one for one in LAUNCHERS.values() if {"dy", "dh"} & one.inputs.keys()], ids=str)
 @pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=str)
 def test_expanded_gradient(launcher, dims, device):
     """A gradient from .sum() has strides (0, 0)."""
@@ -166,7 +165,7 @@ def test_tiles_of_the_table_give_equal_bits(launcher):
         assert_equal(other, first)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
 def test_inputs_are_left_alone(launcher, device):
     """No launcher writes into what it was given."""
     tensors = inputs_of(launcher, torch.bfloat16, device)
@@ -175,7 +174,7 @@ def test_inputs_are_left_alone(launcher, device):
     assert_equal(tensors, before)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
 def test_ten_runs_are_equal(launcher, device):
     """No atomics, no order that changes between runs."""
     tensors = inputs_of(launcher, torch.float32, device, M=40, K=5, N=9, D=3)
@@ -198,7 +197,7 @@ def spread(x):
 )
 def test_offsets_beyond_int32(name, spread_inputs):
     """Rows that start more than 2**31 elements after the first, and BLOCK_K rows as far apart."""
-    launcher = BY_NAME[name]
+    launcher = LAUNCHERS[name]
     tensors = inputs_of(launcher, torch.bfloat16, M=9, K=40, N=9, D=17)
     far = tensors | {one: spread(tensors[one]) for one in spread_inputs}
     tile = {"tile": Tile(16, 32, 16, 4, 1)} if launcher.product else {}

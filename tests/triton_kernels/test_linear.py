@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from kernel_cases import ACTIVATIONS, BY_NAME, DTYPES, assert_equal, dropout_of, inputs_of, kernel
+from kernel_cases import ACTIVATIONS, DTYPES, LAUNCHERS, assert_equal, dropout_of, inputs_of, kernel
 
 from ckptkern import triton_kernels
 
-FORWARD, BACKWARD, STEP = BY_NAME["linear_fwd"], BY_NAME["linear_bwd"], BY_NAME["act_grad"]
+FORWARD, BACKWARD, STEP = LAUNCHERS["linear_fwd"], LAUNCHERS["linear_bwd"], LAUNCHERS["act_grad"]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
@@ -53,7 +53,7 @@ def test_relu_gradient_from_its_output_and_from_its_bits(dtype, special, device)
         x["w"][3] = 0
     forward = kernel(FORWARD, x, "relu")
     assert forward["h"].isnan().any() == special
-    dy = inputs_of(BY_NAME["act_bwd"], dtype, device, N=23)["dy"]
+    dy = inputs_of(LAUNCHERS["act_bwd"], dtype, device, N=23)["dy"]
     expected = torch.where(forward["z"] <= 0, 0, dy)
     for kept, bits in ((forward["z"], False), (forward["h"], False), (forward["bits"], True)):
         assert torch.equal(triton_kernels.act_bwd(dy, kept, "relu", bits=bits)[0], expected)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import ACTIVATIONS_AND_DTYPES, BY_NAME, DTYPES, assert_equal, dropout_of, inputs_of, kernel
+from kernel_cases import ACTIVATIONS_AND_DTYPES, DTYPES, LAUNCHERS, assert_equal, dropout_of, inputs_of, kernel
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_activation_and_dtype = pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_DTYPES, ids=str)
@@ -16,30 +16,32 @@ def pick(tensors, **names):
 def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
     """The dual product's z, h and dz are those of linear_fwd and act_grad, and h is forward's."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
-    tensors = inputs_of(BY_NAME["mlp_bwd"], dtype, device, N=23)
+    tensors = inputs_of(LAUNCHERS["mlp_bwd"], dtype, device, N=23)
     layer = pick(tensors, x="x", w="w1", b="b1")
-    z = kernel(BY_NAME["linear_fwd"], layer, "identity")["h"]
-    steps = kernel(BY_NAME["act_grad"], pick(tensors, dy="dy", w="w2") | {"z": z}, activation, **options)
-    dual = kernel(BY_NAME["mlp_bwd"], tensors, activation, **options)
+    z = kernel(LAUNCHERS["linear_fwd"], layer, "identity")["h"]
+    steps = kernel(LAUNCHERS["act_grad"], pick(tensors, dy="dy", w="w2") | {"z": z}, activation, **options)
+    dual = kernel(LAUNCHERS["mlp_bwd"], tensors, activation, **options)
     # on a GPU the rows of a tile's columns lie on threads in another way, which add them up in another order
     torch.testing.assert_close(dual.pop("db"), steps.pop("db"), rtol=1e-6, atol=1e-5)
     assert_equal(dual, steps)
-    assert torch.equal(dual["h"], kernel(BY_NAME["linear_fwd"], layer, activation, **options)["h"])
+    assert torch.equal(dual["h"], kernel(LAUNCHERS["linear_fwd"], layer, activation, **options)["h"])
 
 
 @each_activation_and_dtype
 def test_triple_product_equals_g_and_u_then_act_grad(activation, dtype, device):
     """As above for the gated MLP, whose g and u are two plain products in the two-step route."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
-    tensors = inputs_of(BY_NAME["gated_bwd"], dtype, device, N=23)
+    tensors = inputs_of(LAUNCHERS["gated_bwd"], dtype, device, N=23)
     forward = kernel(
-        BY_NAME["gated_fwd"], {name: tensors[name] for name in ("x", "wg", "bg", "wu", "bu")}, activation, **options
+        LAUNCHERS["gated_fwd"], {name: tensors[name] for name in ("x", "wg", "bg", "wu", "bu")}, activation, **options
     )
     g, u = (
-        kernel(BY_NAME["linear_fwd"], pick(tensors, x="x", w=f"w{one}", b=f"b{one}"), "identity")["h"] for one in "gu"
+        kernel(LAUNCHERS["linear_fwd"], pick(tensors, x="x", w=f"w{one}", b=f"b{one}"), "identity")["h"] for one in "gu"
     )
-    steps = kernel(BY_NAME["gated_act_grad"], pick(tensors, dy="dy", wd="wd") | {"g": g, "u": u}, activation, **options)
-    triple = kernel(BY_NAME["gated_bwd"], tensors, activation, **options)
+    steps = kernel(
+        LAUNCHERS["gated_act_grad"], pick(tensors, dy="dy", wd="wd") | {"g": g, "u": u}, activation, **options
+    )
+    triple = kernel(LAUNCHERS["gated_bwd"], tensors, activation, **options)
     assert_equal(triple, steps)
     assert_equal(forward, {"h": triple["h"], "g": g, "u": u})
 
@@ -47,7 +49,7 @@ def test_triple_product_equals_g_and_u_then_act_grad(activation, dtype, device):
 @each_dtype
 def test_gate_and_up_are_not_interchangeable(dtype, device):
     """Gate and up weights as halves of one tensor; exchanging them changes every gradient."""
-    launcher = BY_NAME["gated_bwd"]
+    launcher = LAUNCHERS["gated_bwd"]
     tensors = inputs_of(launcher, dtype, device)
     packed = torch.cat([tensors["wg"], tensors["wu"]])
     expected = kernel(launcher, tensors, "silu")

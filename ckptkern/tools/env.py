@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import __version__
+from .. import __version__
 
 GIB = 1 << 30
 
@@ -109,7 +109,7 @@ def _devices() -> dict[str, dict[str, Any]]:
 
 @_or_missing
 def _extension() -> dict[str, str]:
-    from . import state
+    from .. import state
 
     info = dict(state.extension_info())
     path = Path(info.pop("path"))
@@ -124,8 +124,8 @@ def _compiler(library: Path) -> str:
 
 @_or_missing
 def _backends() -> dict[str, str]:
-    from .ops import _choices as ops
-    from .ops import attention_core
+    from ..ops import _choices as ops
+    from ..ops import attention_core
 
     answer = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
     for device in ("cpu", "cuda"):

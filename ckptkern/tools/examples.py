@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .memory import format_size, kept_tensors
-from .segments.checkpoint import checkpoint, checkpointed
-from .segments.sequential import checkpoint_sequential
+from ..memory import format_size, kept_tensors
+from ..segments.checkpoint import checkpoint, checkpointed
+from ..segments.sequential import checkpoint_sequential
 
 EXAMPLES: dict[str, Callable[[], Example]] = {}
 

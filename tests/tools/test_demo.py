@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ckptkern import __main__, demo
+from ckptkern import __main__, eager
+from ckptkern.tools.demo import config, data, model, results, training
 
 TINY = ("--device=cpu", "--dtype=fp32", "--steps=6", "--batch-size=2", "--seq-len=16")
 TINY += ("--layers=2", "--d-model=16", "--heads=2", "--threads=1")
@@ -27,31 +28,31 @@ def losses_by_way(out):
     return losses
 
 
-def config(**changes):
+def tiny(**changes):
     settings = {"steps": 4, "batch_size": 2, "seq_len": 16, "layers": 2, "d_model": 16, "heads": 2, "lr": 1e-3}
     settings |= {"device": "cpu", "dtype": "fp32", "dropout": 0.0, "activation": "gelu", "recompute": "full", "seed": 0}
-    return demo.Config(**(settings | {"ways": demo.WAYS} | changes))
+    return config.Config(**(settings | {"ways": config.WAYS} | changes))
 
 
 def test_end_to_end(tmp_path, capsys):
     assert run_demo(tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    for text in ("train", "held-out", "kept", "peak", "ms per", "ratio", "of 6", *demo.WAYS):
+    for text in ("train", "held-out", "kept", "peak", "ms per", "ratio", "of 6", *config.WAYS):
         assert text in printed
 
     losses = losses_by_way(tmp_path / "out")
-    assert tuple(losses) == demo.WAYS
-    for way in demo.WAYS:
+    assert tuple(losses) == config.WAYS
+    for way in config.WAYS:
         assert len(losses[way]) == 6
         assert losses[way][-1] < losses[way][0] < 1.1 * math.log(256)
-        torch.testing.assert_close(losses[way], losses["torch"], rtol=demo.AGREEMENT, atol=0.0)
+        torch.testing.assert_close(losses[way], losses["torch"], rtol=results.AGREEMENT, atol=0.0)
 
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {"date", "settings", "text", "table", "agreement", "environment"} <= results.keys()
-    assert results["environment"]["versions"]["torch"] == torch.__version__
-    assert [row["way"] for row in results["table"]] == list(demo.WAYS)
-    assert all(agreement["limited"] for agreement in results["agreement"])
-    plain, checkpointed, ours = results["table"]
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {"date", "settings", "text", "table", "agreement", "environment"} <= written.keys()
+    assert written["environment"]["versions"]["torch"] == torch.__version__
+    assert [row["way"] for row in written["table"]] == list(config.WAYS)
+    assert all(agreement["limited"] for agreement in written["agreement"])
+    plain, checkpointed, ours = written["table"]
     # ckptkern at "full" keeps the inputs of its blocks, as checkpoint does, and what stands round them
     assert ours["kept_mib"] <= checkpointed["kept_mib"] < plain["kept_mib"] / 2
     assert ours["peak_mib"] < plain["peak_mib"]
@@ -69,7 +70,7 @@ def test_selective_keeps_a_third_at_most(tmp_path):
 
 
 def test_curves_that_disagree_fail(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(demo.ACTIVATIONS, "gelu", F.relu)
+    monkeypatch.setattr(model.PlainMLP, "forward", lambda self, x: self.fc2(F.relu(self.fc1(x))))
     assert run_demo(tmp_path) == 1
     captured = capsys.readouterr()
     assert "the loss curves do not agree" in captured.err
@@ -79,10 +80,10 @@ def test_curves_that_disagree_fail(tmp_path, capsys, monkeypatch):
 
 def test_a_loss_that_is_not_a_number_fails():
     runs = [
-        demo.Run(way, None, None, None, None, losses=[1.0, last])
+        training.Run(way, None, None, None, None, losses=[1.0, last])
         for way, last in (("torch", 2.0), ("torch.utils.checkpoint", 2.0), ("ckptkern", math.nan))
     ]
-    same, broken = demo.agreements(config(), runs)
+    same, broken = results.agreements(tiny(), runs)
     assert not same.failed
     assert broken.failed
 
@@ -103,7 +104,7 @@ def test_dropout_is_replayed(tmp_path, capsys):
     assert other["ckptkern"] != losses["full"]["ckptkern"]
 
 
-@pytest.mark.parametrize("activation", sorted(demo.ACTIVATIONS))
+@pytest.mark.parametrize("activation", sorted(eager.ACTIVATIONS))
 def test_every_activation_agrees(tmp_path, activation):
     assert run_demo(tmp_path, "--activation", activation, "--ways", "torch", "ckptkern") == 0
     assert set(losses_by_way(tmp_path)) == {"torch", "ckptkern"}
@@ -154,7 +155,7 @@ def test_unknown_choices_are_refused(tmp_path, capsys, arguments):
 
 
 def test_nothing_is_on_both_sides_of_the_split():
-    corpus = demo.load_corpus()
+    corpus = data.load_corpus()
     assert corpus.train_files
     assert corpus.held_out_files
     groups = [
@@ -163,7 +164,7 @@ def test_nothing_is_on_both_sides_of_the_split():
     ]
     assert not groups[0] & groups[1]
     assert 0.02 < len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out)) < 0.4
-    again = demo.load_corpus()
+    again = data.load_corpus()
     assert torch.equal(corpus.train, again.train)
     assert torch.equal(corpus.held_out, again.held_out)
 
@@ -176,7 +177,7 @@ def tree(root, files):
 
 def test_corpus_takes_sorted_source_files_once(tmp_path):
     train, held_out = (
-        next(n for n in map(str, range(1000)) if demo.is_held_out(f"m{n}.py") is part) for part in (False, True)
+        next(n for n in map(str, range(1000)) if data.is_held_out(f"m{n}.py") is part) for part in (False, True)
     )
     first, second = f"m{train}/a.py", f"m{train}/sub/b.py"
     tree(
@@ -193,7 +194,7 @@ def test_corpus_takes_sorted_source_files_once(tmp_path):
         },
     )
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
-    corpus = demo.load_corpus(tmp_path)
+    corpus = data.load_corpus(tmp_path)
     texts = {path: (tmp_path / path).read_bytes() for path in corpus.train_files + corpus.held_out_files}
     assert sorted(texts.values()) == [b"held", b"one", b"two"]
     for files, text in ((corpus.train_files, corpus.train), (corpus.held_out_files, corpus.held_out)):
@@ -202,32 +203,32 @@ def test_corpus_takes_sorted_source_files_once(tmp_path):
 
 
 def test_corpus_stops_at_its_limit():
-    corpus = demo.load_corpus(max_bytes=1_000_000)
+    corpus = data.load_corpus(max_bytes=1_000_000)
     assert 500_000 < len(corpus.train) + len(corpus.held_out) <= 1_000_000
 
 
 def test_no_text_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="wanted Python source files below"):
-        demo.load_corpus(tmp_path)
+        data.load_corpus(tmp_path)
 
 
 def test_batches_come_from_the_seed_and_targets_are_the_next_bytes():
     text = torch.arange(200, dtype=torch.uint8)
-    batches, again, other = (list(demo.training_batches(config(seed=seed), text)) for seed in (3, 3, 4))
+    batches, again, other = (list(data.training_batches(tiny(seed=seed), text)) for seed in (3, 3, 4))
     assert len(batches) == 4
     for (tokens, targets), (tokens_again, _) in zip(batches, again, strict=True):
         assert torch.equal(tokens, tokens_again)
         assert tokens.shape == (2, 16)
         assert torch.equal(targets, tokens + 1)
     assert not torch.equal(batches[0][0], other[0][0])
-    held_out = demo.held_out_batches(config(), text, batches=3)
+    held_out = data.held_out_batches(tiny(), text, batches=3)
     assert [tokens.shape for tokens, _ in held_out] == [(2, 16)] * 3
     assert held_out[0][0][0, 0] == 0
     assert held_out[-1][1][-1, -1] == 199
 
 
 def test_the_way_changes_layers_and_not_the_state_dict():
-    runs = demo.start_runs(config())
+    runs = training.start_runs(tiny())
     first = runs[0].model.state_dict()
     for run in runs[1:]:
         state = run.model.state_dict()
@@ -237,7 +238,7 @@ def test_the_way_changes_layers_and_not_the_state_dict():
 
 
 def test_learning_rate_warms_up_and_decays():
-    (run,) = demo.start_runs(config(steps=100, ways=("torch",)))
+    (run,) = training.start_runs(tiny(steps=100, ways=("torch",)))
     rates = []
     for _ in range(100):
         rates.append(run.optimizer.param_groups[0]["lr"])
@@ -252,11 +253,11 @@ def test_threads_are_chosen_and_given_back(monkeypatch):
     outer = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with demo.cpu_threads(None, config()) as threads:
+        with training.cpu_threads(None, tiny()) as threads:
             assert threads in (1, 2)
             assert torch.get_num_threads() == threads
         assert torch.get_num_threads() == 2
-        with demo.cpu_threads(1, config()) as threads:
+        with training.cpu_threads(1, tiny()) as threads:
             assert torch.get_num_threads() == threads == 1
         assert torch.get_num_threads() == 2
 
@@ -267,7 +268,7 @@ def test_threads_are_chosen_and_given_back(monkeypatch):
             return linear(*tensors)
 
         monkeypatch.setattr(F, "linear", spinning)
-        with demo.cpu_threads(None, config()) as threads:
+        with training.cpu_threads(None, tiny()) as threads:
             assert threads == 1
     finally:
         torch.set_num_threads(outer)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from .demo import Run, Summary
+from .results import Summary
+from .training import Run
 
 COLORS = {"torch": "#a9b4c0", "torch.utils.checkpoint": "#e38b2c", "ckptkern": "#0b6e7f"}
 # the curves lie on top of each other: each is narrower than the one below it

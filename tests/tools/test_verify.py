@@ -5,7 +5,8 @@ import argparse
 import pytest
 import torch
 
-from ckptkern import eager, ops, state, verify
+from ckptkern import eager, ops, state
+from ckptkern.tools import verify
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import env, ops, state
-from .memory import kept_tensors
-from .ops import _checks, _choices
+from .. import ops, state
+from ..memory import kept_tensors
+from ..ops import _checks, _choices
+from . import env
 
 Tensors = dict[str, Tensor]
 Result = tuple[str, str | None]  # what was checked, what is wrong with it

@@ -1,0 +1,80 @@
+"""``python -m ckptkern.benchmarks.gate``."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from . import __doc__ as description
+from .cases import all_cases, shipped_cases
+from .machine_code import ATTENTION_LOOPS, Report, run
+
+DROPOUT_HEADER = ("case", "kernel", "instructions per element", "Philox calls for 8 elements")
+
+
+def dropout_table(reports: list[Report]) -> list[tuple[str, str, float, float]]:
+    """(case, kernel, instructions, Philox calls per 8 elements) that dropout adds for an element of the scores.
+
+    Instructions with dropout less those without, over the elements of a tile that a thread holds, in all copies of the
+    loop. A call is 10 rounds of 2 multiplies; one for 8 elements is what the mask's layout allows.
+    """
+    without = {(report.case, report.kernel): report for report in reports}
+    rows = []
+    for report in reports:
+        plain = without.get((report.case.removesuffix("+dropout"), report.kernel))
+        if report.kernel not in ATTENTION_LOOPS or plain is None or plain is report:
+            continue
+        size = dict(re.findall(r"(M|N|num_warps)(\d+)", report.tile))
+        elements = int(size["M"]) * int(size["N"]) / (32 * int(size["num_warps"])) * ATTENTION_LOOPS[report.kernel]
+        rows.append((
+            report.case, report.kernel, (report.instructions - plain.instructions) / elements,
+            report.philox / 20 / (elements / 8),
+        ))  # fmt: skip
+    return rows
+
+
+def write_csv(reports: list[Report], path: Path) -> None:
+    """The table at `path`, and that of dropout beside it as dropout.csv."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names, reported = [field.name for field in dataclasses.fields(Report)], map(dataclasses.astuple, reports)
+    for target, header, rows in (
+        (path, names, reported), (path.with_name("dropout.csv"), DROPOUT_HEADER, dropout_table(reports))
+    ):  # fmt: skip
+        with open(target, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(header)
+            writer.writerows(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.gate", description=description.split("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every activation and flag, not only the shipped tiles")
+    parser.add_argument("--only", default="", help="regular expression on case names, e.g. 'mlp_bwd/sm_90'")
+    parser.add_argument("--workers", type=int, default=2, help="compiling processes (default: 2)")
+    parser.add_argument("--csv", type=Path, help="write the table here")
+    args = parser.parse_args()
+    cases = [case for case in (all_cases() if args.all else shipped_cases()) if re.search(args.only, case.name)]
+    if not cases:
+        parser.error(f"--only {args.only!r} matches no case")
+    reports, faults = run(cases, args.workers)
+    if args.csv:
+        write_csv(reports, args.csv)
+    for report in reports:
+        print(
+            f"{report.case:64} {report.kernel:24} {report.tile:24} reg {report.registers:3} stack {report.stack:4} "
+            f"smem {report.shared:6}"
+        )
+    if table := dropout_table(reports):
+        print("dropout, per element of the scores:")
+    for name, kernel, instructions, calls in table:
+        print(f"{name:64} {kernel:24} {instructions:5.1f} instructions, {calls:4.2f} Philox calls for 8")
+    print("\n".join(faults) or f"compile gate: {len(reports)} kernels, no fault")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""The cases of the compile gate: a launcher on meta tensors with one set of flags each."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from unittest import mock
+
+from .launchers import LAUNCHERS
+
+ARCHS = (80, 90)
+DTYPES = ("float16", "bfloat16")
+SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may use; A100 and H100/H200
+SMALL_CARD = 101376  # the same of sm_86, sm_89 and sm_120, which take the tiles of sm_80
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compile: a launcher on meta tensors with one set of flags."""
+
+    op: str
+    arch: int
+    dtype: str
+    ragged: bool
+    activation: str  # or another of VARIANTS
+    dropout: bool
+    extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
+    kind: str = ""  # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80;
+    # "few": rows
+
+    @property
+    def name(self) -> str:
+        flags = [self.activation, *self.kind.split(), "ragged" if self.ragged else "aligned"]
+        flags += ["dropout"] * self.dropout + ["extras"] * self.extras
+        return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
+
+    @property
+    def shared(self) -> int:
+        """What the card has, in bytes a block."""
+        return SHARED_LIMIT[self.arch]
+
+    def launch(self) -> None:
+        OPS[self.op](self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """The attention launches of one kind: fwd, fwd_delta (the recompute), or bwd (dkdv and dq)."""
+
+    op: str
+    arch: int
+    dtype: str
+    head_dim: int
+    causal: bool
+    dropout: bool
+    kind: str = ""  # one of ATTENTION_KINDS
+    ragged = False
+
+    @property
+    def name(self) -> str:
+        flags = [f"d{self.head_dim}"] + [self.kind] * bool(self.kind)
+        flags += ["causal"] * self.causal + ["dropout"] * self.dropout
+        return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
+
+    @property
+    def shared(self) -> int:
+        return SMALL_CARD if self.kind == "small" else SHARED_LIMIT[self.arch]
+
+    def launch(self) -> None:
+        _launch_attention(self)
+
+
+def attention_cases(
+    dtypes: dict[str, tuple[int, ...]], kinds: tuple[str, ...] = ("",), ops: tuple[str, ...] = ()
+) -> list[AttentionCase]:
+    """Every attention launch x architecture x {dtype: head dims} x causal x dropout x kind."""
+    return [
+        AttentionCase(op, arch, dtype, head_dim, causal, dropout, kind)
+        for dtype, head_dims in dtypes.items()
+        for op, arch, kind, head_dim, causal, dropout in itertools.product(
+            ops or ATTENTION_OPS, ARCHS, kinds, head_dims, (False, True), (False, True)
+        )
+    ]
+
+
+def shipped_attention() -> list[AttentionCase]:
+    """Each head dim causal, with dropout and without, which the table of dropout compares; 128 also without causal; each kind
+    with the heaviest flags, where rows of the tables differ.
+
+    The recompute is the forward kernel and delta: it stands for both.
+    """
+    heavy = ("attn_fwd_delta", "attn_bwd")
+    cases = [
+        case for case in attention_cases({"bfloat16": HEAD_DIMS}, ops=heavy)
+        if case.head_dim == 128 or case.causal
+    ]  # fmt: skip
+    others = attention_cases({"float16": (128,)}, ops=heavy) + attention_cases({"bfloat16": (128,)}, ops=("attn_fwd",))
+    others += attention_cases({"bfloat16": (64, 128)}, ATTENTION_KINDS, heavy)
+    others += attention_cases({"bfloat16": (256,)}, ("bool", "additive"), heavy)
+    others += attention_cases({"bfloat16": RAGGED_DIMS}, ops=heavy)
+    others += attention_cases({"float32": (64, 128)}, ("ieee",), heavy)
+    others += attention_cases({"float32": (64, 128, 256)}, ("additive",), heavy)
+    cases += [case for case in others if case.causal and case.dropout]
+    return cases + small_cases()
+
+
+def small_cases() -> list[AttentionCase]:
+    """Every tile that only cards of less shared memory take, with an additive mask, which takes some of it."""
+    cases = [("attn_fwd_delta", "bfloat16", 256), ("attn_bwd", "bfloat16", 256), ("attn_fwd_delta", "float32", 128)]
+    cases += [("attn_bwd", "float32", 128), ("attn_fwd_delta", "float32", 256)]
+    return [AttentionCase(op, 80, dtype, head_dim, True, True, "small") for op, dtype, head_dim in cases]
+
+
+def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
+    """(dtype, kind) of a kernel that is not attention's."""
+    found = [(dtype, "") for dtype in (*DTYPES, "float32")]
+    found += [("float32", "ieee")] * (op in PRODUCT_OPS)
+    if op in PRODUCT_OPS and not op.startswith("stack_"):
+        found += [(dtype, "few") for dtype in DTYPES]
+    if op.startswith("stack_") and arch == 80:
+        found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
+    return found
+
+
+def shipped_cases() -> list[Case | AttentionCase]:
+    """Every kernel x tile row x architecture x dtype, aligned and (in bfloat16) ragged, with the heaviest flags, and once
+    plain; products at torch's default precision of float32, and narrow chains, too."""
+    cases = [
+        Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
+        for op, arch in itertools.product(PRODUCT_OPS, ARCHS)
+        for dtype, kind in kinds_of(op, arch)
+        if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"), ("float16", "few"))
+    ]
+    for op, arch, dtype in itertools.product(OPS, ARCHS, DTYPES):
+        heavy, *others = VARIANTS.get(op, ("gelu", "relu"))
+        cases.append(Case(op, arch, dtype, False, heavy, op in DROPOUT_OPS, True))
+        if dtype == "bfloat16":  # float16 differs in the names of a few instructions; all of it is in `--all`
+            cases.append(Case(op, arch, dtype, True, heavy, op in DROPOUT_OPS, True))
+            cases += [Case(op, arch, dtype, False, variant, False, False) for variant in others]
+    return cases + shipped_attention()
+
+
+def all_cases() -> list[Case | AttentionCase]:
+    from ...eager import ACTIVATIONS
+
+    return [
+        Case(op, arch, dtype, ragged, activation, full and op in DROPOUT_OPS, full, kind)
+        for op, arch in itertools.product(OPS, ARCHS)
+        for (dtype, kind), ragged, activation, full in itertools.product(
+            kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
+        )
+        if (op, activation) != ("linear_bwd", "identity")  # whose gradient reads no z: no product to rebuild
+        and not (kind == "few" and ragged)  # the same tile for any number of rows
+    ] + [
+        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
+        *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
+        *attention_cases({"float32": HEAD_DIMS}, ("ieee",)),
+        *small_cases(),
+    ]
+
+
+def _tensors(case: Case):
+    import torch
+
+    dtype = getattr(torch, case.dtype)
+    M, K, N, D = (1001, 515, 1037, 517) if case.ragged else (64 if case.kind == "few" else 4096, 1024, 4096, 1024)
+
+    def meta(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111) if case.dropout else (None, 0, 1.0)
+    return meta, M, K, N, D, dropout, dtype
+
+
+def _precision(case: Case | AttentionCase) -> str:
+    return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"
+
+
+def _launch_product(case):
+    from ... import triton_kernels
+
+    launcher = LAUNCHERS[case.op]
+    meta, M, K, N, D, dropout, _ = _tensors(case)
+    sizes = {"M": M, "K": K, "N": N, "D": D}
+    tensors = [meta(*(sizes[letter] for letter in letters)) for letters in launcher.inputs.values()]
+    options = dict.fromkeys(launcher.wants, case.extras)
+    if launcher.dropout:
+        options["dropout"] = dropout
+    if case.activation != "relu":  # whose backward alone needs no more of z than its sign
+        options.pop("keep_bits", None)
+    getattr(triton_kernels, case.op)(*tensors, case.activation, _precision(case), **options)
+
+
+def _launch_act_fwd(case):
+    from ...triton_kernels import elementwise
+
+    meta, M, _, N, _, _, _ = _tensors(case)
+    elementwise.act_fwd(meta(M, N), meta(M, N) if case.extras else None, case.activation)
+
+
+def _launch_act_bwd(case):
+    import torch
+
+    from ...triton_kernels import elementwise
+
+    meta, M, _, N, _, _, _ = _tensors(case)
+    if case.activation == "relu":
+        elementwise.act_bwd(meta(M, N), meta(M, -(-N // 8), dtype=torch.uint8), "relu", bits=True, db=case.extras)
+    else:
+        elementwise.act_bwd(meta(M, N), meta(M, N), case.activation, db=case.extras)
+
+
+def _launch_dropout(case):
+    import torch
+
+    from ...triton_kernels import elementwise
+
+    meta, M, _, N, _, _, _ = _tensors(case)
+    elementwise.dropout(meta(M, N), meta(2, dtype=torch.int64), 6554, 1.1111)
+
+
+def _narrow(case):
+    import torch
+
+    meta, M, *_ = _tensors(case)
+    width, L = 32 if "narrow" in case.kind else 64, 8
+    K, N = (width - 3, width - 11) if case.ragged else (width, width)
+    bits = meta(M, -(-N // 8), dtype=torch.uint8) if case.activation == "relu" else None
+    return meta(M, K), meta(L, width, width), meta(L, width) if case.extras else None, meta(M, N), bits
+
+
+def _launch_stack_fwd(case):
+    from ...triton_kernels import stack
+
+    x, w, b, dy, bits = _narrow(case)
+    stack.stack_fwd(x, w, b, dy.shape[1], case.activation, _precision(case), keep_bits=bits is not None)
+
+
+def _launch_stack_bwd(case):
+    from ...triton_kernels import stack
+
+    x, w, b, dy, bits = _narrow(case)
+    stack.stack_bwd(x, w, b, dy, bits, case.activation, _precision(case))
+
+
+def _norm(case: Case):
+    """(kind, x [M, K], a parameter [K], dtype): "layer-autocast" is a float32 stream of activations round bf16 ops."""
+    import torch
+
+    kind, _, autocast = case.activation.partition("-")
+    meta, M, K, _, _, _, dtype = _tensors(case)
+    wide = torch.float32 if autocast else dtype
+    return kind, meta(M, K, dtype=wide), meta(K, dtype=wide), dtype
+
+
+def _launch_norm_fwd(case):
+    from ...triton_kernels import norm
+
+    kind, x, weight, dtype = _norm(case)
+    norm.norm_fwd(x, weight, weight if kind == "layer" else None, 1e-5, kind, dtype)
+
+
+def _launch_norm_bwd(case):
+    import torch
+
+    from ...triton_kernels import norm
+
+    kind, x, weight, dtype = _norm(case)
+    norm.norm_bwd(
+        torch.empty_like(x, dtype=dtype), x, weight, 1e-5, kind, residual=torch.empty_like(x), need_dweight=True,
+        need_dbias=kind == "layer",
+    )  # fmt: skip
+
+
+def _heads(case: Case):
+    """(q as a view of one projection, its norm's weight, cos and sin): what attention_block hands over, in place."""
+    import torch
+
+    B, S, H, D, R = (3, 1001, 5, 75, 50) if case.ragged else (2, 4096, 8, 128, 128)
+    dtype = getattr(torch, case.dtype)
+    q = torch.empty(B, S, 2 * H, D, dtype=dtype, device="meta")[:, :, :H]
+    angles = torch.empty(S, R, dtype=torch.float32, device="meta")
+    return q, torch.empty(D, dtype=dtype, device="meta") if case.extras else None, angles, angles
+
+
+def _launch_heads_fwd(case):
+    from ...triton_kernels import rotary
+
+    q, weight, cos, sin = _heads(case)
+    rotary.heads_fwd(q, weight, 1e-6, cos, sin, case.activation == "interleaved", out=q)
+
+
+def _launch_heads_bwd(case):
+    import torch
+
+    from ...triton_kernels import rotary
+
+    q, weight, cos, sin = _heads(case)
+    dq = torch.empty_like(q, memory_format=torch.preserve_format)
+    rotary.heads_bwd(
+        dq, q, weight, 1e-6, cos, sin, case.activation == "interleaved", out=dq, need_dweight=weight is not None
+    )
+
+
+def _launch_attention(case: AttentionCase):
+    import torch
+
+    from ...eager import AttentionCore
+    from ...triton_kernels import attention
+
+    def meta(*shape, dtype=None):
+        return torch.empty(*shape, dtype=dtype or getattr(torch, case.dtype), device="meta")
+
+    B, S, H, H_kv = 2, 4096, 16, 4 if case.kind == "gqa" else 16
+    qkv = meta(1 if case.kind == "varlen" else B, S, H + 2 * H_kv, case.head_dim)  # as one projection leaves it
+    q, k, v = (part.transpose(1, 2) for part in qkv.split((H, H_kv, H_kv), 2))
+    do = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty_like(do[..., 0], dtype=torch.float32)
+    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111) if case.dropout else (None, 0, 1.0)
+    window = (512 if case.kind == "window" else None, 0 if case.causal else 512 if case.kind == "window" else None)
+    options = {
+        "bool": lambda: {"mask": meta(B, 1, S, S, dtype=torch.int8)},
+        "additive": lambda: {"mask": meta(1, H, S, S)},
+        "keys": lambda: {"mask": meta(B, 1, 1, S, dtype=torch.int8)},
+        "alibi": lambda: {"slopes": meta(1, H, dtype=torch.float32)},
+        "varlen": lambda: dict.fromkeys(("cu_q", "cu_k"), meta(B + 1, dtype=torch.int32)) | {"max_q": S, "max_k": S},
+    }.get("additive" if case.kind == "small" else case.kind, dict)()
+    core = AttentionCore(0.125, _precision(case), window, dropout=dropout, **options)
+    with mock.patch.object(attention, "shared_memory_of", return_value=case.shared):
+        if case.op == "attn_bwd":
+            attention.attn_bwd(q, k, v, do, lse, lse, core)
+            if not case.kind:  # delta knows of none, nor of causal and dropout: compiled once for a head dim
+                attention.attn_delta(do, do, core)
+        else:
+            attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
+
+
+ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")
+HEAD_DIMS = (32, 64, 96, 128, 256)
+RAGGED_DIMS = (40, 80)  # no power of two: loads of 16 bytes all the same
+MASKS = ("bool", "additive", "keys")
+ATTENTION_KINDS = (*MASKS, "window", "alibi", "gqa", "varlen")  # and "ieee", float32 without tf32: torch's default
+PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
+DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
+OPS = {
+    "stack_fwd": _launch_stack_fwd,
+    "stack_bwd": _launch_stack_bwd,
+    **{launcher.name: _launch_product for launcher in LAUNCHERS.values() if launcher.product},
+    "act_fwd": _launch_act_fwd,
+    "act_bwd": _launch_act_bwd,
+    "dropout": _launch_dropout,
+    "norm_fwd": _launch_norm_fwd,
+    "norm_bwd": _launch_norm_bwd,
+    "heads_fwd": _launch_heads_fwd,
+    "heads_bwd": _launch_heads_bwd,
+}
+# What takes an activation's place where there is none, the heaviest first.
+VARIANTS = {
+    **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
+    **dict.fromkeys(("heads_fwd", "heads_bwd"), ("halves", "interleaved")),
+}

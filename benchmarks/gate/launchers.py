@@ -1,0 +1,49 @@
+"""The launchers of products and activations as a table: for the gate's launches, and for the tests of their results.
+
+A launcher has the arguments and results of the function of the same name in `ckptkern.eager`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """inputs: name -> shape in letters, in call order; outputs in order; wants: flags that ask for all of them."""
+
+    name: str
+    inputs: dict[str, str]
+    outputs: tuple[str, ...]
+    wants: tuple[str, ...]
+    dropout: bool
+    product: bool = True  # has a matrix product, so takes a precision and a tile
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def biases(self) -> list[str]:
+        return [name for name in self.inputs if name.startswith("b")]
+
+
+_GATE = {"x": "MK", "wg": "NK", "bg": "N", "wu": "NK", "bu": "N"}
+_GATED_GRADS = {"outputs": ("dg", "du", "h", "dbg", "dbu"), "wants": ("keep_h", "dbg", "dbu"), "dropout": True}
+_TABLE = [
+    Launcher("linear_fwd", {"x": "MK", "w": "NK", "b": "N"}, ("h", "z", "bits"), ("keep_z", "keep_bits"), True),
+    Launcher("linear_bwd", {"x": "MK", "w": "NK", "b": "N", "dh": "MN"}, ("dz", "db"), ("db",), False),
+    Launcher("act_grad", {"dy": "MD", "w": "DN", "z": "MN"}, ("dz", "h", "db"), ("keep_h", "db"), True),
+    Launcher(
+        "mlp_bwd",
+        {"x": "MK", "w1": "NK", "b1": "N", "dy": "MD", "w2": "DN"},
+        ("dz", "h", "db"),
+        ("keep_h", "db"),
+        True,
+    ),
+    Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("keep_gu",), True),
+    Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS),
+    Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS),
+    Launcher("act_fwd", {"z": "MN", "u": "MN"}, ("h",), (), False, product=False),
+    Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
+]
+LAUNCHERS = {launcher.name: launcher for launcher in _TABLE}

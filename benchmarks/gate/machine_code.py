@@ -1,0 +1,232 @@
+"""A case's launches, caught and compiled, and what their machine code says."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from .cases import AttentionCase, Case
+from .spills import ALLOWED_HMMA, ALLOWED_TWICE, allowed_stack
+
+# Multiplications by one of Philox's two constants, as the assembler writes them.
+PHILOX_MULTIPLY = re.compile(
+    r"(?:IMAD\.HI\.U32|IMAD\.WIDE\.U32)[^\n]*(?:-0x2daee0ad|-0x326172a9|0xd2511f53|0xcd9e8d57)"
+)
+TILE_KEYS = (
+    "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_S", "BLOCK_HALF", "BLOCK_REST", "WIDTH", "num_warps",
+    "num_stages", "SUB",
+)  # fmt: skip
+# attention kernel -> how often its machine code holds the loop: the forward's has tiles with and without an edge mask
+ATTENTION_LOOPS = {"_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 1, "_attn_dq_kernel": 1}
+# kernel -> products of a tile, M x N x K or M x N x head dim each, that one pass of a loop makes
+PRODUCTS = {
+    "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
+    "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Report:
+    """What the machine code of one case says."""
+
+    case: str
+    kernel: str
+    tile: str
+    registers: int
+    stack: int
+    local: int  # STL + LDL instructions
+    shared: int
+    tensor_core: int  # HGMMA on sm_90, HMMA on sm_80
+    wrong_tensor_core: int  # HMMA where HGMMA was meant
+    multiplies: int  # of one warp's tensor-core instructions
+    async_copies: int  # LDGSTS (cp.async) or UTMALDG (TMA)
+    narrow_loads: int  # 2-byte global loads
+    instructions: int
+    philox: int  # integer multiplies by the Philox constants; 0 without dropout
+
+    def faults(self, case: Case | AttentionCase, product: bool, min_shared: int, multiplies: float) -> list[str]:
+        """product: tensor cores are meant. min_shared, multiplies: what the tile takes."""
+        found = []
+        launch = f"{self.case} {self.kernel}"
+        allowed = allowed_stack(launch)
+        if self.stack > allowed or (self.local and not allowed):
+            found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
+        if self.shared > case.shared:
+            found.append(f"{self.shared} B of shared memory, the card has {case.shared}")
+        other = self.wrong_tensor_core and ALLOWED_HMMA.match(launch)
+        if product and not self.tensor_core and not other:
+            found.append("no tensor-core instruction")
+        if product and self.wrong_tensor_core and not other:
+            found.append(f"{self.wrong_tensor_core} HMMA instructions where HGMMA was meant")
+        if product and self.multiplies > multiplies and not ALLOWED_TWICE.match(launch):
+            found.append(f"{self.multiplies} multiplies of the tensor cores a warp where {multiplies:.0f} would do")
+        narrow = [side for side in re.findall(r"\b[MN]\d+", self.tile) if int(side[1:]) < 64]
+        if case.arch == 90 and self.tensor_core and narrow:  # triton#11366
+            found.append(f"HGMMA in a tile of {narrow[0]}: products narrower than 64 have failed")
+        if product and not case.ragged and (min_shared or " K" in self.tile):
+            if not self.async_copies:
+                found.append("no asynchronous copy in the main loop")
+            if self.shared < min_shared:
+                found.append(f"{self.shared} B of shared memory: less than stages x tile = {min_shared}, not pipelined")
+        if self.narrow_loads and not case.ragged and case.kind != "keys":  # a row of int8, two columns a thread
+            found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
+        return found
+
+
+def catch_launches(call, arch: int) -> list[tuple]:
+    """Every (kernel, args, kwargs) that `call()` would have launched on compute capability `arch`."""
+    from triton.runtime.jit import JITFunction
+
+    from ...triton_kernels import attention, elementwise, linear, mlp, norm, stack
+
+    caught = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        caught.append((self, args, kwargs))
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(JITFunction, "run", run))
+        for module in (attention, elementwise, linear, mlp, norm, stack):
+            patches.enter_context(mock.patch.object(module, "arch_of", return_value=arch))
+        call()
+    return caught
+
+
+def compile_launch(kernel, args, kwargs, arch: int):
+    """The compiled kernel of a caught launch, for compute capability `arch`; no driver is needed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    kwargs = dict(kwargs, debug=False)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
+
+
+def inspect_cubin(compiled, tool: str, option: str) -> str:
+    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of a compiled kernel."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        result = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+def read_cubin(compiled) -> dict[str, int]:
+    """Registers, stack, shared memory and instruction counts, from the machine code."""
+    usage = inspect_cubin(compiled, "cuobjdump", "-res-usage")
+    sass = inspect_cubin(compiled, "nvdisasm", "-c")
+    mnemonics = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
+
+    # four warps make an HGMMA together, one an HMMA, whose 16816 is 16 x 8 x 16
+    shapes = [(4, *shape) for shape in re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", sass)]
+    shapes += [(1, 16, 8, k) for k in re.findall(r"HMMA\.168(\d+)", sass)]
+
+    def count(pattern):
+        return sum(bool(re.match(pattern, m)) for m in mnemonics)
+
+    return dict(
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        stack=int(re.search(r"STACK:(\d+)", usage)[1]),
+        local=count(r"(STL|LDL)\b"),
+        shared=compiled.metadata.shared,
+        hgmma=count(r"[HQ]GMMA"),
+        hmma=count(r"[HI]MMA"),
+        multiplies=sum(int(m) * int(n) * int(k) // warps for warps, m, n, k in shapes),
+        async_copies=count(r"LDGSTS|UTMALDG|UBLKCP"),
+        narrow_loads=count(r"LDG\S*\.[US]16"),
+        instructions=len(mnemonics),
+        philox=len(PHILOX_MULTIPLY.findall(sass)),
+    )  # fmt: skip
+
+
+def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
+    """Least shared memory of a pipelined main loop; 0 where the kernel has none.
+
+    The last stage may live in registers on its way in, so stages - 1 tiles are the least it holds.
+    """
+    stages = options.get("num_stages", 1)
+    if kernel in ATTENTION_LOOPS:  # two operands of one shape stream by: k and v, or q and do
+        rows = options["BLOCK_M" if kernel == "_attn_dkdv_kernel" else "BLOCK_N"]
+        return 2 * rows * options["HEAD_D"] * itemsize * (stages - 1)
+    if "BLOCK_K" in options:
+        return (options["BLOCK_M"] + options["BLOCK_N"]) * options["BLOCK_K"] * itemsize * (stages - 1)
+    return 0
+
+
+def needed_multiplies(kernel: str, options: dict) -> float:
+    """The multiplies of a warp in the machine code of a tile's products, each computed once."""
+    loops, length = ATTENTION_LOOPS.get(kernel, 1), options.get("HEAD_D") or options.get("BLOCK_K", 0)
+    if kernel == "_attn_fwd_kernel" and options["LEFT"]:  # a second edge; at 256 dims one loop for all
+        loops = 3 if length <= 128 else 1
+    count = loops * PRODUCTS.get(kernel, 0)
+    return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
+
+
+def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
+    """Compile one case; a report and its faults for every kernel that it launches."""
+    results = []
+    caught = catch_launches(case.launch, case.arch)
+    if not caught:
+        raise RuntimeError(f"{case.name}: nothing was launched")
+    for kernel, args, kwargs in caught:
+        read = read_cubin(compile_launch(kernel, args, kwargs, case.arch))
+        hgmma, hmma = read.pop("hgmma"), read.pop("hmma")
+        sm90 = case.arch == 90
+        report = Report(
+            case=case.name,
+            kernel=kernel.fn.__name__,
+            tile=" ".join(f"{key.removeprefix('BLOCK_')}{kwargs[key]}" for key in TILE_KEYS if key in kwargs),
+            tensor_core=hgmma if sm90 else hmma,
+            wrong_tensor_core=hmma if sm90 else 0,
+            **read,
+        )
+        itemsize = 4 if case.dtype == "float32" else 2
+        product = "BLOCK_K" in kwargs or report.kernel in ATTENTION_LOOPS
+        product = product and "ieee" not in case.kind  # which no tensor core computes
+        takes = staged_bytes(report.kernel, kwargs, itemsize), needed_multiplies(report.kernel, kwargs)
+        results.append((report, report.faults(case, product, *takes)))
+    return results
+
+
+def _gate_or_error(case: Case | AttentionCase):
+    try:
+        return case, gate(case), None
+    except Exception as error:  # a kernel that does not compile is a finding, and the others still want their turn
+        return case, [], f"{type(error).__name__}: {error}"
+
+
+def run(cases: list[Case | AttentionCase], workers: int = 2, progress: bool = True) -> tuple[list[Report], list[str]]:
+    """All reports, and one line for every fault. Workers are spawned: a forked child would inherit the interpreter."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("the gate compiles kernels: run it in a process without TRITON_INTERPRET=1")
+    reports, faults = [], []
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for done, (case, results, error) in enumerate(pool.map(_gate_or_error, cases, chunksize=4), 1):
+            new = [f"{case.name}: {error}"] if error else []
+            for report, found in results:
+                reports.append(report)
+                new += [f"{report.case} ({report.kernel}): {fault}" for fault in found]
+            faults += new
+            if progress and (new or done % 20 == 0 or done == len(cases)):
+                lines = [*new, f"{done}/{len(cases)} compiled, {len(faults)} faults"]
+                print("\n".join(lines), file=sys.stderr, flush=True)
+    return reports, faults

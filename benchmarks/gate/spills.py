@@ -1,0 +1,57 @@
+"""What the gate lets pass: the spills of every kernel that has some, and why no better tile was to be had."""
+
+from __future__ import annotations
+
+import re
+
+TRITON = "3.7."  # the compiler that the tiles were chosen with; another one spills here and there
+# Pattern of "case kernel" -> bytes of stack. In attention the tile without spills is half as large, and with eight warps half
+# of them would compute what the others do: for TF32 and heads of 256 up to twice the products (benchmarks/NOTES.md), against
+# some ten local instructions of a thousand. For heads of 80 to 128 on sm_90 so would 64 columns in dkdv.
+SHIPPED_SPILLS: dict[str, int] = {
+    r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": 48,
+    r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": 8,
+    r"attn_bwd/sm_90/bfloat16/d128\+gqa(\+causal)?\+dropout _attn_dkdv_kernel": 64,
+    r"attn_bwd/sm_90/b?float16/d256\S* _attn_dq_kernel": 144,
+    r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+(bool|additive)(\+causal)?\+dropout _attn_fwd_kernel": 40,
+    r"attn_\w+/sm_80/b?float16/d256\S* \w+": 48,
+    r"attn_\w+/sm_80/float32/d(40|64|128)(?!\+ieee)\S* _attn_(fwd|dkdv)_kernel": 64,
+    r"attn_fwd(_delta)?/sm_90/float32/d(128|256)(?!\+ieee)\S* _attn_fwd_kernel": 24,
+    r"attn_bwd/sm_90/float32/d\d+(?!\d|\+ieee)\S* _attn_(dkdv|dq)_kernel": 128,
+    r"stack_bwd/sm_80/bfloat16/gelu\+narrow\+aligned\+extras _stack_bwd_kernel": 8,
+    r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": 16,
+}
+# The same of what `--all` compiles besides. No tile holds the last rows of it without spills everywhere: the same tiles spill
+# nothing with another flag or head dim. 176 bytes are float32's at IEEE precision, 96 dims, on the ordinary cores.
+OTHER_SPILLS: dict[str, int] = {
+    r"stack_bwd/sm_90/float16/gelu\+ragged\+extras _stack_bwd_kernel": 16,
+    r"attn_bwd/sm_90/bfloat16/d(80|96)\+(additive|alibi|bool|gqa|keys|varlen|window).* _attn_dkdv_kernel": 72,
+    r"attn_bwd/sm_80/bfloat16/d32\+varlen _attn_dq_kernel": 8,
+    r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+gqa(\+causal)?(\+dropout)? _attn_fwd_kernel": 40,
+    r"attn_bwd/sm_\d+/float32/d\d+\+ieee.* _attn_(dkdv|dq)_kernel": 16,
+    r"attn_fwd(_delta)?/sm_80/float32/d96\+ieee(\+causal)? _attn_fwd_kernel": 16,
+    r"attn_fwd(_delta)?/sm_90/float32/d96\+ieee.* _attn_fwd_kernel": 176,
+    r"stack_bwd/sm_80/\w+/(relu2|gelu_tanh|silu)\+(narrow\+)?(aligned|ragged\+extras|ragged) _stack_bwd_kernel": 16,
+    r"stack_bwd/sm_80/bfloat16/gelu\+narrow\+ragged(\+extras)? _stack_bwd_kernel": 24,
+    r"gated_(fwd|bwd)/sm_\d+/float32/\w+\+ieee\+ragged.* \w+": 88,
+    r"gated_bwd/sm_80/float32/\w+(\+ieee)?\+aligned\+dropout\+extras _gated_bwd_kernel": 32,
+    r"gated_act_grad/sm_90/b?float16/(gelu_tanh|silu)\+few\+aligned\+dropout\+extras _gated_act_grad_kernel": 32,
+    r"(act_grad|mlp_bwd)/sm_80/float32/\w+\+ieee\+ragged \w+": 8,
+    r"linear_bwd/sm_80/float32/(relu2|gelu_tanh)\+ieee\+aligned.* _linear_bwd_kernel": 8,
+    r"(linear_fwd|act_grad)/sm_\d+/float32/relu\+ieee\+aligned\+dropout\+extras \w+": 16,
+    r"linear_bwd/sm_90/b?float16/gelu_tanh\+aligned _linear_bwd_kernel": 16,
+    r"act_grad/sm_80/float32/gelu\+aligned _act_grad_kernel": 8,
+}
+# What does without HGMMA on sm_90, which needs tiles of 64: dk and dv of 64 columns x 256 dims are 256 registers a thread, and
+# of TF32 x 128 dims spill 450 bytes; TF32 x 256 dims does not fit into shared memory.
+ALLOWED_HMMA = re.compile(
+    r"attn_bwd/sm_90/(\w+/d256|float32/d(80|96|128))\S* _attn_dkdv_kernel|attn_\w+/sm_90/float32/d256"
+)
+# What several warps compute at once: larger tiles do not fit into shared memory.
+ALLOWED_TWICE = re.compile(r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_80/\w+/d\d+\+small")
+
+
+def allowed_stack(launch: str) -> int:
+    """Of "case kernel", in bytes."""
+    table = SHIPPED_SPILLS | OTHER_SPILLS
+    return max((size for pattern, size in table.items() if re.fullmatch(pattern, launch)), default=0)

@@ -1,0 +1,261 @@
+"""Saved tensors on the host: pinned buffers beside a GPU, memory-mapped files beside a CPU."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from .store import MIN_BYTES, Store, changed_in_place
+
+
+class Flight:
+    """A copy that was started. `resident`, its end on the device, lives on stream `home`, which waits when it is dropped."""
+
+    __slots__ = ("event", "home", "resident")
+
+    def __init__(self, resident: Tensor, home=None):
+        self.resident, self.home, self.event = resident, home, None
+
+    def landed(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def join(self, stream) -> None:
+        """From here on `stream` may read, overwrite and free resident. The host does not wait."""
+        if self.event is not None:
+            stream.wait_event(self.event)
+            self.resident.record_stream(stream)  # nothing, where resident was allocated on that stream
+            self.event = None
+
+    def __del__(self):
+        if not self.landed():
+            self.join(self.home)
+
+
+class _Copy:
+    """A run in a host buffer. `out` is the flight there until it was seen to land, `back` the one ahead of its use."""
+
+    __slots__ = ("__weakref__", "back", "buffer", "dtype", "error", "lane", "number", "out", "version")
+
+    def __init__(self, lane: _Lane, buffer: Tensor, flat: Tensor, number: int):
+        self.lane, self.buffer, self.number = lane, buffer, number
+        self.dtype, self.version = flat.dtype, flat._version
+        self.out = self.back = self.error = None
+
+    def __del__(self):
+        self.lane.give(self.buffer)
+
+
+class _Lane:
+    """Copies between a CPU and a memory-mapped file, in order; `_CudaLane` overrides the four methods that differ."""
+
+    def __init__(self, device: torch.device, directory: str, prefetch: int, in_flight: int):
+        self.device, self.directory, self.prefetch, self.in_flight = device, directory, prefetch, in_flight
+        self.free: dict[int, list[Tensor]] = {}
+        self.bytes = 0
+        self.pending: deque[tuple[Flight, weakref.ref[_Copy]]] = deque()  # flights out whose sources are still held
+        self.copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
+        self.count = 0
+        self.ahead: list[weakref.ref[_Copy]] = []
+        self.lock = threading.RLock()  # a graph's destructors may run in the middle of anything
+
+    # -- what a device defines
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A new host buffer, uint8 [nbytes]. Its file has no name by the time this returns: nothing to clean up."""
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="ckptkern-", dir=self.directory)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)  # a sparse file on a full disk kills the process when written
+                return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+            finally:
+                os.close(descriptor)
+                os.unlink(path)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"offload: no room for {nbytes} bytes: {error.strerror}", self.directory
+            ) from error
+
+    def stream(self):
+        """The current stream."""
+
+    def send(self, source: Tensor, buffer: Tensor) -> Flight:
+        buffer.copy_(source)
+        return Flight(source)
+
+    def bring(self, buffer: Tensor, home) -> Flight:
+        return Flight(buffer.clone())
+
+    # -- what all share
+
+    def take(self, nbytes: int) -> Tensor:
+        size = 1 << (max(nbytes, 4096) - 1).bit_length()
+        try:
+            return self.free[size].pop()
+        except (KeyError, IndexError):
+            buffer = self.allocate(size)
+            self.bytes += size
+            return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        # all copies of a lane run in order, so a copy that is still using the buffer comes before the next one into it
+        buffer = buffer._base
+        self.free.setdefault(buffer.numel(), []).append(buffer)
+
+    def put(self, flat: Tensor) -> _Copy:
+        source = flat.view(torch.uint8)
+        with self.lock:
+            copy = _Copy(self, self.take(source.numel())[: source.numel()], flat, self.count)
+            copy.out = self.send(source, copy.buffer)
+            self.copies[copy.number] = copy
+            self.count += 1
+            self.pending.append((copy.out, weakref.ref(copy)))
+            self.settle()
+        return copy
+
+    def settle(self) -> None:
+        """Let go of the sources whose copies have landed, and of the oldest beyond `in_flight` in any case."""
+        while self.pending:
+            flight, weak = self.pending[0]
+            if not flight.landed() and len(self.pending) <= self.in_flight:
+                return
+            copy = weak()
+            if copy is not None:
+                copy.out = None
+                if flight.resident._version != copy.version:  # before the copy or after it: the host cannot tell
+                    copy.error = changed_in_place(flight.resident, copy.version)
+            self.pending.popleft()
+
+    def get(self, copy: _Copy) -> Tensor:
+        with self.lock:
+            self.settle()
+            if copy.error is not None:
+                raise copy.error
+            if copy.out is not None:  # it never left
+                if copy.out.resident._version != copy.version:
+                    raise changed_in_place(copy.out.resident, copy.version)
+                found = copy.out.resident
+            else:
+                flight, copy.back = copy.back or self.bring(copy.buffer, self.stream()), None
+                flight.join(self.stream())
+                found = flight.resident
+            self.fetch_ahead(copy.number)
+        return found.view(copy.dtype)
+
+    def fetch_ahead(self, number: int) -> None:
+        """Start the copies that backward wants next: those put before this one, latest first."""
+        window = []
+        for before in range(number - 1, max(number - 65, -1), -1):
+            if len(window) == self.prefetch:
+                break
+            copy = self.copies.get(before)
+            if copy is not None and copy.out is None:
+                window.append(copy)
+        for copy in filter(None, (weak() for weak in self.ahead)):
+            if copy not in window:  # backward went elsewhere
+                copy.back = None
+        for copy in window:
+            if copy.back is None:
+                copy.back = self.bring(copy.buffer, self.stream())
+        self.ahead = [weakref.ref(copy) for copy in window]
+
+
+class _CudaLane(_Lane):
+    """Copies between a GPU and pinned memory on one side stream, so in order and beside the computation."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.side = torch.cuda.Stream(self.device)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def stream(self):
+        return torch.cuda.current_stream(self.device)
+
+    def send(self, source: Tensor, buffer: Tensor) -> Flight:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("offload: a forward pass under CUDA graph capture cannot keep its tensors on the host")
+        return self._start(buffer, source, Flight(source, self.stream()))
+
+    def bring(self, buffer: Tensor, home) -> Flight:
+        with torch.cuda.stream(home):  # allocated where it is used: no other stream has to give it back
+            resident = torch.empty(buffer.numel(), dtype=torch.uint8, device=self.device)
+        return self._start(resident, buffer, Flight(resident, home))
+
+    def _start(self, target: Tensor, source: Tensor, flight: Flight) -> Flight:
+        self.side.wait_stream(flight.home)
+        with torch.cuda.stream(self.side):
+            target.copy_(source, non_blocking=True)
+            flight.event = self.side.record_event()
+        return flight
+
+
+class offload(Store):
+    """Keeps saved tensors on the host, bit for bit, and brings them back before backward needs them.
+
+    CUDA tensors are copied on a side stream into pinned buffers; memory on the device is given back when the copy has
+    landed. CPU tensors take the same way into memory-mapped files without a name. Tensors on other devices stay.
+
+    directory: of those files, by default ``tempfile.gettempdir()``; mind that this may be held in memory.
+    prefetch: so many tensors are brought back ahead of the one that backward is at, in reverse order of saving.
+    in_flight: so many tensors may wait for their copies; for the oldest beyond, the stream that saved it waits (the host
+    never does). min_bytes, exclude, select: as in ``Store``.
+
+    Buffers come in powers of two, go back to the store when their tensor was used or dropped, and are freed with the
+    store: make one and enter it in every step. ``host_bytes`` is what they add up to.
+
+    A tensor changed in place after it was saved comes back as it was saved; if its copy was not known to have landed
+    then, backward raises the RuntimeError that it raises without the store.
+
+    Raises NotADirectoryError for a directory that is none, ValueError for negative counts; inside the block, OSError
+    with the directory's name if the file system is full, RuntimeError under CUDA graph capture.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str | os.PathLike | None = None,
+        prefetch: int = 2,
+        in_flight: int = 4,
+        min_bytes: int = MIN_BYTES,
+        exclude: Iterable[Tensor] = (),
+        select: Callable[[Tensor], bool] | None = None,
+    ):
+        super().__init__(min_bytes, exclude, select)
+        for name, value in (("prefetch", prefetch), ("in_flight", in_flight)):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"offload: {name} must be an int of at least 0, not {value!r}")
+        directory = os.fspath(tempfile.gettempdir() if directory is None else directory)
+        if not os.path.isdir(directory):
+            raise NotADirectoryError(f"offload: {directory!r} is not a directory")
+        self._settings = directory, prefetch, in_flight
+        self._lanes: dict[torch.device, _Lane] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all host buffers, in use and free."""
+        return sum(lane.bytes for lane in list(self._lanes.values()))
+
+    def accepts(self, tensor: Tensor) -> bool:
+        return tensor.device.type in ("cpu", "cuda")
+
+    def put(self, flat: Tensor) -> _Copy:
+        lane = self._lanes.get(flat.device)
+        if lane is None:
+            with self._lock:
+                lane = self._lanes.get(flat.device)
+                if lane is None:
+                    kind = _CudaLane if flat.is_cuda else _Lane
+                    lane = self._lanes[flat.device] = kind(flat.device, *self._settings)
+        return lane.put(flat)
+
+    def get(self, kept: _Copy) -> Tensor:
+        return kept.lane.get(kept)

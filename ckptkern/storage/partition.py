@@ -1,0 +1,81 @@
+"""Saved tensors spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .store import CHUNK, MIN_BYTES, Store, next_store
+
+
+class partition(Store):
+    """Keeps 1/n of each saved tensor on each of the n ranks of a group; backward gathers it.
+
+    Only for tensors that are *equal on all ranks*: what tensor parallelism replicates, such as the input of a layer norm
+    or of a column-parallel linear layer. Enter it around those, or around segments that keep only their inputs, or name
+    them with `select`. Each rank keeps a checksum of its whole tensor, and backward compares them: RuntimeError on a
+    CPU, a device-side assertion on a GPU, where reading the result would make the host wait.
+
+    Forward communicates nothing. Backward runs one ``all_gather_into_tensor`` per saved tensor (per tensor, not per view
+    of it), when the first node that saved it runs. So all ranks have to save equal shapes in one order and run the same
+    backward, which they do when they run the same model with the same `select`; a rank that stops elsewhere leaves the
+    others waiting until the group's timeout. Sizes need not divide by n: the last shares are padded with zeros.
+
+    group: a ProcessGroup of which this rank is a member; None is the default group. then: the store for this rank's
+    share, such as ``offload()``. min_bytes, exclude, select: as in ``Store``; sizes are those of the whole tensor.
+
+    Raises RuntimeError if torch.distributed is not initialized, ValueError if this rank is not in the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        then: Store | None = None,
+        min_bytes: int = MIN_BYTES,
+        exclude: Iterable[Tensor] = (),
+        select: Callable[[Tensor], bool] | None = None,
+    ):
+        super().__init__(min_bytes, exclude, select)
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError("partition: torch.distributed is not initialized; call init_process_group first")
+        self._group = dist.group.WORLD if group is None else group
+        self._rank = dist.get_rank(self._group)
+        if self._rank < 0:
+            raise ValueError("partition: this rank is not a member of the group")
+        self._ranks = dist.get_world_size(self._group)
+        self._then = next_store("partition", then)
+
+    def accepts(self, tensor: Tensor) -> bool:
+        return self._then.accepts(tensor)
+
+    def put(self, flat: Tensor) -> tuple[object, int, torch.dtype]:
+        whole = flat.view(torch.uint8)
+        size = -(-whole.numel() // (8 * self._ranks)) * 8  # bytes: not every backend knows every dtype
+        share = whole.new_zeros(size + 8)  # the last eight are the checksum
+        mine = whole[self._rank * size : (self._rank + 1) * size]
+        share[: mine.numel()] = mine
+        share[size:].view(torch.int64).copy_(_checksum(whole))
+        return self._then.put(share), whole.numel(), flat.dtype
+
+    def get(self, kept: tuple[object, int, torch.dtype]) -> Tensor:
+        share, n, dtype = self._then.get(kept[0]), *kept[1:]
+        shares = share.new_empty(self._ranks, share.numel())
+        dist.all_gather_into_tensor(shares.view(-1), share, group=self._group)
+        sums = shares[:, -8:].contiguous().view(torch.int64)
+        torch._assert_async((sums == sums[0]).all(), "partition: a saved tensor is not equal on all ranks")
+        return shares[:, :-8].reshape(-1)[:n].view(dtype)
+
+
+def _checksum(data: Tensor) -> Tensor:
+    """int64 [1] of bytes [n]: the sum of its words, each multiplied with an odd number that its position gives."""
+    total = torch.zeros(1, dtype=torch.int64, device=data.device)
+    for start in range(0, data.numel(), CHUNK):
+        piece = data[start : start + CHUNK]
+        words = torch.nn.functional.pad(piece, (0, -piece.numel() % 4)).view(torch.int32)
+        weights = torch.arange(start + 1, start + 2 * len(words), 2, device=data.device)
+        total += (words * weights).sum()
+    return total

@@ -1,0 +1,241 @@
+"""What autograd holds in place of a saved tensor, the base of all stores, and the end of a chain of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..memory import dense_parts
+
+MIN_BYTES = 1 << 20
+CHUNK = 1 << 20  # elements that a store works on at a time, so that its scratch memory is bounded
+
+
+def changed_in_place(tensor: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead."
+    )
+
+
+class Stays:
+    """A tensor that is kept as it is. Hooks switch off autograd's check for in-place changes; it is done here."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor):
+        # the tensor itself would tie a saved output to its own grad_fn: a cycle that frees nothing
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def changed(self) -> bool:
+        return self.tensor._version != self.version
+
+    def unpack(self) -> Tensor:
+        if self.changed():
+            raise changed_in_place(self.tensor, self.version)
+        return self.tensor
+
+
+class _Parts:
+    """A wrapper subclass by the tensors it is made of."""
+
+    __slots__ = ("context", "kind", "parts", "size", "stride")
+
+    def __init__(self, tensor: Tensor, pack: Callable):
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind, self.size, self.stride = type(tensor), tensor.size(), tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}
+        # a DTensor names its mesh among them
+        self.parts = {name: pack(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+
+    def unpack(self) -> Tensor:
+        saved = (Stays, _Parts, _View)
+        parts = {name: part.unpack() if isinstance(part, saved) else part for name, part in self.parts.items()}
+        return self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+
+
+class _Run:
+    """Elements that a store keeps, for every view of them that was saved.
+
+    Fetched for the first of its views that backward asks for and held until the last has asked: two nodes that saved
+    one tensor are neighbours in the graph.
+    """
+
+    __slots__ = ("__weakref__", "flat", "kept", "left", "store", "views")
+
+    def __init__(self, store: Store, flat: Tensor):
+        self.store, self.kept = store, store.put(flat)
+        self.flat: Tensor | None = None
+        self.views = self.left = 0
+
+    def fetch(self) -> Tensor:
+        flat = self.store.get(self.kept) if self.flat is None else self.flat
+        self.left -= 1
+        self.hold(flat)
+        return flat
+
+    def hold(self, flat: Tensor | None) -> None:
+        self.flat = flat if self.left > 0 else None
+        if self.left <= 0:
+            self.left = self.views
+
+
+class _View:
+    """A tensor as a view of a run."""
+
+    __slots__ = ("geometry", "run", "size", "stride")
+
+    def __init__(self, tensor: Tensor, geometry: _Geometry, run: _Run):
+        self.size, self.stride, self.geometry, self.run = tensor.size(), tensor.stride(), geometry, run
+        run.views += 1
+        run.left += 1
+
+    def __del__(self):
+        run = self.run
+        run.views -= 1
+        run.left = min(run.left, run.views)
+        run.hold(run.flat)
+
+    def unpack(self) -> Tensor:
+        return self.geometry.restore(self.run.fetch(), self.size, self.stride)
+
+
+class _Geometry:
+    """Where the elements of a strided tensor lie: a dense run of memory, or `size` and `stride` with gaps between."""
+
+    __slots__ = ("size", "stride")
+
+    def __init__(self, tensor: Tensor):
+        axes = [
+            (stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride and size > 1
+        ]
+        axes.sort(reverse=True)
+        size, stride = tuple(n for _, n in axes), tuple(s for s, _ in axes)
+        span = 1 + sum((n - 1) * s for s, n in axes)
+        dense = span <= math.prod(size)  # less: the rows overlap
+        self.size, self.stride = ((span,), (1,)) if dense else (size, stride)
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """The elements in the order of their addresses, contiguous [n]: a view of the memory where it is dense."""
+        return tensor.detach().as_strided(self.size, self.stride).reshape(-1)
+
+    def restore(self, flat: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        if self.stride == (1,):
+            return flat.as_strided(size, stride)
+        tensor = torch.empty_strided(size, stride, dtype=flat.dtype, device=flat.device)
+        tensor.as_strided(self.size, self.stride).copy_(flat.view(self.size))
+        return tensor
+
+
+class Store:
+    """A place for saved tensors, and the context that sends them there. Subclasses define `put` and `get`.
+
+    One store serves any number of steps, graphs and threads, and may be entered again while it is entered.
+
+    min_bytes: smaller tensors stay. exclude: tensors whose storages, and so all views of them, stay; parameters are
+    found without it, except through ``parameter.detach()`` and ``.data``. select: called with each tensor that would
+    go, on which only metadata may be read; False lets it stay.
+    """
+
+    def __init__(
+        self,
+        min_bytes: int = MIN_BYTES,
+        exclude: Iterable[Tensor] = (),
+        select: Callable[[Tensor], bool] | None = None,
+    ):
+        name = type(self).__name__
+        if not isinstance(min_bytes, int) or min_bytes < 0:
+            raise ValueError(f"{name}: min_bytes must be an int of at least 0, not {min_bytes!r}")
+        if select is not None and not callable(select):
+            raise TypeError(f"{name}: select must be a function of a tensor, not {type(select).__name__}")
+        self._min_bytes, self._select = min_bytes, select
+        self._excluded: set[StorageWeakRef] = set()
+        for tensor in exclude:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: exclude must hold tensors, not {type(tensor).__name__}")
+            self._excluded.update(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
+        self._entered = threading.local()
+
+    def put(self, flat: Tensor) -> object:
+        """Keep flat [n], contiguous; the result is what `get` takes, and what keeps it: dropped, it is forgotten."""
+        raise NotImplementedError
+
+    def get(self, kept: object) -> Tensor:
+        """[n] on the device and of the dtype it was put with. Any number of times."""
+        raise NotImplementedError
+
+    def accepts(self, tensor: Tensor) -> bool:
+        """Can `put` take such a tensor? Decided from device and dtype."""
+        return True
+
+    def __enter__(self) -> Store:
+        runs = weakref.WeakValueDictionary()  # of this block: in another one, an equal version may mean other values
+        pack, unpack = functools.partial(self._pack, runs), _unpack
+        if "torch._dynamo" in sys.modules:  # where it has broken a graph here, it would compile the hooks
+            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks.__enter__()
+        self._entered.__dict__.setdefault("hooks", []).append(hooks)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._entered.hooks.pop().__exit__(*exception)
+
+    def _stays(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is not Tensor
+            or tensor.layout != torch.strided
+            or tensor.numel() == 0
+            or tensor.nbytes < self._min_bytes
+            or tensor.is_quantized
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor._is_zerotensor()
+            or StorageWeakRef(tensor.untyped_storage()) in self._excluded
+            or not self.accepts(tensor)
+            or (self._select is not None and not self._select(tensor))
+        )
+
+    def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor):
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return Stays(tensor)
+        if is_traceable_wrapper_subclass(tensor):
+            return _Parts(tensor, functools.partial(self._pack, runs))
+        if self._stays(tensor):
+            return Stays(tensor)
+        geometry = _Geometry(tensor)
+        place = tensor.storage_offset(), geometry.size, geometry.stride, tensor.dtype
+        key = StorageWeakRef(tensor.untyped_storage()), tensor._version, *place
+        run = runs.get(key)
+        if run is None:
+            run = runs[key] = _Run(self, geometry.flatten(tensor))
+        return _View(tensor, geometry, run)
+
+
+def _unpack(saved: Stays | _Parts | _View) -> Tensor:
+    return saved.unpack()
+
+
+class _Here(Store):
+    """The end of a chain that goes nowhere: tensors stay on their device."""
+
+    def put(self, flat: Tensor) -> Stays:
+        return Stays(flat)
+
+    def get(self, kept: Stays) -> Tensor:
+        return kept.unpack()
+
+
+def next_store(name: str, then: Store | None) -> Store:
+    if then is not None and not isinstance(then, Store):
+        raise TypeError(f"{name}: then must be a store such as offload(), not {type(then).__name__}")
+    return _Here() if then is None else then

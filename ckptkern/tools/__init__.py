@@ -1,0 +1,1 @@
+"""What ``python -m ckptkern`` runs, a module or package for each command."""

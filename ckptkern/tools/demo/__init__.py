@@ -1,0 +1,139 @@
+"""``python -m ckptkern demo``: one byte-level GPT trained three ways side by side, from one seed, on the same batches.
+
+- ``torch``: plain PyTorch layers;
+- ``torch.utils.checkpoint``: the same, every block inside a non-reentrant checkpoint;
+- ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``.
+
+The text is the source code of Python's standard library, which every machine that runs this has. Whole top-level
+modules and packages are held out, so near-identical siblings (the code pages in ``encodings``) are never on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from ... import eager
+from .config import DTYPES, PRESETS, WAYS, Config
+from .data import load_corpus
+from .results import AGREEMENT, agreements, print_summary, relative_differences, summarize, write_results
+from .training import cpu_threads, train
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``python -m ckptkern demo``."""
+
+    def default(name: str) -> str:
+        return f"(default: {PRESETS['cpu'][name]} on a CPU, {PRESETS['cuda'][name]} on a GPU)"
+
+    parser.description = "Train a byte-level GPT on Python's standard library, three ways side by side."
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)"
+    )
+    run.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)} (default: all)"
+    )
+    run.add_argument("--dtype", choices=tuple(DTYPES), help=f"of autocast; weights stay fp32 {default('dtype')}")
+    run.add_argument("--steps", type=int, help=default("steps"))
+    run.add_argument("--batch-size", type=int, help=f"sequences a step {default('batch_size')}")
+    run.add_argument("--seq-len", type=int, help=f"bytes a sequence {default('seq_len')}")
+    run.add_argument("--lr", type=float, help=f"peak learning rate {default('lr')}")
+    run.add_argument(
+        "--threads", type=int, help="CPU threads (default: what a short trial finds quickest, at most torch's own)"
+    )
+    run.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout (default: 0)")
+    run.add_argument(
+        "--out", type=Path, default=Path("demo_output"), help="folder for the results (default: demo_output)"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=int, help=default("layers"))
+    model.add_argument("--d-model", type=int, help=f"width {default('d_model')}")
+    model.add_argument("--heads", type=int, help=f"attention heads {default('heads')}")
+    model.add_argument(
+        "--activation", choices=tuple(eager.ACTIVATIONS), default="gelu", help="of the MLP (default: gelu)"
+    )
+    model.add_argument(
+        "--dropout",
+        type=float,
+        default=0.0,
+        help="after attention and inside the MLP; ckptkern replays its masks from 16 bytes each (default: 0)",
+    )
+    model.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        default="full",
+        help="what ckptkern's blocks recompute in backward (default: full, they keep their input only)",
+    )
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The parsed arguments, with the device's defaults filled in. Raises ValueError where they do not go together."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: wanted cuda but torch sees no CUDA device")
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads: wanted at least 1 but got {args.threads}")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    given = {name: getattr(args, name) for name in PRESETS[device] if getattr(args, name) is not None}
+    return Config(
+        device=device,
+        dropout=args.dropout,
+        activation=args.activation,
+        recompute=args.recompute,
+        seed=args.seed,
+        ways=tuple(args.ways),
+        **(PRESETS[device] | given),
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the demo; 0 if the loss curves agree where they must, 1 if not, 2 for arguments that make no sense."""
+    from rich.console import Console
+
+    from .figure import draw_figure
+
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    begin = time.perf_counter()
+    try:
+        config = config_of(args)
+        corpus = load_corpus()
+        for text, part in ((corpus.train, "training"), (corpus.held_out, "held-out")):
+            if len(text) <= config.seq_len:
+                raise ValueError(f"--seq-len: wanted less than the {len(text)} {part} bytes but got {config.seq_len}")
+    except (ValueError, FileNotFoundError) as error:
+        print(f"ckptkern demo: {error}", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    with cpu_threads(args.threads, config) as threads:
+        place = torch.cuda.get_device_name() if config.device == "cuda" else f"the CPU (threads: {threads})"
+        console.print(
+            f"{len(corpus.train) / 1e6:.1f} MB of Python's standard library to train on "
+            f"({len(corpus.train_files)} files), {len(corpus.held_out) / 1e6:.1f} MB held out "
+            f"({len(corpus.held_out_files)} files); {config.dtype} on {place}."
+        )
+        runs = train(config, corpus, console)
+        summaries, agreed = summarize(config, runs), agreements(config, runs)
+        write_results(config, corpus, runs, summaries, agreed, args.out)
+    draw_figure(
+        args.out / "demo.png",
+        f"One byte-level GPT trained {len(runs)} ways from one seed: {config.layers} layers, width {config.d_model}, "
+        f"{config.batch_size} × {config.seq_len} bytes a step, {config.dtype} on {config.device}"
+        + (f", dropout {config.dropout:g}" if config.dropout else ""),
+        runs,
+        summaries,
+        {other.way: relative_differences(runs[0], other) for other in runs[1:]},
+        limit=AGREEMENT if all(one.limited for one in agreed) else None,
+    )
+    print_summary(config, summaries, agreed, console)
+    console.print(
+        f"{args.out / 'demo.png'}, {args.out / 'losses.csv'} and {args.out / 'results.json'} written; "
+        f"{time.perf_counter() - begin:.0f} s in all."
+    )
+    if any(one.failed for one in agreed):
+        print("ckptkern demo: the loss curves do not agree", file=sys.stderr)
+        return 1
+    return 0

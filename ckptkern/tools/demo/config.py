@@ -1,0 +1,65 @@
+"""What one run of the demo trains, and the defaults for a CPU and a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+WAYS = ("torch", "torch.utils.checkpoint", "ckptkern")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRESETS = {
+    "cpu": {
+        "steps": 600,
+        "batch_size": 8,
+        "seq_len": 128,
+        "layers": 4,
+        "d_model": 128,
+        "heads": 4,
+        "lr": 3e-3,
+        "dtype": "fp32",
+    },
+    "cuda": {
+        "steps": 600,
+        "batch_size": 16,
+        "seq_len": 1024,
+        "layers": 12,
+        "d_model": 1024,
+        "heads": 16,
+        "lr": 6e-4,
+        "dtype": "bf16",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one run trains; raises ValueError where the numbers do not go together."""
+
+    device: str
+    dtype: str
+    steps: int
+    batch_size: int
+    seq_len: int
+    layers: int
+    d_model: int
+    heads: int
+    lr: float
+    dropout: float
+    activation: str
+    recompute: str
+    seed: int
+    ways: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "layers", "d_model", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')}: wanted at least 1 but got {getattr(self, name)}")
+        if self.d_model % self.heads:
+            raise ValueError(f"--d-model: wanted a multiple of --heads {self.heads} but got {self.d_model}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"--dropout: wanted a probability in [0, 1) but got {self.dropout}")
+        if not self.lr > 0.0:
+            raise ValueError(f"--lr: wanted a positive learning rate but got {self.lr}")
+        if len(set(self.ways)) != len(self.ways):
+            raise ValueError(f"--ways: wanted each way once but got {' '.join(self.ways)}")

@@ -1,0 +1,110 @@
+"""The demo's GPT: plain PyTorch layers, and the same block as one segment of ckptkern."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ... import eager, ops
+from .config import Config
+
+VOCABULARY = 256  # bytes
+
+
+class PlainMLP(nn.Module):
+    """fc2(dropout(activation(fc1(x)))) in plain torch layers, with the parameter names of ``ckptkern.nn.MLP``."""
+
+    def __init__(self, d_model: int, activation: str, dropout: float) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(d_model, 4 * d_model)
+        self.fc2 = nn.Linear(4 * d_model, d_model)
+        self.activation = eager.ACTIVATIONS[activation].act
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.dropout(self.activation(self.fc1(x))))
+
+
+class Attention(nn.Module):
+    """Causal self-attention in plain torch layers. x [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d = config.d_model
+        self.norm1 = nn.LayerNorm(d)
+        self.attention = Attention(d, config.heads)
+        self.norm2 = nn.LayerNorm(d)
+        self.mlp = PlainMLP(d, config.activation, config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
+class SegmentBlock(Block):
+    """The same block, the same parameters, as one segment of ckptkern."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recompute, self.activation = config.recompute, config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, out, fc1, fc2 = self.attention.qkv, self.attention.out, self.mlp.fc1, self.mlp.fc2
+        attention = {
+            "qkv_weight": qkv.weight, "qkv_bias": qkv.bias, "out_weight": out.weight, "out_bias": out.bias,
+            "num_heads": self.attention.heads, "is_causal": True, "norm": "layer", "norm_weight": self.norm1.weight,
+            "norm_bias": self.norm1.bias, "norm_eps": self.norm1.eps, "resid_dropout_p": self.dropout.p,
+        }  # fmt: skip
+        mlp = {
+            "up_weight": fc1.weight, "up_bias": fc1.bias, "down_weight": fc2.weight, "down_bias": fc2.bias,
+            "activation": self.activation, "dropout_p": self.dropout.p, "norm": "layer",
+            "norm_weight": self.norm2.weight, "norm_bias": self.norm2.bias, "norm_eps": self.norm2.eps,
+        }  # fmt: skip
+        return ops.transformer_layer(x, attention, mlp, training=self.training, recompute=self.recompute)
+
+
+class GPT(nn.Module):
+    """A byte-level GPT: int64 [B, S] -> logits [B, S, 256]. ``way`` chooses the layers, never the ``state_dict``."""
+
+    def __init__(self, config: Config, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.token = nn.Embedding(VOCABULARY, config.d_model)
+        self.position = nn.Embedding(config.seq_len, config.d_model)
+        block = SegmentBlock if way == "ckptkern" else Block
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.d_model)
+        self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+        for block in self.blocks:  # GPT-2: what is added to the residual stream starts smaller with depth
+            for linear in (block.attention.out, block.mlp.fc2):
+                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * config.layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            if self.way == "torch.utils.checkpoint" and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(self.norm(x))

@@ -1,0 +1,185 @@
+"""The demo's runs, trained side by side step by step, and the bytes and times measured of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...memory import kept_tensors, peak_memory
+from .config import DTYPES, Config
+from .data import Corpus, held_out_batches, training_batches
+from .model import GPT
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EVALUATIONS = 8  # held-out points on a curve
+
+
+@dataclass
+class Run:
+    """One way's model, its optimizer, and what was measured of it. Bytes are -1 until measured."""
+
+    way: str
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    losses: list[float] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)
+    held_out: dict[int, float] = field(default_factory=dict)
+    kept_bytes: int = -1
+    peak_bytes: int = -1
+
+
+def start_runs(config: Config) -> list[Run]:
+    """One run per way; all start from the same weights."""
+
+    def lr_factor(step: int) -> float:
+        warmup = max(1, config.steps // 20)
+        progress = (step - warmup) / max(1, config.steps - warmup)
+        return (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+    runs = []
+    for way in config.ways:
+        torch.manual_seed(config.seed)
+        model = GPT(config, way)
+        if runs:
+            model.load_state_dict(runs[0].model.state_dict())
+        model.to(config.device)
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        vectors = [p for p in model.parameters() if p.dim() != 2]
+        optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=(0.9, 0.95),
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
+        scaler = torch.amp.GradScaler(config.device, enabled=config.dtype == "fp16")
+        runs.append(Run(way, model, optimizer, schedule, scaler))
+    return runs
+
+
+def loss_of(config: Config, model: GPT, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross-entropy in nats per byte, under autocast unless the run is in fp32."""
+    tokens, targets = batch
+    with torch.autocast(config.device, dtype=DTYPES[config.dtype], enabled=config.dtype != "fp32"):
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def synchronize(config: Config) -> None:
+    if config.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def train_step(config: Config, run: Run, batch: tuple[Tensor, Tensor], step: int, measure: bool) -> None:
+    """Forward, backward and optimizer; appends loss and milliseconds, or with measure also counts bytes."""
+    torch.manual_seed(config.seed + 1 + step)  # the two torch ways draw the same dropout masks
+    synchronize(config)
+    begin = time.perf_counter()
+    if measure:
+        with peak_memory(config.device) as peak:
+            with kept_tensors(exclude=run.model.parameters()) as kept:
+                loss = loss_of(config, run.model, batch)
+            run.scaler.scale(loss).backward()
+        run.kept_bytes, run.peak_bytes = kept.bytes, peak.bytes
+    else:
+        loss = loss_of(config, run.model, batch)
+        run.scaler.scale(loss).backward()
+    run.scaler.unscale_(run.optimizer)
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.schedule.step()
+    run.losses.append(loss.item())
+    synchronize(config)
+    run.milliseconds.append(1000.0 * (time.perf_counter() - begin))
+
+
+@torch.no_grad()
+def evaluate(config: Config, run: Run, batches: list[tuple[Tensor, Tensor]]) -> float:
+    """Mean held-out loss, without dropout."""
+    run.model.eval()
+    losses = [loss_of(config, run.model, batch).item() for batch in batches]
+    run.model.train()
+    return statistics.fmean(losses)
+
+
+def measured_step(config: Config) -> int:
+    """The step whose bytes are counted: the third, when optimizer state and library workspaces are allocated."""
+    return min(2, config.steps - 1)
+
+
+@contextlib.contextmanager
+def cpu_threads(threads: int | None, config: Config) -> Iterator[int]:
+    """Runs the block with so many CPU threads; None: as many as make the first half of an MLP of this run quickest.
+
+    That is fewer than the machine shows where other programs or a container's quota leave less of it: OpenMP threads
+    spin while they wait for one that is not running, and two on a busy core were 20 times slower than one.
+    """
+    outer = torch.get_num_threads()
+    try:
+        if threads is None and config.device == "cpu":
+            x = torch.randn(config.batch_size * config.seq_len, config.d_model)
+            weight = torch.randn(4 * config.d_model, config.d_model)
+            candidates = [outer >> shift for shift in range(outer.bit_length())]
+            seconds = dict.fromkeys(candidates, 0.0)
+            for _ in range(8):
+                for count in candidates:
+                    torch.set_num_threads(count)
+                    F.gelu(F.linear(x, weight))  # wakes the threads
+                    begin = time.perf_counter()
+                    for _ in range(8):
+                        F.gelu(F.linear(x, weight))
+                    seconds[count] += time.perf_counter() - begin
+            threads = min(candidates, key=seconds.__getitem__)
+        torch.set_num_threads(threads or outer)
+        yield threads or outer
+    finally:
+        torch.set_num_threads(outer)
+
+
+def short(way: str) -> str:
+    return way.rpartition(".")[2]
+
+
+def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
+    """Trains all ways step by step in turn, the order rotating, so that slow moments of the machine hit all alike."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    runs = start_runs(config)
+    held_out = held_out_batches(config, corpus.held_out)
+    every = max(1, config.steps // EVALUATIONS)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        console=console,
+        disable=not console.is_terminal,
+        expand=True,
+    )
+    with progress:
+        task = progress.add_task("loss", total=config.steps)
+        for step, batch in enumerate(training_batches(config, corpus.train)):
+            for turn in range(len(runs)):
+                run = runs[(step + turn) % len(runs)]
+                train_step(config, run, batch, step, measure=step == measured_step(config))
+            losses = "  ".join(f"{short(run.way)} {run.losses[-1]:.3f}" for run in runs)
+            progress.update(task, advance=1, description=f"loss  {losses}")
+            if (step + 1) % every == 0 or step + 1 == config.steps:
+                for run in runs:
+                    run.held_out[step + 1] = evaluate(config, run, held_out)
+                if not console.is_terminal:
+                    console.print(f"step {step + 1:4d} of {config.steps}   loss  {losses}")
+    return runs

@@ -1,0 +1,391 @@
+"""Every store: what is kept elsewhere comes back as it was, once, and what should stay stays."""
+
+import contextlib
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from stores import Fused, Save, gradients, plain, through, watch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ckptkern
+from ckptkern.memory import peak_memory
+from ckptkern.storage import compress, offload, partition, store
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, checkpoint):
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+MODULES = {
+    "plain": plain,
+    "fused full": lambda: Fused("full"),
+    "fused selective": lambda: Fused("selective"),
+    "general": lambda: Checkpointed(ckptkern.checkpoint),
+    "torch's checkpoint": lambda: Checkpointed(torch.utils.checkpoint.checkpoint),
+}
+EXACT = {
+    "offload": lambda: offload(min_bytes=0),
+    "relu": lambda: compress("relu", min_bytes=0),
+    "relu, offload": lambda: compress("relu", capacity=0.7, min_bytes=0, then=offload()),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("keep", EXACT)
+def test_gradients_are_those_without_it(keep, module):
+    module, keep = MODULES[module](), EXACT[keep]()
+    x = torch.randn(3, 5, 16)
+    torch.manual_seed(1)
+    expected = gradients(module, x, contextlib.nullcontext())
+    puts = watch(keep)
+    for _ in range(2):
+        torch.manual_seed(1)
+        found = gradients(module, x, keep)
+        assert all(map(torch.equal, found, expected))
+    assert sum(puts) >= 2 * 2 * x.numel()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_backward_may_run_inside(module):
+    module, x = MODULES[module](), torch.randn(4, 16)
+    torch.manual_seed(1)
+    expected = gradients(module, x, contextlib.nullcontext())
+    module.zero_grad()
+    torch.manual_seed(1)
+    with offload(min_bytes=0):
+        module(x).square().sum().backward()
+    assert all(map(torch.equal, [p.grad for p in module.parameters()], expected[1:]))
+
+
+def test_under_autocast():
+    module, x, keep = Fused("selective"), torch.randn(4, 16), offload(min_bytes=0)
+    dtypes, put = set(), keep.put
+    keep.put = lambda flat: (dtypes.add(flat.dtype), put(flat))[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = gradients(module, x, contextlib.nullcontext())
+        assert all(map(torch.equal, gradients(module, x, keep), expected))
+    assert torch.bfloat16 in dtypes
+
+
+def test_parameters_stay_and_so_do_their_views():
+    keep, x = offload(min_bytes=0), torch.randn(3, 8, requires_grad=True)
+    puts = watch(keep)
+    free, frozen = nn.Linear(8, 6), nn.Linear(6, 5).requires_grad_(False)
+    with keep:
+        F.linear(frozen(free(x)), free.weight.view(8, 6)[:5, :5])
+    assert puts == [x.numel(), 3 * 5]  # inputs of the first and the last
+
+
+def test_what_is_excluded_small_or_not_selected_stays():
+    a, b, c = (torch.randn(n, requires_grad=True) for n in (8, 9, 10))
+    assert all(map(torch.equal, through(offload(min_bytes=0), a, b), (a, b)))
+    for settings, expected in (
+        (dict(min_bytes=9 * 4), [9, 10]),
+        (dict(min_bytes=0, exclude=[b]), [8, 10]),
+        (dict(min_bytes=0, select=lambda t: len(t) == 10), [10]),
+        (dict(), []),
+    ):
+        keep = offload(**settings)
+        puts = watch(keep)
+        through(keep, a, b.detach()[1:] if "exclude" in settings else b, c)
+        assert puts == expected, settings
+
+
+def test_a_tensor_saved_twice_is_kept_once():
+    keep, base = offload(min_bytes=0), torch.randn(4, 6)
+    puts = watch(keep)
+    found = through(
+        keep, base, base, base.t(), base.view(24), base.detach().view(2, 12), base[1:], base[:, 1:], base[:3]
+    )
+    assert puts == [24, 18, 20, 18]
+    for one, other in zip(found[:5], (base, base, base.t(), base.view(24), base.view(2, 12)), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(found[5], base[1:])
+    assert torch.equal(found[6], base[:, 1:])
+    assert torch.equal(found[7], base[:3])
+
+
+def test_what_was_changed_in_between_is_kept_twice():
+    keep, base, x = offload(min_bytes=0), torch.zeros(5), torch.ones((), requires_grad=True)
+    first, second, third = [], [], []
+    with keep:
+        y = Save.apply(x, first, base)
+        base.add_(1)
+        y = Save.apply(y, second, base)
+    base.data.add_(1)  # no version tells of this one
+    with keep:
+        y = Save.apply(y, third, base)
+    y.backward()
+    assert [found[0][0].item() for found in (first, second, third)] == [0, 1, 2]
+
+
+def test_a_tensor_saved_twice_is_fetched_once():
+    keep, fetched = offload(min_bytes=0), []
+    get = keep.get
+    keep.get = lambda kept: (fetched.append(kept), get(kept))[1]
+    x = torch.randn(7, 16, requires_grad=True)
+    with keep:
+        y = nn.Linear(16, 16)(F.relu(x.exp())).sum()  # relu and linear save relu's output, exp its own
+    for step in (1, 2):
+        y.backward(retain_graph=True)
+        assert len(fetched) == 2 * step
+    runs = [thing for thing in gc.get_objects() if type(thing) is store._Run and thing.store is keep]
+    assert len(runs) == 2
+    assert all(run.flat is None for run in runs)
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(3, 4),
+    "scalar": lambda: torch.randn(()),
+    "transposed": lambda: torch.randn(3, 4, 5).permute(2, 0, 1),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "offset": lambda: torch.randn(9)[3:],
+    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+    "all strides 0": lambda: torch.randn(1).expand(5, 4),
+    "gaps": lambda: torch.randn(6, 9)[1:, 2:5],
+    "gaps, transposed": lambda: torch.randn(6, 9)[:, ::2].t(),
+    "one of three": lambda: torch.randn(2, 5, 3, 4)[:, :, 1].transpose(1, 2),
+    "overlapping": lambda: torch.randn(9).as_strided((4, 3), (2, 1)),
+    "overlapping, gaps": lambda: torch.randn(20).as_strided((2, 4, 3), (11, 1, 1)),
+    "size 1, odd stride": lambda: torch.randn(20).as_strided((1, 4), (17, 1)),
+    "bool": lambda: torch.randn(3, 4) > 0,
+    "int64": lambda: torch.randint(99, (3, 4)),
+    "complex64": lambda: torch.randn(3, 4, dtype=torch.complex64),
+    "bfloat16": lambda: torch.randn(3, 4).bfloat16()[:, 1:],
+    "float8": lambda: torch.randn(3, 4).to(torch.float8_e4m3fn),
+    "conjugate": lambda: torch.randn(3, 4, dtype=torch.complex64).conj(),
+    "empty": lambda: torch.randn(3, 0),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "wrapper": lambda: TwoTensor(torch.randn(3, 4), torch.randn(3, 4)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("keep", EXACT)
+def test_layout_and_bits_come_back(keep, layout):
+    tensor, keep = LAYOUTS[layout](), EXACT[keep]()
+    puts = watch(keep)
+    (found,) = through(keep, tensor)
+    assert type(found) is type(tensor)
+    assert (found.dtype, found.shape, found.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    if layout == "wrapper":
+        assert puts == [12, 12]
+        found, tensor = torch.stack([found.a, found.b]), torch.stack([tensor.a, tensor.b])
+    if tensor.layout == torch.strided:
+        assert found.stride() == tensor.stride()
+        assert found.is_conj() == tensor.is_conj()
+        found, tensor = found.resolve_conj().contiguous().view(-1), tensor.resolve_conj().contiguous().view(-1)
+        assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    else:
+        assert torch.equal(found.to_dense(), tensor.to_dense())
+    if isinstance(keep, offload):
+        assert bool(puts) == (layout not in ("empty", "sparse", "conjugate"))
+
+
+@pytest.mark.parametrize("keep", [*EXACT, "int8"])
+def test_a_default_device_does_not_matter(keep):
+    x, make = torch.randn(40).relu(), EXACT.get(keep, lambda: compress("int8", min_bytes=0))
+    (expected,), keep = through(make(), x), make()
+    with torch.device("meta"):
+        with keep:
+            y = Save.apply(torch.ones((), device="cpu", requires_grad=True), found := [], x)
+        y.backward(torch.ones((), device="cpu"))
+    assert torch.equal(found[0], expected)
+
+
+def test_gaps_and_repeats_are_not_kept():
+    keep = offload(min_bytes=0)
+    puts = watch(keep)
+    through(keep, torch.randn(100, 90)[:, :3], torch.randn(1, 7).expand(50, 7))
+    assert puts == [300, 7]
+
+
+def test_requires_grad_and_graph_come_back():
+    keep = offload(min_bytes=0)
+    leaf = torch.randn(4, requires_grad=True)
+    inner = leaf.exp()
+    a, b, c = through(keep, leaf, inner, torch.randn(4))
+    assert (a.requires_grad, a.is_leaf) == (True, True)
+    assert (b.requires_grad, b.grad_fn) == (True, inner.grad_fn)
+    assert not c.requires_grad
+
+
+@pytest.mark.parametrize("keep", EXACT)
+def test_second_order(keep):
+    x = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    with EXACT[keep]():
+        (first,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, x.sin().exp() * (x.cos() ** 2 - x.sin()))
+
+
+@pytest.mark.parametrize("keep", EXACT)
+def test_a_retained_graph_unpacks_again(keep):
+    x = torch.randn(6, requires_grad=True)
+    with EXACT[keep]():
+        y = x.exp()
+    z = y.sin().sum()
+    results = [torch.autograd.grad(z, x, retain_graph=True)[0] for _ in range(3)]
+    assert all(torch.equal(result, torch.autograd.grad(x.exp().sin().sum(), x)[0]) for result in results)
+    for _ in range(2):
+        assert torch.equal(y.grad_fn._saved_result, y)
+
+
+@pytest.mark.parametrize("keep", EXACT)
+def test_an_in_place_change_later_does_no_harm(keep):
+    x = torch.randn(64, requires_grad=True)
+    with EXACT[keep]():
+        y = F.relu(x - 1)  # mostly zeros, so "relu" holds them
+        z = y.square().sum()
+    with torch.no_grad():
+        y.add_(1)
+    z.backward()
+    assert torch.equal(x.grad, 2 * F.relu(x.detach() - 1))
+
+
+@pytest.mark.parametrize("keep", [offload(), compress("relu", capacity=0, min_bytes=0)])
+def test_an_in_place_change_of_what_stayed_is_the_error_of_torch(keep):
+    messages = []
+    for context in (contextlib.nullcontext(), keep):
+        x = torch.randn(3, 4, requires_grad=True)
+        with context:
+            y = x.exp()
+            z = y.sum()
+        with torch.no_grad():
+            y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            z.backward()
+        messages.append(str(error.value))
+    assert messages[0].startswith(messages[1].split("[torch.")[0])
+    assert "is at version 1; expected version 0 instead." in messages[1]
+
+
+def test_the_inner_context_counts_and_the_outer_comes_back():
+    outer, inner = offload(min_bytes=0), compress("relu", min_bytes=0)
+    seen, also = watch(outer), watch(inner)
+    x = torch.randn(5, requires_grad=True)
+    with outer:
+        x.exp()
+        with inner:
+            x.exp()
+            with contextlib.suppress(ZeroDivisionError), outer:
+                x.exp()
+                1 / 0  # noqa: B018
+            x.exp()
+        x.exp()
+    x.exp()
+    assert (seen, also) == ([5, 5, 5], [5, 5])
+
+
+def test_two_threads_share_a_store():
+    keep, module = offload(min_bytes=0), plain().double()
+    inputs = [torch.randn(40, 16, dtype=torch.float64) for _ in range(2)]
+    expected = [torch.autograd.grad(module(x).square().sum(), [*module.parameters()]) for x in inputs]
+    wrong = []
+
+    def train(x, expected):
+        for _ in range(20):
+            with keep:
+                loss = module(x).square().sum()
+            if not all(map(torch.equal, torch.autograd.grad(loss, [*module.parameters()]), expected)):
+                wrong.append(x)
+
+    threads = [threading.Thread(target=train, args=pair) for pair in zip(inputs, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_around_a_compiled_model(backend):
+    module, x, keep = plain(), torch.randn(5, 16), offload(min_bytes=0)
+    expected = gradients(module, x, contextlib.nullcontext())
+    puts = watch(keep)
+    for found, wanted in zip(gradients(torch.compile(module, backend=backend), x, keep), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert len(puts) >= 3
+    assert not {p.numel() for p in module.parameters()} & set(puts)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # from hooks that Dynamo tries to compile
+def test_inside_a_compiled_function_it_breaks_the_graph():
+    def double(x):
+        with offload(min_bytes=0):
+            return x.exp() * 2
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(double, backend="eager", fullgraph=True)(x)
+    torch.compile(double, backend="eager")(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().exp())
+
+
+def test_torch_func_refuses_it():
+    with offload(min_bytes=0), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda x: x.exp().sum())(torch.randn(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: offload(min_bytes=-1), ValueError, "min_bytes must be an int of at least 0, not -1"),
+        (lambda: offload(min_bytes=1.5), ValueError, "min_bytes must be an int"),
+        (lambda: offload(prefetch=-1), ValueError, "prefetch must be an int of at least 0, not -1"),
+        (lambda: offload(in_flight=None), ValueError, "in_flight must be an int"),
+        (lambda: offload(select=3), TypeError, "select must be a function of a tensor, not int"),
+        (lambda: offload(exclude=[3]), TypeError, "exclude must hold tensors, not int"),
+        (lambda: offload(directory="/no/such"), NotADirectoryError, "'/no/such' is not a directory"),
+        (lambda: compress("fp4"), ValueError, "one of 'fp8', 'int8', 'relu', not 'fp4'"),
+        (lambda: compress("fp8", block=0), ValueError, "block must be an int of at least 1, not 0"),
+        (lambda: compress("relu", capacity=1.5), ValueError, "capacity must be a number between 0 and 1, not 1.5"),
+        (lambda: compress("relu", in_flight=-1), ValueError, "in_flight must be an int of at least 0, not -1"),
+        (lambda: compress("fp8", then=offload), TypeError, r"then must be a store such as offload\(\), not type"),
+        (partition, RuntimeError, "partition: torch.distributed is not initialized"),
+    ],
+)
+def test_wrong_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("side", [False, True])
+@pytest.mark.parametrize("then", [False, True])
+def test_on_a_gpu(side, then):
+    keep = offload(min_bytes=0)
+    if then:
+        keep = compress("relu", capacity=0.6, then=keep, min_bytes=0)
+    module = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.ReLU())]).cuda()
+    x = torch.randn(4096, 1024, device="cuda")
+    expected = gradients(module, x, contextlib.nullcontext())
+    with peak_memory("cuda") as before:
+        gradients(module, x, contextlib.nullcontext())
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            assert all(map(torch.equal, gradients(module, x, keep), expected))
+        with peak_memory("cuda") as after:
+            gradients(module, x, keep)
+    assert after.bytes < 0.75 * before.bytes
+    host = keep._then if then else keep
+    bytes_before = host.host_bytes
+    for _ in range(5):
+        gradients(module, x, keep)
+    assert host.host_bytes == bytes_before
