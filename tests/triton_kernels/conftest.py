@@ -23,3 +23,9 @@ def _poisoned_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def repeats(device):
+    """How often a result is computed again: what differs from run to run on a GPU, the interpreter runs in one order."""
+    return 9 if device == "cuda" else 1

@@ -22,7 +22,7 @@ TILE_SIZES = [AttentionTile(*size, 4, 1) for size in ((16, 32), (32, 64), (64, 3
 OPTIONS = {
     "dtype": DTYPES,
     "head_dim": (40, 64, 96, 1, 3),
-    "heads": ((2, 2), (4, 2), (3, 1)),  # query heads, key and value heads
+    "heads": ((1, 1), (4, 2), (2, 1)),  # query heads, key and value heads
     "lengths": ((37, 41), (70, 5), (5, 70), (64, 64), "packed"),
     "window": ((None, None), (None, 0), (3, 5), (40, None), (None, -20)),
     "mask": (None, "bool keys", "bool all", "additive", "additive keys"),
@@ -367,12 +367,12 @@ def test_recompute_equals_forward(dtype, device):
     torch.testing.assert_close(delta, triton_kernels.attn_delta(o, do, core), rtol=1e-6, atol=1e-6)
 
 
-def test_ten_backward_runs_are_equal(device):
+def test_backward_runs_are_equal(device, repeats):
     """No atomics."""
     case = dataclasses.replace(HEAVY, lengths=(17, 33), slopes=None)
     core, (q, k, v, do) = core_of(case, device), inputs_of(case, device).values()
     _, lse, delta = triton_kernels.attn_fwd(q, k, v, core, do=do)
-    first, *others = (triton_kernels.attn_bwd(q, k, v, do, lse, delta, core) for _ in range(10))
+    first, *others = (triton_kernels.attn_bwd(q, k, v, do, lse, delta, core) for _ in range(1 + repeats))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 

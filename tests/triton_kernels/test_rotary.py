@@ -318,15 +318,16 @@ def test_offsets_beyond_int32(far_dim):
     assert torch.equal(forward(rotary, apart, out=apart["x"]), y)
 
 
-@pytest.mark.parametrize("R", [0, 24, 40])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_backward_rebuilds_the_bits_of_forward(R, dtype, device):
+@pytest.mark.parametrize(
+    ("dtype", "R"), [(torch.bfloat16, 0), (torch.bfloat16, 40), *((dtype, 24) for dtype in DTYPES)], ids=str
+)
+def test_backward_rebuilds_the_bits_of_forward(dtype, R, device):
     """With dz one in one row and zero elsewhere dweight is h of that row, which forward gives with a weight of ones."""
     t = inputs(2, 19, 11, 40, R, dtype, device)
     no_turn = {"cos": torch.ones_like(t["cos"]), "sin": torch.zeros_like(t["sin"])} if R else {}
     t = {**t, **no_turn, "weight": torch.ones(40, device=device)}
     h = forward(rotary, t, out=torch.empty(2, 19, 11, 40, device=device))
-    for row in ((0, 0, 0), (0, 18, 10), (1, 7, 8), (1, 18, 10)):
+    for row in ((0, 0, 0), (1, 18, 10)):
         dy = torch.zeros_like(t["x"])
         dy[row] = 1
         _, dweight = backward(rotary, t | {"dy": dy})
@@ -352,11 +353,11 @@ def test_need_dweight(device):
     assert torch.equal(dx, backward(rotary, t)[0])
 
 
-def test_ten_runs_are_equal(device):
-    """The first call equals the second, and ten runs are equal bit for bit (cherimoya#50, mamba#827)."""
+def test_runs_are_equal(device, repeats):
+    """The first call equals the others bit for bit (cherimoya#50, mamba#827)."""
     t = inputs(2, 19, 9, 40, 24, torch.float32, device)
     first = [forward(rotary, t), *backward(rotary, t)]
-    for _ in range(9):
+    for _ in range(repeats):
         assert all(itertools.starmap(torch.equal, zip(first, [forward(rotary, t), *backward(rotary, t)], strict=True)))
 
 
