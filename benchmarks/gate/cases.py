@@ -123,20 +123,19 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
 
 
 def shipped_cases() -> list[Case | AttentionCase]:
-    """Every kernel x tile row x architecture x dtype, aligned and (in bfloat16) ragged, with the heaviest flags, and once
-    plain; products at torch's default precision of float32, and narrow chains, too."""
+    """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags, and once plain; products at torch's
+    default precision of float32, and narrow chains, too. In bfloat16: float16 differs in the names of a few instructions, and all
+    of it is in `--all`."""
     cases = [
         Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
         for op, arch in itertools.product(PRODUCT_OPS, ARCHS)
         for dtype, kind in kinds_of(op, arch)
         if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"), ("float16", "few"))
     ]
-    for op, arch, dtype in itertools.product(OPS, ARCHS, DTYPES):
+    for op, arch in itertools.product(OPS, ARCHS):
         heavy, *others = VARIANTS.get(op, ("gelu", "relu"))
-        cases.append(Case(op, arch, dtype, False, heavy, op in DROPOUT_OPS, True))
-        if dtype == "bfloat16":  # float16 differs in the names of a few instructions; all of it is in `--all`
-            cases.append(Case(op, arch, dtype, True, heavy, op in DROPOUT_OPS, True))
-            cases += [Case(op, arch, dtype, False, variant, False, False) for variant in others]
+        cases += [Case(op, arch, "bfloat16", ragged, heavy, op in DROPOUT_OPS, True) for ragged in (False, True)]
+        cases += [Case(op, arch, "bfloat16", False, variant, False, False) for variant in others]
     return cases + shipped_attention()
 
 
