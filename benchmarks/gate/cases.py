@@ -124,8 +124,10 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
 
 def shipped_cases() -> list[Case | AttentionCase]:
     """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags, and once plain; products at torch's
-    default precision of float32, and narrow chains, too. In bfloat16: float16 differs in the names of a few instructions, and all
-    of it is in `--all`."""
+    default precision of float32, and narrow chains, too.
+
+    In bfloat16: float16 differs in the names of a few instructions, and `--all` has all of it.
+    """
     cases = [
         Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
         for op, arch in itertools.product(PRODUCT_OPS, ARCHS)
