@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format gate bench bench-host docs test-matrix test-cpus gpu clean
+.PHONY: help install demo test quick lint format gate bench bench-host docs test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -28,13 +28,19 @@ demo: $(STAMP) ## train a small GPT three ways, side by side; writes demo_output
 test: $(STAMP) ## the test suite, a process for each core. ARGS="tests/test_state.py -k philox"
 	$(VENV)/bin/pytest -n auto --dist worksteal $(ARGS)
 
-lint: $(STAMP) ## ruff: lint and format, changing nothing
+quick: $(STAMP) ## after every edit: the first case of every test. ARGS="tests/ops -k mlp"
+	$(VENV)/bin/pytest -n auto --dist worksteal --quick $(ARGS)
+
+lint: $(STAMP) ## ruff, clang-format and mypy, changing nothing
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror csrc/*
+	$(VENV)/bin/mypy
 
-format: $(STAMP) ## ruff: fix and format
+format: $(STAMP) ## ruff: fix and format; clang-format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i csrc/*
 
 gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, memory and instructions
 	$(PY) -m ckptkern.benchmarks.gate --all

@@ -134,7 +134,10 @@ PyObject* precision_deterministic(PyObject* self, void*) {
 PyMethodDef precision_methods[] = {
     {"__enter__", precision_enter, METH_NOARGS, nullptr},
     {"__exit__", reinterpret_cast<PyCFunction>(precision_exit), METH_FASTCALL, nullptr},
-    {"autocast_dtype", precision_autocast_dtype, METH_VARARGS, "device type -> autocast's dtype there, None where it was off"},
+    {"autocast_dtype",
+     precision_autocast_dtype,
+     METH_VARARGS,
+     "device type -> autocast's dtype there, None where it was off"},
     {"fp32_precision", precision_fp32, METH_VARARGS, "(backend, op) -> 'ieee', 'tf32', ..."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -151,8 +154,15 @@ PyObject* make_segment_state(PyTypeObject* type, PyObject* arguments, PyObject* 
   PyObject *args = nullptr, *kwargs = nullptr;
   int preserve_rng_state = 0;
   if (PyArg_ParseTupleAndKeywords(
-          arguments, keywords, "O!O!p:SegmentState", const_cast<char**>(names), &PyTuple_Type, &args, &PyDict_Type,
-          &kwargs, &preserve_rng_state) == 0) {
+          arguments,
+          keywords,
+          "O!O!p:SegmentState",
+          const_cast<char**>(names),
+          &PyTuple_Type,
+          &args,
+          &PyDict_Type,
+          &kwargs,
+          &preserve_rng_state) == 0) {
     return nullptr;
   }
   return translated([&] {

@@ -98,8 +98,7 @@ at::Tensor keep_mask_cpu(
       state.toString(),
       " of shape ",
       state.sizes());
-  TORCH_CHECK(
-      threshold >= 0 && threshold <= 65536, "keep_mask: threshold must lie in [0, 65536] but is ", threshold);
+  TORCH_CHECK(threshold >= 0 && threshold <= 65536, "keep_mask: threshold must lie in [0, 65536] but is ", threshold);
   TORCH_CHECK(
       planes >= 0 && rows >= 0 && cols >= 0 && plane_base >= 0 && row_base >= 0 && col_base >= 0,
       "keep_mask: sizes and bases must not be negative but are planes=",

@@ -49,7 +49,8 @@ struct Metadata {
     }
   }
   bool operator==(const Metadata& other) const {
-    if (dtype != other.dtype || device != other.device || (shape.object == nullptr) != (other.shape.object == nullptr)) {
+    if (dtype != other.dtype || device != other.device ||
+        (shape.object == nullptr) != (other.shape.object == nullptr)) {
       return false;
     }
     if (shape.object == nullptr) {
@@ -214,7 +215,8 @@ PyObject* segment_changed(PyObject* self, PyObject*) {
     const auto impl = entry.second.tensor.lock();
     if (impl && impl->version_counter().current_version() != entry.second.version) {
       const int64_t version = impl->version_counter().current_version();
-      return Py_BuildValue("NLL", THPVariable_Wrap(at::Tensor(impl)), (long long)version, (long long)entry.second.version);
+      return Py_BuildValue(
+          "NLL", THPVariable_Wrap(at::Tensor(impl)), (long long)version, (long long)entry.second.version);
     }
   }
   Py_RETURN_NONE;
@@ -283,12 +285,12 @@ Py_ssize_t segment_length(PyObject* self) {
   return static_cast<Py_ssize_t>(as<Segment>(self)->m.places.size());
 }
 
-template <bool Segment::Members::*Flag>
+template <bool Segment::Members::* Flag>
 PyObject* get_flag(PyObject* self, void*) {
   return PyBool_FromLong(static_cast<long>(as<Segment>(self)->m.*Flag));
 }
 
-template <bool Segment::Members::*Flag>
+template <bool Segment::Members::* Flag>
 int set_flag(PyObject* self, PyObject* value, void*) {
   const int truth = value == nullptr ? -1 : PyObject_IsTrue(value);
   if (truth < 0) {
@@ -298,7 +300,7 @@ int set_flag(PyObject* self, PyObject* value, void*) {
   return 0;
 }
 
-template <bool Segment::Members::*Flag>
+template <bool Segment::Members::* Flag>
 PyGetSetDef flag(const char* name) {
   return {name, get_flag<Flag>, set_flag<Flag>, nullptr, nullptr};
 }

@@ -121,10 +121,11 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, 
   if (THPVariable_Check(pointer) && !THPVariable_Unpack(pointer).is_inference()) { // autograd saves no inference tensor
     const at::Tensor tensor = THPVariable_Unpack(pointer);
     if (depth > 1 && !tensor.requires_grad()) {
-      caches_.push_back(Cache{
-          tensors_.size(),
-          c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-          static_cast<uint32_t>(tensor._version())});
+      caches_.push_back(
+          Cache{
+              tensors_.size(),
+              c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+              static_cast<uint32_t>(tensor._version())});
     }
     argument.kind = Argument::Kind::tensor;
     argument.tensor = tensors_.size();

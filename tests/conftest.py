@@ -6,6 +6,12 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="only the first case of every test function, and no long test"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A kernel is interpreted or compiled from its decoration on, so this precedes every import of ours.
     on_gpu = config.option.markexpr == "gpu" and torch.cuda.is_available()
@@ -16,7 +22,14 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.quick:
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        chosen = [
+            item for item in items if first[item.nodeid.partition("[")[0]] is item and "long" not in item.keywords
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     items.sort(key=lambda item: "long" not in item.keywords)  # first, so that the others fill the other cores meanwhile
     if not torch.cuda.is_available():
         reason = "needs a CUDA device"

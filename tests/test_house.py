@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
+import ckptkern
 from ckptkern import state
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -325,3 +326,26 @@ def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_o
         definition = getattr(importlib.import_module(f"ckptkern.eager.{room}"), name)
         assert definition.__module__ == f"ckptkern.eager.{room}", name
         assert parameters(definition) == parameters(launcher), name
+
+
+def public_callables() -> Iterator[tuple[str, object]]:
+    for module in (ckptkern, ckptkern.nn, ckptkern.storage, ckptkern.memory):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if inspect.isclass(thing):
+                yield from ((f"{name}.{m}", vars(thing)[m]) for m in ("__init__", "forward") if m in vars(thing))
+            elif callable(thing):
+                yield name, thing
+
+
+def test_public_functions_are_annotated():
+    """py.typed promises types, and an argument without one is Any."""
+    missing = [
+        f"{name}: {parameter.name}"
+        for name, function in public_callables()
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.annotation is parameter.empty
+        and parameter.name != "self"
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    assert missing == []

@@ -93,8 +93,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         recompute: str = "selective",
     ):

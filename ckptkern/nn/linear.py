@@ -26,8 +26,8 @@ class Linear(torch.nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: str | None = None,
         recompute: str = "selective",
@@ -62,8 +62,8 @@ class LinearStack(torch.nn.Module):
         *,
         recompute: str = "full",
         workspace: int | str | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if not isinstance(features, Iterable):

@@ -55,8 +55,8 @@ class LlamaAttention(torch.nn.Module):
         dropout: float = 0.0,
         *,
         recompute: str = "selective",
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         op = type(self).__name__
@@ -225,8 +225,8 @@ class LlamaDecoderLayer(torch.nn.Module):
         *,
         recompute: str = "selective",
         workspace: int | str | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         op = type(self).__name__

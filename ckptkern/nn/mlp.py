@@ -30,8 +30,8 @@ class MLP(torch.nn.Module):
         *,
         recompute: str = "full",
         workspace: int | str | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_statics(type(self).__name__, activation, recompute, dropout)
@@ -77,8 +77,8 @@ class GatedMLP(torch.nn.Module):
         *,
         recompute: str = "full",
         workspace: int | str | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_statics(type(self).__name__, activation, recompute, dropout)

@@ -179,8 +179,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         recompute: str = "selective",
     ):
@@ -237,8 +237,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         recompute: str = "selective",
     ):

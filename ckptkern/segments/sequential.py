@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -215,7 +215,7 @@ def _chain(layers: list[Callable]) -> Callable:
 def checkpoint_sequential(
     functions: nn.Sequential | Sequence[Callable],
     segments: Segments,
-    input,
+    input: Any,
     use_reentrant: bool | None = False,
     **options,
 ):

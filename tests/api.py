@@ -1,0 +1,66 @@
+"""The public API as a typed user calls it: `make lint` has mypy check this file, which nothing runs.
+
+A `type: ignore` marks a call that has to be an error; one that is none any more is an error itself.
+"""
+
+from typing import assert_type
+
+import torch
+from torch import Tensor, nn
+
+import ckptkern
+from ckptkern.memory import kept_tensors, peak_memory
+from ckptkern.storage import Store, compress, offload
+
+x, weight, bias = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
+heads = torch.randn(1, 2, 4, 8)
+
+
+def functions() -> None:
+    assert_type(ckptkern.linear_act(x, weight, bias, "relu", recompute="selective"), Tensor)
+    assert_type(ckptkern.linear_stack(x, [weight, weight], [bias, bias], workspace="64MiB"), Tensor)
+    assert_type(ckptkern.mlp(x, weight, bias, weight, None, "gelu", 0.1, training=False), Tensor)
+    assert_type(ckptkern.gated_mlp(x, weight, weight, weight, workspace=2**20), Tensor)
+    assert_type(ckptkern.mlp_block(x, weight, None, weight, None, norm="rms", norm_weight=bias), Tensor)
+    assert_type(ckptkern.dropout(x, 0.5), Tensor)
+    assert_type(ckptkern.scaled_dot_product_attention(heads, heads, heads, is_causal=True), Tensor)
+    assert_type(ckptkern.attention_block(x, [weight] * 3, [bias, None, bias], weight, None, 2, rotary=1e4), Tensor)
+    assert_type(ckptkern.transformer_layer(x, {"num_heads": 2}, {"up_weight": weight}), Tensor)
+    assert_type(ckptkern.ACTIVATIONS, tuple[str, ...])
+    ckptkern.linear_act(x, weight, bias, torch.relu)  # type: ignore[arg-type]
+    ckptkern.mlp(x, weight, bias, weight)  # type: ignore[call-arg]
+    ckptkern.mlp(x, weight, bias, weight, None, recompute=True)  # type: ignore[arg-type]
+    ckptkern.dropout(x, "half")  # type: ignore[arg-type]
+
+
+def segments() -> None:
+    layer, layers = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    ckptkern.checkpoint(layer, x, use_reentrant=False, determinism_check="values")
+    ckptkern.checkpoint_sequential(layers, "sqrt", x)
+    ckptkern.checkpoint_sequential([layer, torch.relu], 2, x)
+    with ckptkern.patch_torch():
+        pass
+    ckptkern.checkpoint(3, x)  # type: ignore[arg-type]
+
+
+@ckptkern.checkpointed
+def decorated(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def modules() -> None:
+    mlp = ckptkern.nn.MLP(8, 32, activation="silu", dropout=0.1, recompute="full", dtype=torch.bfloat16)
+    assert_type(mlp.fc1, nn.Linear)
+    encoder: nn.TransformerEncoderLayer = ckptkern.nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
+    attention: nn.MultiheadAttention = ckptkern.nn.MultiheadAttention(8, 2)
+    nn.Sequential(mlp, encoder, attention, ckptkern.nn.Linear(8, 8, activation="relu"), ckptkern.nn.Dropout(0.1))
+    ckptkern.nn.GatedMLP(8)  # type: ignore[call-arg]
+
+
+def memory() -> None:
+    keep: Store = compress("int8", then=offload())
+    with kept_tensors() as kept, keep, peak_memory("cpu") as peak:
+        decorated(x)
+    assert_type(kept.bytes, int)
+    assert_type(peak.bytes, int)
+    offload(min_bytes="1MiB")  # type: ignore[arg-type]
