@@ -25,11 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.quick:
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-        chosen = [
-            item for item in items if first[item.nodeid.partition("[")[0]] is item and "long" not in item.keywords
-        ]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+        chosen = [item for item in first.values() if "long" not in item.keywords]
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = reversed(chosen)
     items.sort(key=lambda item: "long" not in item.keywords)  # first, so that the others fill the other cores meanwhile
     if not torch.cuda.is_available():
         reason = "needs a CUDA device"
