@@ -90,6 +90,13 @@ MULTIPROCESSORS = {90: 132, 80: 108}  # of an H100 or H200, and of an A100
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
 
 
+def family_of(arch: int) -> int:
+    """What serves an architecture: the tiles of sm_90, of sm_80 for all other cards, or of the interpreter."""
+    if arch == INTERPRETER:
+        return INTERPRETER
+    return 90 if 90 <= arch < 100 else 80
+
+
 def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) -> Tile:
     """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
     operands' dtype, shapes, alignment.
@@ -99,7 +106,7 @@ def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) ->
     """
     if arch == INTERPRETER:
         return INTERPRETED_TILE
-    family = 90 if 90 <= arch < 100 else 80
+    family = family_of(arch)
     tiles = TILES[kernel, family]
     if not all(not (x.stride(0) % 16 or x.shape[1] % 16 or x.data_ptr() % 16) for x in operands):
         return tiles["ragged"]
@@ -127,8 +134,11 @@ def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def launch(kernel, grid, *args, **kwargs) -> None:
-    """Launch on the device of the first tensor argument: Triton itself launches on the current device (triton#2441)."""
-    device = args[0].device
+    """Launch on the device of the first argument, a tensor or a tuple that begins with one.
+
+    Triton itself launches on the current device (triton#2441).
+    """
+    device = (args[0][0] if isinstance(args[0], tuple) else args[0]).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](*args, **kwargs)
