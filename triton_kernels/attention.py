@@ -171,7 +171,6 @@ def _attn_fwd_kernel(
 ):  # fmt: skip
     """o and lse; with do also delta = rowsum(o do). Tiles of a head are neighbours, the longest causal ones first."""
     slopes_ptr, stride_slopeb = slopes
-    do_ptr, _, _, _ = do_heads
     pid = tl.program_id(0)
     m0 = (tiles - 1 - pid % tiles) * BLOCK_M
     b = (pid // tiles // H).to(tl.int64)
@@ -214,7 +213,7 @@ def _attn_fwd_kernel(
         o = store_rows(rows_at(o_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D, acc)
         row_values = b * stride_lseb + h * stride_lseh + row0 + offs_m
         tl.store(lse_ptr + row_values, lse, mask=offs_m < Sq_b)
-        if do_ptr is not None:
+        if do_heads[0] is not None:
             do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
             tl.store(delta_ptr + row_values, tl.sum(widen(o) * widen(do), axis=1), mask=offs_m < Sq_b)
 

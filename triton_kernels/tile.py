@@ -133,6 +133,11 @@ def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
+def matrix(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """(ptr, stride of rows), as kernels take a matrix of inner stride 1; its ptr is None where there is none."""
+    return x, 0 if x is None else x.stride(0)
+
+
 def launch(kernel, grid, *args, **kwargs) -> None:
     """Launch on the device of the first argument, a tensor or a tuple that begins with one.
 
@@ -177,10 +182,16 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def product_tile(
-    a_ptr, stride_am, b_ptr, stride_bk, stride_bn, offs_m, offs_n, M, N, K,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    a_rows, b_rows, offs_m, offs_n, M, N, K,
+    TRANSPOSED: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sum_k a[m, k] b[k, n] for rows offs_m and columns offs_n, float32. a's inner stride is 1; b's strides are free."""
+    """sum_k a[m, k] b[k, n], or b[n, k] if TRANSPOSED, for rows offs_m and columns offs_n, float32."""
+    a_ptr, stride_am = a_rows
+    b_ptr, stride_bk = b_rows
+    stride_bn = 1
+    if TRANSPOSED:
+        stride_bn = stride_bk
+        stride_bk = 1
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = offs_m < M
     mask_n = offs_n < N
