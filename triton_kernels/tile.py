@@ -2,6 +2,10 @@
 
 A product tile accumulates in float32 over ascending K in steps of BLOCK_K, without split-K, so that an element's bits
 do not depend on BLOCK_M, BLOCK_N or the number of warps: forward and recompute may use different tiles.
+
+Kernels take a matrix as `x_rows` = (ptr, stride of rows), whose ptr is None where there is none. The tuples are plain ones:
+named ones make a launch slower on the host. What may not be specialised stays outside of them, because Triton specialises
+their members whatever `do_not_specialize` says. A local that may be None stays outside, too: no tuple literal can hold it.
 """
 
 from __future__ import annotations
