@@ -16,8 +16,8 @@ import triton.language as tl
 from .tile import cast, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# No length and no scalar compiles a kernel again; the strides of lse are lengths. Triton specialises the members of tuples,
-# so these are none.
+# No length and no scalar compiles a kernel again; the strides of lse are lengths. None of them is a member of a tuple, because
+# Triton specialises those all the same.
 DYNAMIC = [
     "Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right", "stride_lseb", "stride_lseh"
 ]  # fmt: skip
