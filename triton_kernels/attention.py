@@ -20,489 +20,23 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention_backward import _attn_dkdv_kernel, _attn_dq_kernel
+from .attention_scores import (
+    DYNAMIC,
+    column_phases,
+    first_block_of,
+    load_rows,
+    mask_offset_of,
+    rows_at,
+    score_tile,
+    sequence_of,
+    store_rows,
+    window_of,
+)
 from .philox import score_values
-from .tile import INTERPRETER, arch_of, cast, dot, launch, rows_of, shared_memory_of, widen
+from .tile import INTERPRETER, arch_of, cast, dot, family_of, launch, rows_of, shared_memory_of, widen
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST_LSE = tl.constexpr(-(2.0**24))  # from here on neighbouring float32 numbers are more than 1 apart
-# no length and no scalar compiles a kernel again; the strides of lse are lengths
-DYNAMIC = [
-    "Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right", "stride_lseb", "stride_lseh"
-]  # fmt: skip
-
-
-@triton.jit
-def load_rows(ptr, stride_s, offs_s, S, D, HEAD_D: tl.constexpr):
-    """[len(offs_s), HEAD_D] rows of one head, zeros outside of S rows and D columns."""
-    offs_d = tl.arange(0, HEAD_D)
-    mask = (offs_s < S)[:, None]
-    if HEAD_D != D:
-        mask = mask & (offs_d < D)[None, :]
-    return tl.load(ptr + offs_s.to(tl.int64)[:, None] * stride_s + offs_d[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def store_rows(ptr, stride_s, offs_s, S, D, HEAD_D: tl.constexpr, value):
-    offs_d = tl.arange(0, HEAD_D)
-    mask = (offs_s < S)[:, None] & (offs_d < D)[None, :]
-    value = cast(value, ptr.dtype.element_ty)
-    tl.store(ptr + offs_s.to(tl.int64)[:, None] * stride_s + offs_d[None, :], value, mask=mask)
-    return value
-
-
-@triton.jit
-def score_tile(
-    qk, i, j, Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, MASK_STEP: tl.constexpr, left, right,
-):  # fmt: skip
-    """s in units of log 2, -inf where i may not see j. i and j broadcast: [BM, 1] and [1, BN], or transposed.
-
-    stride_maskq is None for a mask of columns alone. MASK_STEP, 16 or 1, divides Sk: where a mask's columns end decides
-    how many bytes one load takes.
-    """
-    s = qk * (scale * LOG2E)
-    if slope is not None:
-        s -= (slope * LOG2E) * tl.abs(i - j).to(tl.float32)
-    if mask_ptr is not None:
-        inside = j < Sk // MASK_STEP * MASK_STEP
-        offsets = j.to(tl.int64) * stride_maskk
-        if stride_maskq is not None:
-            inside = inside & (i < Sq)
-            offsets += i.to(tl.int64) * stride_maskq
-        if mask_ptr.dtype.element_ty == tl.int8:
-            s = tl.where(tl.load(mask_ptr + offsets, mask=inside, other=0) != 0, s, float("-inf"))
-        else:
-            m = widen(tl.load(mask_ptr + offsets, mask=inside, other=0.0))
-            # a mask of the dtype's lowest value stays finite in units of log 2: torch weighs a row of them evenly
-            s += tl.where(m < -2.0e38, m, m * LOG2E)
-    if EDGE:
-        seen = j < Sk
-        if LEFT:
-            seen = seen & (j >= i - left)
-        if RIGHT:
-            seen = seen & (j <= i + right)
-        s = tl.where(seen, s, float("-inf"))
-    return s
-
-
-@triton.jit
-def column_phases(
-    m0, Sk, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
-):
-    """(lo, full_lo, full_hi, hi) of the column tiles that rows m0.. see: those in [full_lo, full_hi) need no edge mask."""
-    lo = 0
-    full_lo = 0
-    hi = Sk
-    full_hi = Sk
-    if LEFT:
-        lo = tl.maximum(m0 - left, 0) // BLOCK_N * BLOCK_N
-        full_lo = tl.cdiv(tl.maximum(m0 + BLOCK_M - 1 - left, 0), BLOCK_N) * BLOCK_N
-    if RIGHT:
-        hi = tl.minimum(Sk, tl.maximum(m0 + BLOCK_M + right, 0))
-        full_hi = tl.minimum(Sk, tl.maximum(m0 + right + 1, 0))
-    full_hi = full_hi // BLOCK_N * BLOCK_N
-    full_lo = tl.minimum(full_lo, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
-    return lo, full_lo, tl.maximum(full_hi, full_lo), hi
-
-
-@triton.jit
-def _fwd_steps(
-    acc, total, top, q, k_ptr, v_ptr, stride_ks, stride_vs, m0, lo, hi, Sq, Sk, scale, slope,
-    mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr,
-    MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the column tiles of [lo, hi); lo is a multiple of BLOCK_N."""
-    offs_m = m0 + tl.arange(0, q.shape[0])
-    for start in range(lo, hi, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, stride_ks, offs_n, Sk, D, HEAD_D)
-        qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
-        s = score_tile(
-            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
-            LEFT, RIGHT, EDGE, MASK_STEP, left, right,
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        # a row that has seen nothing yet has top = -inf: exp2(-inf - -inf) would be NaN
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - shift[:, None])
-        correction = tl.exp2(top - shift)
-        total = total * correction + tl.sum(p, axis=1)
-        if state_ptr is not None:
-            values = score_values(state_ptr, first_block, m0, start, q.shape[0], BLOCK_N, False)
-            p = tl.where(values >= threshold, p, 0.0)
-        v = load_rows(v_ptr, stride_vs, offs_n, Sk, D, HEAD_D)
-        acc = dot(cast(p, v.dtype), v, acc * correction[:, None], PRECISION)
-        top = new_top
-    return acc, total, top
-
-
-@triton.jit
-def _sequence(cu_ptr, b, S):
-    """(first row, length) of sequence b: packed by cu_ptr int32 [B + 1], of which S rows are seen, or (0, S)."""
-    if cu_ptr is not None:
-        start = tl.load(cu_ptr + b).to(tl.int64)
-        return start, tl.minimum(tl.load(cu_ptr + b + 1) - start, S).to(tl.int32)
-    else:
-        return b * 0, S
-
-
-@triton.jit
-def _bounds(cu_ptr, left, right, Sq, Sk):
-    """The window's bounds; of packed sequences the last row is aligned with the last column."""
-    if cu_ptr is not None:
-        return left - (Sk - Sq), right + (Sk - Sq)
-    else:
-        return left, right
-
-
-@triton.jit
-def _multiples(stride_b, stride_h, stride_s, STEP: tl.constexpr):
-    """The strides themselves, known to be multiples of STEP: what is no multiple of 16 the compiler takes for ragged."""
-    if STEP > 1:
-        return stride_b // STEP * STEP, stride_h // STEP * STEP, stride_s // STEP * STEP
-    else:
-        return stride_b, stride_h, stride_s
-
-
-@triton.jit
-def _first_block(plane_base, b, h, H, Sq):
-    """Where the plane of (b, h) starts among the mask's blocks of 16 rows (philox.py)."""
-    return ((plane_base + b * H + h) * tl.cdiv(Sq, 16)).to(tl.uint32)
-
-
-@triton.jit(do_not_specialize=DYNAMIC)
-def _attn_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, o_ptr, lse_ptr, delta_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_maskb, stride_maskh, stride_maskq, stride_maskk, stride_slopeb,
-    stride_dob, stride_doh, stride_dos, stride_ob, stride_oh, stride_os, stride_lseb, stride_lseh,
-    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """o and lse; with do_ptr also delta = rowsum(o do). Tiles of a head are neighbours, the longest causal ones first."""
-    stride_qb, stride_qh, stride_qs = _multiples(stride_qb, stride_qh, stride_qs, STRIDE_STEP)
-    stride_kb, stride_kh, stride_ks = _multiples(stride_kb, stride_kh, stride_ks, STRIDE_STEP)
-    stride_vb, stride_vh, stride_vs = _multiples(stride_vb, stride_vh, stride_vs, STRIDE_STEP)
-    stride_dob, stride_doh, stride_dos = _multiples(stride_dob, stride_doh, stride_dos, STRIDE_STEP)
-    stride_ob, stride_oh, stride_os = _multiples(stride_ob, stride_oh, stride_os, STRIDE_STEP)
-    pid = tl.program_id(0)
-    m0 = (tiles - 1 - pid % tiles) * BLOCK_M
-    b = (pid // tiles // H).to(tl.int64)
-    h = (pid // tiles % H).to(tl.int64)
-    row0, Sq_b = _sequence(cuq_ptr, b, Sq)
-    col0, Sk_b = _sequence(cuk_ptr, b, Sk)
-    left, right = _bounds(cuq_ptr, left, right, Sq_b, Sk_b)
-    if m0 < Sq_b:
-        k_head_ptr = k_ptr + b * stride_kb + h // GROUP * stride_kh + col0 * stride_ks
-        v_head_ptr = v_ptr + b * stride_vb + h // GROUP * stride_vh + col0 * stride_vs
-        slope = slopes_ptr
-        if slopes_ptr is not None:
-            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-        head_mask_ptr = mask_ptr
-        if mask_ptr is not None:
-            head_mask_ptr = mask_ptr + b * stride_maskb + h * stride_maskh
-        first_block = _first_block(plane_base, b, h, H, Sq)
-        offs_m = m0 + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs, stride_qs, offs_m, Sq_b, D, HEAD_D)
-        acc = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
-        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        lo, full_lo, full_hi, hi = column_phases(m0, Sk_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        ONE_PHASE: tl.constexpr = LEFT and HEAD_D > 128  # three do not fit into the registers
-        if ONE_PHASE:
-            full_hi = lo
-        elif LEFT:
-            acc, total, top = _fwd_steps(
-                acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, lo, full_lo, Sq_b, Sk_b,
-                scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-                D, HEAD_D, LEFT, RIGHT, True, MASK_STEP, PRECISION, BLOCK_N,
-            )  # fmt: skip
-        if not ONE_PHASE:
-            acc, total, top = _fwd_steps(
-                acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, full_lo, full_hi, Sq_b, Sk_b,
-                scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-                D, HEAD_D, LEFT, RIGHT, False, MASK_STEP, PRECISION, BLOCK_N,
-            )  # fmt: skip
-        acc, total, top = _fwd_steps(
-            acc, total, top, q, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, full_hi, hi, Sq_b, Sk_b,
-            scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-            D, HEAD_D, LEFT, RIGHT, True, MASK_STEP, PRECISION, BLOCK_N,
-        )  # fmt: skip
-        empty = total == 0.0
-        acc *= (keep_scale / tl.where(empty, 1.0, total))[:, None]
-        lse = tl.where(empty, float("-inf"), top * LN2 + tl.log(tl.where(empty, 1.0, total)))
-        o = store_rows(
-            o_ptr + b * stride_ob + h * stride_oh + row0 * stride_os, stride_os, offs_m, Sq_b, D, HEAD_D, acc
-        )
-        row_ptrs = b * stride_lseb + h * stride_lseh + row0 + offs_m
-        tl.store(lse_ptr + row_ptrs, lse, mask=offs_m < Sq_b)
-        if do_ptr is not None:
-            do = load_rows(
-                do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, stride_dos, offs_m, Sq_b, D, HEAD_D
-            )
-            tl.store(delta_ptr + row_ptrs, tl.sum(widen(o) * widen(do), axis=1), mask=offs_m < Sq_b)
-
-
-@triton.jit(do_not_specialize=["Sq", "H", "tiles", "stride_lseb", "stride_lseh"])
-def _delta_kernel(
-    o_ptr, do_ptr, cuq_ptr, delta_ptr, Sq, H, tiles, stride_ob, stride_oh, stride_os,
-    stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh,
-    D: tl.constexpr, HEAD_D: tl.constexpr, STRIDE_STEP: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """delta = rowsum(o do), from a stored o."""
-    stride_ob, stride_oh, stride_os = _multiples(stride_ob, stride_oh, stride_os, STRIDE_STEP)
-    stride_dob, stride_doh, stride_dos = _multiples(stride_dob, stride_doh, stride_dos, STRIDE_STEP)
-    pid = tl.program_id(0)
-    b = (pid // tiles // H).to(tl.int64)
-    h = (pid // tiles % H).to(tl.int64)
-    row0, Sq_b = _sequence(cuq_ptr, b, Sq)
-    offs_m = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    o = load_rows(o_ptr + b * stride_ob + h * stride_oh + row0 * stride_os, stride_os, offs_m, Sq_b, D, HEAD_D)
-    do = load_rows(do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, stride_dos, offs_m, Sq_b, D, HEAD_D)
-    tl.store(
-        delta_ptr + b * stride_lseb + h * stride_lseh + row0 + offs_m, tl.sum(widen(o) * widen(do), axis=1),
-        mask=offs_m < Sq_b,
-    )  # fmt: skip
-
-
-@triton.jit
-def _load_row_values(ptr, offs_m, S, other):
-    return tl.load(ptr + offs_m, mask=offs_m < S, other=other)
-
-
-@triton.jit
-def _load_delta(ptr, offs_m, S, state_ptr, threshold):
-    """delta / keep_scale, so that ds / keep_scale takes no product an element; dq and dk are scaled at the end."""
-    delta = _load_row_values(ptr, offs_m, S, 0.0)
-    if state_ptr is not None:
-        delta *= (65536 - threshold) * (1.0 / 65536)
-    return delta
-
-
-@triton.jit
-def probability_tile(s, lse):
-    """p = exp(s - lse) for s in units of log 2; lse broadcasts. A row that saw nothing has p = 0.
-
-    So has one of which a mask hides everything by finite numbers, so far down that an lse has no digit for log sum.
-    """
-    return tl.exp2(s - tl.where(lse < LOWEST_LSE, float("inf"), lse * LOG2E))
-
-
-@triton.jit
-def _dkdv_step(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_dos, n0, start, Sq, Sk,
-    scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """dk / (scale keep_scale) and dv / keep_scale of a column tile and the rows start...
-
-    Scores are transposed: [BLOCK_N, BLOCK_M]. Products and loads stand in the order that keeps the fewest registers alive.
-    """
-    offs_n = n0 + tl.arange(0, k.shape[0])
-    offs_m = start + tl.arange(0, BLOCK_M)
-    q = load_rows(q_ptr, stride_qs, offs_m, Sq, D, HEAD_D)
-    do = load_rows(do_ptr, stride_dos, offs_m, Sq, D, HEAD_D)
-    lse = _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))
-    qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
-    s = score_tile(
-        qk, offs_m[None, :], offs_n[:, None], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
-        LEFT, RIGHT, True, MASK_STEP, left, right,
-    )  # fmt: skip
-    p = probability_tile(s, lse[None, :])
-    dropped = p
-    if state_ptr is not None:
-        values = score_values(state_ptr, first_block, start, n0, BLOCK_M, k.shape[0], True)
-        # p is never negative: its sign bit remembers the mask, that of values - threshold
-        signed = p.to(tl.int32, bitcast=True) | ((values - threshold) & -(2**31))
-        p = signed.to(tl.float32, bitcast=True)
-        dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
-    dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
-    if state_ptr is not None:
-        dp = tl.where(p < 0.0, 0.0, dp)
-        p = tl.abs(p)
-    delta = _load_delta(delta_ptr, offs_m, Sq, state_ptr, threshold)
-    ds = p * (dp - delta[None, :])
-    return dot(cast(ds, q.dtype), q, dk, PRECISION), dv
-
-
-@triton.jit
-def row_range(
-    n0, Sq, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
-):
-    """[lo, hi) of the rows that see any of the columns n0.., lo a multiple of BLOCK_M."""
-    lo = 0
-    hi = Sq
-    if RIGHT:
-        lo = tl.maximum(n0 - right, 0) // BLOCK_M * BLOCK_M
-    if LEFT:
-        hi = tl.minimum(Sq, tl.maximum(n0 + BLOCK_N + left, 0))
-    return lo, hi
-
-
-@triton.jit(do_not_specialize=DYNAMIC)
-def _attn_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_maskb, stride_maskh, stride_maskq, stride_maskk, stride_slopeb,
-    stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh,
-    stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One column tile of one k/v head: it owns dk and dv, and sums over the GROUP query heads that read it."""
-    stride_qb, stride_qh, stride_qs = _multiples(stride_qb, stride_qh, stride_qs, STRIDE_STEP)
-    stride_kb, stride_kh, stride_ks = _multiples(stride_kb, stride_kh, stride_ks, STRIDE_STEP)
-    stride_vb, stride_vh, stride_vs = _multiples(stride_vb, stride_vh, stride_vs, STRIDE_STEP)
-    stride_dob, stride_doh, stride_dos = _multiples(stride_dob, stride_doh, stride_dos, STRIDE_STEP)
-    stride_dkb, stride_dkh, stride_dks = _multiples(stride_dkb, stride_dkh, stride_dks, STRIDE_STEP)
-    stride_dvb, stride_dvh, stride_dvs = _multiples(stride_dvb, stride_dvh, stride_dvs, STRIDE_STEP)
-    pid = tl.program_id(0)
-    n0 = pid % tiles * BLOCK_N
-    H_kv = H // GROUP
-    b = (pid // tiles // H_kv).to(tl.int64)
-    h_kv = (pid // tiles % H_kv).to(tl.int64)
-    row0, Sq_b = _sequence(cuq_ptr, b, Sq)
-    col0, Sk_b = _sequence(cuk_ptr, b, Sk)
-    left, right = _bounds(cuq_ptr, left, right, Sq_b, Sk_b)
-    if n0 < Sk_b:
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr + b * stride_kb + h_kv * stride_kh + col0 * stride_ks, stride_ks, offs_n, Sk_b, D, HEAD_D)
-        v = load_rows(v_ptr + b * stride_vb + h_kv * stride_vh + col0 * stride_vs, stride_vs, offs_n, Sk_b, D, HEAD_D)
-        dk = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
-        dv = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
-        lo, hi = row_range(n0, Sq_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        # One loop over all heads, which begins again for each: a loop inside a loop needs more registers.
-        rows = hi - lo if GROUP == 1 else tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M) * BLOCK_M
-        for start in range(lo, lo + GROUP * rows, BLOCK_M):
-            h = h_kv * GROUP
-            if GROUP > 1:
-                member = (start - lo) // rows
-                h += member
-                start -= member * rows
-            slope = slopes_ptr
-            if slopes_ptr is not None:
-                slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-            head_mask_ptr = mask_ptr
-            if mask_ptr is not None:
-                head_mask_ptr = mask_ptr + b * stride_maskb + h * stride_maskh
-            row_values = b * stride_lseb + h * stride_lseh + row0
-            dk, dv = _dkdv_step(
-                dk, dv, k, v, q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs,
-                do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, lse_ptr + row_values,
-                delta_ptr + row_values, stride_qs, stride_dos, n0, start, Sq_b, Sk_b, scale,
-                slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold,
-                _first_block(plane_base, b, h, H, Sq), D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M,
-            )  # fmt: skip
-        if state_ptr is not None:
-            scale *= keep_scale
-            dv *= keep_scale
-        store_rows(
-            dk_ptr + b * stride_dkb + h_kv * stride_dkh + col0 * stride_dks,
-            stride_dks,
-            offs_n,
-            Sk_b,
-            D,
-            HEAD_D,
-            dk * scale,
-        )
-        store_rows(
-            dv_ptr + b * stride_dvb + h_kv * stride_dvh + col0 * stride_dvs, stride_dvs, offs_n, Sk_b, D, HEAD_D, dv
-        )
-
-
-@triton.jit
-def _dq_steps(
-    dq, q, do, lse, delta, k_ptr, v_ptr, stride_ks, stride_vs, m0, lo, hi, Sq, Sk,
-    scale, slope, mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold, first_block,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """dq / (scale keep_scale) of a row tile from the column tiles in [lo, hi)."""
-    offs_m = m0 + tl.arange(0, q.shape[0])
-    for start in range(lo, hi, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, stride_ks, offs_n, Sk, D, HEAD_D)
-        v = load_rows(v_ptr, stride_vs, offs_n, Sk, D, HEAD_D)
-        qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
-        s = score_tile(
-            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask_ptr, stride_maskq, stride_maskk,
-            LEFT, RIGHT, True, MASK_STEP, left, right,
-        )  # fmt: skip
-        p = probability_tile(s, lse[:, None])
-        dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
-        if state_ptr is not None:
-            values = score_values(state_ptr, first_block, m0, start, q.shape[0], BLOCK_N, False)
-            dp = tl.where(values >= threshold, dp, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = dot(cast(ds, k.dtype), k, dq, PRECISION)
-    return dq
-
-
-@triton.jit(do_not_specialize=DYNAMIC)
-def _attn_dq_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, slopes_ptr, state_ptr, cuq_ptr, cuk_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_maskb, stride_maskh, stride_maskq, stride_maskk, stride_slopeb,
-    stride_dob, stride_doh, stride_dos, stride_lseb, stride_lseh, stride_dqb, stride_dqh, stride_dqs,
-    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One row tile of one query head: it owns dq."""
-    stride_qb, stride_qh, stride_qs = _multiples(stride_qb, stride_qh, stride_qs, STRIDE_STEP)
-    stride_kb, stride_kh, stride_ks = _multiples(stride_kb, stride_kh, stride_ks, STRIDE_STEP)
-    stride_vb, stride_vh, stride_vs = _multiples(stride_vb, stride_vh, stride_vs, STRIDE_STEP)
-    stride_dob, stride_doh, stride_dos = _multiples(stride_dob, stride_doh, stride_dos, STRIDE_STEP)
-    stride_dqb, stride_dqh, stride_dqs = _multiples(stride_dqb, stride_dqh, stride_dqs, STRIDE_STEP)
-    pid = tl.program_id(0)
-    m0 = (tiles - 1 - pid % tiles) * BLOCK_M
-    b = (pid // tiles // H).to(tl.int64)
-    h = (pid // tiles % H).to(tl.int64)
-    row0, Sq_b = _sequence(cuq_ptr, b, Sq)
-    col0, Sk_b = _sequence(cuk_ptr, b, Sk)
-    left, right = _bounds(cuq_ptr, left, right, Sq_b, Sk_b)
-    if m0 < Sq_b:
-        k_head_ptr = k_ptr + b * stride_kb + h // GROUP * stride_kh + col0 * stride_ks
-        v_head_ptr = v_ptr + b * stride_vb + h // GROUP * stride_vh + col0 * stride_vs
-        slope = slopes_ptr
-        if slopes_ptr is not None:
-            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-        head_mask_ptr = mask_ptr
-        if mask_ptr is not None:
-            head_mask_ptr = mask_ptr + b * stride_maskb + h * stride_maskh
-        first_block = _first_block(plane_base, b, h, H, Sq)
-        offs_m = m0 + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr + b * stride_qb + h * stride_qh + row0 * stride_qs, stride_qs, offs_m, Sq_b, D, HEAD_D)
-        do = load_rows(
-            do_ptr + b * stride_dob + h * stride_doh + row0 * stride_dos, stride_dos, offs_m, Sq_b, D, HEAD_D
-        )
-        row_ptrs = b * stride_lseb + h * stride_lseh + row0
-        lse = _load_row_values(lse_ptr + row_ptrs, offs_m, Sq_b, float("-inf"))
-        delta = _load_delta(delta_ptr + row_ptrs, offs_m, Sq_b, state_ptr, threshold)
-        dq = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
-        lo, _, _, hi = column_phases(m0, Sk_b, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        dq = _dq_steps(
-            dq, q, do, lse, delta, k_head_ptr, v_head_ptr, stride_ks, stride_vs, m0, lo, hi, Sq_b, Sk_b,
-            scale, slope, head_mask_ptr, stride_maskq, stride_maskk, left, right, state_ptr, threshold,
-            first_block, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N,
-        )  # fmt: skip
-        if state_ptr is not None:
-            scale *= keep_scale
-        store_rows(
-            dq_ptr + b * stride_dqb + h * stride_dqh + row0 * stride_dqs,
-            stride_dqs,
-            offs_m,
-            Sq_b,
-            D,
-            HEAD_D,
-            dq * scale,
-        )
 
 
 class AttentionTile(NamedTuple):
@@ -573,10 +107,10 @@ def attention_tile(
         shape_class = "32 ieee" if precision == "ieee" else "32"
     else:
         shape_class = "16 masked" if masked else "16"
-    row, table = max(padded_head_dim(head_dim, arch), 64), TILES[kernel, 90 if 90 <= arch < 100 else 80]
+    row, table = max(padded_head_dim(head_dim, arch), 64), TILES[kernel, family_of(arch)]
     tile = table.get((shape_class, row)) or table[shape_class.removesuffix(" masked"), row]
     need, smaller = LARGE_TILES.get((kernel, shape_class.removesuffix(" masked"), row), (0, None))
-    if need > shared // 1024 and not 90 <= arch < 100:
+    if need > shared // 1024 and family_of(arch) != 90:
         if smaller is None:
             raise RuntimeError(
                 f"attention of {dtype} heads of {head_dim}: its {kernel} kernel needs {need} KiB of shared memory, the "
@@ -588,12 +122,117 @@ def attention_tile(
 
 def padded_head_dim(head_dim: int, arch: int = INTERPRETER) -> int:
     """The power of two that a head dim is padded to in registers: >= 64 on sm_90 (see TILES), else >= 16."""
-    return max(triton.next_power_of_2(head_dim), 64 if 90 <= arch < 100 else 16)
+    return max(triton.next_power_of_2(head_dim), 64 if family_of(arch) == 90 else 16)
 
 
 def _tile(kernel: str, q: torch.Tensor, core) -> AttentionTile:
     masked = core.mask is not None and core.mask.shape[2] > 1
     return attention_tile(kernel, arch_of(q), shared_memory_of(q), q.dtype, q.shape[-1], core.precision, masked)
+
+
+@triton.jit
+def _fwd_steps(
+    acc, total, top, lo, hi, slope, q, k_rows, v_rows, m0, Sq, Sk, scale, mask, mask_offset, window, dropout,
+    EDGE: tl.constexpr, D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the column tiles of [lo, hi); lo is a multiple of BLOCK_N."""
+    state_ptr, threshold, first_block = dropout
+    offs_m = m0 + tl.arange(0, q.shape[0])
+    for start in range(lo, hi, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_rows, offs_n, Sk, D, HEAD_D)
+        qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
+        s = score_tile(
+            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask, mask_offset, window,
+            LEFT, RIGHT, EDGE, MASK_STEP,
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(s, axis=1))
+        # a row that has seen nothing yet has top = -inf: exp2(-inf - -inf) would be NaN
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - shift[:, None])
+        correction = tl.exp2(top - shift)
+        total = total * correction + tl.sum(p, axis=1)
+        if state_ptr is not None:
+            values = score_values(state_ptr, first_block, m0, start, q.shape[0], BLOCK_N, False)
+            p = tl.where(values >= threshold, p, 0.0)
+        v = load_rows(v_rows, offs_n, Sk, D, HEAD_D)
+        acc = dot(cast(p, v.dtype), v, acc * correction[:, None], PRECISION)
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit(do_not_specialize=DYNAMIC)
+def _attn_fwd_kernel(
+    q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, o_heads, lse_ptr, delta_ptr,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right, stride_lseb, stride_lseh,
+    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """o and lse; with do also delta = rowsum(o do). Tiles of a head are neighbours, the longest causal ones first."""
+    slopes_ptr, stride_slopeb = slopes
+    pid = tl.program_id(0)
+    m0 = (tiles - 1 - pid % tiles) * BLOCK_M
+    b = (pid // tiles // H).to(tl.int64)
+    h = (pid // tiles % H).to(tl.int64)
+    row0, Sq_b = sequence_of(cuq_ptr, b, Sq)
+    col0, Sk_b = sequence_of(cuk_ptr, b, Sk)
+    window = window_of(cuq_ptr, left, right, Sq_b, Sk_b)
+    if m0 < Sq_b:
+        k_rows = rows_at(k_heads, b, h // GROUP, col0, STRIDE_STEP)
+        v_rows = rows_at(v_heads, b, h // GROUP, col0, STRIDE_STEP)
+        slope = slopes_ptr
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+        mask_offset = mask_offset_of(mask, b, h)
+        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq))
+        offs_m = m0 + tl.arange(0, BLOCK_M)
+        q = load_rows(rows_at(q_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
+        head = (q, k_rows, v_rows, m0, Sq_b, Sk_b, scale, mask, mask_offset, window, dropout)
+        acc = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        lo, full_lo, full_hi, hi = column_phases(m0, Sk_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+        ONE_PHASE: tl.constexpr = LEFT and HEAD_D > 128  # three do not fit into the registers
+        if ONE_PHASE:
+            full_hi = lo
+        elif LEFT:
+            acc, total, top = _fwd_steps(
+                acc, total, top, lo, full_lo, slope, *head, True, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N
+            )
+        if not ONE_PHASE:
+            acc, total, top = _fwd_steps(
+                acc, total, top, full_lo, full_hi, slope, *head, False, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N
+            )  # fmt: skip
+        acc, total, top = _fwd_steps(
+            acc, total, top, full_hi, hi, slope, *head, True, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N
+        )
+        empty = total == 0.0
+        acc *= (keep_scale / tl.where(empty, 1.0, total))[:, None]
+        lse = tl.where(empty, float("-inf"), top * LN2 + tl.log(tl.where(empty, 1.0, total)))
+        o = store_rows(rows_at(o_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D, acc)
+        row_values = b * stride_lseb + h * stride_lseh + row0 + offs_m
+        tl.store(lse_ptr + row_values, lse, mask=offs_m < Sq_b)
+        if do_heads[0] is not None:
+            do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
+            tl.store(delta_ptr + row_values, tl.sum(widen(o) * widen(do), axis=1), mask=offs_m < Sq_b)
+
+
+@triton.jit(do_not_specialize=["Sq", "H", "tiles", "stride_lseb", "stride_lseh"])
+def _delta_kernel(
+    o_heads, do_heads, cuq_ptr, delta_ptr, Sq, H, tiles, stride_lseb, stride_lseh,
+    D: tl.constexpr, HEAD_D: tl.constexpr, STRIDE_STEP: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(o do), from a stored o."""
+    pid = tl.program_id(0)
+    b = (pid // tiles // H).to(tl.int64)
+    h = (pid // tiles % H).to(tl.int64)
+    row0, Sq_b = sequence_of(cuq_ptr, b, Sq)
+    offs_m = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = load_rows(rows_at(o_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
+    do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
+    delta_ptr += b * stride_lseb + h * stride_lseh + row0
+    tl.store(delta_ptr + offs_m, tl.sum(widen(o) * widen(do), axis=1), mask=offs_m < Sq_b)
 
 
 def _geometry(q, k, core):
@@ -604,21 +243,23 @@ def _geometry(q, k, core):
     return q.shape[0], H, q.shape[2], k.shape[2], H // H_kv
 
 
-def _strides(x, packed: bool) -> tuple[int, int, int]:
-    """(batch, head, row) strides; packed sequences share one batch."""
-    return (0 if packed else x.stride(0)), x.stride(1), x.stride(2)
+def _heads(x, packed: bool) -> tuple:
+    """x [B, H, S, D] and its strides; packed sequences share one batch."""
+    if x is None:
+        return None, 0, 0, 0
+    return x, (0 if packed else x.stride(0)), x.stride(1), x.stride(2)
 
 
-def _mask_strides(mask) -> tuple[int, int, int | None, int]:
-    """(batch, head, row, column) strides, 0 where it broadcasts; None for rows, of which the kernel then loads one."""
+def _mask(mask) -> tuple:
+    """mask and its strides, 0 where it broadcasts; None for rows, of which the kernel then loads one."""
     if mask is None:
-        return 0, 0, None, 0
+        return None, 0, 0, None, 0
     b, h, row, col = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    return b, h, row or None, col
+    return mask, b, h, row or None, col
 
 
-def _slope_stride(slopes) -> int:
-    return 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0)
+def _slopes(slopes) -> tuple:
+    return slopes, 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0)
 
 
 def empty_heads(q: torch.Tensor) -> torch.Tensor:
@@ -678,10 +319,9 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
     tiles = triton.cdiv(Sq, tile.BLOCK_M)
     if B * H * tiles:  # without dimensions, too: lse is that of the mask
         launch(
-            _attn_fwd_kernel, (B * H * tiles,), q, k, v, core.mask, core.slopes, core.dropout[0], core.cu_q, core.cu_k,
-            do, o, lse, delta, Sq, Sk, H, tiles, core.scale, core.dropout[1], core.dropout[2], core.plane_base,
-            left, right, *_strides(q, packed), *_strides(k, packed), *_strides(v, packed), *_mask_strides(core.mask),
-            _slope_stride(core.slopes), *((0, 0, 0) if do is None else _strides(do, packed)), *_strides(o, packed),
+            _attn_fwd_kernel, (B * H * tiles,), _heads(q, packed), _heads(k, packed), _heads(v, packed), _mask(core.mask),
+            _slopes(core.slopes), core.dropout[0], core.cu_q, core.cu_k, _heads(do, packed), _heads(o, packed), lse, delta,
+            Sq, Sk, H, tiles, core.scale, core.dropout[1], core.dropout[2], core.plane_base, left, right,
             0 if packed else lse.stride(0), lse.stride(1), **flags, **tile.launch_options(),
         )  # fmt: skip
     return o, lse, delta
@@ -700,8 +340,8 @@ def attn_delta(o, do, core):
     tiles = triton.cdiv(Sq, BLOCK_M)
     if B * H * tiles:
         launch(
-            _delta_kernel, (B * H * tiles,), o, do, core.cu_q, delta, Sq, H, tiles, *_strides(o, packed),
-            *_strides(do, packed), 0 if packed else delta.stride(0), delta.stride(1),
+            _delta_kernel, (B * H * tiles,), _heads(o, packed), _heads(do, packed), core.cu_q, delta, Sq, H, tiles,
+            0 if packed else delta.stride(0), delta.stride(1),
             D=D, HEAD_D=padded_head_dim(D, arch_of(o)), STRIDE_STEP=_stride_step(o, do), BLOCK_M=BLOCK_M, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -728,27 +368,27 @@ def attn_bwd(
     if packed:
         _zero(dq, dk, dv)
     tile_kv, tile_q = tiles or (_tile("dkdv", q, core) if need_dkv else None, _tile("dq", q, core) if need_dq else None)
-    inputs = (q, k, v, core.mask, core.slopes, core.dropout[0], core.cu_q, core.cu_k, do, lse, delta)
-    strides = (
-        *_strides(q, packed), *_strides(k, packed), *_strides(v, packed), *_mask_strides(core.mask),
-        _slope_stride(core.slopes), *_strides(do, packed), 0 if packed else lse.stride(0), lse.stride(1),
+    inputs = (
+        _heads(q, packed), _heads(k, packed), _heads(v, packed), _mask(core.mask), _slopes(core.slopes), core.dropout[0],
+        core.cu_q, core.cu_k, _heads(do, packed), lse, delta,
     )  # fmt: skip
 
     def scalars(count):
         return (
-            Sq, Sk, H, count, core.scale, core.dropout[1], core.dropout[2], core.plane_base, left, right
+            Sq, Sk, H, count, core.scale, core.dropout[1], core.dropout[2], core.plane_base, left, right,
+            0 if packed else lse.stride(0), lse.stride(1),
         )  # fmt: skip
 
     if need_dkv and B * k.shape[1] * Sk and q.shape[-1]:
         count = triton.cdiv(Sk, tile_kv.BLOCK_N)
         launch(
-            _attn_dkdv_kernel, (B * k.shape[1] * count,), *inputs, dk, dv, *scalars(count), *strides,
-            *_strides(dk, packed), *_strides(dv, packed), **flags, **tile_kv.launch_options(),
+            _attn_dkdv_kernel, (B * k.shape[1] * count,), *inputs, _heads(dk, packed), _heads(dv, packed), *scalars(count),
+            **flags, **tile_kv.launch_options(),
         )  # fmt: skip
     if need_dq and B * H * Sq and q.shape[-1]:
         count = triton.cdiv(Sq, tile_q.BLOCK_M)
         launch(
-            _attn_dq_kernel, (B * H * count,), *inputs, dq, *scalars(count), *strides, *_strides(dq, packed),
+            _attn_dq_kernel, (B * H * count,), *inputs, _heads(dq, packed), *scalars(count),
             **flags, **tile_q.launch_options(),
         )  # fmt: skip
     return dq, dk, dv

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .philox import philox_words
-from .tile import INTERPRETER, arch_of, cast, launch, rows_of, widen
+from .tile import INTERPRETER, arch_of, cast, launch, matrix, rows_of, widen
 
 
 @triton.jit
@@ -95,13 +95,15 @@ def pack_bits(bit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, stride_m, offs_m, offs_n, mask):
+def load_tile(rows, offs_m, offs_n, mask):
+    ptr, stride_m = rows
     return tl.load(ptr + offs_m.to(tl.int64)[:, None] * stride_m + offs_n[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def store_tile(ptr, stride_m, offs_m, offs_n, mask, value):
-    """Stores a tile that is already in the pointer's type."""
+def store_tile(rows, offs_m, offs_n, mask, value):
+    """Stores a tile that is already in the matrix's type."""
+    ptr, stride_m = rows
     tl.static_assert(value.dtype == ptr.dtype.element_ty, "cast before storing: sums are taken of what is stored")
     tl.store(ptr + offs_m.to(tl.int64)[:, None] * stride_m + offs_n[None, :], value, mask=mask)
 
@@ -123,48 +125,47 @@ def block_of(N, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _act_fwd_kernel(
-    z_ptr, u_ptr, h_ptr, M, N, stride_zm, stride_um, stride_hm,
-    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    z_rows, u_rows, h_rows, M, N, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """h = round(act(z)), or round(act(z) u): the bits of forward's epilogue before its dropout."""
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    h = act(widen(load_tile(z_ptr, stride_zm, offs_m, offs_n, mask)), ACT)
-    if u_ptr is not None:
-        h *= widen(load_tile(u_ptr, stride_um, offs_m, offs_n, mask))
-    store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, cast(h, h_ptr.dtype.element_ty))
+    h = act(widen(load_tile(z_rows, offs_m, offs_n, mask)), ACT)
+    if u_rows[0] is not None:
+        h *= widen(load_tile(u_rows, offs_m, offs_n, mask))
+    store_tile(h_rows, offs_m, offs_n, mask, cast(h, h_rows[0].dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["M"])
 def _act_bwd_kernel(
-    dy_ptr, kept_ptr, dz_ptr, db_ptr, M, N, stride_dym, stride_keptm, stride_dzm,
+    dy_rows, kept_rows, dz_rows, db_ptr, M, N,
     ACT: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dz = dy * act'(z), db partial rows. kept is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
+    kept_ptr, stride_keptm = kept_rows
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    dy = widen(load_tile(dy_ptr, stride_dym, offs_m, offs_n, mask))
+    dy = widen(load_tile(dy_rows, offs_m, offs_n, mask))
     if BITS:
         byte = tl.load(
             kept_ptr + offs_m.to(tl.int64)[:, None] * stride_keptm + (offs_n >> 3)[None, :], mask=mask, other=0
         )
         dz = tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0)
     else:
-        dz = act_grad(widen(load_tile(kept_ptr, stride_keptm, offs_m, offs_n, mask)), dy, ACT)
-    dz = cast(dz, dz_ptr.dtype.element_ty)
-    store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
+        dz = act_grad(widen(load_tile(kept_rows, offs_m, offs_n, mask)), dy, ACT)
+    dz = cast(dz, dz_rows[0].dtype.element_ty)
+    store_tile(dz_rows, offs_m, offs_n, mask, dz)
     if db_ptr is not None:
         store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
 
 @triton.jit(do_not_specialize=["threshold", "row_base", "M"])
 def _dropout_kernel(
-    x_ptr, y_ptr, state_ptr, threshold, scale, row_base, M, N, stride_xm, stride_ym,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_rows, y_rows, state_ptr, threshold, scale, row_base, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """y = keep * scale * x. Its own backward: dx = keep * scale * dy.
 
@@ -184,9 +185,9 @@ def _dropout_kernel(
             offs_n = c0 // 8 * 32 + word * 8 + c0 % 8
             mask = ((offs_m >= 0) & (offs_m < M))[:, None] & (offs_n < N)[None, :]
             keep = ((words[word] >> (16 * half)) & 0xFFFF).to(tl.int32) >= threshold
-            x = widen(load_tile(x_ptr, stride_xm, offs_m, offs_n, mask))
-            y = cast(tl.where(keep, x * scale, 0.0), y_ptr.dtype.element_ty)
-            store_tile(y_ptr, stride_ym, offs_m, offs_n, mask, y)
+            x = widen(load_tile(x_rows, offs_m, offs_n, mask))
+            y = cast(tl.where(keep, x * scale, 0.0), y_rows[0].dtype.element_ty)
+            store_tile(y_rows, offs_m, offs_n, mask, y)
 
 
 def _blocks(x: torch.Tensor) -> dict:
@@ -203,8 +204,8 @@ def act_fwd(z, u, activation: str):
     blocks = _blocks(z)
     if M and N:
         launch(
-            _act_fwd_kernel, (triton.cdiv(M, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"]),), z, u, h, M, N,
-            z.stride(0), 0 if u is None else u.stride(0), h.stride(0), ACT=activation, **blocks,
+            _act_fwd_kernel, (triton.cdiv(M, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"]),), matrix(z), matrix(u),
+            matrix(h), M, N, ACT=activation, **blocks,
         )  # fmt: skip
     return h
 
@@ -222,8 +223,8 @@ def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
     partial = torch.empty((tile_rows, N), dtype=torch.float32, device=dy.device) if db else None
     if M and N:
         launch(
-            _act_bwd_kernel, (tile_rows * triton.cdiv(N, blocks["BLOCK_N"]),), dy, kept, dz, partial, M, N,
-            dy.stride(0), kept.stride(0), dz.stride(0), ACT=activation, BITS=bits, **blocks,
+            _act_bwd_kernel, (tile_rows * triton.cdiv(N, blocks["BLOCK_N"]),), matrix(dy), matrix(kept), matrix(dz),
+            partial, M, N, ACT=activation, BITS=bits, **blocks,
         )  # fmt: skip
     return dz, partial.sum(0) if db else None
 
@@ -241,7 +242,7 @@ def dropout(x, state, threshold: int, scale: float, *, row_base: int = 0, blocks
         whole_rows = M + row_base % 16  # counters start at a multiple of 16 rows
         grid = triton.cdiv(whole_rows, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"])
         launch(
-            _dropout_kernel, (grid,), x, y, state, threshold, scale, row_base, M, N, x.stride(0), y.stride(0), **blocks,
+            _dropout_kernel, (grid,), matrix(x), matrix(y), state, threshold, scale, row_base, M, N, **blocks,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y

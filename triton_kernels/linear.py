@@ -22,6 +22,7 @@ from .tile import (
     by_slices,
     cast,
     launch,
+    matrix,
     product_tile,
     program_tile,
     rows_of,
@@ -40,118 +41,92 @@ def preact_tile(acc, b_ptr, offs_n, N, dtype: tl.constexpr):
 
 
 @triton.jit
-def hidden_tile(z, state_ptr, threshold, scale, first_row, first_col, ACT: tl.constexpr):
+def hidden_tile(z, dropout, first_row, first_col, ACT: tl.constexpr):
     """h = dropout(round(act(z))) in z's type."""
     h = cast(act(widen(z), ACT), z.dtype)
-    if state_ptr is not None:
-        h = cast(dropout_tile(widen(h), state_ptr, threshold, scale, first_row, first_col), z.dtype)
+    if dropout[0] is not None:
+        h = cast(dropout_tile(widen(h), dropout, first_row, first_col), z.dtype)
     return h
 
 
 @triton.jit
-def _linear_fwd_store(
-    acc, n0, b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-    stride_hm, stride_zm, stride_bitsm, ACT: tl.constexpr,
-):  # fmt: skip
+def _linear_fwd_store(acc, n0, b_ptr, h_rows, z_rows, bits_rows, dropout, pid_m, M, N, ACT: tl.constexpr):
     offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
-    z = preact_tile(acc, b_ptr, offs_n, N, h_ptr.dtype.element_ty)
-    if z_ptr is not None:
-        store_tile(z_ptr, stride_zm, offs_m, offs_n, mask, z)
-    if bits_ptr is not None:
+    z = preact_tile(acc, b_ptr, offs_n, N, h_rows[0].dtype.element_ty)
+    if z_rows[0] is not None:
+        store_tile(z_rows, offs_m, offs_n, mask, z)
+    if bits_rows[0] is not None:
         offs_byte = n0 // 8 + tl.arange(0, acc.shape[1] // 8)
+        mask_byte = (offs_m < M)[:, None] & (offs_byte < tl.cdiv(N, 8))[None, :]
         bits = pack_bits(~(widen(z) <= 0.0), acc.shape[0], acc.shape[1])  # NaN counts as passed, as in torch
-        store_tile(
-            bits_ptr,
-            stride_bitsm,
-            offs_m,
-            offs_byte,
-            (offs_m < M)[:, None] & (offs_byte < tl.cdiv(N, 8))[None, :],
-            bits,
-        )
-    h = hidden_tile(z, state_ptr, threshold, scale, row_base + pid_m * acc.shape[0], n0, ACT)
-    store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
+        store_tile(bits_rows, offs_m, offs_byte, mask_byte, bits)
+    store_tile(h_rows, offs_m, offs_n, mask, hidden_tile(z, dropout, pid_m * acc.shape[0], n0, ACT))
+
+
+@triton.jit
+def hidden_grad_store(z, dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, ACT: tl.constexpr):
+    """From z (storage type) and dh (float32): h, dz and the bias partial rows, each written once."""
+    offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
+    first_row = pid_m * dh.shape[0]
+    if h_rows[0] is not None:
+        store_tile(h_rows, offs_m, offs_n, mask, hidden_tile(z, dropout, first_row, n0, ACT))
+    if dropout[0] is not None:
+        dh = dropout_tile(dh, dropout, first_row, n0)  # the mask of forward, drawn again
+    dz = cast(act_grad_of(widen(z), dh, ACT), z.dtype)
+    store_tile(dz_rows, offs_m, offs_n, mask, dz)
+    if db_ptr is not None:
+        store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
+
+
+@triton.jit
+def _linear_bwd_store(acc, n0, b_ptr, dh_rows, dz_rows, db_ptr, pid_m, M, N, ACT: tl.constexpr):
+    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
+    z = preact_tile(acc, b_ptr, offs_n, N, dz_rows[0].dtype.element_ty)
+    dh = widen(load_tile(dh_rows, offs_m, offs_n, mask))
+    hidden_grad_store(z, dh, n0, (None, 0), dz_rows, db_ptr, (None, 0, 1.0, 0), pid_m, M, N, ACT)
+
+
+@triton.jit
+def _act_grad_store(acc, n0, z_rows, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, ACT: tl.constexpr):
+    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
+    z = load_tile(z_rows, offs_m, offs_n, mask)
+    hidden_grad_store(z, acc, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, ACT)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
 def _linear_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base, M, N, K,
-    stride_xm, stride_wn, stride_hm, stride_zm, stride_bitsm,
+    x_rows, w_rows, b_ptr, h_rows, z_rows, bits_rows, state_ptr, threshold, scale, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = product_tile(
-        x_ptr, stride_xm, w_ptr, 1, stride_wn, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
+    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _linear_fwd_store,
-        (b_ptr, h_ptr, z_ptr, bits_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-         stride_hm, stride_zm, stride_bitsm, ACT), SUB,
+        (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
-
-
-@triton.jit
-def _linear_bwd_store(
-    acc, n0, b_ptr, dh_ptr, dz_ptr, db_ptr, pid_m, M, N, stride_dhm, stride_dzm, ACT: tl.constexpr
-):  # fmt: skip
-    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
-    z = preact_tile(acc, b_ptr, offs_n, N, dz_ptr.dtype.element_ty)
-    dh = widen(load_tile(dh_ptr, stride_dhm, offs_m, offs_n, mask))
-    dz = cast(act_grad_of(widen(z), dh, ACT), z.dtype)
-    store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
-    if db_ptr is not None:
-        store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_bwd_kernel(
-    x_ptr, w_ptr, b_ptr, dh_ptr, dz_ptr, db_ptr, M, N, K, stride_xm, stride_wn, stride_dhm, stride_dzm,
+    x_rows, w_rows, b_ptr, dh_rows, dz_rows, db_ptr, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = product_tile(
-        x_ptr, stride_xm, w_ptr, 1, stride_wn, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
+    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
-        (acc,), pid_n * BLOCK_N, _linear_bwd_store,
-        (b_ptr, dh_ptr, dz_ptr, db_ptr, pid_m, M, N, stride_dhm, stride_dzm, ACT), SUB,
+        (acc,), pid_n * BLOCK_N, _linear_bwd_store, (b_ptr, dh_rows, dz_rows, db_ptr, pid_m, M, N, ACT), SUB
     )  # fmt: skip
-
-
-@triton.jit
-def hidden_grad_tile(z, dh, state_ptr, threshold, scale, first_row, first_col, ACT: tl.constexpr):
-    """dz = dropout'(dh) * act'(z) for float32 dh: the mask of forward, drawn again."""
-    if state_ptr is not None:
-        dh = dropout_tile(dh, state_ptr, threshold, scale, first_row, first_col)
-    return act_grad_of(widen(z), dh, ACT)
-
-
-@triton.jit
-def _act_grad_store(
-    acc, n0, z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-    stride_zm, stride_hm, stride_dzm, ACT: tl.constexpr,
-):  # fmt: skip
-    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
-    first_row = row_base + pid_m * acc.shape[0]
-    z = load_tile(z_ptr, stride_zm, offs_m, offs_n, mask)
-    dz = cast(hidden_grad_tile(z, acc, state_ptr, threshold, scale, first_row, n0, ACT), z.dtype)
-    store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
-    if h_ptr is not None:
-        h = hidden_tile(z, state_ptr, threshold, scale, first_row, n0, ACT)
-        store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
-    if db_ptr is not None:
-        store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
 def _act_grad_kernel(
-    dy_ptr, w_ptr, z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, M, N, K,
-    stride_dym, stride_wk, stride_zm, stride_hm, stride_dzm,
+    dy_rows, w_rows, z_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -159,13 +134,10 @@ def _act_grad_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = product_tile(
-        dy_ptr, stride_dym, w_ptr, stride_wk, 1, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
+    acc = product_tile(dy_rows, w_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _act_grad_store,
-        (z_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-         stride_zm, stride_hm, stride_dzm, ACT), SUB,
+        (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
@@ -179,10 +151,6 @@ def grid_of(M: int, N: int, tile) -> tuple[int]:
 def partial_rows(M: int, N: int, tile, like: torch.Tensor) -> torch.Tensor:
     """Room for bias-gradient partial sums: one float32 row per tile row."""
     return torch.empty((triton.cdiv(M, tile.BLOCK_M), N), dtype=torch.float32, device=like.device)
-
-
-def row_stride(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
 
 
 def linear_fwd(
@@ -211,8 +179,8 @@ def linear_fwd(
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
     if M and N:
         launch(
-            _linear_fwd_kernel, grid_of(M, N, tile), x, w, b, h, z, bits, *dropout, checked_row_base(row_base), M, N, K,
-            x.stride(0), w.stride(0), h.stride(0), row_stride(z), row_stride(bits),
+            _linear_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(w), b, matrix(h), matrix(z), matrix(bits),
+            *dropout, checked_row_base(row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return h, z, bits
@@ -228,8 +196,7 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
         launch(
-            _linear_bwd_kernel, grid_of(M, N, tile), x, w, b, dh, dz, partial, M, N, K,
-            x.stride(0), w.stride(0), dh.stride(0), dz.stride(0),
+            _linear_bwd_kernel, grid_of(M, N, tile), matrix(x), matrix(w), b, matrix(dh), matrix(dz), partial, M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return dz, partial.sum(0) if db else None
@@ -253,8 +220,8 @@ def act_grad(
     partial = partial_rows(M, N, tile, dy) if db else None
     if M and N:
         launch(
-            _act_grad_kernel, grid_of(M, N, tile), dy, w, z, h, dz, partial, *dropout, checked_row_base(row_base), M, N, K,
-            dy.stride(0), w.stride(0), z.stride(0), row_stride(h), dz.stride(0),
+            _act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(w), matrix(z), matrix(h), matrix(dz), partial,
+            *dropout, checked_row_base(row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return dz, h, partial.sum(0) if db else None

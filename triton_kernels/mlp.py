@@ -19,11 +19,9 @@ from .elementwise import act, act_grad, load_tile, store_column_sum, store_tile
 from .linear import (
     NO_DROPOUT,
     grid_of,
-    hidden_grad_tile,
-    hidden_tile,
+    hidden_grad_store,
     partial_rows,
     preact_tile,
-    row_stride,
 )  # fmt: skip
 from .philox import checked_row_base, dropout_tile
 from .tile import (
@@ -31,6 +29,7 @@ from .tile import (
     by_slices,
     cast,
     launch,
+    matrix,
     product_tile,
     program_tile,
     rows_of,
@@ -41,26 +40,75 @@ from .tile import (
 
 
 @triton.jit
-def _mlp_bwd_store(
-    acc_z, acc_dh, n0, b_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-    stride_hm, stride_dzm, ACT: tl.constexpr,
+def _mlp_bwd_store(acc_z, acc_dh, n0, b_ptr, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, ACT: tl.constexpr):
+    z = preact_tile(acc_z, b_ptr, n0 + tl.arange(0, acc_z.shape[1]), N, dz_rows[0].dtype.element_ty)
+    hidden_grad_store(z, acc_dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, ACT)
+
+
+@triton.jit
+def gated_tile(g, u, dropout, first_row, first_col, ACT: tl.constexpr):
+    """h = dropout(round(act(g) u)) in g's type."""
+    h = cast(act(widen(g), ACT) * widen(u), g.dtype)
+    if dropout[0] is not None:
+        h = cast(dropout_tile(widen(h), dropout, first_row, first_col), g.dtype)
+    return h
+
+
+@triton.jit
+def _gated_fwd_store(
+    acc_g, acc_u, n0, bg_ptr, bu_ptr, h_rows, g_rows, u_rows, dropout, pid_m, M, N, ACT: tl.constexpr
 ):  # fmt: skip
-    offs_m, offs_n, mask = slice_offsets(acc_z, pid_m, n0, M, N)
-    first_row = row_base + pid_m * acc_z.shape[0]
-    z = preact_tile(acc_z, b_ptr, offs_n, N, dz_ptr.dtype.element_ty)
-    if h_ptr is not None:
-        h = hidden_tile(z, state_ptr, threshold, scale, first_row, n0, ACT)
-        store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
-    dz = cast(hidden_grad_tile(z, acc_dh, state_ptr, threshold, scale, first_row, n0, ACT), z.dtype)
-    store_tile(dz_ptr, stride_dzm, offs_m, offs_n, mask, dz)
-    if db_ptr is not None:
-        store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
+    offs_m, offs_n, mask = slice_offsets(acc_g, pid_m, n0, M, N)
+    g = preact_tile(acc_g, bg_ptr, offs_n, N, h_rows[0].dtype.element_ty)
+    u = preact_tile(acc_u, bu_ptr, offs_n, N, h_rows[0].dtype.element_ty)
+    store_tile(h_rows, offs_m, offs_n, mask, gated_tile(g, u, dropout, pid_m * acc_g.shape[0], n0, ACT))
+    if g_rows[0] is not None:
+        store_tile(g_rows, offs_m, offs_n, mask, g)
+        store_tile(u_rows, offs_m, offs_n, mask, u)
+
+
+@triton.jit
+def gated_grad_store(
+    g, u, dh, n0, h_rows, dg_rows, du_rows, dbg_ptr, dbu_ptr, dropout, pid_m, M, N, ACT: tl.constexpr
+):  # fmt: skip
+    """From g, u (storage type) and dh (float32): h, dg, du and the bias partial rows, each written once."""
+    offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
+    first_row = pid_m * dh.shape[0]
+    if h_rows[0] is not None:
+        store_tile(h_rows, offs_m, offs_n, mask, gated_tile(g, u, dropout, first_row, n0, ACT))
+    if dropout[0] is not None:
+        dh = dropout_tile(dh, dropout, first_row, n0)
+    du = cast(dh * act(widen(g), ACT), u.dtype)
+    store_tile(du_rows, offs_m, offs_n, mask, du)
+    if dbu_ptr is not None:
+        store_column_sum(dbu_ptr, pid_m, offs_n, N, du, mask)
+    dg = cast(act_grad(widen(g), dh * widen(u), ACT), g.dtype)
+    store_tile(dg_rows, offs_m, offs_n, mask, dg)
+    if dbg_ptr is not None:
+        store_column_sum(dbg_ptr, pid_m, offs_n, N, dg, mask)
+
+
+@triton.jit
+def _gated_bwd_store(acc_g, acc_u, acc_dh, n0, bg_ptr, bu_ptr, results, dropout, pid_m, M, N, ACT: tl.constexpr):
+    """results: what `gated_grad_store` writes, from h_rows to dbu_ptr."""
+    offs_n = n0 + tl.arange(0, acc_g.shape[1])
+    dtype: tl.constexpr = results[1][0].dtype.element_ty
+    g = preact_tile(acc_g, bg_ptr, offs_n, N, dtype)
+    u = preact_tile(acc_u, bu_ptr, offs_n, N, dtype)
+    gated_grad_store(g, u, acc_dh, n0, *results, dropout, pid_m, M, N, ACT)
+
+
+@triton.jit
+def _gated_act_grad_store(acc, n0, g_rows, u_rows, results, dropout, pid_m, M, N, ACT: tl.constexpr):
+    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
+    g = load_tile(g_rows, offs_m, offs_n, mask)
+    u = load_tile(u_rows, offs_m, offs_n, mask)
+    gated_grad_store(g, u, acc, n0, *results, dropout, pid_m, M, N, ACT)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
 def _mlp_bwd_kernel(
-    x_ptr, w1_ptr, b1_ptr, dy_ptr, w2_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, M, N, K, D,
-    stride_xm, stride_w1n, stride_dym, stride_w2k, stride_hm, stride_dzm,
+    x_rows, w1_rows, b1_ptr, dy_rows, w2_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, row_base, M, N, K, D,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -68,108 +116,34 @@ def _mlp_bwd_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc_z = product_tile(
-        x_ptr, stride_xm, w1_ptr, 1, stride_w1n, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
-    acc_dh = product_tile(
-        dy_ptr, stride_dym, w2_ptr, stride_w2k, 1, offs_m, offs_n, M, N, D, BLOCK_K, EVEN_D, PRECISION
-    )  # fmt: skip
+    acc_z = product_tile(x_rows, w1_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_dh = product_tile(dy_rows, w2_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
     by_slices(
         (acc_z, acc_dh), pid_n * BLOCK_N, _mlp_bwd_store,
-        (b1_ptr, h_ptr, dz_ptr, db_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N, stride_hm, stride_dzm, ACT),
-        SUB,
+        (b1_ptr, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
-
-
-@triton.jit
-def gated_tile(g, u, state_ptr, threshold, scale, first_row, first_col, ACT: tl.constexpr):
-    """h = dropout(round(act(g) u)) in g's type."""
-    h = cast(act(widen(g), ACT) * widen(u), g.dtype)
-    if state_ptr is not None:
-        h = cast(dropout_tile(widen(h), state_ptr, threshold, scale, first_row, first_col), g.dtype)
-    return h
-
-
-@triton.jit
-def _gated_fwd_store(
-    acc_g, acc_u, n0, bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-    stride_hm, stride_gm, stride_um, ACT: tl.constexpr,
-):  # fmt: skip
-    offs_m, offs_n, mask = slice_offsets(acc_g, pid_m, n0, M, N)
-    g = preact_tile(acc_g, bg_ptr, offs_n, N, h_ptr.dtype.element_ty)
-    u = preact_tile(acc_u, bu_ptr, offs_n, N, h_ptr.dtype.element_ty)
-    h = gated_tile(g, u, state_ptr, threshold, scale, row_base + pid_m * acc_g.shape[0], n0, ACT)
-    store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
-    if g_ptr is not None:
-        store_tile(g_ptr, stride_gm, offs_m, offs_n, mask, g)
-        store_tile(u_ptr, stride_um, offs_m, offs_n, mask, u)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
 def _gated_fwd_kernel(
-    x_ptr, wg_ptr, bg_ptr, wu_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, M, N, K,
-    stride_xm, stride_wgn, stride_wun, stride_hm, stride_gm, stride_um,
+    x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, h_rows, g_rows, u_rows, state_ptr, threshold, scale, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc_g = product_tile(
-        x_ptr, stride_xm, wg_ptr, 1, stride_wgn, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
-    acc_u = product_tile(
-        x_ptr, stride_xm, wu_ptr, 1, stride_wun, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
+    acc_g = product_tile(x_rows, wg_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_u = product_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc_g, acc_u), pid_n * BLOCK_N, _gated_fwd_store,
-        (bg_ptr, bu_ptr, h_ptr, g_ptr, u_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-         stride_hm, stride_gm, stride_um, ACT), SUB,
-    )  # fmt: skip
-
-
-@triton.jit
-def gated_grad_store(
-    g, u, dh, n0, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-    stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr,
-):  # fmt: skip
-    """From g, u (storage type) and dh (float32): h, dg, du and the bias partial rows, each written once."""
-    offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
-    first_row = row_base + pid_m * dh.shape[0]
-    if h_ptr is not None:
-        h = gated_tile(g, u, state_ptr, threshold, scale, first_row, n0, ACT)
-        store_tile(h_ptr, stride_hm, offs_m, offs_n, mask, h)
-    if state_ptr is not None:
-        dh = dropout_tile(dh, state_ptr, threshold, scale, first_row, n0)
-    du = cast(dh * act(widen(g), ACT), u.dtype)
-    store_tile(du_ptr, stride_dum, offs_m, offs_n, mask, du)
-    if dbu_ptr is not None:
-        store_column_sum(dbu_ptr, pid_m, offs_n, N, du, mask)
-    dg = cast(act_grad(widen(g), dh * widen(u), ACT), g.dtype)
-    store_tile(dg_ptr, stride_dgm, offs_m, offs_n, mask, dg)
-    if dbg_ptr is not None:
-        store_column_sum(dbg_ptr, pid_m, offs_n, N, dg, mask)
-
-
-@triton.jit
-def _gated_bwd_store(
-    acc_g, acc_u, acc_dh, n0, bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale,
-    row_base, pid_m, M, N, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr,
-):  # fmt: skip
-    offs_n = n0 + tl.arange(0, acc_g.shape[1])
-    g = preact_tile(acc_g, bg_ptr, offs_n, N, dg_ptr.dtype.element_ty)
-    u = preact_tile(acc_u, bu_ptr, offs_n, N, dg_ptr.dtype.element_ty)
-    gated_grad_store(
-        g, u, acc_dh, n0, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-        stride_hm, stride_dgm, stride_dum, ACT,
+        (bg_ptr, bu_ptr, h_rows, g_rows, u_rows, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
 def _gated_bwd_kernel(
-    x_ptr, wg_ptr, bg_ptr, wu_ptr, bu_ptr, dy_ptr, wd_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr,
-    state_ptr, threshold, scale, row_base, M, N, K, D,
-    stride_xm, stride_wgn, stride_wun, stride_dym, stride_wdk, stride_hm, stride_dgm, stride_dum,
+    x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, dy_rows, wd_rows, results, state_ptr, threshold, scale, row_base, M, N, K, D,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -177,40 +151,18 @@ def _gated_bwd_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc_g = product_tile(
-        x_ptr, stride_xm, wg_ptr, 1, stride_wgn, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
-    acc_u = product_tile(
-        x_ptr, stride_xm, wu_ptr, 1, stride_wun, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
-    acc_dh = product_tile(
-        dy_ptr, stride_dym, wd_ptr, stride_wdk, 1, offs_m, offs_n, M, N, D, BLOCK_K, EVEN_D, PRECISION
-    )  # fmt: skip
+    acc_g = product_tile(x_rows, wg_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_u = product_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_dh = product_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
     by_slices(
         (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _gated_bwd_store,
-        (bg_ptr, bu_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-         stride_hm, stride_dgm, stride_dum, ACT), SUB,
-    )  # fmt: skip
-
-
-@triton.jit
-def _gated_act_grad_store(
-    acc, n0, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-    stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT: tl.constexpr,
-):  # fmt: skip
-    offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
-    g = load_tile(g_ptr, stride_gm, offs_m, offs_n, mask)
-    u = load_tile(u_ptr, stride_um, offs_m, offs_n, mask)
-    gated_grad_store(
-        g, u, acc, n0, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-        stride_hm, stride_dgm, stride_dum, ACT,
+        (bg_ptr, bu_ptr, results, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "row_base"])
 def _gated_act_grad_kernel(
-    dy_ptr, wd_ptr, g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base,
-    M, N, K, stride_dym, stride_wdk, stride_gm, stride_um, stride_hm, stride_dgm, stride_dum,
+    dy_rows, wd_rows, g_rows, u_rows, results, state_ptr, threshold, scale, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -218,13 +170,10 @@ def _gated_act_grad_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = product_tile(
-        dy_ptr, stride_dym, wd_ptr, stride_wdk, 1, offs_m, offs_n, M, N, K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
+    acc = product_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _gated_act_grad_store,
-        (g_ptr, u_ptr, h_ptr, dg_ptr, du_ptr, dbg_ptr, dbu_ptr, state_ptr, threshold, scale, row_base, pid_m, M, N,
-         stride_gm, stride_um, stride_hm, stride_dgm, stride_dum, ACT), SUB,
+        (g_rows, u_rows, results, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
@@ -244,8 +193,8 @@ def mlp_bwd(
     if M and N:
         launch(
             _mlp_bwd_kernel, grid_of(M, N, tile),
-            x, w1, b1, dy, w2, h, dz, partial, *dropout, checked_row_base(row_base), M, N, K, D,
-            x.stride(0), w1.stride(0), dy.stride(0), w2.stride(0), row_stride(h), dz.stride(0),
+            matrix(x), matrix(w1), b1, matrix(dy), matrix(w2), matrix(h), matrix(dz), partial,
+            *dropout, checked_row_base(row_base), M, N, K, D,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
         )  # fmt: skip
@@ -264,8 +213,8 @@ def gated_fwd(
     g, u = (torch.empty_like(h), torch.empty_like(h)) if keep_gu else (None, None)
     if M and N:
         launch(
-            _gated_fwd_kernel, grid_of(M, N, tile), x, wg, bg, wu, bu, h, g, u, *dropout, checked_row_base(row_base), M, N, K,
-            x.stride(0), wg.stride(0), wu.stride(0), h.stride(0), row_stride(g), row_stride(u),
+            _gated_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(wg), bg, matrix(wu), bu, matrix(h), matrix(g), matrix(u),
+            *dropout, checked_row_base(row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return h, g, u
@@ -288,12 +237,10 @@ def gated_bwd(
     partial_u = partial_rows(M, N, tile, x) if dbu else None
     if M and N:
         launch(
-            _gated_bwd_kernel, grid_of(M, N, tile), x, wg, bg, wu, bu, dy, wd, h, dg, du, partial_g, partial_u,
-            *dropout, checked_row_base(row_base),
-            M, N, K, D,
-            x.stride(0), wg.stride(0), wu.stride(0), dy.stride(0), wd.stride(0), row_stride(h), dg.stride(0),
-            du.stride(0), ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0,
-            EVEN_D=D % tile.BLOCK_K == 0, **tile.launch_options(),
+            _gated_bwd_kernel, grid_of(M, N, tile), matrix(x), matrix(wg), bg, matrix(wu), bu, matrix(dy), matrix(wd),
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *dropout, checked_row_base(row_base), M, N, K, D,
+            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
+            **tile.launch_options(),
         )  # fmt: skip
     return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None
 
@@ -314,9 +261,8 @@ def gated_act_grad(
     partial_u = partial_rows(M, N, tile, dy) if dbu else None
     if M and N:
         launch(
-            _gated_act_grad_kernel, grid_of(M, N, tile), dy, wd, g, u, h, dg, du, partial_g, partial_u,
-            *dropout, checked_row_base(row_base), M, N, K,
-            dy.stride(0), wd.stride(0), g.stride(0), u.stride(0), row_stride(h), dg.stride(0), du.stride(0),
+            _gated_act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(wd), matrix(g), matrix(u),
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *dropout, checked_row_base(row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .elementwise import load_tile, store_tile
-from .tile import INTERPRETER, arch_of, cast, launch, rows_of, widen
+from .tile import INTERPRETER, MULTIPROCESSORS, arch_of, cast, family_of, launch, matrix, rows_of, widen
 
 
 class RowTile(NamedTuple):
@@ -57,7 +57,7 @@ def programs(arch: int, num_warps: int) -> int:
 
     By architecture and not by device, so that sums are the same on every card of a kind.
     """
-    return 3 if arch == INTERPRETER else (132 if 90 <= arch < 100 else 108) * 16 // num_warps
+    return 3 if arch == INTERPRETER else MULTIPROCESSORS[family_of(arch)] * 16 // num_warps
 
 
 @triton.jit
@@ -81,8 +81,7 @@ def normalized_grad_tile(h, r, g, D, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _norm_fwd_kernel(
-    x_ptr, addend_ptr, weight_ptr, bias_ptr, xn_ptr, sum_ptr, M, D,
-    stride_xm, stride_addendm, stride_xnm, stride_summ, eps,
+    x_rows, addend_rows, weight_ptr, bias_ptr, xn_rows, sum_rows, M, D, eps,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,17 +89,17 @@ def _norm_fwd_kernel(
     mask_m = offs_m < M
     mask_d = offs_d < D
     mask = mask_m[:, None] & mask_d[None, :]
-    x = load_tile(x_ptr, stride_xm, offs_m, offs_d, mask)
-    if addend_ptr is not None:
-        x = cast(widen(x) + widen(load_tile(addend_ptr, stride_addendm, offs_m, offs_d, mask)), x.dtype)
-        if sum_ptr is not None:
-            store_tile(sum_ptr, stride_summ, offs_m, offs_d, mask, x)
+    x = load_tile(x_rows, offs_m, offs_d, mask)
+    if addend_rows[0] is not None:
+        x = cast(widen(x) + widen(load_tile(addend_rows, offs_m, offs_d, mask)), x.dtype)
+        if sum_rows[0] is not None:
+            store_tile(sum_rows, offs_m, offs_d, mask, x)
     xn, _ = normalized_tile(widen(x), mask_m, mask, eps, D, KIND)
     if weight_ptr is not None:
         xn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
     if bias_ptr is not None:
         xn += widen(tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
-    store_tile(xn_ptr, stride_xnm, offs_m, offs_d, mask, cast(xn, xn_ptr.dtype.element_ty))
+    store_tile(xn_rows, offs_m, offs_d, mask, cast(xn, xn_rows[0].dtype.element_ty))
 
 
 @triton.jit
@@ -114,8 +113,7 @@ def add_rows(ptrs, mask_d, value):
 
 @triton.jit(do_not_specialize=["M", "tiles"])
 def _norm_bwd_kernel(
-    dxn_ptr, x_ptr, weight_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, D, tiles,
-    stride_dxnm, stride_xm, stride_residualm, stride_dxm, eps,
+    dxn_rows, x_rows, weight_ptr, residual_rows, dx_rows, dweight_ptr, dbias_ptr, M, D, tiles, eps,
     KIND: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program walks `tiles` tiles of rows, and adds up one row of dweight_ptr and dbias_ptr [programs, D]."""
@@ -129,8 +127,8 @@ def _norm_bwd_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_d[None, :]
-        x = widen(load_tile(x_ptr, stride_xm, offs_m, offs_d, mask))
-        dxn = widen(load_tile(dxn_ptr, stride_dxnm, offs_m, offs_d, mask))
+        x = widen(load_tile(x_rows, offs_m, offs_d, mask))
+        dxn = widen(load_tile(dxn_rows, offs_m, offs_d, mask))
         h, r = normalized_tile(x, mask_m, mask, eps, D, KIND)
         if HELD:
             if dweight_ptr is not None:
@@ -140,11 +138,11 @@ def _norm_bwd_kernel(
         if weight_ptr is not None:
             dxn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
         dx = normalized_grad_tile(h, r, dxn, D, KIND)
-        if residual_ptr is not None:
-            dx += widen(load_tile(residual_ptr, stride_residualm, offs_m, offs_d, mask))
-        store_tile(dx_ptr, stride_dxm, offs_m, offs_d, mask, cast(dx, dx_ptr.dtype.element_ty))
+        if residual_rows[0] is not None:
+            dx += widen(load_tile(residual_rows, offs_m, offs_d, mask))
+        store_tile(dx_rows, offs_m, offs_d, mask, cast(dx, dx_rows[0].dtype.element_ty))
         if not HELD:
-            dxn = widen(load_tile(dxn_ptr, stride_dxnm, offs_m, offs_d, mask))  # again: kept until here it would spill
+            dxn = widen(load_tile(dxn_rows, offs_m, offs_d, mask))  # again: kept until here it would spill
             if dweight_ptr is not None:
                 add_rows(dweight_ptr + partial, mask_d, dxn * h)
             if dbias_ptr is not None:
@@ -170,8 +168,8 @@ def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype, *, 
     tile = row_tile(x)
     if M and D:
         launch(
-            _norm_fwd_kernel, (triton.cdiv(M, tile.BLOCK_M),), x, addend, weight, bias, xn, total, M, D, x.stride(0),
-            D if addend is None else addend.stride(0), D, D, eps, KIND=kind, **tile.launch_options(),
+            _norm_fwd_kernel, (triton.cdiv(M, tile.BLOCK_M),), matrix(x), matrix(addend), weight, bias,
+            matrix(xn), matrix(total), M, D, eps, KIND=kind, **tile.launch_options(),
         )  # fmt: skip
     return (xn, total) if keep_sum else xn
 
@@ -197,8 +195,7 @@ def norm_bwd(
     )
     if M and D:
         launch(
-            _norm_bwd_kernel, (rows,), dxn, x, weight, residual, dx, dweight, dbias, M, D, per_program,
-            dxn.stride(0), x.stride(0), D if residual is None else residual.stride(0), D, eps,
-            KIND=kind, HELD=tile.HELD, STAGES=2, **tile.launch_options(),
+            _norm_bwd_kernel, (rows,), matrix(dxn), matrix(x), weight, matrix(residual), matrix(dx), dweight, dbias, M, D,
+            per_program, eps, KIND=kind, HELD=tile.HELD, STAGES=2, **tile.launch_options(),
         )  # fmt: skip
     return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)

@@ -96,9 +96,11 @@ def keep_tile(state_ptr, threshold, first_row, first_col, ROWS: tl.constexpr, CO
 
 
 @triton.jit
-def dropout_tile(x, state_ptr, threshold, scale, first_row, first_col):
-    """keep * scale * x for a float32 tile that starts at (first_row, first_col) of the whole tensor."""
-    keep = keep_tile(state_ptr, threshold, first_row, first_col, x.shape[0], x.shape[1])
+def dropout_tile(x, dropout, first_row, first_col):
+    """keep * scale * x for a float32 tile that starts at (first_row, first_col) of a chunk, whose row 0 is row_base of the
+    whole tensor. dropout: (state_ptr, threshold, scale, row_base)."""
+    state_ptr, threshold, scale, row_base = dropout
+    keep = keep_tile(state_ptr, threshold, row_base + first_row, first_col, x.shape[0], x.shape[1])
     return tl.where(keep, x * scale, 0.0)
 
 

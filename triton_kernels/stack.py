@@ -17,126 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementwise import act, act_grad, load_tile, pack_bits
+from .elementwise import act, act_grad, load_tile, pack_bits, store_tile
 from .linear import preact_tile
-from .tile import INTERPRETER, MULTIPROCESSORS, arch_of, cast, dot, launch, rows_of, widen
+from .tile import INTERPRETER, MULTIPROCESSORS, arch_of, cast, dot, family_of, launch, matrix, rows_of, widen
 
 MAX_WIDTH = 64
-
-
-@triton.jit
-def layer_tile(h, w_ptr, b_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """z_l = round(h w_l^T + b_l) for a tile h [BLOCK_M, WIDTH] in the storage type."""
-    offs_n = tl.arange(0, WIDTH)
-    w = tl.load(w_ptr + layer * WIDTH * WIDTH + offs_n[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None])
-    acc = dot(h, w, tl.zeros((h.shape[0], WIDTH), dtype=tl.float32), PRECISION)
-    if b_ptr is not None:
-        return preact_tile(acc, b_ptr + layer * WIDTH, offs_n, WIDTH, h.dtype)
-    else:
-        return preact_tile(acc, None, offs_n, WIDTH, h.dtype)
-
-
-@triton.jit(do_not_specialize=["M", "L"])
-def _stack_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, bits_ptr, M, N, K, L, stride_xm, stride_ym, stride_bitsm,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, WIDTH)
-    mask_m = (offs_m < M)[:, None]
-    h = load_tile(x_ptr, stride_xm, offs_m, offs_n, mask_m & (offs_n < K)[None, :])
-    for layer in range(L - 1):
-        z = layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)
-        h = cast(act(widen(z), ACT), z.dtype)
-    z = layer_tile(h, w_ptr, b_ptr, L - 1, WIDTH, PRECISION)
-    y = cast(act(widen(z), ACT), z.dtype)
-    rows = offs_m.to(tl.int64)[:, None]
-    tl.store(y_ptr + rows * stride_ym + offs_n[None, :], y, mask=mask_m & (offs_n < N)[None, :])
-    if bits_ptr is not None:
-        offs_byte = tl.arange(0, WIDTH // 8)
-        bits = pack_bits(~(widen(z) <= 0.0), BLOCK_M, WIDTH)
-        tl.store(
-            bits_ptr + rows * stride_bitsm + offs_byte[None, :],
-            bits,
-            mask=mask_m & (offs_byte < tl.cdiv(N, 8))[None, :],
-        )
-
-
-@triton.jit
-def _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """dw_l += dz^T h and db_l += sum dz in this program's own float32 slots."""
-    offs_n = tl.arange(0, WIDTH)
-    dw_ptrs = dw_ptr + layer * WIDTH * WIDTH + offs_n[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(dw_ptrs, dot(tl.trans(dz), h, tl.load(dw_ptrs), PRECISION))
-    if db_ptr is not None:
-        db_ptrs = db_ptr + layer * WIDTH + offs_n
-        tl.store(db_ptrs, tl.load(db_ptrs) + tl.sum(widen(dz), axis=0))
-
-
-@triton.jit
-def _times_weight(dz, w_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """dh_l = dz_l w_l, float32."""
-    offs = tl.arange(0, WIDTH)
-    w = tl.load(w_ptr + layer * WIDTH * WIDTH + offs[:, None] * WIDTH + offs[None, :])
-    return dot(dz, w, tl.zeros((dz.shape[0], WIDTH), dtype=tl.float32), PRECISION)
-
-
-@triton.jit(do_not_specialize=["M", "L"])
-def _stack_bwd_kernel(
-    x_ptr, w_ptr, b_ptr, dy_ptr, bits_ptr, dx_ptr, dw_ptr, db_ptr, scratch_ptr, M, N, K, L,
-    stride_xm, stride_dym, stride_bitsm, stride_dxm,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """bits_ptr is given for relu alone: then scratch holds h_1 .. h_{L-1}, and the last layer is not run again.
-    Otherwise it holds z_0 .. z_{L-1}, and h is act(z) once more."""
-    pid = tl.program_id(0).to(tl.int64)
-    offs_n = tl.arange(0, WIDTH)
-    tile_offs = tl.arange(0, BLOCK_M)[:, None] * WIDTH + offs_n[None, :]
-    scratch_ptr += pid * L * BLOCK_M * WIDTH
-    dw_ptr += pid * L * WIDTH * WIDTH
-    if db_ptr is not None:
-        db_ptr += pid * L * WIDTH
-    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_m = (offs_m < M)[:, None]
-        mask_x = mask_m & (offs_n < K)[None, :]
-        mask_y = mask_m & (offs_n < N)[None, :]
-        h = load_tile(x_ptr, stride_xm, offs_m, offs_n, mask_x)
-        dy = widen(load_tile(dy_ptr, stride_dym, offs_m, offs_n, mask_y))
-        tl.debug_barrier()  # the last tile's scratch has been read
-        if bits_ptr is not None:
-            for layer in range(L - 1):
-                h = cast(act(widen(layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)), ACT), h.dtype)
-                tl.store(scratch_ptr + layer * BLOCK_M * WIDTH + tile_offs, h)
-            byte = tl.load(
-                bits_ptr + offs_m.to(tl.int64)[:, None] * stride_bitsm + (offs_n >> 3)[None, :], mask=mask_y, other=0
-            )
-            dz = cast(tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0), h.dtype)
-        else:
-            for layer in range(L):
-                z = layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)
-                tl.store(scratch_ptr + layer * BLOCK_M * WIDTH + tile_offs, z)
-                h = cast(act(widen(z), ACT), z.dtype)
-            tl.debug_barrier()
-            z = tl.load(scratch_ptr + (L - 1) * BLOCK_M * WIDTH + tile_offs)
-            dz = cast(tl.where(mask_m, act_grad(widen(z), dy, ACT), 0.0), h.dtype)
-        tl.debug_barrier()  # scratch was written by other threads than those that read it
-        for step in range(L - 1):
-            layer = L - 1 - step
-            # an absent row starts at 0 and may overflow where no row does: 0 * inf would be NaN in dw
-            kept = tl.load(scratch_ptr + (layer - 1) * BLOCK_M * WIDTH + tile_offs, mask=mask_m, other=0.0)
-            if bits_ptr is not None:
-                h = kept
-            else:
-                h = cast(act(widen(kept), ACT), kept.dtype)
-            _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH, PRECISION)
-            dh = _times_weight(dz, w_ptr, layer, WIDTH, PRECISION)
-            dz = cast(tl.where(mask_m, act_grad(widen(kept), dh, ACT), 0.0), kept.dtype)
-        x = load_tile(x_ptr, stride_xm, offs_m, offs_n, mask_x)
-        _add_to_slot(dw_ptr, db_ptr, 0, dz, x, WIDTH, PRECISION)
-        if dx_ptr is not None:
-            dx = cast(_times_weight(dz, w_ptr, 0, WIDTH, PRECISION), x.dtype)
-            tl.store(dx_ptr + offs_m.to(tl.int64)[:, None] * stride_dxm + offs_n[None, :], dx, mask=mask_x)
 
 
 class Tiles(NamedTuple):
@@ -168,13 +53,117 @@ TILES: dict[tuple[int, int], dict[str, Tiles]] = {
 PROGRAMS = {**MULTIPROCESSORS, INTERPRETER: 3}
 
 
-def _architecture(x: torch.Tensor) -> int:
-    arch = arch_of(x)
-    return arch if arch == INTERPRETER else 90 if 90 <= arch < 100 else 80
+@triton.jit
+def layer_tile(h, w_ptr, b_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """z_l = round(h w_l^T + b_l) for a tile h [BLOCK_M, WIDTH] in the storage type."""
+    offs_n = tl.arange(0, WIDTH)
+    w = tl.load(w_ptr + layer * WIDTH * WIDTH + offs_n[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None])
+    acc = dot(h, w, tl.zeros((h.shape[0], WIDTH), dtype=tl.float32), PRECISION)
+    if b_ptr is not None:
+        return preact_tile(acc, b_ptr + layer * WIDTH, offs_n, WIDTH, h.dtype)
+    else:
+        return preact_tile(acc, None, offs_n, WIDTH, h.dtype)
+
+
+@triton.jit(do_not_specialize=["M", "L"])
+def _stack_fwd_kernel(
+    x_rows, w_ptr, b_ptr, y_rows, bits_rows, M, N, K, L,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, WIDTH)
+    mask_m = (offs_m < M)[:, None]
+    h = load_tile(x_rows, offs_m, offs_n, mask_m & (offs_n < K)[None, :])
+    for layer in range(L - 1):
+        z = layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)
+        h = cast(act(widen(z), ACT), z.dtype)
+    z = layer_tile(h, w_ptr, b_ptr, L - 1, WIDTH, PRECISION)
+    y = cast(act(widen(z), ACT), z.dtype)
+    store_tile(y_rows, offs_m, offs_n, mask_m & (offs_n < N)[None, :], y)
+    if bits_rows[0] is not None:
+        offs_byte = tl.arange(0, WIDTH // 8)
+        bits = pack_bits(~(widen(z) <= 0.0), BLOCK_M, WIDTH)
+        store_tile(bits_rows, offs_m, offs_byte, mask_m & (offs_byte < tl.cdiv(N, 8))[None, :], bits)
+
+
+@triton.jit
+def _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """dw_l += dz^T h and db_l += sum dz in this program's own float32 slots."""
+    offs_n = tl.arange(0, WIDTH)
+    dw_ptrs = dw_ptr + layer * WIDTH * WIDTH + offs_n[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(dw_ptrs, dot(tl.trans(dz), h, tl.load(dw_ptrs), PRECISION))
+    if db_ptr is not None:
+        db_ptrs = db_ptr + layer * WIDTH + offs_n
+        tl.store(db_ptrs, tl.load(db_ptrs) + tl.sum(widen(dz), axis=0))
+
+
+@triton.jit
+def _times_weight(dz, w_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """dh_l = dz_l w_l, float32."""
+    offs = tl.arange(0, WIDTH)
+    w = tl.load(w_ptr + layer * WIDTH * WIDTH + offs[:, None] * WIDTH + offs[None, :])
+    return dot(dz, w, tl.zeros((dz.shape[0], WIDTH), dtype=tl.float32), PRECISION)
+
+
+@triton.jit(do_not_specialize=["M", "L"])
+def _stack_bwd_kernel(
+    x_rows, w_ptr, b_ptr, dy_rows, bits_rows, dx_rows, dw_ptr, db_ptr, scratch_ptr, M, N, K, L,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """bits are given for relu alone: then scratch holds h_1 .. h_{L-1}, and the last layer is not run again.
+    Otherwise it holds z_0 .. z_{L-1}, and h is act(z) once more."""
+    bits_ptr, stride_bitsm = bits_rows
+    pid = tl.program_id(0).to(tl.int64)
+    offs_n = tl.arange(0, WIDTH)
+    tile_offs = tl.arange(0, BLOCK_M)[:, None] * WIDTH + offs_n[None, :]
+    scratch_ptr += pid * L * BLOCK_M * WIDTH
+    dw_ptr += pid * L * WIDTH * WIDTH
+    if db_ptr is not None:
+        db_ptr += pid * L * WIDTH
+    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = (offs_m < M)[:, None]
+        mask_x = mask_m & (offs_n < K)[None, :]
+        mask_y = mask_m & (offs_n < N)[None, :]
+        h = load_tile(x_rows, offs_m, offs_n, mask_x)
+        dy = widen(load_tile(dy_rows, offs_m, offs_n, mask_y))
+        tl.debug_barrier()  # the last tile's scratch has been read
+        if bits_ptr is not None:
+            for layer in range(L - 1):
+                h = cast(act(widen(layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)), ACT), h.dtype)
+                tl.store(scratch_ptr + layer * BLOCK_M * WIDTH + tile_offs, h)
+            byte = tl.load(
+                bits_ptr + offs_m.to(tl.int64)[:, None] * stride_bitsm + (offs_n >> 3)[None, :], mask=mask_y, other=0
+            )
+            dz = cast(tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0), h.dtype)
+        else:
+            for layer in range(L):
+                z = layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)
+                tl.store(scratch_ptr + layer * BLOCK_M * WIDTH + tile_offs, z)
+                h = cast(act(widen(z), ACT), z.dtype)
+            tl.debug_barrier()
+            z = tl.load(scratch_ptr + (L - 1) * BLOCK_M * WIDTH + tile_offs)
+            dz = cast(tl.where(mask_m, act_grad(widen(z), dy, ACT), 0.0), h.dtype)
+        tl.debug_barrier()  # scratch was written by other threads than those that read it
+        for step in range(L - 1):
+            layer = L - 1 - step
+            # an absent row starts at 0 and may overflow where no row does: 0 * inf would be NaN in dw
+            kept = tl.load(scratch_ptr + (layer - 1) * BLOCK_M * WIDTH + tile_offs, mask=mask_m, other=0.0)
+            if bits_ptr is not None:
+                h = kept
+            else:
+                h = cast(act(widen(kept), ACT), kept.dtype)
+            _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH, PRECISION)
+            dh = _times_weight(dz, w_ptr, layer, WIDTH, PRECISION)
+            dz = cast(tl.where(mask_m, act_grad(widen(kept), dh, ACT), 0.0), kept.dtype)
+        x = load_tile(x_rows, offs_m, offs_n, mask_x)
+        _add_to_slot(dw_ptr, db_ptr, 0, dz, x, WIDTH, PRECISION)
+        if dx_rows[0] is not None:
+            store_tile(dx_rows, offs_m, offs_n, mask_x, cast(_times_weight(dz, w_ptr, 0, WIDTH, PRECISION), x.dtype))
 
 
 def _tiles(x: torch.Tensor, width: int, precision: str) -> Tiles:
-    return TILES[_architecture(x), width]["16" if x.dtype.itemsize == 2 else precision]
+    return TILES[family_of(arch_of(x)), width]["16" if x.dtype.itemsize == 2 else precision]
 
 
 def stack_width(x: torch.Tensor, widths: list[int]) -> int | None:
@@ -182,7 +171,7 @@ def stack_width(x: torch.Tensor, widths: list[int]) -> int | None:
     widest = max(widths)
     if widest > MAX_WIDTH:
         return None
-    return 32 if widest <= 32 and _architecture(x) != 90 else 64
+    return 32 if widest <= 32 and family_of(arch_of(x)) != 90 else 64
 
 
 def pack_stack(weights, biases, width: int, dtype: torch.dtype):
@@ -209,8 +198,8 @@ def stack_fwd(
     bits = torch.empty((M, triton.cdiv(out_features, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
     if M and out_features:
         launch(
-            _stack_fwd_kernel, (triton.cdiv(M, block_m),), x, packed_w, packed_b, y, bits, M, out_features, K, L,
-            x.stride(0), y.stride(0), 0 if bits is None else bits.stride(0),
+            _stack_fwd_kernel, (triton.cdiv(M, block_m),), matrix(x), packed_w, packed_b, matrix(y), matrix(bits), M,
+            out_features, K, L,
             ACT=activation, PRECISION=precision, BLOCK_M=block_m, WIDTH=width, num_warps=num_warps, num_stages=1,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -228,15 +217,15 @@ def stack_bwd(
     tiles = _tiles(x, width, precision)
     default_m, num_warps = tiles.bwd if bits is None else tiles.bwd_relu
     block_m = block_m or default_m
-    programs = max(min(programs or PROGRAMS[_architecture(x)], triton.cdiv(M, block_m)), 1)
+    programs = max(min(programs or PROGRAMS[family_of(arch_of(x))], triton.cdiv(M, block_m)), 1)
     dx_out = torch.empty((M, K), dtype=x.dtype, device=x.device) if dx else None
     dw = torch.zeros((programs, L, width, width), dtype=torch.float32, device=x.device)
     db = None if packed_b is None else torch.zeros((programs, L, width), dtype=torch.float32, device=x.device)
     scratch = torch.empty((programs, L, block_m, width), dtype=x.dtype, device=x.device)
     if M and N:
         launch(
-            _stack_bwd_kernel, (programs,), x, packed_w, packed_b, dy, bits, dx_out, dw, db, scratch, M, N, K, L,
-            x.stride(0), dy.stride(0), 0 if bits is None else bits.stride(0), 0 if dx_out is None else dx_out.stride(0),
+            _stack_bwd_kernel, (programs,), matrix(x), packed_w, packed_b, matrix(dy), matrix(bits), matrix(dx_out), dw, db,
+            scratch, M, N, K, L,
             ACT=activation, PRECISION=precision, BLOCK_M=block_m, WIDTH=width, num_warps=num_warps, num_stages=1,
             enable_fp_fusion=False,
         )  # fmt: skip

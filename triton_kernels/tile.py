@@ -2,6 +2,10 @@
 
 A product tile accumulates in float32 over ascending K in steps of BLOCK_K, without split-K, so that an element's bits
 do not depend on BLOCK_M, BLOCK_N or the number of warps: forward and recompute may use different tiles.
+
+Kernels take a matrix as `x_rows` = (ptr, stride of rows), whose ptr is None where there is none. The tuples are plain ones:
+named ones make a launch slower on the host. What may not be specialised stays outside of them, because Triton specialises
+their members whatever `do_not_specialize` says. A local that may be None stays outside, too: no tuple literal can hold it.
 """
 
 from __future__ import annotations
@@ -90,6 +94,13 @@ MULTIPROCESSORS = {90: 132, 80: 108}  # of an H100 or H200, and of an A100
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
 
 
+def family_of(arch: int) -> int:
+    """What serves an architecture: the tiles of sm_90, of sm_80 for all other cards, or of the interpreter."""
+    if arch == INTERPRETER:
+        return INTERPRETER
+    return 90 if 90 <= arch < 100 else 80
+
+
 def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) -> Tile:
     """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
     operands' dtype, shapes, alignment.
@@ -99,7 +110,7 @@ def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) ->
     """
     if arch == INTERPRETER:
         return INTERPRETED_TILE
-    family = 90 if 90 <= arch < 100 else 80
+    family = family_of(arch)
     tiles = TILES[kernel, family]
     if not all(not (x.stride(0) % 16 or x.shape[1] % 16 or x.data_ptr() % 16) for x in operands):
         return tiles["ragged"]
@@ -126,9 +137,17 @@ def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
+def matrix(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """(ptr, stride of rows), as kernels take a matrix of inner stride 1; its ptr is None where there is none."""
+    return x, 0 if x is None else x.stride(0)
+
+
 def launch(kernel, grid, *args, **kwargs) -> None:
-    """Launch on the device of the first tensor argument: Triton itself launches on the current device (triton#2441)."""
-    device = args[0].device
+    """Launch on the device of the first argument, a tensor or a tuple that begins with one.
+
+    Triton itself launches on the current device (triton#2441).
+    """
+    device = (args[0][0] if isinstance(args[0], tuple) else args[0]).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](*args, **kwargs)
@@ -167,10 +186,16 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def product_tile(
-    a_ptr, stride_am, b_ptr, stride_bk, stride_bn, offs_m, offs_n, M, N, K,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    a_rows, b_rows, offs_m, offs_n, M, N, K,
+    TRANSPOSED: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sum_k a[m, k] b[k, n] for rows offs_m and columns offs_n, float32. a's inner stride is 1; b's strides are free."""
+    """sum_k a[m, k] b[k, n], or b[n, k] if TRANSPOSED, for rows offs_m and columns offs_n, float32."""
+    a_ptr, stride_am = a_rows
+    b_ptr, stride_bk = b_rows
+    stride_bn = 1
+    if TRANSPOSED:
+        stride_bn = stride_bk
+        stride_bk = 1
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = offs_m < M
     mask_n = offs_n < N

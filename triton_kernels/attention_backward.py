@@ -1,0 +1,222 @@
+"""Attention's backward kernels; the mathematics, the tiles and the launcher are in attention.py.
+
+`_attn_dkdv_kernel` walks the rows that see its columns, `_attn_dq_kernel` the columns that its rows see. Both rebuild p from
+q, k and lse.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .attention_scores import (
+    DYNAMIC,
+    LOG2E,
+    column_phases,
+    first_block_of,
+    load_rows,
+    mask_offset_of,
+    rows_at,
+    score_tile,
+    sequence_of,
+    store_rows,
+    window_of,
+)
+from .philox import score_values
+from .tile import cast, dot
+
+LOWEST_LSE = tl.constexpr(-(2.0**24))  # from here on neighbouring float32 numbers are more than 1 apart
+
+
+@triton.jit
+def _load_row_values(ptr, offs_m, S, other):
+    return tl.load(ptr + offs_m, mask=offs_m < S, other=other)
+
+
+@triton.jit
+def _load_delta(ptr, offs_m, S, state_ptr, threshold):
+    """delta / keep_scale, so that ds / keep_scale takes no product an element; dq and dk are scaled at the end."""
+    delta = _load_row_values(ptr, offs_m, S, 0.0)
+    if state_ptr is not None:
+        delta *= (65536 - threshold) * (1.0 / 65536)
+    return delta
+
+
+@triton.jit
+def probability_tile(s, lse):
+    """p = exp(s - lse) for s in units of log 2; lse broadcasts. A row that saw nothing has p = 0.
+
+    So has one of which a mask hides everything by finite numbers, so far down that an lse has no digit for log sum.
+    """
+    return tl.exp2(s - tl.where(lse < LOWEST_LSE, float("inf"), lse * LOG2E))
+
+
+@triton.jit
+def _dkdv_step(
+    dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, n0, start, Sq, Sk, scale, slope, mask, mask_offset, window, dropout,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dk / (scale keep_scale) and dv / keep_scale of a column tile and the rows start...
+
+    Scores are transposed: [BLOCK_N, BLOCK_M]. Products and loads stand in the order that keeps the fewest registers alive.
+    """
+    state_ptr, threshold, first_block = dropout
+    offs_n = n0 + tl.arange(0, k.shape[0])
+    offs_m = start + tl.arange(0, BLOCK_M)
+    q = load_rows(q_rows, offs_m, Sq, D, HEAD_D)
+    do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
+    lse = _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))
+    qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
+    s = score_tile(
+        qk, offs_m[None, :], offs_n[:, None], Sq, Sk, scale, slope, mask, mask_offset, window,
+        LEFT, RIGHT, True, MASK_STEP,
+    )  # fmt: skip
+    p = probability_tile(s, lse[None, :])
+    dropped = p
+    if state_ptr is not None:
+        values = score_values(state_ptr, first_block, start, n0, BLOCK_M, k.shape[0], True)
+        # p is never negative: its sign bit remembers the mask, that of values - threshold
+        signed = p.to(tl.int32, bitcast=True) | ((values - threshold) & -(2**31))
+        p = signed.to(tl.float32, bitcast=True)
+        dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
+    dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
+    if state_ptr is not None:
+        dp = tl.where(p < 0.0, 0.0, dp)
+        p = tl.abs(p)
+    delta = _load_delta(delta_ptr, offs_m, Sq, state_ptr, threshold)
+    ds = p * (dp - delta[None, :])
+    return dot(cast(ds, q.dtype), q, dk, PRECISION), dv
+
+
+@triton.jit
+def row_range(n0, Sq, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """[lo, hi) of the rows that see any of the columns n0.., lo a multiple of BLOCK_M."""
+    left, right = window
+    lo = 0
+    hi = Sq
+    if RIGHT:
+        lo = tl.maximum(n0 - right, 0) // BLOCK_M * BLOCK_M
+    if LEFT:
+        hi = tl.minimum(Sq, tl.maximum(n0 + BLOCK_N + left, 0))
+    return lo, hi
+
+
+@triton.jit
+def _dq_steps(
+    dq, q, do, lse, delta, k_rows, v_rows, m0, lo, hi, Sq, Sk, scale, slope, mask, mask_offset, window, dropout,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dq / (scale keep_scale) of a row tile from the column tiles in [lo, hi)."""
+    state_ptr, threshold, first_block = dropout
+    offs_m = m0 + tl.arange(0, q.shape[0])
+    for start in range(lo, hi, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_rows, offs_n, Sk, D, HEAD_D)
+        v = load_rows(v_rows, offs_n, Sk, D, HEAD_D)
+        qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
+        s = score_tile(
+            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask, mask_offset, window,
+            LEFT, RIGHT, True, MASK_STEP,
+        )  # fmt: skip
+        p = probability_tile(s, lse[:, None])
+        dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
+        if state_ptr is not None:
+            values = score_values(state_ptr, first_block, m0, start, q.shape[0], BLOCK_N, False)
+            dp = tl.where(values >= threshold, dp, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = dot(cast(ds, k.dtype), k, dq, PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=DYNAMIC)
+def _attn_dkdv_kernel(
+    q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dk_heads, dv_heads,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right, stride_lseb, stride_lseh,
+    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One column tile of one k/v head: it owns dk and dv, and sums over the GROUP query heads that read it."""
+    slopes_ptr, stride_slopeb = slopes
+    pid = tl.program_id(0)
+    n0 = pid % tiles * BLOCK_N
+    H_kv = H // GROUP
+    b = (pid // tiles // H_kv).to(tl.int64)
+    h_kv = (pid // tiles % H_kv).to(tl.int64)
+    row0, Sq_b = sequence_of(cuq_ptr, b, Sq)
+    col0, Sk_b = sequence_of(cuk_ptr, b, Sk)
+    window = window_of(cuq_ptr, left, right, Sq_b, Sk_b)
+    if n0 < Sk_b:
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        k = load_rows(rows_at(k_heads, b, h_kv, col0, STRIDE_STEP), offs_n, Sk_b, D, HEAD_D)
+        v = load_rows(rows_at(v_heads, b, h_kv, col0, STRIDE_STEP), offs_n, Sk_b, D, HEAD_D)
+        dk = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
+        dv = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
+        lo, hi = row_range(n0, Sq_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+        # One loop over all heads, which begins again for each: a loop inside a loop needs more registers.
+        rows = hi - lo if GROUP == 1 else tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M) * BLOCK_M
+        for start in range(lo, lo + GROUP * rows, BLOCK_M):
+            h = h_kv * GROUP
+            if GROUP > 1:
+                member = (start - lo) // rows
+                h += member
+                start -= member * rows
+            slope = slopes_ptr
+            if slopes_ptr is not None:
+                slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+            mask_offset = mask_offset_of(mask, b, h)
+            row_values = b * stride_lseb + h * stride_lseh + row0
+            dk, dv = _dkdv_step(
+                dk, dv, k, v, rows_at(q_heads, b, h, row0, STRIDE_STEP), rows_at(do_heads, b, h, row0, STRIDE_STEP),
+                lse_ptr + row_values, delta_ptr + row_values, n0, start, Sq_b, Sk_b, scale, slope, mask, mask_offset, window,
+                (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq)),
+                D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M,
+            )  # fmt: skip
+        if state_ptr is not None:
+            scale *= keep_scale
+            dv *= keep_scale
+        store_rows(rows_at(dk_heads, b, h_kv, col0, STRIDE_STEP), offs_n, Sk_b, D, HEAD_D, dk * scale)
+        store_rows(rows_at(dv_heads, b, h_kv, col0, STRIDE_STEP), offs_n, Sk_b, D, HEAD_D, dv)
+
+
+@triton.jit(do_not_specialize=DYNAMIC)
+def _attn_dq_kernel(
+    q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dq_heads,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right, stride_lseb, stride_lseh,
+    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One row tile of one query head: it owns dq."""
+    slopes_ptr, stride_slopeb = slopes
+    pid = tl.program_id(0)
+    m0 = (tiles - 1 - pid % tiles) * BLOCK_M
+    b = (pid // tiles // H).to(tl.int64)
+    h = (pid // tiles % H).to(tl.int64)
+    row0, Sq_b = sequence_of(cuq_ptr, b, Sq)
+    col0, Sk_b = sequence_of(cuk_ptr, b, Sk)
+    window = window_of(cuq_ptr, left, right, Sq_b, Sk_b)
+    if m0 < Sq_b:
+        k_rows = rows_at(k_heads, b, h // GROUP, col0, STRIDE_STEP)
+        v_rows = rows_at(v_heads, b, h // GROUP, col0, STRIDE_STEP)
+        slope = slopes_ptr
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+        mask_offset = mask_offset_of(mask, b, h)
+        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq))
+        offs_m = m0 + tl.arange(0, BLOCK_M)
+        q = load_rows(rows_at(q_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
+        do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
+        row_values = b * stride_lseb + h * stride_lseh + row0
+        lse = _load_row_values(lse_ptr + row_values, offs_m, Sq_b, float("-inf"))
+        delta = _load_delta(delta_ptr + row_values, offs_m, Sq_b, state_ptr, threshold)
+        dq = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
+        lo, _, _, hi = column_phases(m0, Sk_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+        dq = _dq_steps(
+            dq, q, do, lse, delta, k_rows, v_rows, m0, lo, hi, Sq_b, Sk_b, scale, slope, mask, mask_offset, window, dropout,
+            D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N,
+        )  # fmt: skip
+        if state_ptr is not None:
+            scale *= keep_scale
+        store_rows(rows_at(dq_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D, dq * scale)
