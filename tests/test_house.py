@@ -49,7 +49,6 @@ WITH_EXTRAS = {"benchmarks", "tools", "__main__"}
 LINES, FUNCTION_LINES = 500, 80
 LONGER = {
     "ckptkern.benchmarks.cases",
-    "ckptkern.triton_kernels.attention",
 }
 
 

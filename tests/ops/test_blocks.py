@@ -571,6 +571,7 @@ def test_tokens_in_no_sequence(block, level, backend):
 X, QKV, OUT = torch.randn(2, 7, 10), torch.randn(72, 10), torch.randn(10, 24)
 ERRORS = {
     "dimensions": (ValueError, "input must be", {"x": X[0, 0]}),
+    "an array": (TypeError, "rotary must be a pair of tensors or a number", {"rotary": torch.ones(3).numpy()}),
     "kv heads": (ValueError, "num_kv_heads=3 must divide num_heads=4", {"num_kv_heads": 3}),
     "weights": (ValueError, "must be one tensor or three", {"qkv_weight": [QKV, QKV]}),
     "rows": (ValueError, "do not fit", {"qkv_weight": QKV[:70]}),

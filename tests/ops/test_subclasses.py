@@ -283,6 +283,17 @@ def test_attention_of_a_subclass_is_torchs():
         ckptkern.scaled_dot_product_attention(q, t["k"], t["v"], window_size=(1, 1))
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+def test_attention_of_a_subclass_takes_a_window_that_torch_has(window):
+    """No bound at all, and is_causal, as a decoder layer passes them; torch has no other."""
+    q = torch.randn(2, 3, 5, 4)
+    ours = ckptkern.scaled_dot_product_attention(q.as_subclass(Logged), q, q, window_size=window)
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=window == (-1, 0))
+    torch.testing.assert_close(ours.as_subclass(Tensor), expected)
+    with pytest.raises(TypeError, match="window_size and alibi_slopes do not go with a Logged"):
+        ckptkern.scaled_dot_product_attention(q.as_subclass(Logged), q, q, window_size=(2, 0))
+
+
 def test_dropout_of_a_subclass_is_torchs():
     x = torch.ones(4, 1000).as_subclass(Logged)
     y = ckptkern.dropout(x, 0.25)
