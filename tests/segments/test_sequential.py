@@ -62,7 +62,7 @@ def test_names_are_those_of_the_children():
     (6, "between 1 and the number of layers, 5, but is 6"),
     (True, "segments must be a number of segments"),
     (None, "but is None"),
-    ("every 0", "every 1st layer or more"),
+    ("every 0", "'every k' with k at least 1"),
     ("block*", r"segments='block\*' chooses none of the layers 0, 1, 2, 3, 4"),
     ("2 gigs", r"'2 gigs' chooses none of the layers 0, 1, 2, 3, 4: it is neither 'sqrt' nor .* such as '2GiB'"),
     ("-2GiB", r"'-2GiB' chooses none .* such as '2GiB'"),
@@ -141,7 +141,7 @@ def test_measured_on_fake_tensors_is_what_is_kept(activation, x):
 
 
 def test_a_bound_that_cannot_hold(x):
-    with pytest.raises(ValueError, match="no more than 2 KiB shall be kept, but one segment of all layers keeps 2 KiB"):
+    with pytest.raises(ValueError, match="at most 2 KiB may be kept, but one segment of all layers keeps 2 KiB"):
         split(deep(), "2047 B", x)
 
 
