@@ -55,7 +55,7 @@ def test_wrong_segments_at_construction(segments):
 
 
 def test_wrong_options_at_construction():
-    with pytest.raises(TypeError, match=r"Sequential: recompute is no option of ckptkern\.checkpoint"):
+    with pytest.raises(TypeError, match=r"Sequential: recompute is not an option of ckptkern\.checkpoint"):
         model(recompute="full")
 
 
