@@ -607,7 +607,7 @@ ERRORS = {
     "no pair": (TypeError, "rotary must be a pair of tensors", {"rotary": torch.ones(7, 6)}),
     "half a pair": (TypeError, "qk_norm must be a pair of tensors", {"qk_norm": (X[0, 0],)}),
     "longest": (ValueError, "max_seqlen must be an integer", {"x": X[0], "cu_seqlens": CU, "max_seqlen": "7"}),
-    "longest of none": (ValueError, "max_seqlen is of sequences packed by cu_seqlens", {"max_seqlen": 7}),
+    "longest of none": (ValueError, "max_seqlen needs cu_seqlens, which is None", {"max_seqlen": 7}),
     "learned scale": (ValueError, "no gradient is formed for scale", {"scale": torch.ones((), requires_grad=True)}),
     "no flag": (TypeError, "is_causal must be a bool, not 'x'", {"is_causal": "x"}),
     "a number of biases": (TypeError, "qkv_bias must be one Tensor or three", {"qkv_bias": 1.5}),

@@ -78,7 +78,7 @@ def test_wrong_numbers_of_layers():
     x, (weights, biases) = tensors["x"], layers_of(tensors)
     with pytest.raises(ValueError, match="linear_stack: at least one weight is needed"):
         ckptkern.linear_stack(x, [])
-    with pytest.raises(ValueError, match="linear_stack: 2 weights need as many biases, but 1 came"):
+    with pytest.raises(ValueError, match="linear_stack: 2 weights need as many biases, but got 1"):
         ckptkern.linear_stack(x, weights, biases[:1])
     with pytest.raises(ValueError, match="linear_stack: either every layer has a bias or none has"):
         ckptkern.linear_stack(x, weights, [biases[0], None])
