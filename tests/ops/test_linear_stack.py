@@ -1,4 +1,4 @@
-"""linear_stack: what is its own beside the checks of all ops."""
+"""linear_stack: the checks that it has besides those of all ops."""
 
 import itertools
 
@@ -55,7 +55,7 @@ def test_one_layer_is_a_linear_act():
 
 
 def test_kept_bytes_do_not_grow_with_the_depth():
-    """At "full" a segment of 20 layers keeps what a segment of 2 keeps: x and one bit an element of y."""
+    """At "full" a segment of 20 layers keeps what a segment of 2 keeps: x and one bit per element of y."""
     for depth in (2, 20):
         tensors = stack([16] * (depth + 1))
         weights, biases = layers_of(tensors)

@@ -1,4 +1,4 @@
-"""Tensor subclasses as arguments: what each is to an op, and that no memory is read that means something else."""
+"""Tensor subclasses as arguments: how an op takes each, and that it never misreads a subclass's memory."""
 
 import logging
 
