@@ -1,7 +1,7 @@
 """What one segment costs the host, as a ratio to torch.utils.checkpoint: `make bench-host`.
 
 Tiny tensors, one thread, forward + backward, so that nearly all of a step is Python and dispatch; and a step of an MLP that
-computes. A ratio of times depends on the machine and on what else it runs: the bound is reported beside it, and no test
+computes. A ratio of times depends on the machine and on what else it runs. So its bound is reported beside it, and no test
 asserts it.
 """
 

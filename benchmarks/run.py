@@ -73,7 +73,7 @@ def select(pattern: str, device: str) -> list[cases.Item]:
     try:
         matches = re.compile(pattern.replace(",", "|")).search
     except re.error as error:
-        raise ValueError(f"--cases {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"--cases {pattern!r} is not a regular expression: {error}") from error
     found = [item for item in cases.items(device) if matches(item.name)]
     if not found:
         raise ValueError(f"--cases {pattern!r} matches none of {', '.join(item.name for item in cases.items(device))}")

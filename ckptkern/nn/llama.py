@@ -115,7 +115,7 @@ class LlamaAttention(torch.nn.Module):
         """The part of block_arguments that reads no submodule."""
         if rotary is None and self.rope_theta is not None and self.head_dim % 2:
             raise ShapeError(
-                f"{type(self).__name__}: head_dim must be even for rotary embedding, which turns pairs, but "
+                f"{type(self).__name__}: head_dim must be even for rotary embedding, which rotates pairs, but "
                 f"{self.num_heads * self.head_dim} / num_heads={self.num_heads} gives {self.head_dim}; use "
                 f"rope_theta=None for no rotation, or pass rotary tables for fewer dimensions"
             )

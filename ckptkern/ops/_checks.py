@@ -92,7 +92,7 @@ def check_weight(
     if shape[1] != in_features:
         raise ShapeError(
             f"{op}: {source} has {in_features} features but {name} has in_features={shape[1]}"
-            + (f"; {name} must be [out_features, in_features], as of nn.Linear, but is {tuple(shape)}: pass {name}.t()"
+            + (f"; {name} must be [out_features, in_features], as in nn.Linear, but is {tuple(shape)}: pass {name}.t()"
                if shape[0] == in_features else "")
         )  # fmt: skip
     if bias is None:

@@ -62,7 +62,7 @@ class WeightGrad:
         self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
 
     def result(self) -> Tensor:
-        total, self.total = self.total, None  # one float32 sum beside its result at a time
+        total, self.total = self.total, None  # at most one float32 sum is alive beside its result
         return cast_parameter(total, self.dtype)
 
 

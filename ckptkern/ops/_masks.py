@@ -54,7 +54,7 @@ def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise DtypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
     if attn_mask.dtype == torch.float64 != q.dtype:
-        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which needs such inputs, not {q.dtype}")
+        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which needs inputs of that dtype, not {q.dtype}")
     wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
     shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):

@@ -90,7 +90,7 @@ def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None) -> Tensor
     B, S = batch_and_rows(x)
     padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
     if padding.dtype == torch.float64 != x.dtype:
-        raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which needs such an input, not {x.dtype}")
+        raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which needs input of that dtype, not {x.dtype}")
     if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S):
         raise ShapeError(
             f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S}), "

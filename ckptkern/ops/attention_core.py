@@ -19,7 +19,7 @@ from .dropout import dropout_arguments
 
 
 class CoreTensors(NamedTuple):
-    """What the core reads beside q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], the dropout state,
+    """What the core reads besides q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], the dropout state,
     and where packed sequences begin, int32 [N + 1]."""
 
     mask: Tensor | None = None

@@ -69,7 +69,7 @@ def check_rotary(op: str, x: Tensor, rotary, B: int, S: int, D: int) -> tuple[Te
     if is_number(rotary):
         check_theta(op, "rotary", rotary)
         if D % 2:
-            raise ShapeError(f"{op}: the head dim must be even for rotary embedding, which turns pairs, but is {D}")
+            raise ShapeError(f"{op}: the head dim must be even for rotary embedding, which rotates pairs, but is {D}")
         return None, None, float(rotary)
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
         raise TypeError(f"{op}: rotary must be a pair of tensors or a number (theta), not {type(rotary).__name__}")

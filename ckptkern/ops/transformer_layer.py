@@ -194,7 +194,7 @@ def check_arguments(
         if key in OWN_ARGUMENTS:
             raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
         if key not in known:
-            raise TypeError(f"{op}: {name} has {key!r}, but there are {', '.join(known)}")
+            raise TypeError(f"{op}: {name} has {key!r}, but its arguments are {', '.join(known)}")
     for key in required:
         if key not in given:
             raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")

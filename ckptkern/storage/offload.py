@@ -168,7 +168,7 @@ class _Lane:
 
 
 class _CudaLane(_Lane):
-    """Copies between a GPU and pinned memory on one side stream, so in order and beside the computation."""
+    """Copies between a GPU and pinned memory on one side stream: in order, and while the GPU computes."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -661,8 +661,8 @@ ATTENTION_HALF = dict(qkv_weight=QKV, qkv_bias=None, out_weight=OUT, out_bias=No
 MLP_HALF = dict(up_weight=UP, up_bias=None, down_weight=DOWN, down_bias=None)
 LAYER_ERRORS = {
     "its own arguments": (ValueError, "recompute is an argument of transformer_layer, not of", {"recompute": "full"}, {}),
-    "unknown": (TypeError, "attention_arguments has 'heads', but there are qkv_weight,", {"heads": 4}, {}),
-    "unknown to the MLP": (TypeError, "mlp_arguments has 'num_heads', but there are up_weight,", {}, {"num_heads": 4}),
+    "unknown": (TypeError, "attention_arguments has 'heads', but its arguments are qkv_weight,", {"heads": 4}, {}),
+    "unknown to the MLP": (TypeError, "mlp_arguments has 'num_heads', but its arguments are up_weight,", {}, {"num_heads": 4}),
     "missing": (TypeError, "mlp_arguments must have up_weight, up_bias, down_weight, down_bias", {}, None),
     "no dict": (TypeError, "attention_arguments must be a dict of arguments by name, not list", [1], {}),
     "rows": (ValueError, "out_weight must have 10 rows", {"out_weight": OUT[:5], "residual": False}, {}),

@@ -156,7 +156,7 @@ def test_autocast_switched_off_inside_autocast(setup):
 
 @pytest.mark.parametrize("setup", OPS_OF_LAYERS)
 def test_no_grad_first_inside_one_autocast(setup):
-    """A weight cast under no_grad must not serve the training step that follows."""
+    """A weight cast under no_grad must not be reused by the training step that follows."""
     tensors = make(setup)
 
     def twice(t):
