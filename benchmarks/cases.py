@@ -3,8 +3,8 @@
 A way is a name and a maker `(model, x) -> function`, whose function takes x to y with the model's own parameters. So
 all ways are checked against one float64 copy of the model and share its weights. To add a case, append to CASES.
 
-Attention and layers with dropout are judged without it and timed with it: every way draws its own masks. That masks are
-replayed, and are those of the definition, is what tests/ holds.
+Attention and layers with dropout are checked without it and timed with it, because every way draws its own masks. tests/
+checks that masks are replayed and follow their definition.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DROPOUT_P = 0.125  # k/65536 exactly, so that torch's scale is ours
 
 
 class Size(NamedTuple):
-    """Rows of the input and its width; the model's other widths follow from it. length: rows a sequence, if any."""
+    """Rows of the input and its width; the model's other widths follow from it. length: rows per sequence, if any."""
 
     width: int
     rows: int
@@ -63,8 +63,8 @@ class Case:
     sizes    device type -> sizes, the most important first
     priority lower runs first; a case's second size counts one more, and so on
     rivals   further ways; a maker that raises ImportError is reported as missing
-    drops    judged with the model in evaluation, timed in training, where it has dropout
-    exact    (float64 model, float64 x, a way's y) -> float64 y; where None, the model itself
+    drops    has dropout: checked with the model in evaluation, timed in training
+    exact    (float64 model, float64 x, a way's y) -> float64 y; None: the model itself
     host     time the host alone: tiny tensors, one thread, no device synchronisation between steps
     """
 
@@ -104,7 +104,7 @@ def _checkpoint(use_reentrant: bool, model: nn.Module, x: Tensor) -> Function:
 
 
 def _compiled(budget: float | None, checkpointed: bool, model: nn.Module, x: Tensor) -> Function:
-    """torch.compile. budget: of the partitioner, which reads it when it traces, so here and not at every call."""
+    """torch.compile. budget: the partitioner's, which reads it when it traces: here, not at every call."""
     import torch._functorch.config as config
 
     inner = _checkpoint(False, model, x) if checkpointed else model
@@ -112,12 +112,12 @@ def _compiled(budget: float | None, checkpointed: bool, model: nn.Module, x: Ten
     def call(x: Tensor) -> Tensor:
         return inner(x)
 
-    # dynamo keeps what it compiled by code object: without one of its own, this budget would get another's graph
+    # Dynamo caches compiled graphs by code object: without one of its own, this budget would get another's graph
     call = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
     function = torch.compile(call, dynamic=False)
     judged = model.training
     with config.patch(activation_memory_budget=1.0 if budget is None else budget):
-        for training in sorted({judged, True}):  # a model that drops is judged in the one and timed in the other
+        for training in sorted({judged, True}):  # a model with dropout is checked in one and timed in the other
             model.train(training)
             function(x)
     model.train(judged)
@@ -135,7 +135,7 @@ COMPILED: dict[str, Maker] = {
 
 
 def ways(case: Case) -> dict[str, Maker]:
-    """All ways of a case by name, eager first, but for what torch.compile makes of it."""
+    """All ways of a case by name, eager first, except those of torch.compile."""
     found: dict[str, Maker] = {
         EAGER: _eager,
         **{name: functools.partial(_checkpoint, name != CHECKPOINT) for name in CHECKPOINTS},
@@ -146,7 +146,7 @@ def ways(case: Case) -> dict[str, Maker]:
 
 
 def compiled_ways(case: Case) -> dict[str, Maker]:
-    """The others, and eager to compare with; none of the host's cases."""
+    """The ways of torch.compile, and eager to compare with; none for host cases."""
     return {} if case.host else {EAGER: _eager, **COMPILED}
 
 
@@ -179,12 +179,12 @@ class GatedMLP(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Causal attention [B, H, S, D] by torch; float64 a head at a time: all of 8192 x 8192 scores would not fit a GPU."""
+    """Causal attention [B, H, S, D] by torch. float64 takes one head at a time: all 8192 x 8192 scores do not fit a GPU."""
     if q.dtype != torch.float64:
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout_p, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
-    assert not dropout_p, "float64 is what ways are judged by, without dropout"
+    assert not dropout_p, "float64 is the reference, without dropout"
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
 
     def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
 class Attention(nn.Module):
     """x + out(attention(norm(x))), causal, heads of 128 (16 in narrow models): half of a GPT layer.
 
-    share: query heads for one key and value head. dropout_p: of the attention weights.
+    share: query heads per key and value head. dropout_p: of the attention weights.
     """
 
     def __init__(self, width: int, share: int = 1, dropout_p: float = 0.0):
@@ -220,7 +220,7 @@ class Attention(nn.Module):
         return x + self.out(o.transpose(1, 2).flatten(2))
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
-        """Of ckptkern.attention_block."""
+        """The arguments of ckptkern.attention_block."""
         return dict(
             qkv_weight=self.qkv.weight, qkv_bias=self.qkv.bias, out_weight=self.out.weight, out_bias=self.out.bias,
             num_heads=self.heads, num_kv_heads=self.kv_heads, norm="layer", norm_weight=self.norm.weight,
@@ -240,7 +240,7 @@ class GPTLayer(nn.Module):
         return x + self.mlp(self.norm(x))
 
     def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of ckptkern.transformer_layer."""
+        """The arguments of ckptkern.transformer_layer."""
         mlp = self.mlp
         return self.attention.arguments(x), dict(
             up_weight=mlp.fc1.weight, up_bias=mlp.fc1.bias, down_weight=mlp.fc2.weight, down_bias=mlp.fc2.bias,
@@ -268,7 +268,7 @@ class LlamaLayer(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [B, H, S, D] by halves, as Hugging Face has it."""
+        """Rotates x [B, H, S, D] by halves, as Hugging Face does."""
         S, half = x.shape[2], self.head_dim // 2
         return x * self.cos[:S] + torch.cat((-x[..., half:], x[..., :half]), -1) * self.sin[:S]
 
@@ -279,7 +279,7 @@ class LlamaLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of ckptkern.transformer_layer."""
+        """The arguments of ckptkern.transformer_layer."""
         S, mlp = x.shape[1], self.mlp
         return dict(
             qkv_weight=[self.q.weight, self.k.weight, self.v.weight], qkv_bias=None, out_weight=self.out.weight,
@@ -329,7 +329,7 @@ def _linear_act(model: nn.Sequential, level: str) -> Function:
 
 
 def _dropout_exact(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Dropout by the mask that y shows: every way draws its own. Raises where the rate of kept elements is off."""
+    """Dropout by the mask that y shows, since every way draws its own. Raises if the rate of kept elements is off."""
     kept = y != 0
     rate, sigma = kept.double().mean().item(), (DROPOUT_P * (1 - DROPOUT_P) / y.numel()) ** 0.5
     if abs(rate - (1 - DROPOUT_P)) > 6 * sigma:
@@ -340,7 +340,7 @@ def _dropout_exact(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def _flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
     """FusedMLP at its checkpoint level 2, which keeps x only. No erf GELU."""
     fused_mlp_func = importlib.import_module("flash_attn.ops.fused_dense").fused_mlp_func
-    # -1: its authors found the unfused GEMM quicker on H100 for GELU; ReLU's bit mask needs the fused one
+    # -1 for GELU, because its authors found the unfused GEMM quicker on H100; ReLU's bit mask needs the fused one
     options = dict(activation=activation, checkpoint_lvl=2, heuristic=0 if activation == "relu" else -1)
     return lambda x: fused_mlp_func(x, model.fc1.weight, model.fc2.weight, model.fc1.bias, model.fc2.bias, **options)
 
@@ -358,7 +358,7 @@ def _liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
 
 
 def _sdpa_flash(model: nn.Module, x: Tensor) -> Function:
-    """Eager with torch's flash attention in place of what it would choose, cuDNN's on Hopper."""
+    """Eager with torch's flash attention instead of torch's own choice, which is cuDNN's on Hopper."""
     if not x.is_cuda:
         raise ImportError("SDPA has several fused backends on CUDA only")
 
@@ -370,7 +370,7 @@ def _sdpa_flash(model: nn.Module, x: Tensor) -> Function:
 
 
 def _own_core(ours: Callable[[nn.Module, str], Function], model: nn.Module, x: Tensor) -> Function:
-    """Ours at "selective" with Triton kernels alone, where the table prefers torch's own kernel for attention's core."""
+    """Ours at "selective" with Triton kernels only, also where the table prefers torch's own kernel for attention's core."""
     if not x.is_cuda:
         raise ImportError("the core is one of several on CUDA only")
     inner = ours(model, "selective")
@@ -389,7 +389,7 @@ _SDPA_FORWARDS = tuple(
 
 
 class SelectiveCheckpoint:
-    """torch.utils.checkpoint that runs everything again but attention's core, whatever kernel serves it."""
+    """torch.utils.checkpoint that runs everything again except attention's core, whichever kernel runs it."""
 
     def __init__(self, model: nn.Module, x: Tensor):
         self.model, self.saved = model, None
@@ -403,7 +403,7 @@ class SelectiveCheckpoint:
         return checkpoint(self.model, x, use_reentrant=False, context_fn=self.contexts)
 
     def unseen_bytes(self) -> int:
-        """What the last call keeps where saved-tensor hooks do not see it."""
+        """Bytes that the last call keeps out of sight of saved-tensor hooks."""
         tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -428,7 +428,7 @@ _STACK_SIZES = {
     "cpu": [Size(64, 2048), Size(128, TOKENS["cpu"])],
 }
 
-# the first sizes span the range: launches and glue weigh most in the first, products and the core in the second
+# The first two sizes span the range: launches and glue weigh most in the first, products and the core in the second.
 _SEQUENCE_SIZES = {
     "cuda": [
         Size(d, TOKENS["cuda"], S)
@@ -500,7 +500,7 @@ def items(device: str) -> list[Item]:
 def build(item: Item, device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
     """(model, x, dy) of an item, random, in the device's dtype; x needs a gradient. y has x's shape in every case.
 
-    The model is as ways are judged: in evaluation where it drops.
+    The model is as ways are checked: in evaluation if it has dropout.
     """
     torch.manual_seed(seed)
     dtype = DTYPES[device.type]

@@ -1,7 +1,7 @@
 """What one segment costs the host, as a ratio to torch.utils.checkpoint: `make bench-host`.
 
 Tiny tensors, one thread, forward + backward, so that nearly all of a step is Python and dispatch; and a step of an MLP that
-computes. A ratio of times depends on the machine and on what else it runs: the bound is reported beside it, and no test
+computes. A ratio of times depends on the machine and on what else it runs. So its bound is reported beside it, and no test
 asserts it.
 """
 
@@ -17,7 +17,7 @@ from . import cases, measure
 
 
 def _medians(case: str, *names: str, rounds: int | None = None) -> list[float]:
-    """ms of the ways of a case: medians of interleaved rounds, each the quickest of a batch."""
+    """ms of the ways of a case: medians over interleaved rounds, in each of which the quickest step of a batch counts."""
     item = next(item for item in cases.items("cpu") if item.case.name == case)
     model, x, dy = cases.build(item, torch.device("cpu"))
     makers = cases.ways(item.case)
@@ -49,8 +49,8 @@ def eager_mlp() -> float:
     return ours / theirs
 
 
-# What is measured -> the ratio that we hold ourselves to. A third of a general segment's is the unwinding of the exception
-# that ends the recompute; on a machine whose caches others use it is 0.39 to 0.41, on an idle one 0.35 to 0.36.
+# What is measured -> the ratio that it should not exceed. A third of a general segment's cost is unwinding the exception that
+# ends the recompute. Its ratio is 0.39 to 0.41 on a machine whose caches others use, and 0.35 to 0.36 on an idle one.
 BOUNDS: dict[Callable[[], float], float] = {fused: 0.5, general: 0.45, eager_mlp: 1.0}
 
 

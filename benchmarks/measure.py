@@ -1,4 +1,4 @@
-"""How a case is measured: every way checked against float64 first, then all right ways timed in turns, A B C A B C."""
+"""How a case is measured: every way is checked against float64, then all that pass are timed in turns, A B C A B C."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..memory import kept_tensors, peak_memory
 from ..tools.verify import error_ratio, gradients, relative_errors
 from .cases import CHECKPOINTS, DTYPES, EAGER, Function, Item, Maker, build
 
-# steps whose quickest one stands for a round: whatever else runs on the CPU only ever adds
+# Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.
 HOST_BATCH, CPU_BATCH = 20, 3
-GRAPH_BELOW_MS = 2.0  # a step of eager's below this is short enough for gaps between launches to matter
-# of eager's error. Rivals round where they like (inductor's column sums on a CPU: 3.6): beyond this they are wrong
+GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matter
+# Limits, in units of eager's error. Rivals round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
 OURS_AT_MOST, RIVALS_AT_MOST = 2.0, 8.0
-ENOUGH = 7  # rounds, whatever the time
+ENOUGH = 7  # rounds at least, whatever time they take
 DROPS = "timed with dropout, judged without it: every way draws its own masks"
 
 
@@ -70,7 +70,8 @@ def one_line(error: BaseException, length: int = 200) -> str:
 def poisoned() -> Iterator[None]:
     """Inside, torch fills every empty tensor with NaN, so that an element nobody writes shows.
 
-    It takes deterministic algorithms, which may be others than those that are timed: who is judged here is judged plainly too.
+    torch does so only under deterministic algorithms, which may differ from those that are timed. So ways are checked without
+    it too.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -122,7 +123,7 @@ def _quickest(batch: int, now: Callable[[], float], step: Step, index: int) -> C
 
 
 def cpu_clock(step: Step, index: int) -> Callable[[], float]:
-    """On one thread its CPU time: on a busy machine half of the wall time may be another process's."""
+    """The CPU time of a single thread: on a busy machine half of the wall time may be another process's."""
     return _quickest(CPU_BATCH, time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, step, index)
 
 
@@ -181,7 +182,7 @@ def spread(times: list[float]) -> tuple[float, float, float]:
 
 
 def rotation(x: Tensor, dy: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Copies of the input that together leave nothing in L2 from one round to the next; itself on a CPU."""
+    """Copies of the input, enough that none is still in L2 in the next round; on a CPU the input itself."""
     if not x.is_cuda:
         return [(x, dy)]
     l2 = torch.cuda.get_device_properties(x.device).L2_cache_size
@@ -219,7 +220,7 @@ def captured(step: Step) -> Step:
 
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Torch's CPU threads inside; None leaves them."""
+    """Sets the number of torch's CPU threads inside the block; None leaves it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -279,7 +280,7 @@ def _measure(
                 continue
         except ImportError as error:
             row.status, row.note = "missing", one_line(error)
-        except Exception as error:  # whatever a way raises is its result, and the others still want their turn
+        except Exception as error:  # whatever a way raises is its result, and the others still run
             row.status, row.note = "failed", one_line(error)
         emit(row)
     del judge

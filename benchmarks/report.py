@@ -119,7 +119,7 @@ def summary(folder: Path) -> str:
 
 
 def draw(folder: Path) -> list[Path]:
-    """figures/<case>.png: time against eager's and kept bytes, a bar each a way. Needs matplotlib."""
+    """figures/<case>.png: time against eager's and kept bytes, one bar per way. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     by_case, env = read(folder)

@@ -26,8 +26,8 @@ from ..tools import env
 from . import cases, measure, report
 
 DEFAULT_RESULTS = Path("benchmarks/results")
-MINUTES = {"cuda": 5.0, "cpu": 4.0}  # `make gpu` has ten, its tests and the build included
-SECONDS = {"cuda": 2.5, "cpu": 4.0}  # of timing a case, at most
+MINUTES = {"cuda": 5.0, "cpu": 4.0}  # `make gpu` has ten minutes, tests and build included
+SECONDS = {"cuda": 2.5, "cpu": 4.0}  # for timing a case, at most
 
 
 def device_name(device: torch.device) -> str:
@@ -37,7 +37,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _answer(*command: str) -> str | None:
-    """What a program prints, or None where there is none or it fails."""
+    """What a program prints, or None if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -73,7 +73,7 @@ def select(pattern: str, device: str) -> list[cases.Item]:
     try:
         matches = re.compile(pattern.replace(",", "|")).search
     except re.error as error:
-        raise ValueError(f"--cases {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"--cases {pattern!r} is not a regular expression: {error}") from error
     found = [item for item in cases.items(device) if matches(item.name)]
     if not found:
         raise ValueError(f"--cases {pattern!r} matches none of {', '.join(item.name for item in cases.items(device))}")
@@ -155,7 +155,7 @@ def main(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * minutes
     dropped, bad = [], []
     jobs = [(item, cases.ways(item.case)) for item in items]
-    if compiling:  # last, for compilers take their time; with eager once more, in turns with which they are timed
+    if compiling:  # last, because compilers are slow; eager runs once more, so that they are timed in turns with it
         jobs += [(item, makers) for item in items if (makers := cases.compiled_ways(item.case))]
     with Sheet(out / "results.csv") as sheet:
         measured = set()

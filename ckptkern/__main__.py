@@ -10,7 +10,7 @@ import sys
 from . import __version__
 from .extras import missing
 
-# name: (module, what it does, the packages beside torch that it needs)
+# name: (module, what it does, the packages besides torch that it needs)
 COMMANDS = {
     "demo": (".tools.demo", "train a small GPT three ways side by side: loss, memory and time", ("matplotlib", "rich")),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),

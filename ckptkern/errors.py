@@ -1,5 +1,5 @@
-"""Errors about arguments, caught as torch's are: torch raises RuntimeError for a shape, a dtype or a device that does not
-fit, Python's custom is ValueError and TypeError. Each class here is both."""
+"""Errors about arguments. torch raises RuntimeError for a shape, a dtype or a device that does not fit; Python code expects
+ValueError or TypeError. Each class here is both, so that either `except` catches it."""
 
 
 class ShapeError(ValueError, RuntimeError):
@@ -7,7 +7,7 @@ class ShapeError(ValueError, RuntimeError):
 
 
 class DtypeError(TypeError, RuntimeError):
-    """A tensor's dtype is not one that the op takes, or not that of the others."""
+    """A tensor's dtype is not one that the op takes, or differs from the others'."""
 
 
 class DeviceError(ValueError, RuntimeError):
@@ -15,4 +15,4 @@ class DeviceError(ValueError, RuntimeError):
 
 
 class LayoutError(TypeError, NotImplementedError):
-    """A tensor is sparse or nested where the op reads dense ones. NotImplementedError, as torch's, is a RuntimeError."""
+    """A tensor is sparse or nested where the op needs a dense one. torch raises NotImplementedError, a RuntimeError, here."""

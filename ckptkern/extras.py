@@ -1,4 +1,4 @@
-"""Packages beside torch, which some commands want: looked for when a command runs, so that its help needs none."""
+"""Optional packages that some commands need. They are looked for when a command runs, so its --help needs none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 
 def missing(*packages: str) -> str | None:
-    """What to say where some of `packages` are not installed, with the command that installs them; else None."""
+    """A message that names the missing packages and the command that installs them; None if all are installed."""
     absent = [package for package in packages if importlib.util.find_spec(package) is None]
     if not absent:
         return None

@@ -20,7 +20,7 @@ _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 1
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a size like "64MiB", "1.5 GB" or "4096"; None if it is none, or negative."""
+    """Bytes of a size like "64MiB", "1.5 GB" or "4096"; None if it is not a size, or negative."""
     number = text.strip().rstrip("BbIiKkMmGg").strip()
     unit = text.strip()[len(number) :].strip().upper() or "B"
     try:
@@ -70,7 +70,7 @@ class Peak:
 
 
 def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with a storage of their own that ``tensor`` is made of: itself, unless a wrapper or sparse."""
+    """The tensors with a storage of their own that ``tensor`` is made of: itself, unless it is a wrapper or sparse."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
@@ -97,21 +97,21 @@ def kept_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iter
         loss.backward()
         print(kept.bytes, kept.tensors)
 
-    exclude: a module, whose parameters and buffers are not counted, or the tensors themselves. Neither are views of
-    them; a cast copy of a parameter has a storage of its own and is counted. Any device, any dtype: on meta tensors and
-    fake tensors the figure is exact too, and nothing is computed. DTensor and other wrapper subclasses count by their
-    local parts.
+    exclude: what is not counted: a module, for its parameters and buffers, or tensors. Views of them are not counted
+    either; a cast copy of a parameter has a storage of its own and is counted. Any device and dtype will do: on meta
+    tensors and fake tensors the figure is exact too, and nothing is computed. DTensor and other wrapper subclasses count
+    by their local parts.
 
     A tensor is counted when it is saved, even if its graph is dropped before the block is left, so run the forward only.
 
-    The block sees nothing of
+    The block does not see
 
-    - what a context of saved-tensor hooks inside it takes, since the innermost hooks get the tensor: the stores of
+    - what saved-tensor hooks inside it take, since the innermost hooks get the tensor: the stores of
       ``ckptkern.storage``, ``torch.autograd.graph.save_on_cpu``;
     - what a checkpointed segment inside it discards, which is the point of the segment;
     - tensors that a Function puts on ``ctx`` itself instead of ``ctx.save_for_backward``.
 
-    The graph is left as it would be: no cycle (a saved output is stored detached) and no tensor outlives its graph.
+    The block does not prolong any tensor's life: it makes no cycle, because it stores a saved output detached.
     Hooks switch off autograd's check for in-place changes between forward and backward. This block makes the check
     itself and raises RuntimeError in backward.
     """
@@ -159,9 +159,9 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         print(peak.bytes)
 
     CUDA: ``max_memory_allocated`` (the caching allocator's peak counter is reset). CPU: the sum of the allocations and
-    frees of torch's CPU allocator that ``torch.profiler`` records. Private buffers of BLAS libraries are not counted, and
-    neither is it counted when memory from before the block is freed in it. The profiler slows the block down, so never
-    time it. Raises ValueError for any other device: a meta tensor has no memory.
+    frees of torch's CPU allocator that ``torch.profiler`` records. It does not count private buffers of BLAS libraries,
+    nor that the block frees memory allocated before it. The profiler slows the block down, so never time it. Raises
+    ValueError for any other device: a meta tensor has no memory.
     """
     device = torch.device(device)
     peak = Peak()

@@ -1,8 +1,8 @@
 """The state of a segment: 16 bytes that replay its dropout, and the precision it ran at.
 
-`draw` takes int64[2] from torch's own generator. `keep_mask` turns it into a boolean mask that depends on
-nothing else but the probability and the element's own place (plane, row, col) in the unsharded tensor: not
-on tiles, chunks, threads or backend. `Precision` is the snapshot that recompute re-enters.
+`draw` takes int64[2] from torch's own generator. `keep_mask` turns it into a boolean mask, which depends only on
+this state, the probability and each element's place (plane, row, col) in the unsharded tensor: not on tiles,
+chunks, threads or backend. `Precision` is the snapshot that recompute re-enters.
 
 This module alone imports the C++ extension; csrc/philox.h defines the mask's layout, csrc/precision.h the
 snapshot.
@@ -57,16 +57,16 @@ def draw(like: Tensor) -> Tensor:
     """A fresh state, int64[2], from torch's generator of like's device.
 
     Same bits as `torch.randint(-2**63, 2**63 - 1, (2,), device=like.device)`. Inside vmap each sample gets its
-    own state with randomness="different", all the same one with "same", and "error" raises.
+    own state with randomness="different", all share one with "same", and "error" raises.
     """
     if torch._C._are_functorch_transforms_active():
         return torch.randint(-(2**63), 2**63 - 1, (2,), device=like.device)
-    # Without an argument of its own, AOT's CSE merges two draws of a graph into one.
+    # Each draw gets an argument of its own: without it, AOT's CSE merges two draws of a graph into one.
     return _rng_state_op(torch.empty(0, device=like.device))
 
 
 def threshold_scale(p: float) -> tuple[int, float]:
-    """t, scale with P(drop) = t / 65536, t = round(65536 p), and scale = 65536 / (65536 - t); 0.0 if all is dropped."""
+    """(t, scale): P(drop) = t / 65536, t = round(65536 p), and scale = 65536 / (65536 - t), or 0.0 if all is dropped."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability must lie in [0, 1] but is {p}")
     threshold = round(65536 * p)
@@ -88,7 +88,7 @@ def keep_mask(
     """Boolean mask, true = keep: [rows, cols], or [planes, rows, cols] if planes is given, on state's device.
 
     The bases place the mask inside an unsharded tensor whose planes have total_rows rows (row_base + rows if
-    not given); masks of parts are parts of the mask. C++ on the CPU, torch ops on any other device, same bits.
+    not given): the mask of a part is a part of the mask. C++ on the CPU, torch ops on any other device, same bits.
     """
     mask = _keep_mask_op(
         state,

@@ -1,13 +1,13 @@
-"""Tensor subclasses: whose memory is the tensor, and who says itself what an operation of torch does with it.
+"""Tensor subclasses: which are plain memory, and which have operations of their own.
 
-The rule of all ops and modules. A tensor of a subclass is
-- read as memory where the subclass changes no operation (class Named(torch.Tensor): pass); results are of the class that
+All ops and modules follow one rule. A tensor of a subclass is
+- read as plain memory if the subclass changes no operation (class Named(torch.Tensor): pass); results have the class that
   torch gives them;
-- handed to the op where the subclass runs any op on the tensors it stands for (TRANSPARENT);
-- composed of PyTorch ops, which the subclass knows, where it has operations of its own: a __torch_function__ or a
-  __torch_dispatch__ (DTensor, a quantized weight, a jagged nested tensor). Plain autograd differentiates these and keeps
-  what it keeps; under backend("triton") an op raises then, while a module calls its submodules;
-- refused by name where no operation has a meaning (CausalBias, but for the mask that it is).
+- handed to the op if the subclass runs any op on the tensors it stands for (TRANSPARENT);
+- computed with in PyTorch ops, which the subclass handles itself, if it has a __torch_function__ or a __torch_dispatch__
+  of its own (DTensor, a quantized weight, a jagged nested tensor). Plain autograd then differentiates these ops and
+  decides what is kept; under backend("triton") an op raises instead, and a module calls its submodules;
+- refused by name if no operation on it has a meaning (CausalBias, except as a mask).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
-# By name: they come with torch._dynamo or torch.distributed, which a process may never import.
+# By name, because importing the classes would import torch._dynamo or torch.distributed.
 TRANSPARENT = frozenset((
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.functional_tensor.FunctionalTensor",
@@ -48,7 +48,7 @@ _constant_has_own_operations._dynamo_marked_constant = True  # as in ops/_choice
 
 
 def foreign(tensors: Iterable[Tensor | None]) -> type | None:
-    """The first class among them with operations of its own, or None: their memory is what they are."""
+    """The first class among them that has operations of its own; None if all are plain memory."""
     if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, tensors)):
         return None
     for tensor in tensors:

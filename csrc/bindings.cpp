@@ -31,8 +31,8 @@ at::Tensor rng_state(const at::Tensor& nonce) {
       nonce.options().dtype(at::kLong).requires_grad(false));
 }
 
-// --- C++ values as plain CPython types: every segment makes one and enters it, and through pybind11 that costs twice as
-// much as all that they do
+// --- C++ values as plain CPython types. Every segment makes one and enters it, which through pybind11 would cost twice as
+// much as all that they do.
 
 template <class T>
 struct Object {
@@ -106,7 +106,7 @@ PyObject* precision_enter(PyObject* self, PyObject*) {
   });
 }
 
-// Of a context manager: three arguments, which say how its body ended.
+// A context manager's __exit__: its three arguments say how the body ended.
 PyObject* precision_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
   return call<Precision, &Precision::exit>(self, nullptr);
 }

@@ -14,10 +14,10 @@ constexpr uint32_t kMultiplier1 = 0xCD9E8D57;
 constexpr uint32_t kWeyl0 = 0x9E3779B9;
 constexpr uint32_t kWeyl1 = 0xBB67AE85;
 
-constexpr int64_t kLanes = 64; // counters a call: 8 blocks of 32 columns
+constexpr int64_t kLanes = 64; // counters per call: 8 blocks of 32 columns
 constexpr int64_t kBlockCols = 4 * kLanes;
 constexpr int64_t kBlockRows = 16;
-constexpr int64_t kGrain = 8; // blocks a thread: 32768 elements, about 30 us
+constexpr int64_t kGrain = 8; // blocks per thread: 32768 elements, about 30 us
 
 inline void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t k0, uint32_t k1) {
   const uint64_t product0 = static_cast<uint64_t>(kMultiplier0) * c0;

@@ -18,7 +18,7 @@ using at::Float32Precision;
 constexpr auto& kDeviceTypes = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
 
 // One setting of the process. `read` gives the value in effect, which is what a snapshot compares;
-// `raw` what has to be written to restore the setting itself, where that is another thing.
+// `raw` gives what has to be written to restore the setting, if that differs.
 struct Setting {
   int8_t (*read)();
   int8_t (*raw)();
@@ -26,8 +26,8 @@ struct Setting {
 };
 
 // --- fp32 precision. torch resolves (backend, op) through (backend, all) and (generic, all), and its
-// getter tells only the resolved value. Only the newer interface is used: once it has been written,
-// reading the older flags raises.
+// getter returns only the resolved value. Only the newer interface is used, because once it has been
+// written, reading the older flags raises.
 
 Float32Precision resolved(Float32Backend backend, Float32Op op) {
   return at::globalContext().float32Precision(backend, op);
@@ -53,7 +53,7 @@ void write_float32(int8_t precision) {
   set_float32(B, O, static_cast<Float32Precision>(precision));
 }
 
-// True if (backend, op) takes its value from (parent_backend, all): it follows when that one moves.
+// True if (backend, op) takes its value from (parent_backend, all), that is, if it changes with it.
 // Leaves the parent at TF32.
 bool follows(Float32Backend backend, Float32Op op, Float32Backend parent_backend) {
   set_float32(parent_backend, Float32Op::ALL, Float32Precision::IEEE);
@@ -162,7 +162,7 @@ ProcessState current_process_state() {
   return state;
 }
 
-// The raw values that one guard overwrote and owes back; kUntouched where it overwrote nothing. The last
+// The raw values that one guard overwrote and must write back; kUntouched where it overwrote nothing. The last
 // entry is (cuda, all).
 constexpr int8_t kUntouched = -1;
 constexpr std::size_t kCudaAll = kProcessSettings;
@@ -174,8 +174,8 @@ void write_cuda_all(int8_t precision) {
 
 // Makes `wanted` current and notes in `debt` what it overwrites, also when a write raises.
 void impose(const ProcessState& wanted, Debt& debt) {
-  // What cannot be written back must not be overwritten: an implicit setting is moved by its parent. All
-  // implicit settings agree on the parent, in the snapshot as now, for nothing can become implicit.
+  // An implicit setting could not be written back, so it is not overwritten: its parent is. All implicit
+  // settings agree on the parent, now as in the snapshot, because no setting can become implicit.
   for (const auto i : {kCudaConv, kCudaRnn}) {
     if (kSettings[i].read() != wanted[i] && kSettings[i].raw() == kImplicit) {
       debt[kCudaAll] = raw_float32_parent<Float32Backend::CUDA>();
@@ -202,14 +202,14 @@ void repay(const Debt& debt) {
   }
 }
 
-// Guards of all threads that may owe something, oldest first.
+// Guards of all threads that may have to write something back, oldest first.
 struct Ledger {
   using Entry = std::list<Debt>::iterator;
 
   std::mutex mutex;
   std::list<Debt> debts;
 
-  // No entry where nothing differs and no other guard is open.
+  // No entry if nothing differs and no other guard is open.
   std::optional<Entry> enter(const ProcessState& wanted) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (debts.empty() && current_process_state() == wanted) {
@@ -231,7 +231,7 @@ struct Ledger {
     const auto later = std::next(entry);
     if (later == debts.end()) {
       repay(*entry);
-    } else { // a younger guard of another thread is still open: it repays in our place
+    } else { // a younger guard of another thread is still open: it writes back for us
       for (const auto i : c10::irange(entry->size())) {
         if ((*entry)[i] != kUntouched) {
           (*later)[i] = (*entry)[i];
@@ -315,8 +315,8 @@ void Precision::exit() const {
     // What the body itself has changed is undone too, so compare with what is set now.
     frame.outer->replace(AutocastState::current());
   }
-  // As torch.autocast: the cache of cast weights does not outlive the outermost region. On autograd's
-  // thread, which is in none, it would keep them for good.
+  // As in torch.autocast, the cache of cast weights does not outlive the outermost region. Autograd's
+  // thread is in no region and would keep them for good.
   if (frame.nested && at::autocast::decrement_nesting() == 0) {
     at::autocast::clear_cache();
   }

@@ -35,7 +35,7 @@ struct Owned {
   PyObject* object;
 };
 
-// Shape, dtype, device. Where the shape is Python's business (symbols, subclasses that are ragged), it is a torch.Size.
+// Shape, dtype, device. If only Python knows the shape (symbols, ragged subclasses), it is a torch.Size.
 struct Metadata {
   Metadata(PyObject* object, const at::Tensor& x) : shape(nullptr), dtype(x.scalar_type()), device(x.device()) {
     const auto* impl = x.unsafeGetTensorImpl();
@@ -79,7 +79,7 @@ struct Segment {
   PyObject_HEAD
   struct Members {
     std::vector<StandIn*> places; // null where backward can no longer ask for the tensor
-    std::vector<Metadata> metadata; // of every place, or of none where it is not compared
+    std::vector<Metadata> metadata; // of every place, or of none if it is not compared
     std::unordered_map<c10::TensorImpl*, Watched> watched;
     bool compares = true;
     bool stops_early = true;
@@ -141,7 +141,7 @@ void watch(Segment& segment, const at::Tensor& parameter) {
   }
 }
 
-// The parameter, or other leaf that trains, that x is or views.
+// The parameter, or another leaf that needs a gradient, that x is or is a view of.
 void watch_leaf_of(Segment& segment, PyObject* object, const at::Tensor& x) {
   const bool view = x.is_view();
   const at::Tensor leaf = view ? at::Tensor(x._base()) : x;
@@ -208,7 +208,7 @@ PyObject* segment_watch(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-// (parameter, its version now, its version in forward) of one that was changed, or None
+// (parameter, its version now, its version in forward) of a changed parameter, or None
 PyObject* segment_changed(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   for (const auto& entry : as<Segment>(self)->m.watched) {
@@ -223,7 +223,7 @@ PyObject* segment_changed(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// After forward: a parameter that forward itself has changed (a clamp, an embedding's max_norm) is not watched.
+// Called after forward: a parameter that forward itself has changed (a clamp, an embedding's max_norm) is not watched.
 PyObject* segment_forget_moved(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& watched = as<Segment>(self)->m.watched;
@@ -235,7 +235,7 @@ PyObject* segment_forget_moved(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// A recompute that changes a parameter as forward did (a clamp) is no error in the next one.
+// Called after a recompute: if it changes a parameter as forward did (a clamp), the next recompute must not raise.
 PyObject* segment_keep_versions(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   for (auto& entry : as<Segment>(self)->m.watched) {
@@ -266,13 +266,13 @@ PyObject* segment_metadata(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-// Lets go of what a recompute has handed out: it failed.
+// Frees what a failed recompute has handed out.
 PyObject* segment_drop(PyObject* self, PyObject* object) {
   const int64_t key = PyLong_AsLongLong(object);
   if (key == -1 && PyErr_Occurred() != nullptr) {
     return nullptr;
   }
-  std::vector<Owned> dropped; // freed at the end, for a tensor's end may run anything
+  std::vector<Owned> dropped; // freed at the end, because freeing a tensor may run any code
   for (StandIn* stand_in : as<Segment>(self)->m.places) {
     if (stand_in != nullptr) {
       dropped.emplace_back(stand_in->take(key));
@@ -309,10 +309,10 @@ PyMethodDef segment_methods[] = {
     {"pack", segment_pack, METH_O, "x -> its stand-in"},
     {"watch", segment_watch, METH_O, "notes the version of a parameter"},
     {"changed", segment_changed, METH_NOARGS, "(parameter, version now, version in forward) of a changed one, or None"},
-    {"forget_moved", segment_forget_moved, METH_NOARGS, "watches no longer what has changed since it was noted"},
-    {"keep_versions", segment_keep_versions, METH_NOARGS, "takes the versions of now for forward's"},
+    {"forget_moved", segment_forget_moved, METH_NOARGS, "stops watching what has changed since it was noted"},
+    {"keep_versions", segment_keep_versions, METH_NOARGS, "takes the current versions as forward's"},
     {"metadata", segment_metadata, METH_O, "place -> (shape, dtype, device)"},
-    {"drop", segment_drop, METH_O, "key: lets go of what its recompute has handed out"},
+    {"drop", segment_drop, METH_O, "key: frees what its recompute has handed out"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef segment_flags[] = {
@@ -389,14 +389,14 @@ PyObject* recompute_pack(PyObject* object, PyObject* argument) {
   if (given == nullptr) {
     return nullptr;
   }
-  // detached: else the tensor would keep the graph of this run, and a saved output itself
+  // detached: otherwise the tensor would keep this run's graph alive, and a saved output would keep itself alive
   Owned x(given->requires_grad() ? THPVariable_Wrap(given->detach()) : (Py_INCREF(argument), argument));
   const std::size_t place = self->count++;
   if (place >= m.places.size()) {
     if (m.completed) {
       return PyObject_CallMethod(reinterpret_cast<PyObject*>(self->segment), "too_many", nullptr);
     }
-    m.lenient = true; // a backward pass inside forward: what comes later is not asked for yet
+    m.lenient = true; // a backward pass inside forward: later tensors are not asked for yet
     return x.release();
   }
   if (StandIn* stand_in = m.places[place]) {
@@ -419,7 +419,7 @@ PyObject* recompute_count(PyObject* self, void*) {
   return PyLong_FromSize_t(as<Recompute>(self)->count);
 }
 
-// [(place, recomputed tensor), ...] of those whose shape, dtype or device is not forward's
+// [(place, recomputed tensor), ...] of those whose shape, dtype or device differs from forward's
 PyObject* recompute_different(PyObject* self, void*) {
   PyObject* list = PyList_New(0);
   for (const auto& entry : as<Recompute>(self)->different) {
@@ -433,7 +433,7 @@ PyObject* recompute_different(PyObject* self, void*) {
 }
 
 PyMethodDef recompute_methods[] = {
-    {"pack", recompute_pack, METH_O, "x -> x, detached; the stand-in of its place has it now"},
+    {"pack", recompute_pack, METH_O, "x -> x, detached, and handed to the stand-in at its place"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef recompute_values[] = {

@@ -1,4 +1,4 @@
-// The saved-tensor hooks of a general segment: what stands in forward's graph for the tensors it does not keep.
+// The saved-tensor hooks of a general segment, and the stand-ins in forward's graph for the tensors it does not keep.
 #pragma once
 
 #include <Python.h>
@@ -8,13 +8,13 @@ namespace ckptkern {
 // Adds to `module` the types
 //   SavedTensors  base class of a segment. pack(x) -> StandIn is forward's pack hook; it notes x's metadata, and the
 //                 version of the parameter that x is or views
-//   Recompute     (segment, key, stop). pack(x) is recompute's pack hook: it hands x to the stand-in of the same place,
+//   Recompute     (segment, key, stop). pack(x) is recompute's pack hook: it hands x to the stand-in at the same place,
 //                 and raises `stop` at the last one if the segment stops early
 //   StandIn       take(key) -> the recomputed tensor, once
-// and the function unpack_saved(stand_in), forward's unpack hook, which calls segment.unpack(stand_in) where the
-// tensor is not there yet. False, with a Python error set, on failure.
+// and the function unpack_saved(stand_in), forward's unpack hook, which calls segment.unpack(stand_in) if the
+// tensor is not there yet. Returns false, with a Python error set, on failure.
 //
-// Plain CPython types, for these run once per saved tensor and pass: a call costs 0.1 us, 1 to 2 us in Python.
+// These are plain CPython types because they run once per saved tensor and pass: a call costs 0.1 us, in Python 1 to 2 us.
 bool add_saved_tensors(PyObject* module);
 
 } // namespace ckptkern

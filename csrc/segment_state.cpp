@@ -52,8 +52,8 @@ void write_device(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// For a list that holds itself. Counted here: Py_LeaveRecursiveCall in a destructor crashes a thread that the end of Python
-// unwinds, which has no thread state any more.
+// Guards against a list that holds itself. Depth is counted here because Py_LeaveRecursiveCall in a destructor crashes a
+// thread that Python unwinds when it exits: that thread has no thread state any more.
 constexpr int deepest = 1000;
 
 void refuse_endless(int depth) {
@@ -63,7 +63,7 @@ void refuse_endless(int depth) {
   }
 }
 
-// What the segments that this thread is inside of overwrote, outermost first.
+// What the segments that this thread is inside have overwritten, outermost first.
 std::vector<RandomState>& outer_states() {
   thread_local std::vector<RandomState> instance;
   return instance;
@@ -137,7 +137,7 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, 
     return argument;
   }
   const auto children = [&](const auto& sequence) {
-    for (std::size_t i = 0; i < sequence.size(); ++i) { // saving a tensor may run hooks, and they anything
+    for (std::size_t i = 0; i < sequence.size(); ++i) { // saving a tensor may run hooks, which may run any code
       const auto child = py::reinterpret_borrow<py::object>(sequence[i]);
       argument.children.push_back(take(child, devices, depth + 1));
     }

@@ -1,4 +1,4 @@
-// What a general segment keeps of its call: its arguments, and the state of the world that it ran in.
+// What a general segment keeps of its call: its arguments, and the random state and precision that it ran with.
 #pragma once
 
 #include "precision.h"
@@ -14,7 +14,7 @@
 
 namespace ckptkern {
 
-// An argument tree with every tensor taken out: tuples, named tuples, lists and dicts are taken apart, whatever
+// An argument tree with every tensor taken out: tuples, named tuples, lists and dicts are taken apart, everything
 // else is kept as it is.
 struct Argument {
   enum class Kind { object, tensor, tuple, named_tuple, list, dict };
@@ -25,14 +25,14 @@ struct Argument {
   std::vector<Argument> children;
 };
 
-// The CPU generator's, half the bytes of the tensor that get_state() makes of it.
+// The CPU generator's state, in half the bytes of the tensor that get_state() makes.
 struct CpuRandomState {
   at::mt19937 engine;
   std::optional<float> next_float_normal;
   std::optional<double> next_double_normal;
 };
 
-// Of the CPU's generator and those of some devices, or of none at all. Generators are handles: a copy is the same one.
+// The states of the CPU's generator and those of some devices, or of none. A generator is a handle: its copy is the same.
 struct RandomState {
   std::optional<CpuRandomState> cpu;
   std::vector<std::pair<at::Generator, at::Tensor>> devices;
@@ -49,7 +49,7 @@ class SegmentState {
  public:
   SegmentState(const pybind11::tuple& args, const pybind11::dict& kwargs, bool preserve_rng_state);
 
-  // After forward: what forward itself wrote into a nested tensor that needs no gradient (a cache) is no error.
+  // Called after forward: that forward itself wrote into a nested tensor without gradient (a cache) is not an error.
   void settle();
 
   // (args, kwargs) as they were given. Runs unpack hooks, and so a parent segment's recompute.

@@ -1,4 +1,4 @@
-"""The attention segments, declared once for their tests: inputs, the call, the same in plain PyTorch, and what is kept.
+"""The attention segments, declared once for all tests: inputs, the call, the same in plain PyTorch, and what is kept.
 
 A `Block` is used as a `cases.Setup` is: `fused`, `call` and `plain` take tensors by name, x first.
 """
@@ -47,7 +47,7 @@ def plain_norm(x: Tensor, kind: str | None, weight: Tensor | None, bias: Tensor 
 
 
 def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Llama's, on [B, S, H, D]; the dimensions after those of cos are left as they are."""
+    """Llama's rotation, on [B, S, H, D]; dimensions beyond those of cos are left as they are."""
     R = cos.shape[-1]
     turned, rest = x[..., :R], x[..., R:]
     swapped = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), -1)
@@ -56,7 +56,7 @@ def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def plain_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """GPT-J's, on [B, S, H, D]: neighbours as complex numbers, each turned by its angle, which is in the table twice."""
+    """GPT-J's rotation, on [B, S, H, D]: neighbours as complex numbers, turned by an angle that the table holds twice."""
     R = cos.shape[-1]
     turns = torch.complex(*(c.to(x.dtype)[..., ::2].contiguous() for c in (cos, sin))).unsqueeze(-2)
     pairs = torch.view_as_complex(x[..., :R].unflatten(-1, (-1, 2)).contiguous())
@@ -189,19 +189,19 @@ class Attention(Half):
         return F.linear(o.transpose(-3, -2).flatten(-2), t["out_weight"], t.get("out_bias"))
 
     def kept(self, level: str) -> tuple[int, int]:
-        """(elements in the compute dtype, bytes) a token, without x."""
+        """(elements in the compute dtype, bytes) per token, without x."""
         core = HEADS * HEAD_DIM
         elements = {"full": 0, "selective": core, "none": 2 * core + 2 * self.kv_heads * HEAD_DIM}[level]
         return elements, 0 if level == "full" else 4 * HEADS
 
     def products(self) -> dict[str, int]:
-        """Multiply-adds a token of each product, and of one [S, D] x [D, S] of all heads."""
+        """Multiply-adds per token of each product, and of one [S, D] x [D, S] of all heads."""
         core = HEADS * HEAD_DIM
         qkv = FEATURES * (core + 2 * self.kv_heads * HEAD_DIM)
         return {"qkv": qkv, "out": core * self.out, "core": core * LENGTH}
 
     def multiply_adds(self, level: str) -> tuple[int, int]:
-        """(forward's, backward's) a token, everything trained."""
+        """(forward's, backward's) per token, everything trained."""
         qkv, out, core = self.products().values()
         backward = 2 * (qkv + out) + 5 * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
@@ -244,7 +244,7 @@ class MLP(Half):
         return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[level], 0
 
     def multiply_adds(self, level: str) -> tuple[int, int]:
-        """(forward's, backward's) a token, everything trained."""
+        """(forward's, backward's) per token, everything trained."""
         up, down = HIDDEN * FEATURES * (1 + self.gated), HIDDEN * FEATURES
         backward = 2 * (up + down) + (up if level == "full" else 0)
         return up + down, backward + (up + down if self.norm and not self.norm_first else 0)
@@ -335,7 +335,7 @@ class Block:
         return total
 
     def multiply_adds(self) -> int:
-        """A token of a step. A layer rebuilds what passes between its halves: by one product from o, or all of it.
+        """A step, per token. A layer rebuilds what passes between its halves: by one product from o, or all of it.
 
         That product gives a trailing norm its input too.
         """

@@ -189,7 +189,7 @@ OPS = (
 
 
 def expected_mask(p: float, rows: int, cols: int, seed: int = SEED) -> Tensor:
-    """The mask of the first draw after torch.manual_seed(seed), whose definition tests/test_state.py holds."""
+    """The mask of the first draw after torch.manual_seed(seed), whose definition tests/test_state.py tests."""
     generator = torch.Generator().manual_seed(seed)
     return state.keep_mask(torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator), p, rows, cols)
 
@@ -258,7 +258,7 @@ def setups(
 
 
 def each_activation(dropout: Sequence[float] = (0.0,)) -> list:
-    """pytest parameters: all of an activation for each set of kept tensors, and every other one at "full"."""
+    """pytest parameters: everything for one activation per set of kept tensors; the other activations at "full"."""
     others = [name for name in ACTIVATIONS if name not in KEPT]
     return [*setups(KEPT, dropout=dropout), *setups(others, ("full",), ops=LAYERS)]
 
@@ -272,7 +272,7 @@ def make(
     frozen: Iterable[str] = (),
     seed: int = 0,
 ) -> Tensors:
-    """Inputs by name, x first. All need a gradient but those in `frozen`."""
+    """Inputs by name, x first. All need a gradient except those in `frozen`."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"x": (*sizes.lead, sizes.features), **setup.op.parameters(*sizes[1:])}
     tensors = {}
@@ -287,7 +287,7 @@ def make(
 
 
 def clone(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
-    """Leaves of their own with the same values, strides and needs."""
+    """New leaves with the same values, strides and requires_grad."""
     return {
         name: t.detach().to(dtype, copy=True, memory_format=torch.preserve_format).requires_grad_(t.requires_grad)
         for name, t in tensors.items()
@@ -321,12 +321,12 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
 
 
 def assert_same_within_rounding(ours: Tensors, theirs: Tensors) -> None:
-    """Two thirds of the digits of each tensor's norm agree, or what differs is rounding of the largest.
+    """Two thirds of the digits of each tensor's norm agree, or the difference is rounding of the largest tensor.
 
-    For two ways to one result, whose products a library may sum in another order: operands of another layout, size or
-    offset. Rounding grows with the length of the sums to some ten units in the last place, and to more in a single element
-    of a sum that cancels, so the norm is compared. A value read from the wrong place is an error of order one. The gradient
-    of a key's bias, or of a key that is the only one seen, is nothing but rounding of the larger ones beside it.
+    Use it for two ways to one result, if a library may sum their products in another order because operands have another
+    layout, size or offset. Rounding grows with the length of the sums to some ten units in the last place, and to more in a
+    single element of a sum that cancels, so norms are compared. A value read from the wrong place is an error of order one.
+    The gradient of a key's bias, or of a key that is the only one seen, is nothing but rounding of the larger gradients.
     """
     assert ours.keys() == theirs.keys()
     largest = max((torch.linalg.vector_norm(t.double()).item() for t in theirs.values()), default=0.0)
@@ -342,7 +342,7 @@ def assert_same_within_rounding(ours: Tensors, theirs: Tensors) -> None:
 def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
     """Error of each tensor against float64 at most twice eager PyTorch's own, plus half an ulp of the result's norm.
 
-    The half ulp is what rounding the result once may cost, where PyTorch happened to be exact.
+    Rounding the result once may cost half an ulp even if PyTorch happens to be exact.
     """
     assert ours.keys() == eager.keys() == exact.keys()
     for name, reference in exact.items():
@@ -365,13 +365,13 @@ def over_draws(
 ) -> tuple:
     """(ours, eager, exact) of `assert_as_exact`: outputs and gradients of every draw of the inputs, stacked.
 
-    The norm of an error is then its root mean square. Where sums of few rows cancel, one draw's is chance: of the
-    attention blocks in float32 one draw's error is up to 4.5 times PyTorch's, that of twelve draws at most 1.8 times.
+    The norm of an error is then its root mean square. Where sums of few rows cancel, the error of one draw is chance: for
+    the attention blocks in float32 it is up to 4.5 times PyTorch's, but over twelve draws at most 1.8 times.
     """
 
     def stacked(function: Callable[[Tensors], Tensor], dtype: torch.dtype | None = None) -> Tensors:
         sent = dy if dy is None or dtype is None else dy.to(dtype)
-        # not a clone where the dtype stays: that may have other strides
+        # not a clone if the dtype stays: a clone may have other strides
         results = [gradients(function, clone(t, dtype) if dtype else t, sent) for t in draws]
         assert all(t is not None for result in results for t in result.values()), "a gradient is missing"
         return {name: torch.stack([result[name] for result in results]) for name in results[0]}
@@ -380,7 +380,7 @@ def over_draws(
 
 
 def redrawn(tensors: Tensors, seed: int) -> Tensors:
-    """Other values of the same shapes, needs and root mean squares; strides stay where they are dense."""
+    """Other values of the same shapes, requires_grad and root mean squares; dense strides stay."""
     generator = torch.Generator().manual_seed(seed)
     fresh = clone(tensors)
     with torch.no_grad():
@@ -392,10 +392,10 @@ def redrawn(tensors: Tensors, seed: int) -> Tensors:
 def check_exactness(
     ours: Callable[[Tensors], Tensor], plain: Callable[[Tensors], Tensor], tensors: Tensors, dy: Tensor | None = None
 ) -> None:
-    """The rule of `assert_as_exact` for two functions of `tensors`; where one draw of the inputs misses it, twelve decide.
+    """The rule of `assert_as_exact` for two functions of `tensors`; if one draw of the inputs misses it, twelve decide.
 
-    Of one draw the ratio is chance, and the processor's library takes part in it: where a result is one number, PyTorch
-    is now and then exact. What is wrong is wrong in all draws.
+    For one draw the ratio is partly chance and depends on the processor's library: where a result is a single number,
+    PyTorch is sometimes exact. A wrong function is wrong in all draws.
     """
     try:
         assert_as_exact(*over_draws(ours, plain, [tensors], dy))
@@ -410,22 +410,23 @@ def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = No
 
 
 def whole_numbers(tensors: Tensors) -> Tensors:
-    """The tensors' values rounded to -2 ... 2: sums and products of theirs are exact, whatever order a library adds in."""
+    """The tensors' values rounded to -2 ... 2: their sums and products are exact, in whatever order a library adds."""
     return {name: t.detach().mul(2).round().clamp(-2, 2).requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _FACTORS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2), "aten::matmul": (0, 1)}
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_CORES = {_FLASH: (2, 0), f"{_FLASH}_backward": (5, 1)}  # products [Sq, D] x [D, Sk] a head, where q stands
+# op -> products [Sq, D] x [D, Sk] per head, and q's place among the arguments
+_CORES = {_FLASH: (2, 0), f"{_FLASH}_backward": (5, 1)}
 _OTHER_PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot", "aten::convolution"}
 
 
 class Watch(TorchDispatchMode):
-    """Sees the aten ops that run, those inside the bodies of ckptkern's ops too.
+    """Sees the aten ops that run, also those inside the bodies of ckptkern's ops.
 
     flops       multiply-adds times two of all matrix products
-    registered  the same by the formulas that are registered for ckptkern's ops, and aten's outside of them
+    registered  the same, by the formulas registered for ckptkern's ops and, outside of them, for aten's
     dtypes      (left, right) of every matrix product, in order
     strings     every string argument of ckptkern's ops, in order: levels, activations, ...
     """
@@ -463,7 +464,7 @@ class Watch(TorchDispatchMode):
 
 
 class Kept(TorchDispatchMode):
-    """bytes: of every forward op of ckptkern, what it makes beside its result."""
+    """bytes: what every forward op of ckptkern makes besides its result."""
 
     def __init__(self):
         super().__init__()
@@ -496,7 +497,7 @@ def op_samples(setup: Setup, tensors: Tensors) -> list[tuple]:
 
 
 def assert_flat_memory(call, tensors: dict[str, torch.Tensor], name: str, steps: int = 47) -> None:
-    """Without the garbage collector steps leave no tensor behind, and dropping a graph frees its output and input `name`."""
+    """With the garbage collector off, steps leave no tensor behind, and dropping a graph frees its output and input `name`."""
 
     def forward():
         x = tensors[name] * 1
@@ -524,7 +525,7 @@ def assert_flat_memory(call, tensors: dict[str, torch.Tensor], name: str, steps:
 
 
 def with_saved_transposed(function: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensor]:
-    """function; what it saved comes back to backward with other strides, as a saved-tensor hook may give it."""
+    """function, whose saved tensors come back to backward with other strides, as a saved-tensor hook may return them."""
 
     def run(tensors: Tensors) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(
@@ -536,7 +537,7 @@ def with_saved_transposed(function: Callable[[Tensors], Tensor]) -> Callable[[Te
 
 
 def through_export(call: Callable[[Tensors], Tensor], tensors: Tensors) -> Tensors:
-    """`gradients` of a graph of torch.export's, which calls the bare ops; seeded."""
+    """`gradients` of a graph made by torch.export, which calls the bare ops; seeded."""
 
     class Module(torch.nn.Module):
         def __init__(self):

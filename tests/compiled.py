@@ -1,6 +1,6 @@
 """What tests/triton_kernels/test_gate.py learns from compiled kernels, as JSON: compiled.py NAME
 
-A process of its own, without TRITON_INTERPRET: a kernel decorated under it cannot be compiled.
+It runs in a process of its own, without TRITON_INTERPRET, because a kernel decorated under that cannot be compiled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PLANTED = {
 
 
 def planted() -> dict[str, list[str]]:
-    """The faults of each planted launch, taken as aligned, and of a launch as shipped."""
+    """The faults of each planted launch, judged as aligned, and of a launch as shipped."""
     faults = {}
     for name, (arch, dtype, launch) in {**PLANTED, "none": (90, "bfloat16", act_grad)}.items():
         cases.OPS[name] = lambda case, launch=launch: launch()
@@ -146,7 +146,7 @@ UNEVEN = {
 
 
 def uneven() -> dict[str, list[str]]:
-    """What spills among them, with the tile that their launcher chooses."""
+    """Which of them spill, with the tile that their launcher chooses."""
     spills = {}
     for kind, options in UNEVEN.items():
         found = spills[kind] = []
@@ -192,9 +192,9 @@ def _philox_kernel(
 
 
 def philox_words() -> dict[str, list[bool]]:
-    """Whether a store is left of _philox_kernel for the known words, and for those with one bit changed in each.
+    """Is a store left of _philox_kernel for the known words, and for the known words with one bit changed in each?
 
-    The assembler computes all of it beforehand, so that its arithmetic stands for the device's.
+    The assembler evaluates the whole kernel beforehand, so its arithmetic stands for the device's.
     """
     stores = {}
     for arch in cases.ARCHS:

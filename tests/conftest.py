@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A kernel is interpreted or compiled from its decoration on, so this precedes every import of ours.
+    # Decoration decides whether a kernel is interpreted or compiled, so this comes before every import of ours.
     on_gpu = config.option.markexpr == "gpu" and torch.cuda.is_available()
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -47,7 +47,7 @@ def _seed() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """After an illegal access nothing runs on the GPU in this process any more: later tests would fail for an earlier one."""
+    """After an illegal access nothing runs on the GPU in this process any more: later tests would fail without a fault."""
     if "gpu" not in item.keywords or not torch.cuda.is_initialized():
         return
     try:

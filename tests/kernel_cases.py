@@ -1,4 +1,4 @@
-"""The launchers of ckptkern.triton_kernels as a table, and the two rules their results are held to.
+"""The launchers of ckptkern.triton_kernels as a table, and the two rules by which their results are judged.
 
 A launcher has the arguments and results of the function of the same name in `ckptkern.eager`, so one description serves
 three calls: the kernel, eager PyTorch in the same dtype, and eager PyTorch in float64 as the exact result.
@@ -16,7 +16,7 @@ from ckptkern.benchmarks.gate.launchers import LAUNCHERS, Launcher
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# What does not depend on the activation: one for each set of kept tensors in bf16, whose rounding shows most.
+# For what does not depend on the activation: one per set of kept tensors, in bf16, whose rounding shows most.
 ACTIVATIONS_AND_DTYPES = [
     (activation, dtype)
     for dtype in DTYPES
@@ -70,7 +70,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def error(value: Tensor, reference: Tensor, unit: float = 1.0) -> float:
-    """|value - reference| / |reference| in the Frobenius norm, or / unit where the reference is zero but for rounding."""
+    """|value - reference| / |reference| in the Frobenius norm, or / unit if the reference is zero up to rounding."""
     reference = reference.double()
     norm = reference.norm().item()
     return (value.double() - reference).norm().item() / (norm if norm > EPS * unit else unit)
@@ -79,9 +79,9 @@ def error(value: Tensor, reference: Tensor, unit: float = 1.0) -> float:
 def assert_accurate(ours: dict, eagers: dict, references: dict, slack: float = EPS) -> None:
     """The 2x rule: our error against float64 is at most twice eager PyTorch's own in the same dtype.
 
-    The slack of one float32 rounding serves results in which eager happens to be exact. A result that is zero only because
-    larger terms cancel (dq of a row that sees a single column) carries their rounding, so its error is measured against the
-    largest result.
+    One float32 rounding is allowed in addition, for results in which eager happens to be exact. A result that is zero only
+    because larger terms cancel (dq of a row that sees a single column) carries their rounding, so its error is measured
+    against the largest result.
     """
     assert ours.keys() == eagers.keys() == references.keys()
     norms = [one.double().norm().item() for one in references.values() if one.is_floating_point()]

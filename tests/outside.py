@@ -1,4 +1,4 @@
-"""Processes outside of Triton's interpreter: a kernel that was decorated under TRITON_INTERPRET cannot be compiled."""
+"""Processes without Triton's interpreter, because a kernel that was decorated under TRITON_INTERPRET cannot be compiled."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def start(*command: str, **streams) -> subprocess.Popen:
-    """Python with these arguments. Not in the source tree, whose ckptkern would come before the installed one."""
+    """Python with these arguments, run outside the source tree, whose ckptkern would come before the installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
     return subprocess.Popen([sys.executable, *command], env=environment, text=True, cwd=ROOT / "tests", **streams)

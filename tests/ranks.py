@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def _rank(file: str, name: str, rank: int, store: str, reports) -> None:
-    """A process of its own: it imports the test file by its path, whatever folder pytest runs in."""
+    """The main function of a rank's process, which imports the test file by its path, whatever folder pytest runs in."""
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -29,7 +29,7 @@ def _rank(file: str, name: str, rank: int, store: str, reports) -> None:
 
 
 def run_on_two(function, tmp_path: Path) -> None:
-    """function(rank) in two processes; fails where one of them does, or hangs."""
+    """Runs function(rank) in two processes; fails if one of them fails or hangs."""
     context = torch.multiprocessing.get_context("spawn")
     reports, store = context.Queue(), str(tmp_path / "store")
     file = function.__globals__["__file__"]

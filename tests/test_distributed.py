@@ -11,7 +11,7 @@ from ckptkern import checkpoint
 
 
 class Block(nn.Module):
-    """A general segment round a fused one."""
+    """A general segment around a fused one."""
 
     def __init__(self, segments: bool):
         super().__init__()
@@ -30,7 +30,7 @@ def model(segments: bool) -> nn.Sequential:
 
 
 def gradients_of(network, x) -> list[torch.Tensor]:
-    for _ in range(2):  # an optimizer's step between: nothing of the first step is left over
+    for _ in range(2):  # with an optimizer's step between: nothing of the first step may be left over
         network.zero_grad()
         checked = network(x).square().mean()
         checked.backward()

@@ -2,8 +2,8 @@
 
 The blocks of a page run in order in one namespace. A block ```output is what the block before it printed with the
 pinned torch, to the letter.
-`<!-- skip: next -->` leaves one out: it needs a GPU or several processes. What a reader need not see, such as a rank's
-environment, is an invisible block: `<!-- invisible-code-block: python ... -->`.
+`<!-- skip: next -->` leaves out a block that needs a GPU or several processes. What a reader need not see, such as a rank's
+environment, goes into an invisible block: `<!-- invisible-code-block: python ... -->`.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def check(page: Path) -> Document:
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """The blocks run in an empty folder and find nothing of the test suite. What they set is taken back."""
+    """The blocks run in an empty folder and cannot import from the test suite. What they set is restored."""
     environment = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "tests"])

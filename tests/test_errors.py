@@ -1,4 +1,4 @@
-"""What is caught where torch's own error is: each mistake goes to torch's twin first, which says what to expect."""
+"""`except` clauses for torch's errors catch ours: each mistake goes to torch's twin first, whose error is the expected one."""
 
 import pickle
 
@@ -22,7 +22,7 @@ def attention(tensors, **options):
 
 
 def forward(*args, **options):
-    """Of a module that is built alike on both sides."""
+    """A twin whose module is built alike on both sides."""
     return lambda build: build()(*args, **options)
 
 
@@ -180,7 +180,7 @@ def test_caught_as_torchs(twin, ours):
 
 
 def test_segments_of_an_mlp_and_a_layer():
-    """No twin of one call, but torch's layers, whose every mistake of this kind is a RuntimeError."""
+    """These ops have no twin of one call; torch's layers raise a RuntimeError for every mistake of this kind."""
     h = torch.randn(16, 8)
     calls = (
         lambda: ckptkern.mlp(X, h, None, W, None),

@@ -1,4 +1,4 @@
-"""Who may import whom, what gets installed, and what a machine without Triton or torch sees."""
+"""The house rules: who may import whom, what gets installed, and what a machine without Triton or torch sees."""
 
 import ast
 import graphlib
@@ -23,8 +23,8 @@ from ckptkern import state
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"ckptkern": "ckptkern", "triton_kernels": "ckptkern.triton_kernels", "benchmarks": "ckptkern.benchmarks"}
 
-# A part imports parts of lower layers, and its own. "ckptkern" itself is the front door: it imports anything,
-# and nothing of ours imports from it but its version.
+# A part imports from itself and from parts of lower layers. "ckptkern" itself is the front door: it imports anything,
+# and ours import nothing from it except its version.
 LAYERS = {
     "_C": 0,
     "errors": 0,
@@ -45,7 +45,7 @@ LAYERS = {
 TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
 WITH_EXTRAS = {"benchmarks", "tools", "__main__"}
 
-# A file of more than LINES lines or a function of more than FUNCTION_LINES does two things. What is still longer:
+# A file of more than LINES lines or a function of more than FUNCTION_LINES usually does two things. The exceptions:
 LINES, FUNCTION_LINES = 500, 80
 LONGER = {
     "ckptkern.benchmarks.cases",
@@ -285,8 +285,8 @@ def test_sdist_holds_all_that_a_build_needs(tree):
 
 
 def test_wheel_installs_nothing_at_top_level(tree):
-    # The extension that is already built stands in for compiling it again (40 s). Torch's build_ext takes it
-    # for up to date only if it finds no ninja.
+    # The extension that is already built is used, because compiling it takes 40 s. torch's build_ext takes it for up
+    # to date only if it finds no ninja.
     platform = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     built = tree / "build" / platform / "ckptkern"
     built.mkdir(parents=True)

@@ -73,7 +73,7 @@ def test_help_needs_torch_alone(command):
     ],
 )
 def test_missing_packages_are_named_before_any_work(packages, hint, capsys, monkeypatch, tmp_path):
-    """By their own names: an extra of ckptkern's would be looked for on PyPI."""
+    """The hint names the packages themselves, because pip would look for an extra of ckptkern's on PyPI."""
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as exit_:

@@ -162,7 +162,7 @@ def test_peak_of_a_step_counts_saved_tensors_and_gradients():
     x = torch.randn(1 << 16, requires_grad=True)
     with peak_memory("cpu") as peak:
         x.exp().sum().backward()
-    # exp's output, its gradient (expanded, then dx = dy * y) and nothing else of that size
+    # exp's output, its gradient (expanded, then dx = dy * y), and nothing else of that size
     assert 2 * 4 * (1 << 16) <= peak.bytes < 2 * 4 * (1 << 16) + 1024
 
 

@@ -28,7 +28,7 @@ def reference_philox(key: int, counter: tuple[int, int, int, int]) -> tuple[int,
 
 
 def reference_value(key: int, stream: int, plane: int, row: int, col: int, total_rows: int) -> int:
-    """The 16-bit value of one element, from the layout in design words: eight values a call."""
+    """The 16-bit value of one element, by the layout as csrc/philox.h describes it: eight values per call."""
     c0 = 8 * (col // 32) + col % 8
     c1 = 8 * (plane * ((total_rows + 15) // 16) + row // 16) + row % 8
     words = reference_philox(key % 2**64, (c0 % 2**32, c1 % 2**32, stream % 2**32, stream // 2**32 % 2**32))
@@ -306,7 +306,7 @@ def test_vmap_of_keep_mask_equals_a_loop():
 
 
 def test_opcheck():
-    # What keeps torch's partitioner from drawing again in backward.
+    # This tag keeps torch's partitioner from drawing again in backward.
     assert torch.Tag.nondeterministic_seeded in torch.ops.ckptkern.rng_state.default.tags
     torch.library.opcheck(torch.ops.ckptkern.rng_state, (torch.empty(0),))
     torch.library.opcheck(torch.ops.ckptkern.keep_mask, (torch.tensor(KEY_STREAM), 1000, 3, 37, 70, 2, 5, 9, 60))
@@ -426,7 +426,7 @@ SETTINGS = {
 
 @pytest.fixture(autouse=True)
 def _settings_given_back():
-    """Puts back raw what a test has set, without the code under test."""
+    """Restores the raw settings that a test has changed, without the code under test."""
     float32 = torch._C._get_fp32_precision_getter
     before = {name: get() for name, (get, *_) in SETTINGS.items()}
     generic, every = float32("generic", "all"), float32("cuda", "all")
@@ -551,7 +551,7 @@ def test_overlapping_threads_end_where_they_began(first_out, second_differs):
 
 
 def resolved_under_every_parent() -> list[str]:
-    """How the fp32 precision settings answer to each other: tells an inherited value from an equal one."""
+    """How the fp32 precision settings depend on each other, which tells an inherited value from an equal one."""
     read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     parents = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
     leaves = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
@@ -609,7 +609,7 @@ def test_older_interface_still_reads_after_the_guard():
 
 
 def test_cast_weights_do_not_outlive_the_guard():
-    """Autocast's cache of cast weights is emptied with the outermost region, also where only the guard made one."""
+    """Autocast's cache of cast weights is emptied when the outermost region ends, also if that region is the guard."""
     with torch.autocast("cpu", torch.bfloat16):
         snapshot = Precision()
     weight = torch.ones(4, 4, requires_grad=True)

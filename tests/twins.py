@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def pairwise(valid: Callable[[dict[str, Any]], bool] = lambda case: True, **factors: Sequence[Any]) -> list:
-    """pytest parameters, dicts that hold every pair of values of two factors which some valid case holds."""
+    """pytest parameters: dicts that together hold every pair of two factors' values that a valid case can hold."""
     names = list(factors)
     rows = list(itertools.product(*(range(len(values)) for values in factors.values())))
     rows = random.Random(0).sample(rows, min(len(rows), 4000))  # any pair is in a hundred of them, and greed costs 1 s
@@ -33,7 +33,7 @@ def _word(value: Any) -> str:
 
 
 def twins(ours: type, theirs: type, *args: Any, **kwargs: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """(ours, theirs) in float64 with one set of parameters, none of them zero or one as torch initialises some.
+    """(ours, theirs) in float64 with one set of parameters. None of them is zero or one, as torch initialises some.
 
     `recompute` is given to ours alone. state_dict goes both ways, strictly.
     """
@@ -76,7 +76,7 @@ def assert_twins(
 
 
 def bool_mask(*shape: int, p: float = 0.4) -> Tensor:
-    """True = hidden; the first key is visible to everyone, so that torch's own weights are no NaN."""
+    """True = hidden; the first key is visible to everyone, so that torch's own weights are not NaN."""
     mask = torch.rand(shape) < p
     mask[..., 0] = False
     return mask

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Int8Weight(Tensor):
-    """A weight [n, k] of int8 with a scale for each row: F.linear is all that it knows, as torchao's."""
+    """A weight [n, k] of int8 with a scale for each row. Like torchao's, it supports F.linear only."""
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor):
@@ -50,7 +50,7 @@ class Named(Tensor):
 
 
 class Logged(Tensor):
-    """A __torch_function__ alone, as torchvision's: what it returns is plain."""
+    """A subclass with a __torch_function__ only, as torchvision's: results are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -17,10 +17,10 @@ DROPOUT_HEADER = ("case", "kernel", "instructions per element", "Philox calls fo
 
 
 def dropout_table(reports: list[Report]) -> list[tuple[str, str, float, float]]:
-    """(case, kernel, instructions, Philox calls per 8 elements) that dropout adds for an element of the scores.
+    """(case, kernel, instructions, Philox calls per 8 elements) that dropout adds per element of the scores.
 
-    Instructions with dropout less those without, over the elements of a tile that a thread holds, in all copies of the
-    loop. A call is 10 rounds of 2 multiplies; one for 8 elements is what the mask's layout allows.
+    Instructions with dropout less those without, divided by the elements of a tile that a thread holds, in all copies of
+    the loop. A call is 10 rounds of 2 multiplies; the mask's layout allows one call per 8 elements.
     """
     without = {(report.case, report.kernel): report for report in reports}
     rows = []
@@ -38,7 +38,7 @@ def dropout_table(reports: list[Report]) -> list[tuple[str, str, float, float]]:
 
 
 def write_csv(reports: list[Report], path: Path) -> None:
-    """The table at `path`, and that of dropout beside it as dropout.csv."""
+    """Writes the table to `path`, and dropout's table beside it as dropout.csv."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names, reported = [field.name for field in dataclasses.fields(Report)], map(dataclasses.astuple, reports)
     for target, header, rows in (

@@ -10,8 +10,8 @@ from .launchers import LAUNCHERS
 
 ARCHS = (80, 90)
 DTYPES = ("float16", "bfloat16")
-SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes a block may use; A100 and H100/H200
-SMALL_CARD = 101376  # the same of sm_86, sm_89 and sm_120, which take the tiles of sm_80
+SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes that a block may use; A100 and H100/H200
+SMALL_CARD = 101376  # the same for sm_86, sm_89 and sm_120, which take the tiles of sm_80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def shared(self) -> int:
-        """What the card has, in bytes a block."""
+        """The card's shared memory, in bytes per block."""
         return SHARED_LIMIT[self.arch]
 
     def launch(self) -> None:
@@ -84,10 +84,10 @@ def attention_cases(
 
 
 def shipped_attention() -> list[AttentionCase]:
-    """Each head dim causal, with dropout and without, which the table of dropout compares; 128 also without causal; each kind
-    with the heaviest flags, where rows of the tables differ.
+    """Each head dim causal, with and without dropout, which dropout's table compares; 128 also without causal; each kind with
+    the heaviest flags, where rows of the tables differ.
 
-    The recompute is the forward kernel and delta: it stands for both.
+    The recompute, which is the forward kernel with delta, stands for forward too.
     """
     heavy = ("attn_fwd_delta", "attn_bwd")
     cases = [
@@ -105,14 +105,14 @@ def shipped_attention() -> list[AttentionCase]:
 
 
 def small_cases() -> list[AttentionCase]:
-    """Every tile that only cards of less shared memory take, with an additive mask, which takes some of it."""
+    """Every tile that only cards with less shared memory take, with an additive mask, which needs some of that memory."""
     cases = [("attn_fwd_delta", "bfloat16", 256), ("attn_bwd", "bfloat16", 256), ("attn_fwd_delta", "float32", 128)]
     cases += [("attn_bwd", "float32", 128), ("attn_fwd_delta", "float32", 256)]
     return [AttentionCase(op, 80, dtype, head_dim, True, True, "small") for op, dtype, head_dim in cases]
 
 
 def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
-    """(dtype, kind) of a kernel that is not attention's."""
+    """All (dtype, kind) of a kernel other than attention's."""
     found = [(dtype, "") for dtype in (*DTYPES, "float32")]
     found += [("float32", "ieee")] * (op in PRODUCT_OPS)
     if op in PRODUCT_OPS and not op.startswith("stack_"):
@@ -123,10 +123,10 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
 
 
 def shipped_cases() -> list[Case | AttentionCase]:
-    """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags, and once plain; products at torch's
-    default precision of float32, and narrow chains, too.
+    """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags, and once plain; also products at
+    torch's default precision of float32, and narrow chains.
 
-    In bfloat16: float16 differs in the names of a few instructions, and `--all` has all of it.
+    All in bfloat16: float16 differs in the names of a few instructions only, and `--all` compiles it.
     """
     cases = [
         Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
@@ -150,7 +150,7 @@ def all_cases() -> list[Case | AttentionCase]:
         for (dtype, kind), ragged, activation, full in itertools.product(
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
-        if (op, activation) != ("linear_bwd", "identity")  # whose gradient reads no z: no product to rebuild
+        if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no product to rebuild
         and not (kind == "few" and ragged)  # the same tile for any number of rows
     ] + [
         *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
@@ -187,7 +187,7 @@ def _launch_product(case):
     options = dict.fromkeys(launcher.wants, case.extras)
     if launcher.dropout:
         options["dropout"] = dropout
-    if case.activation != "relu":  # whose backward alone needs no more of z than its sign
+    if case.activation != "relu":  # only relu's backward needs no more of z than its sign
         options.pop("keep_bits", None)
     getattr(triton_kernels, case.op)(*tensors, case.activation, _precision(case), **options)
 
@@ -313,7 +313,7 @@ def _launch_attention(case: AttentionCase):
         return torch.empty(*shape, dtype=dtype or getattr(torch, case.dtype), device="meta")
 
     B, S, H, H_kv = 2, 4096, 16, 4 if case.kind == "gqa" else 16
-    qkv = meta(1 if case.kind == "varlen" else B, S, H + 2 * H_kv, case.head_dim)  # as one projection leaves it
+    qkv = meta(1 if case.kind == "varlen" else B, S, H + 2 * H_kv, case.head_dim)  # as one packed projection returns it
     q, k, v = (part.transpose(1, 2) for part in qkv.split((H, H_kv, H_kv), 2))
     do = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty_like(do[..., 0], dtype=torch.float32)
@@ -330,7 +330,7 @@ def _launch_attention(case: AttentionCase):
     with mock.patch.object(attention, "shared_memory_of", return_value=case.shared):
         if case.op == "attn_bwd":
             attention.attn_bwd(q, k, v, do, lse, lse, core)
-            if not case.kind:  # delta knows of none, nor of causal and dropout: compiled once for a head dim
+            if not case.kind:  # delta depends on neither kind, causal nor dropout: compiled once per head dim
                 attention.attn_delta(do, do, core)
         else:
             attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
@@ -338,7 +338,7 @@ def _launch_attention(case: AttentionCase):
 
 ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")
 HEAD_DIMS = (32, 64, 96, 128, 256)
-RAGGED_DIMS = (40, 80)  # no power of two: loads of 16 bytes all the same
+RAGGED_DIMS = (40, 80)  # not powers of two, yet loads are 16 bytes wide
 MASKS = ("bool", "additive", "keys")
 ATTENTION_KINDS = (*MASKS, "window", "alibi", "gqa", "varlen")  # and "ieee", float32 without tf32: torch's default
 PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
@@ -355,7 +355,7 @@ OPS = {
     "heads_fwd": _launch_heads_fwd,
     "heads_bwd": _launch_heads_bwd,
 }
-# What takes an activation's place where there is none, the heaviest first.
+# What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("halves", "interleaved")),

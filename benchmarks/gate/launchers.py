@@ -1,4 +1,4 @@
-"""The launchers of products and activations as a table: for the gate's launches, and for the tests of their results.
+"""A table of the launchers of products and activations, for the gate's launches and for the tests of their results.
 
 A launcher has the arguments and results of the function of the same name in `ckptkern.eager`.
 """
@@ -10,7 +10,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """inputs: name -> shape in letters, in call order; outputs in order; wants: flags that ask for all of them."""
+    """inputs: name -> shape in letters, in call order; outputs in order; wants: the flags that ask for all outputs."""
 
     name: str
     inputs: dict[str, str]

@@ -1,4 +1,4 @@
-"""A case's launches, caught and compiled, and what their machine code says."""
+"""Catches and compiles a case's launches, and reads their machine code."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TILE_KEYS = (
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_S", "BLOCK_HALF", "BLOCK_REST", "WIDTH", "num_warps",
     "num_stages", "SUB",
 )  # fmt: skip
-# attention kernel -> how often its machine code holds the loop: the forward's has tiles with and without an edge mask
+# attention kernel -> copies of the loop in its machine code: forward has one with an edge mask and one without
 ATTENTION_LOOPS = {"_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 1, "_attn_dq_kernel": 1}
-# kernel -> products of a tile, M x N x K or M x N x head dim each, that one pass of a loop makes
+# kernel -> products of a tile (M x N x K, or M x N x head dim) in one pass of a loop
 PRODUCTS = {
     "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
     "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
@@ -47,14 +47,14 @@ class Report:
     shared: int
     tensor_core: int  # HGMMA on sm_90, HMMA on sm_80
     wrong_tensor_core: int  # HMMA where HGMMA was meant
-    multiplies: int  # of one warp's tensor-core instructions
+    multiplies: int  # in one warp's tensor-core instructions
     async_copies: int  # LDGSTS (cp.async) or UTMALDG (TMA)
     narrow_loads: int  # 2-byte global loads
     instructions: int
     philox: int  # integer multiplies by the Philox constants; 0 without dropout
 
     def faults(self, case: Case | AttentionCase, product: bool, min_shared: int, multiplies: float) -> list[str]:
-        """product: tensor cores are meant. min_shared, multiplies: what the tile takes."""
+        """product: tensor cores are expected. min_shared, multiplies: what the tile needs."""
         found = []
         launch = f"{self.case} {self.kernel}"
         allowed = allowed_stack(launch)
@@ -77,7 +77,7 @@ class Report:
                 found.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
                 found.append(f"{self.shared} B of shared memory: less than stages x tile = {min_shared}, not pipelined")
-        if self.narrow_loads and not case.ragged and case.kind != "keys":  # a row of int8, two columns a thread
+        if self.narrow_loads and not case.ragged and case.kind != "keys":  # a row of int8, two columns per thread
             found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
         return found
 
@@ -135,7 +135,7 @@ def read_cubin(compiled) -> dict[str, int]:
     sass = inspect_cubin(compiled, "nvdisasm", "-c")
     mnemonics = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
 
-    # four warps make an HGMMA together, one an HMMA, whose 16816 is 16 x 8 x 16
+    # four warps share an HGMMA, one warp makes an HMMA, whose 16816 is 16 x 8 x 16
     shapes = [(4, *shape) for shape in re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", sass)]
     shapes += [(1, 16, 8, k) for k in re.findall(r"HMMA\.168(\d+)", sass)]
 
@@ -158,9 +158,9 @@ def read_cubin(compiled) -> dict[str, int]:
 
 
 def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
-    """Least shared memory of a pipelined main loop; 0 where the kernel has none.
+    """Least shared memory of a pipelined main loop; 0 if the kernel has no such loop.
 
-    The last stage may live in registers on its way in, so stages - 1 tiles are the least it holds.
+    The last stage may still be in registers, so shared memory holds at least stages - 1 tiles.
     """
     stages = options.get("num_stages", 1)
     if kernel in ATTENTION_LOOPS:  # two operands of one shape stream by: k and v, or q and do
@@ -172,9 +172,9 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
 
 
 def needed_multiplies(kernel: str, options: dict) -> float:
-    """The multiplies of a warp in the machine code of a tile's products, each computed once."""
+    """Multiplies per warp in the machine code of a tile's products, if each product is computed once."""
     loops, length = ATTENTION_LOOPS.get(kernel, 1), options.get("HEAD_D") or options.get("BLOCK_K", 0)
-    if kernel == "_attn_fwd_kernel" and options["LEFT"]:  # a second edge; at 256 dims one loop for all
+    if kernel == "_attn_fwd_kernel" and options["LEFT"]:  # a window has a second edge; at 256 dims one loop does all
         loops = 3 if length <= 128 else 1
     count = loops * PRODUCTS.get(kernel, 0)
     return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
@@ -200,7 +200,7 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
         )
         itemsize = 4 if case.dtype == "float32" else 2
         product = "BLOCK_K" in kwargs or report.kernel in ATTENTION_LOOPS
-        product = product and "ieee" not in case.kind  # which no tensor core computes
+        product = product and "ieee" not in case.kind  # no tensor core computes these
         takes = staged_bytes(report.kernel, kwargs, itemsize), needed_multiplies(report.kernel, kwargs)
         results.append((report, report.faults(case, product, *takes)))
     return results

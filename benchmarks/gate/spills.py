@@ -1,13 +1,14 @@
-"""What the gate lets pass: the spills of every kernel that has some, and why no better tile was to be had."""
+"""What the gate lets pass: the spills of every kernel that has some, and why there was no better tile."""
 
 from __future__ import annotations
 
 import re
 
-TRITON = "3.7."  # the compiler that the tiles were chosen with; another one spills here and there
-# Pattern of "case kernel" -> bytes of stack. In attention the tile without spills is half as large, and with eight warps half
-# of them would compute what the others do: for TF32 and heads of 256 up to twice the products (benchmarks/NOTES.md), against
-# some ten local instructions of a thousand. For heads of 80 to 128 on sm_90 so would 64 columns in dkdv.
+TRITON = "3.7."  # the compiler that the tiles were chosen with; another one has a few other spills
+# Pattern of "case kernel" -> bytes of stack. In attention the tile without spills is half as large, and half of its eight
+# warps would repeat the work of the others: for TF32 and heads of 256 that is up to twice the products (benchmarks/NOTES.md),
+# while the spills are some ten local instructions of a thousand. The same holds for 64 columns in dkdv for heads of 80 to 128
+# on sm_90.
 SHIPPED_SPILLS: dict[str, int] = {
     r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": 48,
     r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": 8,
@@ -21,8 +22,8 @@ SHIPPED_SPILLS: dict[str, int] = {
     r"stack_bwd/sm_80/bfloat16/gelu\+narrow\+aligned\+extras _stack_bwd_kernel": 8,
     r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": 16,
 }
-# The same of what `--all` compiles besides. No tile holds the last rows of it without spills everywhere: the same tiles spill
-# nothing with another flag or head dim. 176 bytes are float32's at IEEE precision, 96 dims, on the ordinary cores.
+# The same for what only `--all` compiles. No tile avoids these spills in every case: the same tiles spill nothing with another
+# flag or head dim. The 176 bytes are float32 at IEEE precision, 96 dims, on the ordinary cores.
 OTHER_SPILLS: dict[str, int] = {
     r"stack_bwd/sm_90/float16/gelu\+ragged\+extras _stack_bwd_kernel": 16,
     r"attn_bwd/sm_90/bfloat16/d(80|96)\+(additive|alibi|bool|gqa|keys|varlen|window).* _attn_dkdv_kernel": 72,
@@ -42,16 +43,16 @@ OTHER_SPILLS: dict[str, int] = {
     r"linear_bwd/sm_90/b?float16/gelu_tanh\+aligned _linear_bwd_kernel": 16,
     r"act_grad/sm_80/float32/gelu\+aligned _act_grad_kernel": 8,
 }
-# What does without HGMMA on sm_90, which needs tiles of 64: dk and dv of 64 columns x 256 dims are 256 registers a thread, and
-# of TF32 x 128 dims spill 450 bytes; TF32 x 256 dims does not fit into shared memory.
+# Kernels without HGMMA on sm_90, which needs tiles of 64: dk and dv of 64 columns x 256 dims take 256 registers per thread,
+# those of TF32 x 128 dims spill 450 bytes, and TF32 x 256 dims does not fit into shared memory.
 ALLOWED_HMMA = re.compile(
     r"attn_bwd/sm_90/(\w+/d256|float32/d(80|96|128))\S* _attn_dkdv_kernel|attn_\w+/sm_90/float32/d256"
 )
-# What several warps compute at once: larger tiles do not fit into shared memory.
+# Kernels in which several warps compute the same product: larger tiles do not fit into shared memory.
 ALLOWED_TWICE = re.compile(r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_80/\w+/d\d+\+small")
 
 
 def allowed_stack(launch: str) -> int:
-    """Of "case kernel", in bytes."""
+    """The stack that "case kernel" may use, in bytes."""
     table = SHIPPED_SPILLS | OTHER_SPILLS
     return max((size for pattern, size in table.items() if re.fullmatch(pattern, launch)), default=0)

@@ -1,6 +1,6 @@
 """The eager backend: every launcher of `triton_kernels` again in PyTorch ops, in the file of the same name.
 
-Same arguments and results, same saved sets, same dropout masks, same rounding points. It is the definition that the kernels
+It has the kernels' arguments, results, saved sets, dropout masks and rounding points. It is the definition that the kernels
 are tested against, the CPU path, and what runs where no kernel covers a case.
 """
 

@@ -18,13 +18,13 @@ _aten = torch.ops.aten
 
 
 class AttentionCore(NamedTuple):
-    """Everything of an attention core but q, k and v: shared by forward, recompute and backward, on both backends.
+    """All arguments of an attention core except q, k and v: shared by forward, recompute and backward, on both backends.
 
     mask: int8 (0 = hidden) or float, [B or 1, H or 1, Sq or 1, Sk or 1]; slopes float32 [B or 1, H] (ALiBi);
     dropout = (state, threshold, scale); window = (left, right), None for no bound; causal is (None, 0).
-    cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D], and the window is that of
-    rows counted from i = Sk - Sq, so that a sequence's last row lies with its last column.
-    fused: the kernel of torch's own that computes this core on a GPU ("cudnn", "flash"), "" for none.
+    cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D]. The window then counts rows
+    from i = Sk - Sq, which aligns a sequence's last row with its last column.
+    fused: torch's own kernel that computes this core on a GPU ("cudnn", "flash"), "" for none.
     """
 
     scale: float
@@ -42,19 +42,19 @@ class AttentionCore(NamedTuple):
 
 
 def empty_heads(q: Tensor) -> Tensor:
-    """Room for a [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; no view of anything."""
+    """An empty [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; not a view."""
     B, H, S, D = q.shape
     return q.new_empty_strided((B, H, S, D), (S * H * D, D, H * D, 1))
 
 
 def heads_layout(x: Tensor) -> Tensor:
-    """x in the memory layout of `empty_heads`, itself if it has it."""
+    """x in the memory layout of `empty_heads`; x itself if it has that layout."""
     _, H, S, D = x.shape
     return x if x.stride() == (S * H * D, D, H * D, 1) else empty_heads(x).copy_(x)
 
 
 def as_heads(x: Tensor) -> Tensor:
-    """The same, and no view of another tensor: what an op returns does not depend on the backend."""
+    """As `heads_layout`, but never a view of another tensor: what an op returns must not depend on the backend."""
     return heads_layout(x) if x._base is None else empty_heads(x).copy_(x)
 
 
@@ -63,7 +63,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, H: int) -> Tensor:
-    """k or v with every head repeated, H in all: for the query heads that read it."""
+    """k or v with each head repeated for the query heads that read it, H in all."""
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
 
 
@@ -120,31 +120,31 @@ def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) ->
 
 
 def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-    """o by the one attention that a tensor subclass may know, torch's."""
+    """o by torch's scaled_dot_product_attention, the only attention that a tensor subclass may implement."""
     causal = core.window == (None, 0)
     if core.slopes is not None or core.cu_q is not None or not (causal or core.window == (None, None)):
-        raise TypeError(f"no window, slopes or packed sequences go with attention of a {kind.__name__}")
+        raise TypeError(f"attention of a {kind.__name__} takes no window, slopes or packed sequences")
     mask = core.mask.bool() if core.mask is not None and core.mask.dtype == torch.int8 else core.mask
     if causal and mask is not None:
-        raise TypeError(f"no mask beside is_causal goes with attention of a {kind.__name__}")
+        raise TypeError(f"attention of a {kind.__name__} takes no mask together with is_causal")
     return F.scaled_dot_product_attention(
         q, k, v, mask, core.dropout[1] / 65536, causal, scale=core.scale, enable_gqa=k.shape[1] != q.shape[1]
     )
 
 
 class FusedAttention(NamedTuple):
-    """An attention kernel of torch's own, without dropout, with causal's mask alone.
+    """One of torch's own attention kernels, without dropout and without a mask other than the causal one.
 
     forward: q, k, v, causal, scale -> o, lse. backward: do, q, k, v, o, lse [B, H, Sq], causal, scale -> dq, dk, dv.
     """
 
     forward: Callable[..., tuple]
     backward: Callable[..., tuple]
-    grouped: bool  # fewer heads of k and v than of q, without repeating them
+    grouped: bool  # takes fewer heads of k and v than of q, without repeating them
 
 
 def _as_tokens(x: Tensor) -> Tensor:
-    """Heads [B, H, S, D] with a token's heads beside each other in memory, as projections give them."""
+    """Heads [B, H, S, D] with a token's heads adjacent in memory, as projections give them."""
     return x if x.stride(2) >= x.stride(1) else empty_heads(x).copy_(x)
 
 
@@ -155,8 +155,8 @@ def _cudnn_fwd(q, k, v, causal, scale):
 
 
 def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
-    """torch keeps cuDNN's graphs by the layout of q, k and v alone, and finds do and o in a graph's first layout, whatever they
-    have now: so all of ours have one, which is also that of torch's own calls with such q, k and v."""
+    """torch caches cuDNN's graphs by the layout of q, k and v alone. A cached graph reads do and o in the layout that they had
+    in its first call, so all our calls use one layout, that of torch's own calls with such q, k and v."""
     q, k, v, o, do = *map(_as_tokens, (q, k, v)), heads_layout(o), heads_layout(do)
     no_dropout = lse.new_empty((), dtype=torch.int64)
     return _aten._scaled_dot_product_cudnn_attention_backward(
@@ -198,7 +198,7 @@ FUSED = {
 
 
 def fused_kernel(q: Tensor, k: Tensor, core: AttentionCore) -> str:
-    """The kernel of torch's own that computes this core from q, k, v, and its gradients from o and lse: of FUSED, or ""."""
+    """The key in FUSED of torch's own kernel that computes this core, and its gradients from o and lse; "" for none."""
     if core.fused:
         return core.fused
     covered = (
@@ -206,15 +206,15 @@ def fused_kernel(q: Tensor, k: Tensor, core: AttentionCore) -> str:
         and q.dtype != torch.float16 and core.cu_q is None
         and core.mask is None and core.slopes is None and core.dropout[0] is None
         and core.window in ((None, None), (None, 0))
-        and (core.scale > 0 or core.window == (None, None))  # it hides a score by -inf before it scales
+        and (core.scale > 0 or core.window == (None, None))  # torch's hides a score by -inf before it scales
         and 0 not in (*q.shape, *k.shape)
     )  # fmt: skip
     return "cpu" if covered else ""
 
 
 def readable(x: Tensor) -> bool:
-    """Does x lie as torch's kernels take for granted? Inner stride 1 (for another they give wrong numbers) and, on a GPU,
-    rows of their own that begin at multiples of 16 bytes."""
+    """Does x have the layout that torch's kernels assume? Inner stride 1 (with another they give wrong numbers) and, on a
+    GPU, rows that are not repeated and begin at multiples of 16 bytes."""
     if not x.is_cuda:
         return x.stride(-1) == 1
     step = 16 // x.element_size()
@@ -227,12 +227,12 @@ def _as_readable(x: Tensor) -> Tensor:
 
 
 def _is_packed(q: Tensor, core: AttentionCore) -> bool:
-    """Do q, k, v hold several sequences? Of meta tensors nobody knows where they begin, and results have one shape."""
+    """Do q, k, v hold several sequences? On meta tensors nobody knows where they begin, and the results' shape is the same."""
     return core.cu_q is not None and not q.is_meta
 
 
 def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
-    """The rows of each packed sequence, at most `longest`; one without rows if there is no sequence."""
+    """The rows of each packed sequence, at most `longest`; one empty slice if there is no sequence."""
     bounds = cu.tolist()
     if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > rows:
         raise ValueError(f"packed sequences must begin in order and within 0..{rows}, but cu_seqlens is {bounds}")
@@ -279,7 +279,7 @@ def _packed(function, core: AttentionCore, query_like: tuple, key_like: tuple, k
 
 
 def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
-    """softmax(s), zeros in a row that sees nothing. Not exp(s - lse): lse rounds log(sum) away where scores are large."""
+    """softmax(s), zeros in a row that sees nothing. exp(s - lse) is worse: for large scores lse loses log(sum) to rounding."""
     return torch.softmax(s, -1).masked_fill((lse == -math.inf)[..., None], 0.0)
 
 
@@ -317,7 +317,7 @@ def _summed_by_group(x: Tensor, H_kv: int) -> Tensor:
 
 
 def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore, fused: str, *, need_dq=True, need_dkv=True):
-    """(dq, dk, dv) by torch's own kernel `fused`, which reads o where the others read delta."""
+    """(dq, dk, dv) by torch's own kernel `fused`, which reads o instead of delta."""
     H_kv = k.shape[1]
     heads = H_kv if FUSED[fused].grouped else q.shape[1]
     dq, dk, dv = FUSED[fused].backward(

@@ -1,6 +1,6 @@
 """Activations, dropout and sums of rows: the definitions of triton_kernels/elementwise.py.
 
-act(z) is rounded to the storage type, and so is dropout of it.
+act(z) is rounded to the storage type, and so is dropout(act(z)).
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def column_sum(dy: Tensor) -> Tensor:
     if not dy.is_cpu:
         return dy.sum(0, dtype=torch.float32)
     total = dy.new_zeros(dy.shape[1], dtype=torch.float32)
-    # A CPU copies what it sums to float32 first: in parts of 2^14 elements, which take less time than the whole, but of an
-    # eighth of the rows at most, as `row_bytes` has it, and of 16 at least.
+    # A CPU first copies what it sums to float32. Parts of 2^14 elements take less time than the whole; a part has at most an
+    # eighth of the rows, as `row_bytes` counts it, and at least 16.
     M, N = dy.shape
     for rows in dy.split(max(16, min(2**14 // max(N, 1), M // 8))):
         total += rows.sum(0, dtype=torch.float32)
@@ -152,7 +152,7 @@ def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
     state, threshold, scale = dropout_
     if state is None:
         return h
-    if foreign((h,)):  # which knows where its elements lie
+    if foreign((h,)):  # only the subclass knows where its elements lie
         return F.dropout(h, threshold / 65536)
     M, N = math.prod(h.shape[:-1]), h.shape[-1]
     mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, 0, 0, M)

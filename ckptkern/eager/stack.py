@@ -14,7 +14,7 @@ from .linear import act_grad, linear_fwd
 
 
 def stack_width(x: Tensor, widths: list[int]) -> int | None:
-    """The width that a chain of these feature counts is padded to: the widest, where each layer runs alone."""
+    """The width that a chain of these feature counts is padded to: here simply the widest, as each layer runs alone."""
     return max(widths)
 
 

@@ -25,7 +25,7 @@ def by_head(attn_mask: Tensor, heads: int) -> Tensor:
 def without_bias(
     op: str, attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor, batch_first: bool
 ) -> tuple[Tensor | None, bool]:
-    """attn_mask and the is_causal hint, with a mask [L, S], True = hidden, in place of a CausalBias, whose memory is empty."""
+    """(attn_mask, is_causal hint). A CausalBias, whose memory is uninitialised, becomes a mask [L, S], True = hidden."""
     if attn_mask is None or type(attn_mask) in PLAIN:
         return attn_mask, is_causal
     rows = 1 if batch_first and query.dim() == 3 else 0
@@ -37,7 +37,7 @@ def without_bias(
 
 
 def hidden_or_added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int) -> Tensor | None:
-    """The masks of torch.nn.MultiheadAttention in one of scaled_dot_product_attention, or None.
+    """The masks of torch.nn.MultiheadAttention as one mask for scaled_dot_product_attention, or None.
 
     attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: bool, True = hidden, or floating point and added
     -> [1 or B, 1 or H, 1 or L, S]: bool, True = visible, or floating point.
@@ -56,8 +56,8 @@ def hidden_or_added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, h
 
 
 def _goes_with(added: torch.dtype, query: Tensor, need_weights: bool) -> bool:
-    """Does torch add a mask of this dtype to this query's scores? With need_weights by baddbmm, else by its sdpa."""
-    if autocast_dtype(query) is not None:  # which casts all but float64
+    """Does torch add a mask of this dtype to this query's scores? It does so in baddbmm with need_weights, else in sdpa."""
+    if autocast_dtype(query) is not None:  # autocast casts all but float64
         return (added == torch.float64) == (query.dtype == torch.float64)
     return added == query.dtype or (added == torch.float32 and not need_weights)
 
@@ -69,17 +69,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights)
     attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added. attn_mask
-    may be a CausalBias of torch.nn.attention.bias, which torch's module reads as memory.
+    may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
     Self-attention without need_weights is one ckptkern.attention_block at level `recompute`. Everything else keeps the
-    inputs, q, k, v, o and the logsumexp at every level: the projections and the core are two ops. need_weights=True,
-    the default, computes o from the weights in PyTorch ops, and keeps them: pass False where they are not wanted.
-    Dropout of the weights keeps 16 bytes and draws one mask with and without need_weights.
+    inputs, q, k, v, o and the logsumexp at every level, because projections and core are separate ops. need_weights=True,
+    the default, computes o from the weights in PyTorch ops and keeps them: pass False if the weights are not needed.
+    Dropout of the weights keeps 16 bytes and draws the same mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.
     Nested tensors go to torch's own layer, which takes them for inference only. So do tensors with operations of their
-    own (DTensor), and what does not fit: the error is torch's own.
+    own (DTensor) and arguments that do not fit, for which torch raises its own error.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     @property
     def dropout_p(self) -> float:
-        """What is dropped now: nothing in evaluation."""
+        """The dropout probability now: 0 in evaluation."""
         return self.dropout if self.training else 0.0
 
     def fits(
@@ -135,7 +135,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: bool = False,
         need_weights: bool = False,
     ) -> bool:
-        """Are these dense tensors and masks as forward's docstring has them, in dtypes that torch's own layer takes?"""
+        """Are these dense tensors and masks of the documented shapes, in dtypes that torch's own layer takes?"""
         tensors = (query, key, value)
         if any(not isinstance(t, Tensor) or t.is_nested or t.layout != torch.strided for t in tensors):
             return False
@@ -159,7 +159,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dtypes = {weight.dtype, *(t.dtype for t in tensors)}
         if len(dtypes) > 1 and (
             torch.float64 in dtypes or autocast_dtype(query) is None
-        ):  # which casts all but float64
+        ):  # autocast casts all but float64
             return False
         if isinstance(self.dropout_p, (int, float)) and self.dropout_p > 1:
             return False
@@ -183,7 +183,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return attn_mask is not None or not is_causal
 
     def one_segment(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None) -> bool:
-        """Is this self-attention that ckptkern.attention_block computes? It forms no gradient of a mask."""
+        """Is this self-attention that ckptkern.attention_block computes? The block forms no gradient of a mask."""
         return (
             query is key is value
             and self._qkv_same_embed_dim
@@ -196,7 +196,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
     ) -> dict[str, object]:
         """The arguments of ckptkern.attention_block, by name, that this module stands for. With the is_causal hint
-        attn_mask is the causal mask, and is not read."""
+        attn_mask must be the causal mask and is not read."""
         return {
             "qkv_weight": self.in_proj_weight,
             "qkv_bias": self.in_proj_bias,
@@ -221,10 +221,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(y, weights or None). weights: [B, L, S] averaged over heads, or [B, H, L, S]; no B where unbatched.
+        """(y, weights or None). weights: [B, L, S] averaged over heads, or [B, H, L, S]; without B if unbatched.
 
-        is_causal: says that attn_mask is the causal mask, which is then not read where no weights are needed. (torch reads
-        it beside a key_padding_mask: there a wrong hint shows here alone.)
+        is_causal: says that attn_mask is the causal mask, which is then not read unless weights are needed. (torch still
+        reads it if there is a key_padding_mask, so a wrong hint changes the result here but not there.)
         """
         attn_mask, is_causal = without_bias(type(self).__name__, attn_mask, is_causal, query, key, self.batch_first)
         if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal, need_weights):
@@ -240,7 +240,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         q, k, v = self._heads(query, key, value)
         extra = k.shape[2] - key.shape[0 if swapped or key.dim() == 2 else 1]
-        # torch takes the hint only where no other mask needs attn_mask
+        # torch uses the hint only if no key_padding_mask has to be merged with attn_mask
         is_causal = is_causal and not need_weights and key_padding_mask is None
         mask = hidden_or_added(None if is_causal else attn_mask, key_padding_mask, self.num_heads)
         if mask is not None and extra:

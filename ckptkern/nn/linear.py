@@ -50,8 +50,8 @@ class LinearStack(torch.nn.Module):
     """k Linear + activation layers of the given widths as ONE segment that keeps only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    workspace: bytes of transient memory in backward. See ckptkern.linear_stack. Where one of the layers is of another type
-    (LoRA) or has hooks, each is called instead.
+    workspace: bytes of transient memory in backward. See ckptkern.linear_stack. If a layer is of another type (LoRA) or has
+    hooks, all layers are called one by one instead.
     """
 
     def __init__(

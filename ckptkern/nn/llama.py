@@ -18,7 +18,7 @@ from .plain import plain
 
 
 def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """What a module reads of these before its op does."""
+    """Checks what a module reads of its arguments before its op checks them."""
     check_input(op, x)
     if x.dim() not in (2, 3):
         raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
@@ -30,16 +30,16 @@ def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
 
 
 def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
-    """norm.eps; None stands for that of the dtype in which torch computes the norm, also under autocast."""
+    """norm.eps; None means the eps of the dtype in which torch computes the norm, also under autocast."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps
 
 
 class LlamaAttention(torch.nn.Module):
     """Causal self-attention with grouped heads, rotary positions and optional RMS norms of every head's q and k.
 
-    Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D], with bias
-    their biases, with qk_norm q_norm.weight and k_norm.weight [D]. The weights are used where they lie.
-    rope_theta None: no rotation but one that is passed. See ckptkern.attention_block.
+    Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D]; with `bias`
+    also their biases, with `qk_norm` also q_norm.weight and k_norm.weight [D]. The weights are never concatenated.
+    rope_theta None: only tables that are passed rotate q and k. See ckptkern.attention_block.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class LlamaAttention(torch.nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> dict[str, Any]:
-        """Those of block_arguments that read no submodule."""
+        """The part of block_arguments that reads no submodule."""
         if rotary is None and self.rope_theta is not None and self.head_dim % 2:
             raise ShapeError(
-                f"{type(self).__name__}: head_dim must be even for rotary embedding, which turns pairs, but "
-                f"{self.num_heads * self.head_dim} / num_heads={self.num_heads} gives {self.head_dim}; rope_theta=None is "
-                f"without, and a rotary that is passed may turn fewer dimensions"
+                f"{type(self).__name__}: head_dim must be even for rotary embedding, which rotates pairs, but "
+                f"{self.num_heads * self.head_dim} / num_heads={self.num_heads} gives {self.head_dim}; use "
+                f"rope_theta=None for no rotation, or pass rotary tables for fewer dimensions"
             )
         return {
             "rotary": self.rope_theta if rotary is None else rotary,
@@ -131,20 +131,20 @@ class LlamaAttention(torch.nn.Module):
         }
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
-        """x [B, S, d] -> [B, S, d]. masks: as LlamaDecoderLayer.forward has them."""
+        """x [B, S, d] -> [B, S, d]. masks: as in LlamaDecoderLayer.forward."""
         _check_rows(type(self).__name__, x, masks.get("cu_seqlens"))
         if not self.is_plain():
             return self._composed(x, rotary, **masks)
         return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), recompute=self.recompute)
 
     def is_plain(self) -> bool:
-        """Do its parameters alone say what it computes?"""
+        """Do its parameters alone determine what it computes?"""
         q_norm, k_norm = self.q_norm, self.k_norm
         if not plain(torch.nn.Linear, self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             return False
         if q_norm is None and k_norm is None:
             return True
-        # the op has one eps for both, and reads no weight as no norm
+        # the op has one eps for both norms, and takes a missing weight for a missing norm
         return (
             plain(torch.nn.RMSNorm, q_norm, k_norm)
             and q_norm.eps == k_norm.eps
@@ -153,7 +153,7 @@ class LlamaAttention(torch.nn.Module):
         )
 
     def _composed(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
-        """forward by the submodules."""
+        """forward, by calling the submodules."""
         options = self._core_arguments(rotary, **masks)
         if diagonal_of(type(self).__name__, options["attn_mask"], x.shape[-2], x.shape[-2]) is not None:
             options |= {"attn_mask": None, "is_causal": True}
@@ -180,7 +180,7 @@ class LlamaAttention(torch.nn.Module):
                 *(one.transpose(1, 2) for one in (q, k, v)), mask, options["dropout_p"], enable_gqa=True, window_size=window,
             ).transpose(1, 2)  # fmt: skip
         elif options["dropout_p"]:
-            raise ValueError(f"{type(self).__name__}: no dropout of packed sequences where a submodule was replaced")
+            raise ValueError(f"{type(self).__name__}: no dropout of packed sequences if a submodule was replaced")
         else:
             o = ops.varlen_attn(q[0], k[0], v[0], cu, cu, longest, longest, window_size=window, enable_gqa=True)[None]
         y = self.o_proj(o.flatten(2))
@@ -200,11 +200,11 @@ class LlamaDecoderLayer(torch.nn.Module):
         post_attention_layernorm.weight; mlp.{gate,up,down}_proj.weight [, .bias]
 
     num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads, intermediate_size to 4 hidden_size.
-    qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: no rotation but one that is passed.
+    qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: only tables that are passed rotate q and k.
     dropout of the attention weights, resid_dropout of both branches: replayed from 16 bytes each.
     recompute, workspace: see ckptkern.transformer_layer. The q, k and v weights are never concatenated.
-    A submodule of another type (LoRA, another norm) or with hooks is called: the half that it is in is computed by its
-    modules, the other half is one segment still.
+    If a submodule is of another type (LoRA, another norm) or has hooks, its half is computed by calling the modules; the
+    other half is still one segment.
     """
 
     def __init__(
@@ -262,9 +262,10 @@ class LlamaDecoderLayer(torch.nn.Module):
     ) -> Tensor:
         """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
 
-        rotary: (cos, sin) as of rotary_tables, one pair for all layers of a model, kept once by all. If not given, made from
-        rope_theta and the positions 0, 1, ..., in backward again: no layer keeps any. attn_mask: bool, True = visible,
-        or additive; key_padding_mask [B, S]: True = hidden. Raises as ckptkern.transformer_layer does.
+        rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then kept once. Without
+        it the layer makes them from rope_theta and the positions 0, 1, ..., and again in backward, and keeps none.
+        attn_mask: bool, True = visible, or additive; key_padding_mask [B, S]: True = hidden. Raises as
+        ckptkern.transformer_layer does.
         """
         _check_rows(type(self).__name__, x, cu_seqlens)
         masks = {
@@ -296,14 +297,14 @@ class LlamaDecoderLayer(torch.nn.Module):
         }
 
     def _attention_arguments(self, x: Tensor, rotary, masks: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments of ckptkern.attention_block, or None where only the modules say what to compute."""
+        """The arguments of ckptkern.attention_block, or None if the modules have to be called."""
         norm, attention = self.input_layernorm, self.self_attn
         if not (plain(torch.nn.RMSNorm, norm) and plain(LlamaAttention, attention) and attention.is_plain()):
             return None
         return attention.block_arguments(x, rotary, **masks) | self._half(norm, x)
 
     def _mlp_arguments(self, x: Tensor) -> dict[str, Any] | None:
-        """The arguments of ckptkern.mlp_block, or None."""
+        """The arguments of ckptkern.mlp_block, or None likewise."""
         norm, mlp = self.post_attention_layernorm, self.mlp
         if not (plain(torch.nn.RMSNorm, norm) and plain(GatedMLP, mlp) and mlp.is_plain()):
             return None

@@ -12,11 +12,11 @@ from .plain import plain
 
 
 class MLP(torch.nn.Module):
-    """y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as of two nn.Linear.
+    """y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two nn.Linear.
 
     hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
-    recompute, workspace: see ckptkern.mlp. A layer of another type in place of fc1 or fc2 (LoRA), or with hooks, is called;
-    the MLP is then no segment.
+    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA) or has hooks, both are called, and the
+    MLP is not a segment.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MLP(torch.nn.Module):
 class GatedMLP(torch.nn.Module):
     """y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging Face's Llama.
 
-    recompute, workspace: see ckptkern.gated_mlp. Layers of another type, or with hooks, are called, as in MLP.
+    recompute, workspace: see ckptkern.gated_mlp. Layers are called as in MLP if one is of another type or has hooks.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class GatedMLP(torch.nn.Module):
         )  # fmt: skip
 
     def is_plain(self) -> bool:
-        """Do its parameters alone say what it computes?"""
+        """Do its parameters alone determine what it computes?"""
         return plain(torch.nn.Linear, self.gate_proj, self.up_proj, self.down_proj)
 
     extra_repr = MLP.extra_repr

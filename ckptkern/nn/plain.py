@@ -12,7 +12,7 @@ DROPOUT = (torch.nn.Dropout, Dropout)
 
 
 def untouched(module: torch.nn.Module) -> bool:
-    """Is calling it its class's forward and nothing else: no hooks, no other forward of the instance's own?"""
+    """Does calling the module run its class's forward and nothing else: no hooks, no forward set on the instance?"""
     own = module.__dict__.get("forward")
     return not (
         module._forward_hooks
@@ -25,13 +25,13 @@ def untouched(module: torch.nn.Module) -> bool:
 
 
 def strided(module: torch.nn.Module) -> bool:
-    """Are this very module's parameters strided? Pruned ones may be sparse."""
+    """Are the module's own parameters, not its children's, strided? A pruned one may be sparse."""
     return all(p is None or p.layout is torch.strided for p in module._parameters.values())
 
 
 def dense(module: torch.nn.Module) -> bool:
-    """Are this very module's parameters what their memory says? Not where one is sparse, or a tensor subclass with operations
-    of its own."""
+    """Are the module's own parameters plain memory? Not if one is sparse or of a tensor subclass with operations of its
+    own."""
     kind = foreign(module._parameters.values())
     if kind is not None:
         log_composed(kind)
@@ -39,7 +39,7 @@ def dense(module: torch.nn.Module) -> bool:
 
 
 def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
-    """Do these modules compute what their parameters say? Not in subclasses, in wrappers (LoRA), with hooks, or where a
-    parameter is not dense memory (sparse, quantized)."""
+    """Do the parameters of these modules alone determine what they compute? Not if one is a subclass or a wrapper (LoRA),
+    has hooks, or has a parameter that is not plain memory (sparse, quantized)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)

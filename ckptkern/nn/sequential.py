@@ -16,12 +16,12 @@ _OPTIONS = {
 
 
 class Sequential(torch.nn.Sequential):
-    """torch.nn.Sequential, which in backward rebuilds the insides of segments of its layers.
+    """torch.nn.Sequential, run in segments whose insides are rebuilt in backward.
 
     segments: as in `ckptkern.segments.sequential.split`: a number, "sqrt", "every 2", "2GiB", a name pattern or a callable.
     options: those of `ckptkern.checkpoint`. A bound in bytes is measured on fake tensors at the first forward pass for
     each input shape, dtype, autocast dtype and mode (training or not), and remembered. Parameters and `state_dict` are
-    those of torch.nn.Sequential; where no gradient is made, so is forward.
+    those of torch.nn.Sequential; without gradients forward is torch's, too.
     """
 
     def __init__(self, *layers, segments: sequential.Segments = "sqrt", **options):
@@ -29,7 +29,7 @@ class Sequential(torch.nn.Sequential):
         if not isinstance(segments, (int, str)) and not callable(segments):
             sequential.split(self, segments)  # raises
         for name in options.keys() - _OPTIONS:
-            raise TypeError(f"{type(self).__name__}: {name} is no option of ckptkern.checkpoint")
+            raise TypeError(f"{type(self).__name__}: {name} is not an option of ckptkern.checkpoint")
         self.segments, self.options = segments, options
         self._parts: dict[tuple, list[sequential.Part]] = {}
 

@@ -32,7 +32,7 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def _drops(*dropouts: torch.nn.Module) -> bool:
-    """Are these plain, with probabilities for p? torch names the one that is none in evaluation too."""
+    """Are these plain, with p between 0 and 1? torch reports any other p, in evaluation too."""
     return plain(DROPOUT, *dropouts) and not any(one.p < 0.0 or one.p > 1.0 for one in dropouts)
 
 
@@ -51,13 +51,13 @@ def _norm_arguments(norm: torch.nn.LayerNorm, norm_first: bool) -> dict[str, Any
 
 
 class _Layer:
-    """What the encoder's and the decoder's layer share: each half as the arguments of its op, or None where only the
-    modules themselves say what to compute."""
+    """What the encoder's and the decoder's layer share: each half as the arguments of its op, or None if its modules have
+    to be called."""
 
     torch_class: type[torch.nn.Module]
 
     def _adopt(self, recompute: str) -> None:
-        """Replaces torch's attention and dropout in the layer that torch has built, whose random numbers are drawn."""
+        """Replaces attention and dropout in the layer that torch has built, after torch has drawn its initial weights."""
         check_level(type(self).__name__, recompute)
         self.recompute = recompute
         for name, module in self.named_children():
@@ -70,11 +70,11 @@ class _Layer:
         return f"recompute={self.recompute!r}"
 
     def _is_torchs(self, method: str) -> bool:
-        """Is it the one of torch's layer, overridden neither in a subclass nor on the instance?"""
+        """Is `method` torch's own, overridden neither in a subclass nor on the instance?"""
         return getattr(type(self), method) is getattr(self.torch_class, method) and method not in self.__dict__
 
     def _without_bias(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
-        if attn_mask is None or type(attn_mask) in PLAIN:  # a self_attn that was put in may have no batch_first
+        if attn_mask is None or type(attn_mask) in PLAIN:  # a replaced self_attn may have no batch_first
             return attn_mask, is_causal
         batch_first = getattr(self.self_attn, "batch_first", False)
         return without_bias(type(self).__name__, attn_mask, is_causal, x, x, batch_first)
@@ -125,7 +125,7 @@ class _Layer:
         }
 
     def _half(self, x: Tensor, norm: torch.nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """A half of the layer by its modules."""
+        """A half of the layer, by calling its modules."""
         return x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
 
     def _attention_half(self, x: Tensor, arguments: dict[str, Any] | None, *masks) -> Tensor:
@@ -142,8 +142,8 @@ class _Layer:
 
 
 def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
-    """The masks as torch's layer hands them on, its errors with its names for them. Not by its forward: in evaluation that may
-    take a kernel that reads additive masks as bool."""
+    """The masks as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for this: in
+    evaluation it may take a kernel that reads additive masks as bool."""
     padding = F._canonical_mask(
         src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", src.dtype
     )
@@ -154,16 +154,15 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer: the same arguments, parameters and results, in training and evaluation.
 
     The whole layer is one ckptkern.transformer_layer that keeps, besides parameters, src at recompute="full"; src, o
-    and the logsumexp at "selective"; everything at "none". An activation that ckptkern.mlp does not know, a submodule
-    with hooks or of another type, a mask that needs a gradient: the half that it concerns is computed by the
-    submodules, the other half is one segment still. Global module hooks see the layer, not the submodules that its
-    segments stand for.
+    and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule has
+    hooks or another type, or a mask needs a gradient, the half concerned is computed by calling its submodules; the other
+    half is still one segment. Global module hooks see the layer, not the submodules that its segments stand for.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
     torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
 
-    Under autocast the result has torch's dtype but in one case: on CUDA, post-norm, a float16 or bfloat16 src gives that
-    dtype, where torch's layer_norm and so its layer give float32. On a CPU torch's gives src's dtype too.
+    Under autocast the result has torch's dtype except in one case: on CUDA, post-norm, a float16 or bfloat16 src gives its
+    own dtype, while torch's layer_norm, and so torch's layer, gives float32. (On a CPU torch's gives src's dtype too.)
     """
 
     torch_class = torch.nn.TransformerEncoderLayer

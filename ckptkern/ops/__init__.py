@@ -1,4 +1,4 @@
-"""The public functions: one file an op, each a description of a segment and the function that checks and calls it."""
+"""The public functions: one file per op, with the op's description and the function that checks arguments and calls it."""
 
 from ._checks import ACTIVATIONS
 from ._choices import backend

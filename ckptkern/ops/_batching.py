@@ -36,7 +36,7 @@ def loop_over_batch(op):
 
 
 def in_legacy_vmap(op):
-    """The same for the vmap that is behind torch.autograd.grad's is_grads_batched, whose own fallback takes no lists."""
+    """The same for the older vmap behind torch.autograd.grad's is_grads_batched, whose own fallback takes no lists."""
     rule = loop_over_batch(op)
 
     def call(*args):

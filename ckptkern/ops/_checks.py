@@ -41,7 +41,7 @@ def is_number(value) -> bool:
 
 
 def check_number(op: str, name: str, value) -> None:
-    """float() would fix a symbolic number of torch.compile."""
+    """Does not call float(), which would turn a symbolic number of torch.compile into a constant."""
     if type(value) is float:
         return
     if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
@@ -62,7 +62,7 @@ def check_count(op: str, name: str, value, least: int = 1) -> None:
 
 
 def check_flags(op: str, **flags: bool) -> None:
-    """A slip among positions would go unnoticed: most objects are true."""
+    """Catches an argument in the wrong place, which would go unnoticed because most objects are true."""
     for name, value in flags.items():
         if type(value) is not bool:
             raise TypeError(f"{op}: {name} must be a bool, not {value!r}")
@@ -92,7 +92,7 @@ def check_weight(
     if shape[1] != in_features:
         raise ShapeError(
             f"{op}: {source} has {in_features} features but {name} has in_features={shape[1]}"
-            + (f"; {name} must be [out_features, in_features], as of nn.Linear, but is {tuple(shape)}: pass {name}.t()"
+            + (f"; {name} must be [out_features, in_features], as in nn.Linear, but is {tuple(shape)}: pass {name}.t()"
                if shape[0] == in_features else "")
         )  # fmt: skip
     if bias is None:
@@ -106,7 +106,7 @@ def check_weight(
 
 
 def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: bool = True) -> None:
-    """`tensor` is one, on the device of the input x, and floating point, as x is, if it has to be."""
+    """`tensor` is a dense Tensor on the device of the input x, and floating point if `floating`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
     if tensor.device != x.device:

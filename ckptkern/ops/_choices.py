@@ -25,7 +25,7 @@ _log = logging.getLogger("ckptkern")
 
 class _Choice:
     """The requested backend, process-wide as torch's own backend flags are. torch.compile guards on an attribute of an
-    object and compiles again when it changes; on a ContextVar it breaks the graph, on a thread-local it does not look.
+    object and compiles again when it changes; a ContextVar would break the graph, and a thread-local is not guarded.
     """
 
     def __init__(self):
@@ -65,7 +65,7 @@ _constant_log._dynamo_marked_constant = True  # as below
 
 @functools.cache
 def _device_reason(device_type: str, index: int | None) -> str | None:
-    """Why no kernel can run on this device, or None: the same all through a process."""
+    """Why no kernel can run on this device, or None. It does not change within a process."""
     try:
         import triton
     except ImportError:
@@ -84,8 +84,8 @@ def _constant_device_reason(device_type: str, index: int | None) -> str | None:
     return _device_reason(device_type, index)
 
 
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo: Dynamo calls it instead of tracing
-# into Triton and the CUDA driver.
+# The mark that torch.compiler.assume_constant_result sets, without its import of torch._dynamo: Dynamo calls the function
+# instead of tracing into Triton and the CUDA driver.
 _constant_device_reason._dynamo_marked_constant = True
 
 
@@ -104,7 +104,7 @@ def head_dim_not_covered(head_dim: int) -> str | None:
 
 
 def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
-    """The backend that serves `x`: "eager" or "triton". reason: why else no kernel covers this call, or None."""
+    """The backend that serves `x`: "eager" or "triton". reason: a further reason why no kernel covers this call."""
     name = _choice.backend
     if name not in BACKENDS:
         check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
@@ -120,35 +120,35 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
 
 
 def compose(op: str, reason: str) -> None:
-    """Raises, or says once, that PyTorch ops stand in for this op."""
+    """PyTorch ops stand in for this op: logs it once, or raises under backend("triton")."""
     if kernels_alone():
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
     _constant_log(reason)
 
 
 def _own_operations(kind: type) -> str:
-    return f"{kind.__name__} has operations of its own: PyTorch's serve, and backward keeps what these keep"
+    return f"{kind.__name__} has operations of its own, so PyTorch ops run, and backward keeps what they save"
 
 
 def compose_of(op: str, kind: type) -> None:
     """`compose`, because `kind` has operations of its own."""
     if kind.__name__ == "CausalBias":
-        raise TypeError(f"{op}: a CausalBias is no tensor of numbers; it may be an attn_mask, and nothing else")
+        raise TypeError(f"{op}: a CausalBias does not hold numbers; it can only be an attn_mask")
     compose(op, _own_operations(kind))
 
 
 def log_composed(kind: type) -> None:
-    """The same of a module that calls its submodules instead, which is no fault under any backend."""
+    """Logs once that a module calls its submodules because of `kind`, which is not an error under any backend."""
     _constant_log(_own_operations(kind))
 
 
 def kernels_alone() -> bool:
-    """Is it backend("triton"), which lets nothing stand in for our kernels?"""
+    """Is the backend "triton", under which nothing may stand in for our kernels?"""
     return _choice.backend == "triton"
 
 
 def primitives(name: str) -> ModuleType:
-    """The functions that the ops are written in: `ckptkern.eager`, or the launchers of the same names."""
+    """The module whose functions the ops call: `ckptkern.eager`, or `triton_kernels` with launchers of the same names."""
     if name == "eager":
         return eager
     from .. import triton_kernels  # imports triton: only here, on first use
@@ -172,15 +172,15 @@ def read_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-# Modules of the unpack hooks of torch's checkpoint, and of ours in forward and in recompute.
+# The modules that define the unpack hooks: of torch's checkpoint, of ours in forward, and of ours in recompute.
 RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.segments.checkpoint")
 
 
 def _inside_checkpoint() -> bool:
-    """Is this call itself a part of something that will be, or is being, recomputed?
+    """Is this call part of something that will be, or is being, recomputed?
 
-    torch's non-reentrant checkpoint, and ours, is seen by its saved-tensor hooks, in forward and in recompute; every reentrant
-    one by running forward inside a backward pass. Recomputing inside a recompute costs GEMMs and keeps nothing less.
+    A non-reentrant checkpoint, torch's or ours, shows by its saved-tensor hooks, in forward and in recompute. A reentrant one
+    shows because it runs forward inside a backward pass. Recomputing inside a recompute costs GEMMs and saves no memory.
     """
     if torch._C._current_graph_task_id() != -1:
         return True
@@ -195,13 +195,13 @@ def choose_level(recompute: str) -> str:
 
 
 def no_autocast(x: Tensor) -> bool:
-    """Is autocast off for x's device, as far as torch's quick answer tells, which knows the CPU and CUDA on all releases?"""
+    """Is autocast known to be off, by torch's quick query? On all releases it covers the CPU and CUDA."""
     return (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Autocast's dtype for x's device where it is on, else None; there is none for meta tensors."""
-    if no_autocast(x):  # a fifth of the host time of asking by the device's name
+    """Autocast's dtype for x's device, None if it is off; meta tensors have no autocast."""
+    if no_autocast(x):  # takes a fifth of the host time of asking by the device's name
         return None
     device_type = x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -210,15 +210,15 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager:
-    """As the bodies of the ops run, for what torch.compile traces: Dynamo knows torch.autocast, not their guard."""
+    """Switches autocast off, as ops do for their bodies, but traceably: Dynamo knows torch.autocast, not _DisableAutocast."""
     return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
     """Autocast's dtype inside autocast, else x's own, which the weights must then share.
 
-    A bias of another dtype is cast, as in F.linear of what is not contiguous (nn.MultiheadAttention's batch_first); in
-    F.linear of what is contiguous it is an error.
+    A bias of another dtype is cast. F.linear does so too for an input that is not contiguous (nn.MultiheadAttention's
+    batch_first); for a contiguous one it raises.
     """
     dtype = None if x.dtype == torch.float64 else autocast_dtype(x)
     if dtype is not None:
@@ -248,8 +248,8 @@ def _device_workspace(device_type: str, index: int | None) -> int:
 def default_workspace(device_type: str, index: int | None) -> int:
     """1/32 of a GPU's memory, at least 256 MiB; 1 GiB elsewhere.
 
-    Large, because every further chunk costs a pass over the float32 sums of the weights' gradients. A backward that needs less
-    runs as one chunk, and its peak is below that of PyTorch's own.
+    It is large because every further chunk costs a pass over the float32 sums of the weights' gradients. A backward that needs
+    less runs as one chunk, and its peak is lower than that of PyTorch's own backward.
     """
     return _device_workspace(device_type, index)
 
@@ -258,7 +258,7 @@ default_workspace._dynamo_marked_constant = True  # as _constant_device_reason
 
 
 def choose_workspace(op: str, value: int | str | None, x: Tensor) -> int:
-    """workspace in bytes: what is given, or the default of x's device."""
+    """workspace in bytes: the given value, or the default of x's device."""
     return parse_bytes(op, value) or default_workspace(x.device.type, x.device.index)
 
 

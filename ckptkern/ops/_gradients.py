@@ -14,9 +14,9 @@ CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that
 
 def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[int, int]]:
     """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each, and as equal as
-    multiples of CHUNK_ROWS are.
+    multiples of CHUNK_ROWS can be.
 
-    What is done with a range is a function of its own, so that its tensors are gone before the next one's are made.
+    Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
     """
     if rows * bytes_per_row <= workspace:
         return [(0, rows)]
@@ -29,10 +29,10 @@ def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[in
 def row_bytes(like: Tensor, tensors: int, masks: int, summed: int, beside: int) -> int:
     """Bytes of a row's transient tensors in a backward pass, in the dtype of `like`.
 
-    tensors: how many elements of that dtype are alive at the worst moment; masks: how many bools are then. summed: elements of
-    the two operands of the largest weight gradient; beside: elements that are alive while it is formed. A CPU forms no
-    float32 product of 16-bit operands: it copies both, and an eighth of the rows for the sums of columns; torch's product of
-    float16 was measured to take up to one more copy there.
+    tensors, masks: elements of that dtype, and bools, that are alive at the worst moment. summed: elements of the two operands
+    of the largest weight gradient; beside: elements that are alive while it is formed. A CPU has no float32 product of 16-bit
+    operands: it copies both to float32, and an eighth of the rows for the sums of columns. torch's float16 product was
+    measured to take up to one more copy there.
     """
     size = like.element_size()
     bytes_ = tensors * size + masks
@@ -57,12 +57,12 @@ class WeightGrad:
             else:
                 torch.addmm(self.total, a, b, out_dtype=torch.float32, out=self.total)
             return
-        if self.chunks > 1 and a.dtype.itemsize < 4:  # no such product on a CPU
+        if self.chunks > 1 and a.dtype.itemsize < 4:  # a CPU has no such product
             a, b = a.float(), b.float()
         self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
 
     def result(self) -> Tensor:
-        total, self.total = self.total, None  # one float32 sum beside its result at a time
+        total, self.total = self.total, None  # at most one float32 sum is alive beside its result
         return cast_parameter(total, self.dtype)
 
 

@@ -19,14 +19,14 @@ NORMS = ("layer", "rms")
 
 
 def drawn(t, o, x: Tensor, training: bool):
-    """The half's tensors t with the random states: drawn last, so that an error leaves the generator alone."""
+    """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
     if not training or o.dropout_p == o.resid_p == 0.0:
         return t
     return t._replace(rng=draw_state(x, o.dropout_p, training), resid_rng=draw_state(x, o.resid_p, training))
 
 
 class Half:
-    """What a half computes round its branch, for one input x [..., d]. t: its tensors, o: its options."""
+    """What a half computes around its branch, for one input x [..., d]. t: its tensors, o: its options."""
 
     def __init__(self, x: Tensor, t: Any, o: Any):
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
@@ -58,7 +58,7 @@ class Half:
         return self.norm(y, y.dtype) if self.trailing else y
 
     def norm_gradients(self, dy: Tensor, read: Tensor, need: Collection[str], residual: Tensor | None = None):
-        """Gradients of what the norm `read`, of norm_weight and of norm_bias."""
+        """Gradients of `read`, the norm's input, of norm_weight and of norm_bias."""
         return self.p.norm_bwd(
             dy, read, self.t.norm_weight, self.o.norm_eps, self.o.norm, residual=residual,
             need_dweight="norm_weight" in need, need_dbias="norm_bias" in need,
@@ -94,7 +94,7 @@ def output_dtype(x: Tensor, o: Any) -> torch.dtype:
 def composite_norm(x: Tensor, t: Any, o: Any) -> Tensor:
     """The half's norm in differentiable PyTorch ops."""
     if o.norm == "layer":
-        # the bias apart: beside no weight torch's second derivative of layer_norm is None
+        # the bias is added apart: without a weight, torch's second derivative of layer_norm with a bias is None
         y = F.layer_norm(x, x.shape[-1:], cast_parameter(t.norm_weight, x.dtype), None, o.norm_eps)
     else:
         y = F.rms_norm(x, x.shape[-1:], cast_parameter(t.norm_weight, x.dtype), o.norm_eps)

@@ -24,16 +24,16 @@ def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | No
 
 
 def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | None:
-    """The n for which row i sees the columns up to i + n, where attn_mask is torch's CausalBias, else None.
+    """If attn_mask is torch's CausalBias, the n such that row i sees the columns up to i + n; else None.
 
-    Its memory holds nothing. As in torch an upper-left or square one fits all lengths.
+    A CausalBias has uninitialised memory. As in torch, an upper-left or square one fits all lengths.
     """
-    module = sys.modules.get("torch.nn.attention.bias")  # torch._dynamo comes with it: here nothing imports it
+    module = sys.modules.get("torch.nn.attention.bias")  # not imported here, because it imports torch._dynamo
     if module is None or not isinstance(attn_mask, module.CausalBias):
         return None
     if not hasattr(attn_mask, "variant"):
         raise TypeError(
-            f"{op}: attn_mask is the result of an operation on a CausalBias, which tells no diagonal any more"
+            f"{op}: attn_mask is the result of an operation on a CausalBias, so its diagonal is no longer known"
         )
     shape = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if attn_mask.variant == module.CausalVariant.UPPER_LEFT or shape[0] == shape[1]:
@@ -44,7 +44,7 @@ def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | No
 
 
 def within(right: int | None, diagonal: int | None) -> int | None:
-    """The tighter of two right bounds, None for none."""
+    """The tighter of two right bounds; None is no bound."""
     return diagonal if right is None else right if diagonal is None else min(right, diagonal)
 
 
@@ -54,7 +54,7 @@ def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise DtypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
     if attn_mask.dtype == torch.float64 != q.dtype:
-        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which no input of {q.dtype} goes with")
+        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which needs inputs of that dtype, not {q.dtype}")
     wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
     shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
@@ -75,7 +75,7 @@ def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tenso
 def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = False) -> Tensor | None:
     """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides).
 
-    Not from forward to backward: what is kept are the masks that were given, which all layers of a model share.
+    It is made again in backward. Kept are the masks that were given, which all layers of a model share.
     """
     padding = None if padding is None else torch.atleast_2d(padding)[:, None, None]
     seen = added = None

@@ -1,4 +1,4 @@
-"""`needs`: a bitmask over an op's inputs, those whose gradients are wanted, of any length."""
+"""`needs`: a bitmask of any length over an op's inputs, set for those whose gradients are wanted."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def needed(needs: int, index: int) -> bool:
 
 @functools.cache
 def flags(needs: int, count: int) -> tuple[bool, ...]:
-    """The lowest bits of needs."""
+    """The lowest `count` bits of needs."""
     return tuple(needed(needs, i) for i in range(count))
 
 
 @functools.cache
 def needed_names(kind: type, needs: int) -> frozenset[str]:
-    """What of "x" and the fields of a NamedTuple `kind`, in this order, needs asks for."""
+    """The names that needs asks for, among "x" and the fields of a NamedTuple `kind`, in this order."""
     return frozenset(name for i, name in enumerate(("x", *kind._fields)) if needed(needs, i))
 
 
@@ -51,7 +51,7 @@ def joined(args: tuple) -> tuple:
 
 
 def present(tensors) -> int:
-    """needs of everything that can have a gradient."""
+    """needs that ask for everything that can have a gradient."""
     return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point())
 
 

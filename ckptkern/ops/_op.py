@@ -4,11 +4,12 @@ An op is (inputs) -> output, with some tensors kept in between. From its descrip
 - `ckptkern::NAME_fwd(inputs, statics) -> (y, kept...)` and `ckptkern::NAME_bwd(dy, inputs, kept, statics, needs) ->
   gradients`, raw functional library ops with fakes, vmap rules and FLOP formulas, so that torch.compile, FLOP counters
   and selective checkpointing see them;
-- a classic autograd Function for eager mode, the quickest on the host; it calls the op's body itself where nothing
-  would see the op;
+- a classic autograd Function for eager mode, the quickest on the host; it calls the op's body directly if nothing
+  observes the op;
 - a `setup_context` Function with a generated vmap rule for torch.compile and torch.func;
-- the classic one as the op's Autograd kernel, too, for graphs that call the op itself: torch.export's;
-- a Function over the backward op, whose own backward differentiates the plain PyTorch composite: second order is right.
+- the classic Function also as the op's Autograd kernel, for graphs that call the op itself, such as torch.export's;
+- a Function over the backward op, whose own backward differentiates the plain PyTorch composite, so that second-order
+  gradients are right.
 
 `needs` is a bitmask over the inputs (_needs.py). What it leaves out costs no GEMM. Op bodies run with autocast off and
 cast weights inside, so that a cast copy never lives from forward to backward; the public function casts x.
@@ -67,8 +68,8 @@ class Op:
     statics: str
     results: str
     grads: str
-    inference_level = "full"  # that at which forward writes nothing for a backward
-    constants: frozenset[int] = frozenset()  # inputs without a gradient; torch.func, which cannot tell, asks for all
+    inference_level = "full"  # the level at which forward writes nothing for a backward
+    constants: frozenset[int] = frozenset()  # inputs without a gradient; torch.func cannot tell and asks for all
 
     # -- what subclasses define -----------------------------------------------------------------------------------
 
@@ -153,9 +154,9 @@ def _filled(results, like: Tensor):
 
 
 def _watched(tensors) -> bool:
-    """Does anything see the op besides its body: the compiler, a transform, a mode, the profiler, a tensor subclass?
+    """Does anything observe the op: the compiler, a transform, a mode, the profiler, a tensor subclass?
 
-    The first tensor may be a batch of gradients (torch.autograd.grad's is_grads_batched), which no transform tells of.
+    The first tensor may be a batch of gradients (torch.autograd.grad's is_grads_batched), which shows in no transform.
     """
     return (
         torch.compiler.is_compiling()
@@ -175,7 +176,7 @@ def _dispatched(tensors) -> bool:
 
 
 def _direct(body, x, *args):
-    """The op's body, as the dispatcher runs it. The way through the dispatcher is a tenth of a tiny mlp's host time."""
+    """Runs the op's body as the dispatcher would; the dispatcher itself takes a tenth of a tiny mlp's host time."""
     if no_autocast(x):
         return body(x, *args)
     with torch._C._DisableAutocast():
@@ -221,7 +222,7 @@ def _second_order(op, dy, saved, statics, needs, cotangents):
 
 
 def _with_precision(args: tuple, from_end: int) -> tuple:
-    """args with a precision of "auto" (a compiled graph's) read from torch's setting."""
+    """args, in which a precision of "auto" (a compiled graph's) is replaced by torch's current setting."""
     if args[-from_end] != "auto":
         return args
     return (*args[:-from_end], read_precision(), *args[len(args) - from_end + 1 :])
@@ -286,7 +287,7 @@ def _register(op: type[Op]) -> _Registered:
 
 
 def _named(function: type, op: type[Op], suffix: str) -> type:
-    """The Function, and its node, whose name is in grad_fn, profiles and anomaly mode, named after the op."""
+    """Names the Function after the op, and its node too, whose name shows in grad_fn, profiles and anomaly mode."""
     node = function._backward_cls
     function.__name__ = function.__qualname__ = f"{op.__name__}{suffix}Function"
     node.__name__ = node.__qualname__ = f"{function.__name__}Backward"
@@ -449,7 +450,7 @@ def _apply(registered: _Registered, eager: type, functional: type, transformed: 
     op, fwd, _, static_names = registered
     levels = {i for i, static in enumerate(static_names) if static.endswith("recompute")}
     constants = sum(1 << i for i in op.constants)
-    # torch's Function.apply looks for a setup_context and for transforms (5 % of a tiny mlp's host time): known here.
+    # Skips torch's Function.apply, which looks for a setup_context and for transforms (5 % of a tiny mlp's host time).
     apply_eager = super(torch.autograd.Function, eager).apply
 
     def for_inference(statics: tuple) -> tuple:
@@ -467,7 +468,7 @@ def _apply(registered: _Registered, eager: type, functional: type, transformed: 
         if torch.compiler.is_compiling():
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():
-                # Dynamo, where nothing needs a gradient, hands a ctx to a forward(*args) that takes none
+                # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
                 return op.flat(fwd(*op.arguments(tensors), *for_inference(statics)))[0]
             return functional.apply(needs, *statics, *_distinct(tensors))[0]
         tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]

@@ -19,7 +19,7 @@ def rows_2d(x: Tensor) -> Tensor:
 
 
 def unflattened(rows: Tensor, lead: torch.Size) -> Tensor:
-    """[rows, K] -> [*lead, K], not a view: autograd refuses to change a Function's result in place if it is one."""
+    """[rows, K] -> [*lead, K], not a view, because autograd refuses to change a view that a Function returned in place."""
     return rows if len(lead) == 1 else torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[1]))
 
 

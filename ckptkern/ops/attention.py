@@ -32,7 +32,7 @@ OTHERS = len(CoreTensors._fields)
 
 
 def _core(args: tuple) -> tuple[CoreTensors, CoreOptions]:
-    """Of what comes after q, k and v in forward."""
+    """(tensors, options) of what comes after q, k and v in forward."""
     return CoreTensors(*args[:OTHERS]), CoreOptions(*args[OTHERS:])
 
 
@@ -128,13 +128,13 @@ def scaled_dot_product_attention(
     dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Kept for backward:
     q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
 
-    attn_mask: bool (True = keep) or additive (float64 beside float64 alone), broadcastable to [B, H, Sq, Sk]. Its gradient,
-    if wanted, is formed in PyTorch ops. torch.nn.attention.bias.causal_lower_right(Sq, Sk) and causal_upper_left(Sq, Sk) are
-    bounds, not memory. is_causal aligns top-left, and so does the window: window_size = (left, right): row i sees
-    i - left <= j <= i + right, -1 is no bound; (-1, 0) is causal, beside an attn_mask too. alibi_slopes [H] or [B, H]: adds
-    -slope |i - j|. dropout_p always applies, as in torch.
-    A row that sees nothing gives zeros and zero gradients. One of which an additive mask hides everything by a large
-    finite number (-1e9) gives the mean of the values, as in torch, and from the kernels no gradient.
+    attn_mask: bool (True = keep) or additive (float64 only with float64 inputs), broadcastable to [B, H, Sq, Sk]. Its
+    gradient, if wanted, is formed in PyTorch ops. torch.nn.attention.bias.causal_lower_right(Sq, Sk) and
+    causal_upper_left(Sq, Sk) set a bound and are not read. window_size = (left, right): row i sees i - left <= j <= i + right,
+    and -1 is no bound. is_causal is (-1, 0); with an attn_mask pass the window instead. Both align top-left.
+    alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as in torch.
+    A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
+    gives the mean of the values, as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size),
     RuntimeError (attn_mask together with is_causal; backend).
     """
@@ -188,7 +188,7 @@ def _scale(scale: float | None, head_dim: int) -> float:
 
 
 def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right) -> Tensor:
-    """By the op; where a mask or slopes train, in PyTorch ops, which form their gradient."""
+    """Calls the op, or PyTorch ops if a mask or slopes train, because these form their gradient."""
     learned = any(t is not None and t.requires_grad for t in (mask, slopes)) and torch.is_grad_enabled()
     reason = "the kernels form no gradient of attn_mask or alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
@@ -206,10 +206,10 @@ def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, righ
 def attention_with_weights(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(o, p): scaled_dot_product_attention and the weights it applies, softmax and dropout done, for inspection.
+    """(o, p): scaled_dot_product_attention and the weights that it applies, after softmax and dropout, for inspection.
 
     query [B, H, Sq, D], key and value [B, H, Sk, D] of one dtype -> o [B, H, Sq, D], p [B, H, Sq, Sk].
-    In PyTorch ops, whose backward keeps p: no kernel returns it.
+    It runs in PyTorch ops, whose backward keeps p, because no kernel returns p.
     """
     op = "attention_with_weights"
     check_probability(op, dropout_p)
@@ -226,7 +226,7 @@ def attention_with_weights(
 
 
 def _to_four_dims(dims, query, key, value, attn_mask):
-    """Fewer dimensions gain leading ones; of more than 4 the batch dimensions become one, and come back as the last result."""
+    """To 4 dimensions: fewer gain leading ones; more batch dimensions become one and are returned as the last result."""
     least = 3 if dims > 4 else 4
     query, key, value = (
         t.reshape((1,) * (least - t.dim()) + tuple(t.shape)) if t.dim() < least else t for t in (query, key, value)
@@ -245,7 +245,7 @@ def _broadcast(op, query, key, value, enable_gqa):
         raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:
         raise ShapeError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
-    B = query.shape[0]  # in no set: that would make torch.compile take every size for a constant
+    B = query.shape[0]  # not a set of sizes, in which torch.compile would make each a constant
     for t in (key, value):
         B = t.shape[0] if B == 1 else B
     if any(t.shape[0] != B and t.shape[0] != 1 for t in (query, key, value)):
@@ -284,11 +284,12 @@ def varlen_attn(
     """Attention within sequences of different lengths, packed without padding (torch.nn.attention.varlen.varlen_attn).
 
     query [T_q, H, D], key and value [T_k, H_kv, D] -> [T_q, H, D]; cu_seq_q, cu_seq_k int32 [N + 1]: sequence n has the
-    rows cu_seq[n] .. cu_seq[n + 1] - 1; max_q, max_k: the longest sequence's length (no read-back from the device). Rows in
+    rows cu_seq[n] .. cu_seq[n + 1] - 1; max_q, max_k: the longest sequence's length, so that the device is not read. Rows in
     no sequence, and those of a sequence beyond max_q or max_k, are not seen; they give zeros and zero gradients.
-    is_causal is window_size (-1, 0), (left, right) as in scaled_dot_product_attention, but aligned bottom-right as torch's
-    varlen_attn has it: the last query of a sequence sees its last key.
-    Kept for backward: q, k, v, the output, and the logsumexp. No paged caches (torch's cu_seq_k=None, block_table).
+    window_size = (left, right) is as in scaled_dot_product_attention, but aligned bottom-right, as in torch's varlen_attn:
+    the last query of a sequence sees its last key. is_causal is (-1, 0).
+    Kept for backward: q, k, v, the output, and the logsumexp. Paged caches (torch's cu_seq_k=None, block_table) are not
+    supported.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (window_size),
     RuntimeError (backend).
     """

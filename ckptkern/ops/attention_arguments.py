@@ -90,7 +90,7 @@ def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None) -> Tensor
     B, S = batch_and_rows(x)
     padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
     if padding.dtype == torch.float64 != x.dtype:
-        raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which no input of {x.dtype} goes with")
+        raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which needs input of that dtype, not {x.dtype}")
     if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S):
         raise ShapeError(
             f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S}), "
@@ -108,7 +108,7 @@ def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int
     """The longest packed sequence; 0 where none are packed."""
     if cu_seqlens is None:
         if max_seqlen is not None:
-            raise ValueError(f"{op}: max_seqlen is of sequences packed by cu_seqlens, which is None")
+            raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
         return 0
     check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
     if any(mask is not None for mask in masks):
@@ -127,7 +127,7 @@ def gather(
     alibi_slopes=None, cu_seqlens=None, max_seqlen=None, scale=None, dropout_p=0.0, resid_dropout_p=0.0, residual=False,
     training=True, recompute="selective",
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
-    """Checks everything; returns the half's tensors, as yet without random states, and options."""
+    """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_level(op, recompute)
     check_probability(op, dropout_p)
     check_probability(op, resid_dropout_p)

@@ -28,7 +28,7 @@ TENSORS = len(AttentionTensors._fields)
 
 
 def _parts(args: tuple) -> tuple[AttentionTensors, AttentionOptions]:
-    """Of what comes after x in forward."""
+    """(tensors, options) of what comes after x in forward."""
     return AttentionTensors(*args[:TENSORS]), AttentionOptions(*args[TENSORS:])
 
 
@@ -129,28 +129,33 @@ def attention_block(
     training: bool = True,
     recompute: str = "selective",
 ) -> Tensor:
-    """Self-attention with everything round it, as one segment.
+    """Self-attention with everything around it, as one segment.
 
         h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
         y = [x +] dropout(o Wo^T + bo)                        norm_first=False: y = norm([x +] dropout(...)), h = x
 
     x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
-    qkv_weight: one tensor [(H + 2 H_kv) D, d], or the three a model already has; biases alike. out_weight [e, H D].
+    qkv_weight: one tensor [(H + 2 H_kv) D, d], or three (q, k, v); biases alike. out_weight [e, H D].
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. qk_norm: RMS-norm weights ([D], [D]).
-    rotary: (cos, sin), [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype. The first R <= D dimensions of every q
-    and k turn, the others stay: element i < R/2 with i + R/2 (Llama), whose two angles stand at columns i and i + R/2 of the
-    tables, or with rotary_interleaved 2i with 2i + 1 (GPT-J), whose angles stand at columns 2i and 2i + 1. Both columns hold
-    one angle: ckptkern.nn.rotary_tables makes either. Given tables are kept, so layers should share one pair. Or a number,
-    theta: rotary_tables(positions, D, theta), positions 0, 1, ..., from 0 again in each packed sequence; these are made
-    again in backward, not kept.
+    rotary: a pair (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta.
+    The first R <= D dimensions of every q and k are rotated in pairs, for i < R/2; the others stay:
+
+        rotary_interleaved=False (Llama)   elements i and i + R/2
+        rotary_interleaved=True  (GPT-J)   elements 2i and 2i + 1
+
+    A pair's angle stands in both of its columns of the tables. ckptkern.nn.rotary_tables makes tables of either kind. Tables
+    that are given are kept for backward, so layers should share one pair. A theta stands for
+    rotary_tables(positions, D, theta), with positions 0, 1, ... that start again in each packed sequence; these tables are
+    not kept but made again in backward.
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
-    to [B, H, S, S], or torch's CausalBias, which is is_causal; key_padding_mask: bool [B, S], True = masked out, or additive.
+    to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or
+    additive.
     The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes: as in
     scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch: replayed from 16 bytes each.
-    recompute: what is kept for backward besides parameters (of x, x itself):
+    recompute: what is kept for backward besides parameters (x itself, not a copy):
 
         "none"       x, q, k, v, o, lse
         "selective"  x, o, lse: the core is not run again

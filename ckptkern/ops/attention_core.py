@@ -19,7 +19,7 @@ from .dropout import dropout_arguments
 
 
 class CoreTensors(NamedTuple):
-    """What the core reads beside q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], the dropout state,
+    """What the core reads besides q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], the dropout state,
     and where packed sequences begin, int32 [N + 1]."""
 
     mask: Tensor | None = None
@@ -30,8 +30,8 @@ class CoreTensors(NamedTuple):
 
 
 class CoreOptions(NamedTuple):
-    """The rest. left, right: visible columns, None for no bound; max_q, max_k: the longest packed sequences; fused: torch's own
-    kernel, or ""."""
+    """The core's other arguments. left, right: visible columns, None for no bound; max_q, max_k: the longest packed sequences;
+    fused: torch's own kernel, or ""."""
 
     dropout_p: float
     scale: float
@@ -45,9 +45,9 @@ class CoreOptions(NamedTuple):
 
 
 def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
-    """As the launchers take it.
+    """The core as the launchers take it.
 
-    Here, within the ops, a bool mask is viewed as int8: torch 2.11's inductor cannot.
+    A bool mask is viewed as int8 here, inside the ops, because torch 2.11's inductor cannot compile that view.
     """
     mask = t.mask.view(torch.int8) if t.mask is not None and t.mask.dtype == torch.bool else t.mask
     return eager.AttentionCore(
@@ -57,10 +57,11 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     )  # fmt: skip
 
 
-# compute capability -> torch's own kernel where that is measured faster than kernels in Triton, for these head dims. Nobody has
-# measured ours yet; the figures are others', and a run of benchmarks/ overrules them. H100, heads of 128, TFLOP/s: cuDNN
-# 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100: FlexAttention, in Triton,
-# reaches 90 % of flash attention in forward and 85 % in backward (its authors). Of other cards nothing is known: ours.
+# Compute capability -> torch's own kernel, if it was measured to be faster than Triton kernels, for these head dims. The
+# figures are from others, since our kernels are not measured yet; a run of benchmarks/ overrules them. H100, heads of 128,
+# TFLOP/s: cuDNN 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100:
+# FlexAttention, in Triton, reaches 90 % of flash attention in forward and 85 % in backward (its authors). Other cards run
+# our kernels, because nothing is known about them.
 FUSED_CORES = {(9, 0): "cudnn", (8, 0): "flash"}
 FUSED_HEAD_DIMS = range(64, 129, 8)
 
@@ -68,10 +69,10 @@ FUSED_HEAD_DIMS = range(64, 129, 8)
 @functools.cache
 def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> bool:
     """Does torch's own rule let `kernel` serve such heads on this device, with this build and this cuDNN?"""
-    # In this mode torch lays cuDNN's logsumexp out in another way.
+    # In this mode torch gives cuDNN's logsumexp another layout.
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False
-    # no fake tensors: what is asked for is the device, which torch takes from the current one
+    # Real tensors, not fake ones: torch answers for the device that is current.
     with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
         q, k = (
             torch.empty((1, heads, 128, D), dtype=dtype, device="cuda", requires_grad=True)
@@ -95,18 +96,20 @@ def fused_core(
     backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int | None,
     right: int | None, scale: float, *others: object,
 ) -> str:  # fmt: skip
-    """torch's own kernel as the core of attention of q [B, H, Sq, D] by k [B, H_kv, Sk, D], or "" for the backend's.
+    """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
 
-    others: masks, slopes, dropout, cu_seqlens; with any that is not None the core is the backend's. So it is with a scale
-    that is not positive (torch's on a CPU hides a score by -inf before it scales it), under deterministic algorithms, under
-    backend("triton"), where torch.backends.cuda has the kernel disabled, and where all of a number of keys are seen that is
-    no multiple of 128: cuDNN's backward has given NaN for some (pytorch#196678). Both keep o and lse, so the choice shows in
-    no saved set.
+    others: masks, slopes, dropout, cu_seqlens. The backend's kernel runs
+    - if any of these is not None;
+    - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
+    - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernel;
+    - without causal's mask, if the number of keys is not a multiple of 128: cuDNN's backward has given NaN for some
+      (pytorch#196678).
+    Both keep o and lse, so saved sets do not depend on the choice.
     """
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
-    head_dim = next((n for n in FUSED_HEAD_DIMS if n == D), 0)  # a number, where torch.compile has a symbol for D
+    head_dim = next((n for n in FUSED_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
     if (
         not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
         or not head_dim or any(other is not None for other in others)
@@ -120,7 +123,7 @@ def fused_core(
 
 
 def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
-    """(o, lse, delta) of the core; delta where `do` is given and the core's backward reads it. p: the backend's module."""
+    """(o, lse, delta) of the core; delta only if `do` is given and the core's backward reads it. p: the backend's module."""
     p = eager if core.fused else p
     wants_delta = do is not None and not (p is eager and eager.fused_kernel(q, k, core))
     o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta else None)
@@ -130,9 +133,9 @@ def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.Attention
 def attention_grads(
     p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, out=(None,) * 3
 ) -> tuple:  # fmt: skip
-    """(dq, dk, dv) from o and lse, by the core's own way.
+    """(dq, dk, dv) from o and lse, by the kernel that ran forward.
 
-    out: where they are written; torch's own kernels make new ones. delta: of `attend`, if at hand.
+    out: tensors that they are written to; torch's own kernels make new ones instead. delta: from `attend`, if at hand.
     """
     p = eager if core.fused else p
     needs = dict(need_dq=need_dq, need_dkv=need_dkv)
@@ -144,6 +147,6 @@ def attention_grads(
 
 
 def attention_flops(q_shape, k_shape, products: int) -> int:
-    """`products` products of [Sq, D] x [D, Sk] a head, as torch's counter has it: masks do not shorten it."""
+    """`products` products of [Sq, D] x [D, Sk] per head, as torch counts them: masks do not reduce the number."""
     B, H, Sq, D = q_shape
     return products * 2 * B * H * Sq * k_shape[2] * D

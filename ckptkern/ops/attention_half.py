@@ -49,8 +49,8 @@ class AttentionTensors(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The rest. norm "" is none; theta: of the rotary tables that are made here, 0 where none are; left, right: visible
-    columns, None for no bound; max_len: the longest packed sequence."""
+    """The half's other arguments. norm "" is none; theta: for rotary tables that are made here, 0 for none; left, right:
+    visible columns, None for no bound; max_len: the longest packed sequence."""
 
     num_heads: int
     num_kv_heads: int
@@ -75,7 +75,7 @@ class AttentionOptions(NamedTuple):
     dtype: torch.dtype
 
 
-# Places among the op's inputs, x first, of what has no gradient: from cos on.
+# Places, among the op's inputs with x first, of those without a gradient: all from cos on.
 CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + len(AttentionTensors._fields)))
 
 
@@ -94,7 +94,7 @@ def projections(t: AttentionTensors) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
-    """(cos, sin): those that were given, or None; theta's are made where they are read, in forward and in backward."""
+    """(cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
     if not o.theta:
         return t.cos, t.sin
     positions = positions_of(S, t.wo.device, t.cu)
@@ -147,7 +147,7 @@ class AttentionHalf(Half):
         return qkv.view(self.B, self.S, H + 2 * H_kv, self.D).split([H, H_kv, H_kv], 2)
 
     def turns(self) -> bool:
-        """Does anything come between the projections and the core?"""
+        """Is there a norm or a rotation between the projections and the core?"""
         return self.t.q_norm is not None or self.angles[0] is not None
 
     def heads(self, qkv: Tensor, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,12 +235,12 @@ def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
 
 
 def behind_core(need: Collection[str], trailing: bool) -> set[str]:
-    """Whose gradients come through the core."""
+    """The inputs whose gradients come through the core."""
     return set(need) - {"wo", "bo"} - ({"norm_weight", "norm_bias"} if trailing else set())
 
 
 def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
-    """(dq, dk and dv): what of the core's gradients leads to those of `inner`. packed: q, k, v are one projection."""
+    """(need dq, need dk and dv) for the gradients of `inner`. packed: q, k, v are one projection."""
     if packed or {"x", "norm_weight", "norm_bias"} & set(inner):
         return bool(inner), bool(inner)
     need_dq = bool({"wq", "bq", "q_norm"} & set(inner))
@@ -250,7 +250,7 @@ def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
 def attention_half_backward(
     dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int, total: Tensor | None = None
 ) -> dict:
-    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None: rebuilt.
+    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None is rebuilt.
 
     total: what a trailing norm read, if it is at hand.
     """
@@ -324,7 +324,7 @@ def attention_half_fake(x: Tensor, t: AttentionTensors, o: AttentionOptions):
 
 
 def _flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, elements: int, core: int) -> int:
-    """Of products with weights of so many elements in all, and `core` products of the attention core."""
+    """FLOPs of products with weights of `elements` elements in all, and of `core` products of attention's core."""
     B, S = batch_and_rows(x)
     shape = (B, o.num_heads, S, head_dim(t, o))
     return 2 * B * S * elements + attention_flops(shape, shape, core)

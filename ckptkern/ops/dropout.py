@@ -15,7 +15,7 @@ from ._rows import rows_2d, unflattened
 
 
 def dropout_arguments(rng: Tensor | None, p: float) -> tuple[Tensor | None, int, float]:
-    """(state, threshold, scale) as the primitives take them: a saved-tensor hook may have given the state other strides."""
+    """(state, threshold, scale) as the primitives take them; contiguous, as a saved-tensor hook may have changed strides."""
     return (None, 0, 1.0) if rng is None else (rng.contiguous(), *state.threshold_scale(p))
 
 

@@ -16,7 +16,7 @@ from ._rows import cast_parameter, row_count, rows_2d, unflattened
 from .dropout import draw_state, dropout_arguments, dropped
 
 X, WG, BG, WU, BU, WD, BD = range(7)
-# As for mlp (ops/mlp.py): up to this many features the triple product, above it g and u first, then one product.
+# As in ops/mlp.py: up to this many features one kernel makes three products; above it g and u come first, then one product.
 TRIPLE_MAX_FEATURES = 1024
 
 
@@ -72,8 +72,8 @@ class GatedMLP(Op):
         wg_, bg_, wu_, bu_, wd_ = (cast_parameter(t, dtype) for t in (wg, bg, wu, bu, wd))
         dropout = dropout_arguments(rng, dropout_p)
         need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
-        # g, u, dg, du, h: dg and du of the eager backend lie over dh and act(g), but some activations take more, dropout two
-        # more and a mask
+        # g, u, dg, du, h. The eager backend writes dg and du over dh and act(g), but some activations hold more tensors, and
+        # dropout holds two more and a mask.
         eagerly, e = backend == "eager", wd.shape[0]
         held = 5 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(features, e)
@@ -200,8 +200,8 @@ def gated_mlp(
         "selective"  x, g, u       9
         "full"       x            11
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at least, in equal
-    chunks. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
+    least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
     probability, workspace), RuntimeError (backend).

@@ -37,7 +37,7 @@ class LinearAct(Op):
     def forward(x, w, b, activation, recompute, backend, precision):
         keep_z, keep_bits = preactivation_kept(activation, recompute)
         w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
-        if activation == "identity":  # no epilogue that would pay for a kernel of ours
+        if activation == "identity":  # without an epilogue our kernel has nothing to gain
             y, z, bits = eager.product(rows_2d(x), w, b), None, None
         else:
             y, z, bits = primitives(backend).linear_fwd(
@@ -145,11 +145,11 @@ def linear_act(
 
                      relu                                     others    products
         "none"       x, y (no memory of its own in a chain)   x, z      3
-        "selective"  x, 1 bit an element                      x, z      3
+        "selective"  x, 1 bit per element                     x, z      3
         "full"       x                                        x         4
 
-    A sparse weight (COO, CSR, CSC), or any that is not strided, goes to torch's own ops, with their errors and gradients:
-    what is kept is then torch's choice.
+    A sparse weight (COO, CSR, CSC), or any that is not strided, goes to torch's own ops, with their errors and gradients.
+    torch then chooses what is kept.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level),
     RuntimeError (backend).
     """

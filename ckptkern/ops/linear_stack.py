@@ -28,7 +28,7 @@ def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _narrow_width(backend: str, recompute: str, x: Tensor, weights: Sequence[Tensor]) -> int | None:
-    """Padded width of a chain that fits one kernel, or None: then each layer is a kernel."""
+    """Padded width of a chain that fits one kernel, or None if each layer is a kernel of its own."""
     if backend == "eager" or recompute in ("none", "selective"):
         return None
     return primitives(backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
@@ -135,7 +135,7 @@ class LinearStack(Op):
             return None if dx is None else unflattened(dx, x.shape[:-1]), dws, dbs
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
         stored = [rows_2d(h) for h in hidden]
-        # every z or h, the last h, and z, dh, dz, h of the layer at hand, with what its activation's gradient takes
+        # every z or h, the last h, and z, dh, dz, h of the current layer, with what its activation's gradient holds
         widths = [w.shape[0] for w in weights]
         temporaries = eager.ACTIVATIONS[activation].temporaries if backend == "eager" else 0
         held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
@@ -149,7 +149,7 @@ class LinearStack(Op):
         def add(start: int, stop: int) -> None:
             part = slice(start, stop)
             dy_rows = dy[part]
-            # kept[i]: layer i's h (relu) or z (others) for i < L - 1; layer L - 1 is rebuilt in its tile, or has its mask
+            # kept[i]: layer i's h (relu) or z (others) for i < L - 1; layer L - 1 is rebuilt in its tile, or read from bits
             if stored:
                 kept = [h[part] for h in stored]
                 h_last = kept[L - 2] if relu and L > 1 else None
@@ -242,17 +242,17 @@ def linear_stack(
 
     x [..., n_0], weights: k tensors [n_{l+1}, n_l], biases: k tensors [n_{l+1}] or None -> y [..., n_k] in x's dtype
     (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. Chains whose widths are all
-    <= 64 run in one kernel forward and one backward; there a token of which a hidden layer overflows to inf may give NaN
-    where layer by layer it would not.
+    <= 64 run in one kernel forward and one backward. There, a token whose hidden layer overflows to inf may give NaN where
+    separate layers would not.
 
     activation: a name in ckptkern.ACTIVATIONS, after every layer, the last included.
     recompute: what is kept for backward besides parameters, and the products run, forward + backward:
 
         "none", "selective"  every h (relu) or x and every z (others)              3k
-        "full"               x, and 1 bit an element of y (relu) / x (others)      4k - 1 / 4k
+        "full"               x, and 1 bit per element of y (relu) / x (others)     4k - 1 / 4k
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at least, in equal
-    chunks. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
+    least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
     workspace), RuntimeError (backend).
@@ -268,7 +268,7 @@ def linear_stack(
     if not weights:
         raise ValueError(f"{op}: at least one weight is needed")
     if len(biases) != len(weights):
-        raise ValueError(f"{op}: {len(weights)} weights need as many biases, but {len(biases)} came")
+        raise ValueError(f"{op}: {len(weights)} weights need as many biases, but got {len(biases)}")
     if any(b is None for b in biases) and any(b is not None for b in biases):
         raise ValueError(f"{op}: either every layer has a bias or none has")
     features = x.shape[-1]

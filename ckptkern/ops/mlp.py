@@ -16,7 +16,7 @@ from .dropout import draw_state, dropout_arguments, dropped
 
 X, W1, B1, W2, B2 = range(5)
 # The dual product saves one pass over z and dh (4 M h bytes), but its 128-wide tile costs 10-15 % of two products:
-# worth it up to a reduction of about 1024. A model of the H100, not yet a measurement.
+# worth it up to a reduction of about 1024. That is from a model of the H100, not a measurement.
 DUAL_MAX_FEATURES = 1024
 
 
@@ -76,7 +76,7 @@ class MLP(Op):
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
         dropout = dropout_arguments(rng, dropout_p)
-        # z and dh, dz over dh, h over z; some activations of the eager backend take more, dropout there two more and a mask
+        # z and dh, with dz over dh and h over z; in the eager backend some activations hold more, dropout two more and a mask
         hidden, eagerly = w1.shape[0], backend == "eager"
         held = 2 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(w1.shape[1], w2.shape[0])
@@ -117,7 +117,7 @@ class MLP(Op):
                 h_rows = made if keep_h else h_rows
             if need_dw2:
                 dw2.add(dy_rows, h_rows)
-                made = z_rows = h_rows = None  # the largest tensor there is, gone before dw1 and dx are made
+                made = z_rows = h_rows = None  # frees the largest tensor before dw1 and dx are made
             if need_dz:
                 if need_db1:
                     db1.add(db)
@@ -198,8 +198,8 @@ def mlp(
         "selective"  x, h (relu); x, z (others)        6
         "full"       x                                 7
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are tiled to fit, 128 at least, in equal
-    chunks. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
+    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
+    least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
 
     Inside torch.utils.checkpoint the level is "none": the checkpoint already rebuilds the segment.

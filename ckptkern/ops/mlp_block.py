@@ -27,7 +27,7 @@ TENSORS = len(MLPTensors._fields)
 
 
 def _parts(args: tuple) -> tuple[MLPTensors, MLPOptions]:
-    """Of what comes after x in forward."""
+    """(tensors, options) of what comes after x in forward."""
     return MLPTensors(*args[:TENSORS]), MLPOptions(*args[TENSORS:])
 
 
@@ -99,7 +99,7 @@ def gather(
     gate_bias=None, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True, resid_dropout_p=0.0,
     residual=True, training=True, recompute="full", workspace=None,
 ) -> tuple[MLPTensors, MLPOptions]:  # fmt: skip
-    """Checks everything; returns the half's tensors, as yet without random states, and options."""
+    """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_statics(op, activation, recompute, dropout_p)
     check_probability(op, resid_dropout_p)
     check_flags(op, norm_first=norm_first, residual=residual, training=training)
@@ -157,7 +157,7 @@ def mlp_block(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """An MLP with everything round it, as one segment.
+    """An MLP with everything around it, as one segment.
 
         h = norm(x);  f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
         y = [x +] dropout(f)                                  norm_first=False: y = norm([x +] dropout(f)), h = x

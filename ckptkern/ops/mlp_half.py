@@ -34,7 +34,7 @@ class MLPTensors(NamedTuple):
 
 
 class MLPOptions(NamedTuple):
-    """The rest. norm "" is none."""
+    """The half's other arguments. norm "" is none."""
 
     norm: str
     norm_eps: float
@@ -82,7 +82,7 @@ class MLPHalf(Half):
         self.branch = branch_of(t, o)
 
     def rebuilt(self, h: Tensor) -> Tensor:
-        """The branch's result again: the one thing that no level keeps."""
+        """The branch's result, computed again, because no level keeps it."""
         op, _, arguments, statics = self.branch
         return self.drop(op.forward(h, *arguments, *statics[:2], "full", *statics[3:])[0])
 

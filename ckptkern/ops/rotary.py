@@ -20,8 +20,8 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin) [..., S, dim] of the angles a_i = positions · theta^(-2i/dim), i < dim/2: rotary embedding.
 
-    Each angle comes twice, at the two elements that turn together: a_0, a_1, ..., a_0, a_1, ... (Llama), or with interleaved
-    a_0, a_0, a_1, a_1, ... (GPT-J), as attention_block's rotary_interleaved reads it.
+    Each angle stands in two columns, those of the two elements that it rotates: a_0, a_1, ..., a_0, a_1, ... (Llama), or
+    with interleaved a_0, a_0, a_1, a_1, ... (GPT-J), as attention_block's rotary_interleaved reads it.
     positions [S] or [B, S], integers. The angles are formed in float32. Raises ValueError for an odd dim and theta <= 0.
     """
     if not isinstance(positions, Tensor):
@@ -69,7 +69,7 @@ def check_rotary(op: str, x: Tensor, rotary, B: int, S: int, D: int) -> tuple[Te
     if is_number(rotary):
         check_theta(op, "rotary", rotary)
         if D % 2:
-            raise ShapeError(f"{op}: the head dim must be even for rotary embedding, which turns pairs, but is {D}")
+            raise ShapeError(f"{op}: the head dim must be even for rotary embedding, which rotates pairs, but is {D}")
         return None, None, float(rotary)
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
         raise TypeError(f"{op}: rotary must be a pair of tensors or a number (theta), not {type(rotary).__name__}")

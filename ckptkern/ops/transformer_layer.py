@@ -51,7 +51,7 @@ def _options(statics: tuple) -> tuple[AttentionOptions, MLPOptions]:
 
 
 def _needs_of_halves(needs: int) -> tuple[int, int]:
-    """(of the attention half, of the MLP half): the first needs the gradient of what passes between them."""
+    """(needs of the attention half, of the MLP half); for the first, the second must return its input's gradient."""
     attention_needs = needs & (1 << 1 + A) - 1
     return attention_needs, needs >> 1 + A << 1 | int(attention_needs != 0)
 
@@ -194,7 +194,7 @@ def check_arguments(
         if key in OWN_ARGUMENTS:
             raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
         if key not in known:
-            raise TypeError(f"{op}: {name} has {key!r}, but there are {', '.join(known)}")
+            raise TypeError(f"{op}: {name} has {key!r}, but its arguments are {', '.join(known)}")
     for key in required:
         if key not in given:
             raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")
@@ -216,7 +216,7 @@ def transformer_layer(
     `residual` is true in both unless given.
     recompute: what is kept for backward besides parameters:
 
-        "none"       as the two blocks at "none", and what passes between them
+        "none"       what the two blocks keep at "none", and what passes between them
         "selective"  x, o, lse: the MLP's input is rebuilt by one product from o
         "full"       x
 
@@ -231,7 +231,7 @@ def transformer_layer(
     )
     if ta.wo.shape[0] != x.shape[-1]:
         raise ShapeError(
-            f"{op}: out_weight must have {x.shape[-1]} rows, as the input has features, but it has {ta.wo.shape[0]}"
+            f"{op}: out_weight must have {x.shape[-1]} rows, one for each feature of the input, but it has {ta.wo.shape[0]}"
         )
     inner = "none" if oa.recompute == "none" else "full"
     tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))

@@ -1,12 +1,12 @@
 """General segments: `checkpoint`, with the signature and behaviour of torch.utils.checkpoint's non-reentrant variant.
 
-Forward runs under a pair of saved-tensor hooks that put a stand-in into the graph for every tensor that autograd wants
-to save. The first stand-in that backward opens runs the segment again, under hooks that hand each saved tensor to the
-stand-in of the same place, and stops at the last one. What the run needs of forward's world, its arguments, random
-state and precision, is one C++ object (csrc/segment_state.h).
+Forward runs under saved-tensor hooks that put a stand-in into the graph for every tensor that autograd wants to save.
+When backward opens the first stand-in, the segment runs again. This time the hooks hand each saved tensor to the
+stand-in at the same place, and the run stops at the last one. One C++ object holds what the second run needs from
+forward: arguments, random state and precision (csrc/segment_state.h).
 
 Saved tensors belong to the innermost segment; a segment's own arguments are saved in the segment around it. Recomputed
-tensors belong to one backward pass and are let go when it reads them, with retain_graph too.
+tensors belong to one backward pass and are freed when it reads them, also with retain_graph.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["checkpoint", "checkpointed"]
 DETERMINISM_CHECKS = ("default", "none", "values")
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-# Undecorated, for `patch_torch` puts ours behind the decorated one.
+# The undecorated function: after `patch_torch` the decorated one runs ours.
 _torchs = torch._disable_dynamo(inspect.unwrap(torch_checkpoint.checkpoint))
 _hash_chunk = 2**22  # elements: bounds the transient memory of a checksum
 
 
 class _Stop(Exception):
-    """Ends a recompute: all that was asked for is there."""
+    """Ends a recompute once every tensor that backward asked for is there."""
 
 
 class Segment(SavedTensors):
@@ -60,7 +60,7 @@ class Segment(SavedTensors):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.watch(parameter)
-        # dicts of buffers and the state of each: what forward changes, recompute shall not change again
+        # (dict of buffers, their versions) of each module: recompute must not change what forward has changed
         self.buffers = [
             (module._buffers, _versions(module._buffers)) for module in self.modules + others if module._buffers
         ]
@@ -81,7 +81,7 @@ class Segment(SavedTensors):
         return pack
 
     def complete(self) -> None:
-        """After forward: what it changed itself is no error."""
+        """Called after forward: what forward itself changed is not an error."""
         self.completed = True
         self.forget_moved()
         self.state.settle()
@@ -91,7 +91,7 @@ class Segment(SavedTensors):
     # -- backward
 
     def key(self) -> int:
-        """Of the backward pass that this is. Passes of one group share a recompute; outside of any each read is one."""
+        """Identifies the current backward pass. Passes of one group share a recompute; outside a pass, each read is one."""
         group = torch._C._get_graph_exec_group()
         if group is None:
             task = torch._C._current_graph_task_id()
@@ -130,7 +130,7 @@ class Segment(SavedTensors):
 
         def pack(x: Tensor) -> Tensor:
             if run.count < len(self.checksums):
-                with _disable_current_modes():  # a selective policy has a list of the ops that it has seen
+                with _disable_current_modes():  # a selective policy records every op that it sees
                     wrong.append(self.checksums[run.count] != _checksum(x))
             return run.pack(x)
 
@@ -144,7 +144,7 @@ class Segment(SavedTensors):
                     module_buffers[name] = None if buffer is None else buffer.clone()
             _push_hooks(run.pack if self.checksums is None else pack, _identity)
             try:
-                if torch.compiler.is_compiling():  # compiled autograd: the segment ran in eager, and so it shall here
+                if torch.compiler.is_compiling():  # compiled autograd: forward ran in eager mode, so recompute must too
                     torch._disable_dynamo(self.run)(args, kwargs)
                 else:
                     self.run(args, kwargs)
@@ -184,7 +184,7 @@ class Segment(SavedTensors):
                 f"ckptkern.checkpoint: {name} of shape {tuple(parameter.shape)} was changed "
                 f"in place between forward and backward of {_describe(self.function)}: it is at version {now}, forward "
                 f"saw version {then}. Recomputing would give the gradients of another function. Run backward before the "
-                "optimizer's step, or the segment again."
+                "optimizer's step, or run the segment's forward again."
             )
 
     def too_many(self) -> None:
@@ -242,7 +242,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 class _Nothing:
-    """contextlib.nullcontext, which may be entered again and again."""
+    """A context that does nothing and may be entered again and again."""
 
     def __enter__(self):
         return None
@@ -274,8 +274,8 @@ _NO_MODULES = frozenset((Tensor, Parameter, type(None), bool, int, float, str))
 def _modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], list[nn.Module]]:
     """(the modules that a call runs for sure, others that it can reach), with their children.
 
-    The first are the function itself, what it is bound to, or the `self` of a decorated method: what they hold is
-    watched for changes. The others are among its arguments, defaults and closure, or global under a name that it reads.
+    The first are the function itself, what it is bound to, or the `self` of a decorated method; their parameters are
+    watched for changes. The others are among its arguments, defaults and closure, and the globals that its code names.
     """
     own: dict[int, nn.Module] = {}
     others: dict[int, nn.Module] = {}
@@ -309,7 +309,7 @@ def _modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], l
 
 
 def _versions(buffers) -> list[tuple[int, int]]:
-    """(identity, version) of each. batch_norm bumps none for its running statistics: its counter tells for them."""
+    """(identity, version) of each. batch_norm bumps no version of its statistics, but that of num_batches_tracked."""
     return [(id(b), 0 if is_lazy(b) or b.is_inference() else b._version) for b in buffers.values() if b is not None]
 
 
@@ -322,7 +322,7 @@ def _describe(function) -> str:
 
 
 def _name_of(parameter: Tensor, function, modules: list[nn.Module]) -> str:
-    """Looked for only when there is an error to write."""
+    """The parameter's name for an error message, searched for only then."""
     for module in (*modules, *_modules_of(function, (), {})[1]):
         for name, candidate in module.named_parameters():
             if candidate is parameter:
@@ -342,10 +342,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _checksum(x: Tensor) -> Tensor:
     """int64 scalar on x's device: sum of (element's bits + 1) * (2 place + 1) modulo 2**64, without a host read.
 
-    Any change of one element changes it, for odd factors are invertible; so do almost all others.
+    A change of one element always changes it, because odd factors are invertible; so does almost every other change.
     """
     if x.layout != torch.strided or type(x) not in (Tensor, Parameter):
-        return torch.zeros((), dtype=torch.int64, device=x.device)  # subclasses keep their bits to themselves
+        return torch.zeros((), dtype=torch.int64, device=x.device)  # a subclass does not show its bits
     x = x.detach()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
     flat = x.contiguous().view(-1).view(_BITS[x.element_size()])
@@ -381,14 +381,14 @@ def checkpoint(
     show the operators of both runs. early_stop: end the recompute at the last tensor that backward needs.
     torch's `set_checkpoint_early_stop`, `set_checkpoint_debug_enabled` and `GraphExecGroup` apply here too.
 
-    A parameter that was changed in place between forward and backward is an error that names it: of the module that
-    `function` is, is bound to or takes as `self`, and whatever parameter autograd saves. Changes through ``.data`` move
-    no version and are not seen; what forward itself changes is not watched. Buffers that forward changes (running
-    statistics) in these modules, and in those among arguments, defaults, closure and the globals that `function` names,
-    are not changed again; a forward that reads a buffer which it updates is rebuilt from the updated value. Inside,
-    ckptkern's own layers run at recompute="none". Under torch.compile this is torch.utils.checkpoint.
+    Changing a parameter in place between forward and backward is an error that names the parameter. Watched are every
+    parameter that autograd saves and those of the module that `function` is, is bound to or takes as `self`, except for
+    what forward itself changes. A change through ``.data`` moves no version counter and is not seen. Recompute does not
+    update buffers (running statistics) a second time, in these modules and in those among the arguments, defaults, closure
+    and globals that `function` names. A forward that reads a buffer which it updates is rebuilt from the updated value.
+    Inside a segment ckptkern's own layers run at recompute="none". Under torch.compile, torch.utils.checkpoint runs.
 
-    Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` where the
+    Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
     recompute differs.
     """
     if use_reentrant:
@@ -398,12 +398,12 @@ def checkpoint(
         )
     if determinism_check not in DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check should be one of {list(DETERMINISM_CHECKS)}, but got {determinism_check}")
-    if torch.compiler.is_compiling():  # Dynamo traces no saved-tensor hooks, and knows torch's checkpoint
+    if torch.compiler.is_compiling():  # Dynamo does not trace saved-tensor hooks but knows torch's checkpoint
         if determinism_check == "values":
             raise ValueError("ckptkern.checkpoint: determinism_check='values' is not supported under torch.compile")
         if context_fn is not noop_context_fn:
-            kwargs["context_fn"] = context_fn  # Dynamo does not take the default here
-        torchs = torch_checkpoint.checkpoint  # Dynamo knows it by this name, under which ours may have been put
+            kwargs["context_fn"] = context_fn  # Dynamo does not accept the default here
+        torchs = torch_checkpoint.checkpoint  # Dynamo knows torch's by this name; it may have been set to ours
         if torchs is checkpoint or not torch.compiler.is_dynamo_compiling():
             torchs = _torchs
         return torchs(

@@ -1,8 +1,8 @@
-"""ckptkern's checkpoint behind torch's, for code that already checkpoints.
+"""Makes torch.utils.checkpoint.checkpoint run ckptkern's, for code that already calls torch's.
 
-torch's `checkpoint` is a decorated function, which holds the undecorated one in a closure's cell. A patch puts ours into
-this cell. So torch's is the same object as before, which Dynamo knows it by, and all who hold it run ours: modules that
-imported it by name, partial objects, default arguments.
+torch's `checkpoint` is a decorator's wrapper, and a cell of its closure holds the undecorated function. A patch puts ours
+into that cell. The wrapper stays the same object, so Dynamo still recognises it, and everyone who holds it runs ours:
+modules that imported it by name, partial objects, default arguments.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .checkpoint import checkpoint
 __all__ = ["Patch", "patch_torch", "unpatch_torch"]
 
 _torchs = inspect.unwrap(torch_checkpoint.checkpoint)
-_patches: list[Patch] = []  # those that are not removed, oldest first
+_patches: list[Patch] = []  # not yet removed, oldest first
 
 
 class Patch:
-    """What `patch_torch` returns. ``remove()``, or the end of a ``with`` block, takes it back, once."""
+    """Returned by `patch_torch`. ``remove()``, or the end of a ``with`` block, undoes the patch; again, it does nothing."""
 
     def __init__(self, cell: types.CellType):
         self._cell = cell
@@ -44,7 +44,7 @@ class Patch:
 
 
 def patch_torch() -> Patch:
-    """From now on torch.utils.checkpoint.checkpoint runs `ckptkern.checkpoint`, whoever calls it, however they got it.
+    """From now on torch.utils.checkpoint.checkpoint runs `ckptkern.checkpoint`, for every caller and however imported.
 
     ::
 
@@ -52,12 +52,12 @@ def patch_torch() -> Patch:
         with ckptkern.patch_torch():       # for a block
             model(x).sum().backward()
 
-    torch's `checkpoint_sequential` and `checkpoint_wrapper`, and libraries (transformers, timm, torchtitan), call it and so
-    run ours; a segment whose forward ran inside is ours also in a backward outside. All arguments mean what they mean to
-    torch's, but use_reentrant=True runs as False, which a UserWarning says once; where it is left out it is False. Under
-    torch.compile the graph is the one that torch's gives. Patches nest: the last one to be removed gives torch its own.
+    Callers include torch's own `checkpoint_sequential` and `checkpoint_wrapper` and libraries such as transformers, timm
+    and torchtitan. A segment whose forward ran inside the block is ours also if its backward runs outside. Arguments mean
+    what they mean to torch, except that use_reentrant=True runs as False, which a UserWarning says once; left out, it is
+    False. Under torch.compile the graph is torch's. Patches nest: removing the last one restores torch's function.
 
-    Raises RuntimeError if torch.utils.checkpoint.checkpoint is not torch's: somebody else has put theirs there.
+    Raises RuntimeError if somebody else has replaced torch.utils.checkpoint.checkpoint.
     """
     torchs = torch_checkpoint.checkpoint
     for cell in getattr(torchs, "__closure__", None) or ():
@@ -70,12 +70,12 @@ def patch_torch() -> Patch:
 
 
 def unpatch_torch() -> None:
-    """Takes the latest patch back; nothing where there is none."""
+    """Removes the latest patch; does nothing if there is none."""
     if _patches:
         _patches[-1].remove()
 
 
-# Without its __dict__: once called, torch's function keeps there what its decorator calls instead of it.
+# Not __dict__: once called, torch's function keeps in it what its decorator runs instead, which would then be torch's.
 @functools.wraps(_torchs, assigned=("__doc__",), updated=())
 def _checkpoint(function, *args, use_reentrant: bool | None = None, **kwargs):
     if use_reentrant:

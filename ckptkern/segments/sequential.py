@@ -1,4 +1,4 @@
-"""Which layers of a list become segments: a count, √L, every k-th, a bound in bytes, names; and running them so."""
+"""Chooses which layers of a list become segments (a count, √L, every k-th, a bound in bytes, names) and runs them."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     """The parts of a list of layers, in order, that a `segments` argument stands for.
 
     segments:
-      4            as many segments of equal length, of which the last, with what is left over, is run as it is: its
+      4            that many segments of equal length; the last takes the remainder and is run as it is, because its
                    backward comes first (torch's own rule)
-      "sqrt"       round(√L) segments, as even as they can be, the last one run as it is: the least memory for
-                   one more forward pass (Chen et al., arXiv:1604.06174)
+      "sqrt"       round(√L) segments, as even as possible, the last one run as it is: the least memory for one more
+                   forward pass (Chen et al., arXiv:1604.06174)
       "every 3"    the first, fourth, ... layer, each a segment of its own
-      "2GiB"       the fewest recomputed layers, the greediest first, with which no more than that is kept for backward.
-                   `input` tells shapes and dtypes: nothing is computed, but the layers are traced on fake tensors
+      "2GiB"       recomputes the fewest layers, those that keep most first, so that at most this is kept for backward.
+                   `input` gives shapes and dtypes: the layers are traced on fake tensors, and nothing is computed
       "block*"     layers whose name matches (fnmatch), each a segment of its own; names are those of the
                    nn.Sequential's children, or places in the list
       a callable   (name, layer) -> bool, likewise
 
-    Raises ValueError where nothing can be meant: more segments than layers, a pattern that matches none, a bound that
-    a single segment already exceeds, a bound without an input.
+    Raises ValueError for more segments than layers, a pattern that matches no layer, a bound that a single segment
+    already exceeds, and a bound without an input.
     """
     names, layers = _named(functions)
     count = len(layers)
@@ -70,7 +70,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     if isinstance(segments, str) and (every := re.fullmatch(r"every (\d+)", segments)):
         step = int(every[1])
         if step < 1:
-            raise ValueError(f"segments must name every 1st layer or more, but is {segments!r}")
+            raise ValueError(f"segments must be 'every k' with k at least 1, but is {segments!r}")
         return _alone([i % step == 0 for i in range(count)])
     if isinstance(segments, str) and (budget := parse_size(segments)) is not None:
         if input is None:
@@ -88,7 +88,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     if not any(chosen):
         wanted = (
             ": it is neither 'sqrt' nor 'every k' (k a number) nor a size such as '2GiB' (B, KB, MB, GB, KiB, MiB or GiB), and "
-            "no layer's name matches it as a pattern; a number of segments is an int"
+            "no layer's name matches it as a pattern; a number of segments must be an int"
         )
         raise ValueError(
             f"segments={segments!r} chooses none of the layers {', '.join(names)}"
@@ -112,7 +112,7 @@ def _alone(chosen: Iterable[bool]) -> list[Part]:
 
 
 class _Layer(NamedTuple):
-    """What a layer keeps when it is run as it is, and its input: storages by key, in bytes."""
+    """Bytes of each storage, by key: of what a layer keeps when it is run as it is, and of its input."""
 
     kept: dict[int, int]
     input: dict[int, int]
@@ -124,8 +124,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
-    """Every layer on fake tensors: no arithmetic, no memory, no random numbers drawn, no statistics changed."""
-    found, alive = [], []  # alive: so that no storage's address is used again
+    """Runs every layer on fake tensors: no arithmetic, no memory, no random numbers drawn, no statistics changed."""
+    found, alive = [], []  # alive keeps storages, so that no address is used for two
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
         for layer in layers:
@@ -173,7 +173,7 @@ def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
     while (kept := _kept(parts, measured)) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
         if len(parts) == 1:
             raise ValueError(
-                f"no more than {format_size(budget)} shall be kept, but one segment of all layers keeps "
+                f"at most {format_size(budget)} may be kept, but one segment of all layers keeps "
                 f"{format_size(kept)}, its input"
             )
         joined = [
@@ -188,7 +188,7 @@ def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
 
 
 def run(functions: nn.Sequential | Sequence[Callable], parts: list[Part], input, **options):
-    """The layers one after the other, by the parts of `split`; options are those of `checkpoint`."""
+    """Runs the layers in order, in the parts that `split` gave; options are those of `checkpoint`."""
     _, layers = _named(functions)
     for part in parts:
         some = layers[part.start : part.stop]
@@ -219,11 +219,11 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     **options,
 ):
-    """A list of layers, run in segments whose insides are rebuilt in backward.
+    """Runs a list of layers in segments whose insides are rebuilt in backward.
 
-    As ``torch.utils.checkpoint.checkpoint_sequential``, where `segments` may also be a strategy: see `split`, whose
-    parts can be kept and handed to `run`, or `ckptkern.nn.Sequential`, which keeps them. options: those of
-    `checkpoint`, preserve_rng_state first of all. Raises ValueError as these do.
+    Like ``torch.utils.checkpoint.checkpoint_sequential``, but `segments` may also be a strategy, as in `split`. `split`
+    chooses anew at every call; `ckptkern.nn.Sequential` remembers the choice. options: those of `checkpoint`, such as
+    preserve_rng_state. Raises ValueError as `split` and `checkpoint` do.
     """
     known = {"preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
     if unknown := options.keys() - known:

@@ -9,17 +9,16 @@
         loss.backward()
 
 Every context here is a ``Store``: saved-tensor hooks that flatten what autograd saves to one run of elements, hand it to
-``put`` in forward and ask ``get`` for it in backward. They work on whatever autograd saves, so on plain modules, on
-ckptkern's fused segments and on the inputs of checkpointed segments alike, and they chain:
-``compress("int8", then=offload())`` keeps the codes on the host. Of two nested contexts the inner one counts, as with
-torch's own hooks.
+``put`` in forward and ask ``get`` for it in backward. They work on whatever autograd saves: in plain modules, in
+ckptkern's fused segments, and on the inputs of checkpointed segments. They chain: ``compress("int8", then=offload())``
+keeps the codes on the host. Of two nested contexts the inner one counts, as with torch's own hooks.
 
-What holds for all of them:
+All of them promise:
 
 - Parameters and views of them stay where they are, and so do tensors below ``min_bytes``, tensors on other devices, and
   what is not plain strided memory (sparse, quantized, conjugated). What stays is checked for in-place changes in
-  backward, with torch's RuntimeError. Of a DTensor and other wrappers, the parts are kept.
-- Size, strides, dtype and ``requires_grad`` come back as they were; the values too, bit for bit, but for ``"fp8"`` and
+  backward, with torch's RuntimeError. A DTensor or another wrapper is stored as its parts.
+- Size, strides, dtype and ``requires_grad`` come back as they were; the values too, bit for bit, except with ``"fp8"`` and
   ``"int8"``. A tensor saved twice inside one ``with``, also as another view of the same elements, is kept once.
 - ``retain_graph``, second-order gradients and unpacking twice work. A graph that is dropped frees what was kept for it.
 - A model compiled by torch.compile keeps what its compiled graph saves. Entering a context *inside* a compiled function

@@ -14,7 +14,7 @@ from torch import Tensor
 from .offload import Flight
 from .store import CHUNK, MIN_BYTES, Stays, Store, next_store
 
-_TINY = torch.finfo(torch.float32).tiny  # a smaller scale would be no normal number
+_TINY = torch.finfo(torch.float32).tiny  # a smaller scale would be subnormal
 _WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -57,7 +57,7 @@ class _Blocks:
             largest = torch.where(x.isfinite(), x.abs(), 0).amax(1, keepdim=True)
             scale = torch.div(largest, self.code.top, out=scales[row : row + step]).clamp_(min=_TINY)
             code = self.code.round((x / scale).clamp_(-self.code.infinity, self.code.infinity))
-            # nothing becomes 0 that was not: ReLU's backward reads the sign of its result, and with round-to-nearest
+            # No other element may become 0, because ReLU's backward reads the sign of its result: with round-to-nearest
             # int8 the gradient's error was 0.11 in the example of docs/concepts/storage.md
             codes[row : row + step] = torch.where(code == 0, x.sign() * self.code.smallest, code)
         return codes.view(-1), scales.view(-1)
@@ -97,7 +97,7 @@ class _Zeros:
     def encode(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, room, bits = flat.view(_WORD[flat.element_size()]), self.room(flat.numel()), self._bits(flat.device)
         mask = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
-        values = x.new_empty(room + 1)  # the last takes the zeros, and what does not fit
+        values = x.new_empty(room + 1)  # the last one takes the zeros and what does not fit
         count = torch.zeros((), dtype=torch.int64, device=flat.device)
         for start in range(0, flat.numel(), CHUNK):
             piece = x[start : start + CHUNK]
@@ -124,39 +124,39 @@ class _Zeros:
 
 
 class _Packed:
-    """A run as the parts that the next store keeps, or, where they hold too little, as that keeps it `dense`.
+    """A run as the next store keeps it: encoded, as `parts`, or whole, as `dense`, if its non-zeros do not fit the parts.
 
-    While that is not known both are there, and dense is a Stays.
+    Until that is known both are there, and dense is a Stays.
     """
 
     __slots__ = ("__weakref__", "dense", "dtype", "n", "parts")
 
 
 class compress(Store):
-    """Keeps saved floating-point tensors in fewer bits. Others stay, and so do parameters.
+    """Keeps saved floating-point tensors in fewer bits. Other tensors and parameters stay as they are.
 
     method:
 
     - ``"fp8"``, *lossy*: e4m3 with a float32 scale per `block` elements that are neighbours in memory. Relative error at
-      most 1/16 for elements within 2^-14 of the largest of their block. 1.03 bytes an element.
+      most 1/16 for elements within 2^-14 of the largest of their block. 1.03 bytes per element.
     - ``"int8"``, *lossy*: absolute error at most 1/250 of the largest of the block, 1/125 for elements below that. -0
-      comes back as 0. 1.03 bytes an element.
-    - ``"relu"``, exact: one bit an element and the non-zeros, in a buffer for `capacity` of the elements. A tensor with
-      more of them is kept as it is.
+      comes back as 0. 1.03 bytes per element.
+    - ``"relu"``, exact: one bit per element, and the non-zeros in a buffer for `capacity` of the elements. A tensor with
+      more non-zeros is kept as it is.
 
-    NaN and infinities come back as such from all three, and so does the sign of every element, so that none becomes
-    zero. The lossy two take float32, bfloat16 and float16; docs/concepts/storage.md measures what they do to gradients. Around
-    checkpointed segments with ReLU inside, int8's error grows from 0.01 to 0.08, because masks rebuilt from a compressed
-    input are not those of forward. They also take what is sensitive, such as the logsumexp that attention
-    saves in float32: in a model that computes in bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
+    All three return NaN and infinities as such, and the sign of every element, so that no non-zero becomes zero. The lossy
+    two take float32, bfloat16 and float16; docs/concepts/storage.md measures what they do to gradients. Around checkpointed
+    segments with ReLU inside, int8's error grows from 0.01 to 0.08, because masks rebuilt from a compressed input are not
+    those of forward. The lossy two also compress sensitive tensors, such as the logsumexp that attention saves in float32:
+    in a model that computes in bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
 
-    Whether a tensor has too many non-zeros is known on the device only. So the dense tensor is held until their number
-    has reached the host by itself; where more than `in_flight` tensors wait for that, the host waits for the oldest.
+    Only the device knows how many non-zeros a tensor has. So the dense tensor is held until their number has been copied to
+    the host, which does not wait for it; if more than `in_flight` numbers are out, the host waits for the oldest.
 
     then: the store for what is left of a tensor, such as ``offload()``; None keeps it on the device. block: elements per
     scale, from 1 on. capacity: between 0 and 1. min_bytes, exclude, select: as in ``Store``.
 
-    Raises ValueError for another method, block or capacity, TypeError for a `then` that is no store.
+    Raises ValueError for an unknown method and a block or capacity out of range, TypeError for a `then` that is not a store.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class compress(Store):
         return flight
 
     def _settle(self) -> None:
-        """Drop the dense tensors whose non-zeros are known to have found room, and the parts of those that had none."""
+        """Drops every dense tensor whose non-zeros are known to fit, and the parts of every one whose non-zeros do not."""
         with self._lock:
             while self._pending:
                 flight, weak = self._pending[0]

@@ -16,7 +16,8 @@ from .store import MIN_BYTES, Store, changed_in_place
 
 
 class Flight:
-    """A copy that was started. `resident`, its end on the device, lives on stream `home`, which waits when it is dropped."""
+    """A copy under way. `resident`, its end on the device, belongs to stream `home`, which waits for the copy if this is
+    dropped before it has landed."""
 
     __slots__ = ("event", "home", "resident")
 
@@ -30,7 +31,7 @@ class Flight:
         """From here on `stream` may read, overwrite and free resident. The host does not wait."""
         if self.event is not None:
             stream.wait_event(self.event)
-            self.resident.record_stream(stream)  # nothing, where resident was allocated on that stream
+            self.resident.record_stream(stream)  # does nothing if resident was allocated on that stream
             self.event = None
 
     def __del__(self):
@@ -39,7 +40,7 @@ class Flight:
 
 
 class _Copy:
-    """A run in a host buffer. `out` is the flight there until it was seen to land, `back` the one ahead of its use."""
+    """A run in a host buffer. `out`: the flight there, until it is seen to have landed; `back`: a flight back, prefetched."""
 
     __slots__ = ("__weakref__", "back", "buffer", "dtype", "error", "lane", "number", "out", "version")
 
@@ -68,7 +69,7 @@ class _Lane:
     # -- what a device defines
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A new host buffer, uint8 [nbytes]. Its file has no name by the time this returns: nothing to clean up."""
+        """A new host buffer, uint8 [nbytes]. Its file is already unlinked, so nothing is left to clean up."""
         try:
             descriptor, path = tempfile.mkstemp(prefix="ckptkern-", dir=self.directory)
             try:
@@ -137,7 +138,7 @@ class _Lane:
             self.settle()
             if copy.error is not None:
                 raise copy.error
-            if copy.out is not None:  # it never left
+            if copy.out is not None:  # the source is still here
                 if copy.out.resident._version != copy.version:
                     raise changed_in_place(copy.out.resident, copy.version)
                 found = copy.out.resident
@@ -167,7 +168,7 @@ class _Lane:
 
 
 class _CudaLane(_Lane):
-    """Copies between a GPU and pinned memory on one side stream, so in order and beside the computation."""
+    """Copies between a GPU and pinned memory on one side stream: in order, and while the GPU computes."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -201,21 +202,21 @@ class offload(Store):
     """Keeps saved tensors on the host, bit for bit, and brings them back before backward needs them.
 
     CUDA tensors are copied on a side stream into pinned buffers; memory on the device is given back when the copy has
-    landed. CPU tensors take the same way into memory-mapped files without a name. Tensors on other devices stay.
+    landed. CPU tensors are copied in the same way, into memory-mapped files without a name. Tensors on other devices stay.
 
-    directory: of those files, by default ``tempfile.gettempdir()``; mind that this may be held in memory.
-    prefetch: so many tensors are brought back ahead of the one that backward is at, in reverse order of saving.
-    in_flight: so many tensors may wait for their copies; for the oldest beyond, the stream that saved it waits (the host
-    never does). min_bytes, exclude, select: as in ``Store``.
+    directory: where these files lie, by default ``tempfile.gettempdir()``, which may itself be in memory (a tmpfs).
+    prefetch: how many tensors are brought back ahead of the one that backward uses, in reverse order of saving.
+    in_flight: how many tensors may wait for their copies; beyond that, the stream that saved the oldest waits for its copy
+    (the host never does). min_bytes, exclude, select: as in ``Store``.
 
     Buffers come in powers of two, go back to the store when their tensor was used or dropped, and are freed with the
-    store: make one and enter it in every step. ``host_bytes`` is what they add up to.
+    store: make one store and enter it in every step. ``host_bytes`` is the size of all its buffers.
 
-    A tensor changed in place after it was saved comes back as it was saved; if its copy was not known to have landed
-    then, backward raises the RuntimeError that it raises without the store.
+    A tensor changed in place after it was saved comes back as it was saved, if its copy was known to have landed before
+    the change; otherwise backward raises the RuntimeError that it raises without the store.
 
-    Raises NotADirectoryError for a directory that is none, ValueError for negative counts; inside the block, OSError
-    with the directory's name if the file system is full, RuntimeError under CUDA graph capture.
+    Raises NotADirectoryError if `directory` is not one, ValueError for negative counts; inside the block, OSError with the
+    directory's name if the file system is full, RuntimeError under CUDA graph capture.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class partition(Store):
 
 
 def _checksum(data: Tensor) -> Tensor:
-    """int64 [1] of bytes [n]: the sum of its words, each multiplied with an odd number that its position gives."""
+    """int64 [1] of bytes [n]: the sum of its words, each times an odd number that depends on its place."""
     total = torch.zeros(1, dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), CHUNK):
         piece = data[start : start + CHUNK]

@@ -28,7 +28,7 @@ def changed_in_place(tensor: Tensor, version: int) -> RuntimeError:
 
 
 class Stays:
-    """A tensor that is kept as it is. Hooks switch off autograd's check for in-place changes; it is done here."""
+    """A tensor that is kept as it is. Hooks switch off autograd's check for in-place changes, so it is made here."""
 
     __slots__ = ("tensor", "version")
 
@@ -46,7 +46,7 @@ class Stays:
 
 
 class _Parts:
-    """A wrapper subclass by the tensors it is made of."""
+    """A wrapper subclass, kept as the tensors it is made of."""
 
     __slots__ = ("context", "kind", "parts", "size", "stride")
 
@@ -66,8 +66,8 @@ class _Parts:
 class _Run:
     """Elements that a store keeps, for every view of them that was saved.
 
-    Fetched for the first of its views that backward asks for and held until the last has asked: two nodes that saved
-    one tensor are neighbours in the graph.
+    Fetched when backward asks for the first of its views, and held until it has asked for the last. That is not long,
+    because two nodes that saved one tensor are neighbours in the graph.
     """
 
     __slots__ = ("__weakref__", "flat", "kept", "left", "store", "views")
@@ -141,9 +141,9 @@ class Store:
 
     One store serves any number of steps, graphs and threads, and may be entered again while it is entered.
 
-    min_bytes: smaller tensors stay. exclude: tensors whose storages, and so all views of them, stay; parameters are
-    found without it, except through ``parameter.detach()`` and ``.data``. select: called with each tensor that would
-    go, on which only metadata may be read; False lets it stay.
+    min_bytes: smaller tensors stay. exclude: tensors that stay, with all views of them; parameters need not be named,
+    except for ``parameter.detach()`` and ``.data``. select: called with each tensor that would be stored, of which it may
+    read only metadata; False lets the tensor stay.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class Store:
         self._entered = threading.local()
 
     def put(self, flat: Tensor) -> object:
-        """Keep flat [n], contiguous; the result is what `get` takes, and what keeps it: dropped, it is forgotten."""
+        """Keeps flat [n], contiguous. `get` takes the result; when the result is dropped, flat is forgotten."""
         raise NotImplementedError
 
     def get(self, kept: object) -> Tensor:
-        """[n] on the device and of the dtype it was put with. Any number of times."""
+        """Returns [n] on the device and in the dtype that it was put with. May be called any number of times."""
         raise NotImplementedError
 
     def accepts(self, tensor: Tensor) -> bool:
@@ -178,9 +178,9 @@ class Store:
         return True
 
     def __enter__(self) -> Store:
-        runs = weakref.WeakValueDictionary()  # of this block: in another one, an equal version may mean other values
+        runs = weakref.WeakValueDictionary()  # per block: in another one an equal version may mean other values
         pack, unpack = functools.partial(self._pack, runs), _unpack
-        if "torch._dynamo" in sys.modules:  # where it has broken a graph here, it would compile the hooks
+        if "torch._dynamo" in sys.modules:  # after a graph break here Dynamo would compile the hooks
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()

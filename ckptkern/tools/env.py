@@ -1,6 +1,6 @@
 """``python -m ckptkern env``: what a bug report or a benchmark result needs to say about the machine.
 
-Nothing here raises: what cannot be had is named as missing, with the reason.
+Nothing here raises: what is missing is named, with the reason.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _sdpa() -> dict[str, bool]:
 
 
 def lines(data: dict[str, Any], indent: int = 0) -> list[str]:
-    """data as indented plain text, one value a line."""
+    """data as indented plain text, one value per line."""
     result = []
     for name, value in data.items():
         if isinstance(value, dict):

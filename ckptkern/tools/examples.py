@@ -39,7 +39,7 @@ def example(function: Callable[[], Example]) -> Callable[[], Example]:
 
 @example
 def deep_net() -> Example:
-    """Linear, LayerNorm, ReLU, 24 times: every second layer is a segment. (Without the norm it would keep no less.)"""
+    """Linear, LayerNorm, ReLU, 24 times: every second layer is a segment. (Without the norm that would save nothing.)"""
     layers = [nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.ReLU()) for _ in range(24)]
     model = nn.Sequential(*layers)
     return Example(model, lambda model, x: checkpoint_sequential(model, "every 2", x), torch.randn(256, 128))
@@ -142,7 +142,7 @@ def unet() -> Example:
 
 @example
 def nested() -> Example:
-    """Segments of four blocks, each block a segment inside: less memory again, at one more forward pass."""
+    """Segments of four blocks, with each block a segment inside: less memory still, for one more forward pass."""
 
     def four(blocks: list[nn.Module], x: Tensor) -> Tensor:
         for block in blocks:
@@ -164,7 +164,7 @@ def nested() -> Example:
 class Outcome(NamedTuple):
     plain: int  # bytes kept for backward
     segmented: int
-    differ: list[str]  # what is not bit for bit the plain run's
+    differ: list[str]  # what differs in any bit from the plain run
 
 
 def run(name: str, seed: int = 0) -> Outcome:

@@ -1,4 +1,4 @@
-"""``python -m ckptkern verify``: does this installation compute what it should? To be pasted into a bug report.
+"""``python -m ckptkern verify``: does this installation compute what it should? Paste its output into a bug report.
 
 Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64
 PyTorch (error at most twice eager PyTorch's own in that dtype), kept bytes with the table of the documentation.
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 @dataclass(frozen=True)
 class Op:
-    """An op, the same in PyTorch ops, and what it keeps: (level, relu?) -> (elements, mask bytes) a token."""
+    """An op, the same in PyTorch ops, and what it keeps: (level, relu?) -> (elements, mask bytes) per token."""
 
     shapes: dict[str, tuple[int, ...]]  # parameters
     fused: Callable[..., Tensor]  # (x, *parameters, activation=, recompute=)
@@ -82,7 +82,7 @@ OPS = {
 }
 
 
-# -- the rule by which results are judged, the benchmarks' too --------------------------------------------------------
+# -- the rule by which results are judged, also in the benchmarks -----------------------------------------------------
 
 
 def gradients(function: Callable[[], Tensor], leaves: Tensors, dy: Tensor) -> Tensors:
@@ -111,7 +111,7 @@ def relative_errors(found: Tensors, exact: Tensors) -> dict[str, float]:
 
 
 def error_ratio(ours: dict[str, float], eager: dict[str, float], dtype: torch.dtype) -> tuple[float, str]:
-    """(largest ratio of ours' error to eager's, the tensor it belongs to). Right is at most 2.
+    """(largest ratio of our error to eager's, the tensor it belongs to). A right result has at most 2.
 
     A quarter ulp is added to eager's: rounding a result once costs up to half an ulp, also where eager was exact.
     """
@@ -138,7 +138,7 @@ def available_backends() -> Iterator[tuple[str, str]]:
 
 
 def check_environment() -> Iterator[Result]:
-    """CKPTKERN_BACKEND names a backend. What that covers is no matter here: the other checks choose their own."""
+    """CKPTKERN_BACKEND names a backend. What that covers does not matter, because the other checks choose their own."""
     with contextlib.suppress(RuntimeError):
         _choices.choose_backend("verify", torch.empty(0))
     yield "the environment variable CKPTKERN_BACKEND", None
@@ -152,7 +152,7 @@ def check_philox() -> Iterator[Result]:
 
 
 def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
-    """The extension's masks, bit for bit those of the torch ops, of every other device and of the kernels."""
+    """The extension's masks equal, bit for bit, those of the torch ops, of every other device and of the kernels."""
     key = torch.tensor([0x0123456789ABCDEF, -0x123456789ABCDEF])
     # threshold, planes, rows, cols, plane_base, row_base, col_base, total_rows
     placed = (16384, 2, 70, 130, 1, 35, 17, 200)
@@ -233,7 +233,7 @@ def checks() -> Iterator[Callable[[], Iterator[Result]]]:
 
 
 def header() -> list[str]:
-    """Versions and devices, a line each."""
+    """Versions and devices, one line each."""
     data = env.collect()
     return env.lines({key: data[key] for key in ("versions", "devices", "backends")})
 
@@ -247,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints a line a check, and returns 1 if one failed."""
+    """Prints one line per check, and returns 1 if one failed."""
     begin = time.perf_counter()
     if not args.quiet:
         print("\n".join(header()))
@@ -257,7 +257,7 @@ def main(args: argparse.Namespace) -> int:
         for check in checks():
             try:
                 results = list(check())
-            except Exception as error:  # a kernel that does not compile is a finding, and the rest is still wanted
+            except Exception as error:  # a kernel that does not compile is a finding, and the other checks still run
                 results = [(f"check {done + 1}", f"{type(error).__name__}: {error}")]
             for what, fault in results:
                 done, failed = done + 1, failed + bool(fault)

@@ -1,4 +1,4 @@
-"""`make bench-host` measures every ratio and judges it by its bound. No ratio is asserted: it is one of times."""
+"""`make bench-host` measures every ratio and judges it by its bound. No ratio is asserted, because it is one of times."""
 
 import functools
 import re

@@ -108,7 +108,7 @@ def test_ours_may_err_twice_as_much_as_eager_and_rivals_eight_times(monkeypatch,
 
 
 def test_ours_are_judged_as_they_are_timed_and_once_more_with_poison(monkeypatch, tmp_path):
-    """Deterministic algorithms take another attention core."""
+    """Under deterministic algorithms another attention core runs."""
 
     def wrong_unless_deterministic(model, x):
         return lambda x: model(x) * (1.0 if torch.are_deterministic_algorithms_enabled() else 1.001)
@@ -179,7 +179,7 @@ def test_what_torch_compiles_is_measured_after_everything_else_and_eager_once(mo
 
 
 def test_a_fault_of_the_device_fails_the_rows_of_its_case(monkeypatch):
-    """What a kernel did is known at the next synchronization, whichever way it came from."""
+    """A kernel's error shows at the next synchronization, in whichever way that is."""
 
     def lost(*_):
         raise RuntimeError("an illegal memory access was encountered")
@@ -230,7 +230,7 @@ def test_arguments_that_match_nothing_say_so(capsys):
 
 @pytest.mark.parametrize("item", cases.items("cpu"), ids=lambda item: item.name)
 def test_ours_are_right_in_every_case(item):
-    """Of the real cases only correctness, at a size that takes no time."""
+    """Checks only correctness of the real cases, at a size that takes no time."""
     small = item._replace(size=cases.Size(32, 200, 50 if item.size.length else None))
     model, x, dy = cases.build(small, torch.device("cpu"))
     judge = measure.Judge(small, model, x, dy)
@@ -254,7 +254,7 @@ def rows_of(item: cases.Item, *ways: str, **more) -> dict[str, measure.Row]:
 @pytest.mark.parametrize(
     ("name", "none", "extra"),
     [
-        # a token of "none": q, k, v and o, each 32 wide but where two query heads share k and v; 2 logsumexps
+        # per token at "none": q, k, v and o, each 32 wide unless two query heads share k and v; 2 logsumexps
         ("attention", 4 * 32 + 2, 0),
         ("attention-dropout", 4 * 32 + 2, 16),
         ("attention-gqa", 2 * 32 + 2 * 16 + 2, 0),
@@ -263,7 +263,7 @@ def rows_of(item: cases.Item, *ways: str, **more) -> dict[str, measure.Row]:
     ],
 )
 def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
-    """At "selective" x, o and the logsumexp, as the checkpoint that saves SDPA's results; at "full" x."""
+    """Kept: x, o and the logsumexp at "selective", as by the checkpoint that saves SDPA's results; x at "full"."""
     levels = ("ckptkern none", "ckptkern selective", "ckptkern full")
     selective = "torch checkpoint, SDPA saved"
     rows = rows_of(only(name), *levels, selective)
@@ -272,7 +272,7 @@ def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
     assert rows["ckptkern none"].kept_bytes == x + 200 * 4 * none + extra
     assert rows["ckptkern selective"].kept_bytes == x + 200 * 4 * (32 + 2) + extra
     assert rows["ckptkern full"].kept_bytes == x + extra
-    if not extra:  # on a CPU torch's attention with dropout is no one op
+    if not extra:  # on a CPU torch's attention with dropout is not a single op
         assert rows[selective].kept_bytes == rows["ckptkern selective"].kept_bytes
 
 
@@ -364,7 +364,7 @@ def test_runs_on_the_gpu(monkeypatch, tmp_path):
 
 
 def test_trade_writes_its_table_and_figure(tmp_path):
-    """The figure of docs/concepts/segments.md: more segments keep less, until their inputs are what is kept."""
+    """The figure of docs/concepts/segments.md: more segments keep less, until their inputs outweigh the rest."""
     from ckptkern.benchmarks import trade
 
     assert (

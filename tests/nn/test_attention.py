@@ -264,7 +264,7 @@ def test_torch_says_which_dtypes_of_masks_go_together(case, masked, need_weights
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("wide", ["query", "keys", "all", "parameters"])
 def test_autocast_raises_torchs_error_beside_float64(wide, need_weights):
-    """Which autocast casts neither among inputs nor among parameters."""
+    """Autocast casts float64 neither among inputs nor among parameters."""
     x = torch.randn(L, B, E)
     query, keys = (x.double() if wide in (name, "all") else x for name in ("query", "keys"))
     errors = []
@@ -281,7 +281,7 @@ def test_autocast_raises_torchs_error_beside_float64(wide, need_weights):
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_no_keys(need_weights, extra, padding, layout):
-    """Without need_weights torch cannot form the mask's shape; no mask gives what it would."""
+    """Without need_weights torch cannot form the mask's shape; the expected result is that without a mask."""
     ours, theirs = build(batch_first=layout == "batch_first", add_bias_kv=extra, add_zero_attn=extra)
     lead = () if layout == "unbatched" else (B,)
     dtypes = {"bool": torch.bool, "float": torch.float64}
@@ -382,7 +382,7 @@ def test_kept_bytes_of_self_attention(layout, recompute, kept):
 
 
 def test_the_weights_are_computed_once():
-    """The output is that of the very weights: no fused core beside them, and no second copy of them is kept."""
+    """The output is computed from the returned weights: no fused core runs as well, and no second copy is kept."""
     ours, _ = build()
     x = tokens("seq_first", L)
     with kept_tensors(exclude=ours.parameters()) as kept:
@@ -469,7 +469,7 @@ def test_compiles_under_autocast():
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("source", ["self", "key_is_value", "three"])
 def test_a_bias_of_another_dtype(source, need_weights):
-    """batch_first's inputs are not contiguous to torch, whose F.linear then adds the bias by itself, of any dtype."""
+    """With batch_first, torch's F.linear sees an input that is not contiguous and adds a bias of any dtype separately."""
     ours, theirs = build(batch_first=True)
     for module in (ours, theirs):
         module.in_proj_bias = torch.nn.Parameter(theirs.in_proj_bias.detach().float())

@@ -1,4 +1,4 @@
-"""Dropout: what is its own beside the checks of all modules."""
+"""Dropout: the checks that it has besides those of all modules."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import ckptkern
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
 def test_inplace(ours):
-    """The result is the input itself, and gradients are right. torch's own module is held to the same."""
+    """The result is the input itself, and gradients are right. torch's own module passes the same checks."""
     module = (ckptkern.nn if ours else nn).Dropout(0.5, inplace=True)
     x = torch.ones(40, 9, requires_grad=True)
     h = x * 3

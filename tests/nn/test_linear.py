@@ -1,4 +1,4 @@
-"""Linear and LinearStack: what is their own beside the checks of all modules."""
+"""Linear and LinearStack: the checks that they have besides those of all modules."""
 
 import logging
 
@@ -19,7 +19,7 @@ def test_linear_takes_torchs_positional_arguments():
 
 
 def test_an_inplace_activation_may_follow():
-    """nn.Sequential(Linear, ReLU(inplace=True)) with the Linear exchanged."""
+    """nn.Sequential(Linear, ReLU(inplace=True)) with the Linear replaced by ours."""
     torch.manual_seed(1)
     ours = nn.Sequential(ckptkern.nn.Linear(3, 4), nn.ReLU(inplace=True), ckptkern.nn.Linear(4, 2))
     plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -32,7 +32,7 @@ def test_an_inplace_activation_may_follow():
 
 
 def test_transformer_layer_with_our_linears():
-    """A subclass of nn.Linear serves where torch's own modules hold one."""
+    """A subclass of nn.Linear may stand where torch's own modules hold one."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     expected = layer(torch.ones(2, 3, 8))
     for name in ("linear1", "linear2"):
@@ -105,7 +105,7 @@ def test_a_sparse_weight(layout, activation):
 
 @pytest.mark.parametrize("layout", SPARSE)
 def test_modules_with_a_sparse_weight(layout):
-    """Each is composed of its layers; the one that is sparse is torch's."""
+    """Each module calls its layers, and torch computes the sparse one."""
 
     def plain_gated(gated):
         return lambda x: gated.down_proj(nn.functional.silu(gated.gate_proj(x)) * gated.up_proj(x))

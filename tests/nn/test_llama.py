@@ -158,7 +158,7 @@ def test_kept_bytes(dropout, recompute, kept):
 
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 def test_layers_keep_no_tables(level):
-    """Four layers keep what one keeps four times over, and as much as without rotation."""
+    """Four layers keep four times what one keeps, and as much as without rotation."""
 
     def kept(theta, count):
         model = torch.nn.Sequential(*(layer(recompute=level, rope_theta=theta) for _ in range(count)))
@@ -213,7 +213,7 @@ def test_copies(copied):
 
 
 class Adapter(torch.nn.Module):
-    """A layer with a weight and a bias of its own, and more: LoRA."""
+    """A layer with a weight and a bias, like nn.Linear, and more: LoRA."""
 
     def __init__(self, layer):
         super().__init__()
@@ -280,7 +280,7 @@ def test_the_eps_of_the_heads_norms_counts(name, eps):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_eps_none_is_torchs(dtype, autocast):
-    """That of the dtype which torch computes in: at least float32. The squares that it is added to are as small here."""
+    """eps None is that of the dtype which torch computes in, at least float32. The squares here are as small as this eps."""
     module = layer(qk_norm=True, rope_theta=None)
     attention, small = module.self_attn, torch.finfo(torch.promote_types(dtype, torch.float32)).eps ** 0.5
     for norm in (module.input_layernorm, module.post_attention_layernorm, attention.q_norm, attention.k_norm):
@@ -358,7 +358,7 @@ def test_autocast_is_as_exact_as_torch():
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiles_without_a_graph_break(dynamic):
-    """Dynamic: theta is a symbol, too."""
+    """With dynamic shapes, theta is a symbol too."""
     module, x = layer(qk_norm=True), torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
     compiled = torch.compile(lambda x: module(x), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     assert_same(module, lambda m, x: compiled(x), lambda m, x: m(x), x, atol=1e-12)

@@ -1,4 +1,4 @@
-"""MLP and GatedMLP: what is their own beside the checks of all modules."""
+"""MLP and GatedMLP: the checks that they have besides those of all modules."""
 
 import torch
 

@@ -24,7 +24,7 @@ WIDTHS = [7, 9, 6, 5]
 class Twin(NamedTuple):
     """ours, twin    (options) -> modules with the same parameters
     plain         (twin, x, act, drop) -> y
-    options       those that ours takes, beyond the twin's, with values that are not the defaults
+    options       the options that only ours takes, with values other than the defaults
     masked        width of the tensor that dropout acts on
     """
 
@@ -110,7 +110,7 @@ def data(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def step(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Output and all gradients of one step, its mask that of SEED."""
+    """Output and all gradients of one step, with the mask that SEED gives."""
     x = x.clone().requires_grad_()
     torch.manual_seed(SEED)
     y = function(x)
@@ -260,7 +260,7 @@ def test_factory_arguments(name):
 
 @every_layer
 def test_training_follows_the_twin(name):
-    """Ten optimiser steps, the losses of plain PyTorch."""
+    """Ten optimiser steps give the losses of plain PyTorch."""
 
     def losses(build, function):
         module = seeded(build, dtype=torch.float64)
@@ -327,7 +327,7 @@ DYNAMIC = {
 
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_compiled_for_any_shape(name):
-    """With dynamic=True numbers of a module are symbolic too, dropout's probability among them."""
+    """With dynamic=True a module's numbers are symbolic too, such as dropout's probability."""
     torch._dynamo.reset()
     module = seeded(DYNAMIC[name])
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -364,7 +364,7 @@ def test_export(name):
 
 
 class Adapter(nn.Module):
-    """A layer with weight and bias of its own, and more: LoRA."""
+    """A layer with weight and bias, like nn.Linear, and more: LoRA."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -385,7 +385,7 @@ LEAVES = {
 @pytest.mark.parametrize("how", ["adapter", "hook", "pre-hook", "forward"])
 @pytest.mark.parametrize(("name", "leaf"), [(name, leaf) for name, leaves in LEAVES.items() for leaf in leaves])
 def test_what_stands_for_a_layer_is_called(name, leaf, how):
-    """A wrapper, hooks, a forward of the instance's own: the results are those of the modules."""
+    """With a wrapper, hooks, or a forward set on the instance, the results are those of the modules."""
     ours, twin = seeded(TWINS[name].ours, dtype=torch.float64), seeded(TWINS[name].twin, dtype=torch.float64)
     for module in (ours, twin):
         layer, (owner, _, last) = module.get_submodule(leaf), leaf.rpartition(".")
@@ -505,7 +505,7 @@ def test_no_tensor(name, wrong):
 
 
 def test_defaults_are_those_of_the_twins():
-    """A module in place of torch's, without a further argument, computes what torch's did."""
+    """A module in place of torch's computes what torch's did, without a further argument."""
     ours, twin = (
         seeded(ckptkern.nn.Linear, in_features=7, out_features=5),
         seeded(nn.Linear, in_features=7, out_features=5),
@@ -519,7 +519,7 @@ def test_defaults_are_those_of_the_twins():
 
 @pytest.mark.parametrize("name", [name for name in ckptkern.nn.__all__ if name != "rotary_tables"])
 def test_scripting_is_refused_by_name(name):
-    """Also inside another module; TorchScript's own message was about `super().forward`, or a line of ours."""
+    """Also inside another module. TorchScript's own message would be about `super().forward` or some line of ours."""
     kind = getattr(ckptkern.nn, name)
     layer = kind.__new__(kind)
     nn.Module.__init__(layer)
@@ -529,7 +529,7 @@ def test_scripting_is_refused_by_name(name):
 
 
 def test_a_classs_own_forward_bound_to_the_instance_is_no_other():
-    """Hugging Face's kernelize binds it; a layer whose parts it went over stays one segment."""
+    """Hugging Face's kernelize binds forward to the instances; a layer with such parts stays one segment."""
     x, kept = torch.randn(3, 7), []
     for bound in (None, "own", "another's"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""nn.Sequential: what is its own beside the strategies, which tests/test_sequential.py holds."""
+"""nn.Sequential: the checks that it has besides those of the strategies, in tests/segments/test_sequential.py."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ def gradients(module, x):
 )
 @pytest.mark.parametrize("segments", ["sqrt", 2, "every 2", "1KiB"])
 def test_copies(segments, copied):
-    """After a step too, when the parts are known."""
+    """Also after a step, when the parts are known."""
     module, x = model(segments=segments, determinism_check="none"), torch.randn(3, 6)
     expected = gradients(module, x)
     twin = copied(module)
@@ -55,7 +55,7 @@ def test_wrong_segments_at_construction(segments):
 
 
 def test_wrong_options_at_construction():
-    with pytest.raises(TypeError, match=r"Sequential: recompute is no option of ckptkern\.checkpoint"):
+    with pytest.raises(TypeError, match=r"Sequential: recompute is not an option of ckptkern\.checkpoint"):
         model(recompute="full")
 
 

@@ -28,7 +28,7 @@ MODULES = {
 
 
 def quantized(module: torch.nn.Module, dense: bool) -> torch.nn.Module:
-    """Every nn.Linear's weight as an Int8Weight, as torchao leaves it, or the dense weight that this stands for."""
+    """Makes every nn.Linear's weight an Int8Weight, as torchao does, or the dense weight that this stands for."""
     for one in module.modules():
         if isinstance(one, torch.nn.Linear):
             weight = Int8Weight.of(one.weight)
@@ -65,7 +65,7 @@ BIASES = {"upper-left": bias.causal_upper_left, "lower-right": bias.causal_lower
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("B", "batch_first", "S"), [(3, True, 4), (3, False, 4), (1, True, 4), (3, True, 6)])
 def test_a_causal_bias_in_attention(B, batch_first, S, padded, need_weights, make_bias):
-    """Of one batch of two heads torch's own module takes the bias for a mask [B H, L, S] and reads its memory."""
+    """With one batch of two heads, torch's own module takes the bias for a mask [B H, L, S] and reads its memory."""
     module = nn.MultiheadAttention(6, 2, batch_first=batch_first)
     mask, memory = make_bias(4, S), torch.randn(B, S, 6)
     x = {"x": torch.randn(B, 4, 6).requires_grad_()}
@@ -158,7 +158,7 @@ def _check_sharded(rank: int) -> None:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
 
-    # the op itself, which module hooks or a functional call reach, and its dropout
+    # the op itself, as module hooks or a functional call reach it, and its dropout
     w1, w2 = torch.randn(8, 6), torch.randn(6, 8)
     sharded = [distribute_tensor(w, mesh, [Shard(0)]) for w in (w1, w2)]
     y = ckptkern.mlp(distribute_tensor(x, mesh, [Replicate()]), sharded[0], None, sharded[1], None)

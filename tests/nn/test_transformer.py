@@ -135,7 +135,7 @@ def test_positional_arguments_are_torchs(kind):
 
 
 def stacks(kind, **kwargs):
-    """(ours, theirs): torch's stack of two layers of each, in one set of parameters."""
+    """(ours, theirs): torch's stack of two layers, of our kind and of torch's, with one set of parameters."""
     made = []
     for layer in build(kind, **kwargs):
         norm = torch.nn.LayerNorm(E, dtype=torch.float64)
@@ -311,7 +311,7 @@ def test_dropout_is_one_mask(kind, norm_first):
 @pytest.mark.parametrize("name", ["self_attn", "dropout", "dropout1", "dropout2"])
 @pytest.mark.parametrize("how", ["p", "eval"])
 def test_each_dropout_is_its_modules(name, how):
-    """One dropout acts alone, and not when its own module is in evaluation."""
+    """Each dropout acts by itself, and not when its module is in evaluation."""
     layer, twin = build("encoder", norm_first=True)
     x = tokens("seq_first", T)
     module = getattr(layer, name)
@@ -398,7 +398,7 @@ def test_a_forward_of_the_instances_own_is_called(name, activation, kind):
 @pytest.mark.parametrize("padding", [None, "bool", "float"])
 @pytest.mark.parametrize("mask", [None, "bool", "float", "of heads"])
 def test_masks_are_kept_as_they_are_given(mask, padding, recompute):
-    """Every layer keeps the model's own: no inverted, merged or widened one."""
+    """Every layer keeps the model's own mask: no inverted, merged or widened copy."""
     layer, twin = build("encoder", batch_first=True, recompute=recompute)
     x = tokens("batch_first", T)
     masks = {"float": float_mask(T, T), "bool": bool_mask(T, T), "of heads": bool_mask(B * H, T, T)}
@@ -508,7 +508,7 @@ def test_autocast_is_as_exact_as_torch(kind, norm_first):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_autocast_gives_torchs_dtype(kind, norm_first, dtype):
-    """Of the output and all gradients, whatever comes in."""
+    """The dtypes of the output and all gradients are torch's, whatever comes in."""
     ours, theirs = (module.float() for module in build(kind, norm_first=norm_first))
     inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
     inputs = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.items()}
@@ -584,7 +584,7 @@ def test_compiles_without_a_graph_break(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("which", ["mask", "padding"])
 def test_evaluation_reads_additive_masks_as_training_does(which, dtype, train):
-    """torch's kernel for inference reads them as bool: NaN, or wrong numbers. Ours takes what torch takes in training."""
+    """torch's inference kernel reads them as bool and gives NaN or wrong numbers. Ours does what torch does in training."""
     torch.manual_seed(0)
     layer = ckptkern.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).train(train)
     twin = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
@@ -602,7 +602,7 @@ def test_evaluation_reads_additive_masks_as_training_does(which, dtype, train):
 
 
 def test_an_overridden_half_gets_the_masks_it_was_given():
-    """Of any shape and dtype: they are its own."""
+    """The override may take masks of any shape and dtype."""
 
     class Biased(ckptkern.nn.TransformerEncoderLayer):
         def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
@@ -618,7 +618,7 @@ def test_an_overridden_half_gets_the_masks_it_was_given():
 
 
 class Wrapped(torch.nn.Module):
-    """Attention in another module, as adapters have it: without batch_first."""
+    """Attention wrapped in another module, as adapters do, has no batch_first."""
 
     def __init__(self, attention):
         super().__init__()

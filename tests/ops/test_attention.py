@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention and varlen_attn against torch's own, and what is theirs alone."""
+"""scaled_dot_product_attention and varlen_attn against torch's own, and what only ours have."""
 
 import functools
 import itertools
@@ -78,7 +78,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", [None, "causal", *MASKS])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_like_torchs(mask, scale, kv_heads):
-    """Every argument of torch's function, but dropout, whose mask is ours."""
+    """Every argument of torch's function except dropout, whose mask is ours."""
     options = {"scale": scale, "enable_gqa": kv_heads != 4}
     options |= {"is_causal": True} if mask == "causal" else {"attn_mask": MASKS.get(mask)}
     tensors = qkv(H_kv=kv_heads)
@@ -219,7 +219,7 @@ def test_rows_that_see_nothing(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
 def test_rows_hidden_by_a_finite_mask(value, dtype):
-    """Their weights still add up to one: as exact as softmax's own, in both directions."""
+    """The rows' weights still add up to one: they are as exact as softmax's own, in both directions."""
     mask = torch.zeros(7, 5, dtype=dtype)
     mask[2:4] = max(value, torch.finfo(dtype).min)
     tensors, dy = qkv(dtype=dtype), torch.randn(2, 4, 7, 6).to(dtype)
@@ -331,7 +331,7 @@ class TestSegment:
 
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     def test_compiled(self, call, backend):
-        """No cached graph: it would have the fakes of an earlier run."""
+        """Drops cached graphs, which would have the fakes of an earlier run."""
         tensors = call.make()
         with torch._inductor.config.patch(force_disable_caches=True):
             assert_same(gradients(call.compiled(backend=backend), tensors), gradients(call.fused, tensors))
@@ -382,7 +382,7 @@ class TestSegment:
 
     @pytest.mark.parametrize("kind", ["ours", "non-reentrant", "reentrant"])
     def test_inside_a_checkpoint(self, call, kind):
-        """The same bits, and the generator left where a step without recompute leaves it."""
+        """The bits are the same, and the generator ends where a step without recompute leaves it."""
         tensors = call.make()
         wrap = functools.partial(checkpoint, use_reentrant=kind == "reentrant")
         wrap = ckptkern.checkpoint if kind == "ours" else wrap
@@ -397,7 +397,7 @@ class TestSegment:
         assert torch.equal(torch.get_rng_state(), after)
 
     def test_saved_on_the_cpu_and_strided(self, call):
-        """Any strides of inputs and dy, those of .sum() among them; .grad has its input's."""
+        """Inputs and dy may have any strides, such as those that .sum() sends; .grad has its input's strides."""
         tensors = call.make()
 
         def offloaded(t):
@@ -418,7 +418,7 @@ class TestSegment:
             assert_same_within_rounding(gradients(call.fused, tensors, expanded), dense)
 
     def test_autocast(self, call):
-        """The bits of bfloat16 inputs; gradients in float32."""
+        """The result has the bits that bfloat16 inputs give; gradients are float32."""
         tensors = call.make()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = call.fused(tensors)
@@ -489,7 +489,7 @@ class TestSegment:
 
 
 def one_graph(function, steps) -> int:
-    """How often `function` is compiled for `steps` of shapes of q, k and v, and what else it is given."""
+    """How often `function` is compiled for `steps`: shapes of q, k and v, with the other arguments."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     graph = torch.compile(function, backend=counter, fullgraph=True)
@@ -505,7 +505,7 @@ def sized(B, Sq, Sk):
 
 
 def test_one_graph_for_all_lengths():
-    """The first lengths, then any."""
+    """It compiles for the first lengths, then once for any."""
 
     def call(t):
         return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], dropout_p=P)
@@ -551,7 +551,7 @@ EMPTY = {
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
 def test_empty(shapes, backend):
-    """Where there is nothing to see, zeros and zero gradients."""
+    """Zeros and zero gradients where there is nothing to see."""
     q, k, *ends = shapes
     tensors = heads(q, k, k)
 
@@ -590,7 +590,7 @@ def test_autocast_mixes_no_float64():
 
 @pytest.fixture
 def _poisoned_memory():
-    """torch.empty gives NaN."""
+    """Inside, torch.empty gives NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -683,7 +683,7 @@ def test_tables_of_one_row_serve_a_batch(backend, interleaved):
     [*itertools.product(LEVELS, ["eager"], [False, True], [None, ENDS]), ("full", "triton", True, ENDS)],
 )
 def test_theta_stands_for_its_tables(level, backend, interleaved, cu):
-    """The same bits, first order and second, and nothing of the tables is kept."""
+    """The same bits in first and second order, and no tables are kept."""
     block = Block("", Attention(norm=None, residual=False))
     tensors = block.make() if cu is None else block.make(lead=(11,))
     positions = torch.arange(7) if cu is None else torch.tensor([*range(4), *range(7)])
@@ -733,7 +733,7 @@ PACKED_BLOCK = Block("", Attention(norm=None, residual=False))
 
 @pytest.mark.parametrize(("level", "backend"), [*((level, "eager") for level in LEVELS), ("full", "triton")])
 def test_packed_sequences_with_dropout(level, backend):
-    """Forward's mask in backward, too: with another, gradients would be of another function."""
+    """Backward uses forward's mask: with another, gradients would be those of another function."""
     with ckptkern.backend(backend):
         check_exactness(packed_block(level), plain_packed_block, PACKED_BLOCK.make(lead=(11,), seed=2))
 
@@ -818,7 +818,7 @@ def test_varlen_errors(error, message, changes):
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_bounds_and_slopes_of_any_strides(backend):
-    """The kernels read them with a stride of 1: of a column of a table, its neighbours."""
+    """The kernels read slopes with a stride of 1, so for a column of a table they would read its neighbours."""
 
     def column(t):
         return torch.stack((t, torch.full_like(t, 9)), -1)[..., 0]
@@ -841,7 +841,7 @@ def test_bounds_and_slopes_of_any_strides(backend):
 
 
 def test_lse_of_heads_without_dimensions():
-    """Scores are 0, or the mask's: what is kept is that of eager PyTorch, not memory as it was."""
+    """Scores are 0, or the mask's: the kept tensors are those of eager PyTorch, not uninitialised memory."""
     q = torch.empty(1, 2, 3, 0)
     core = eager.AttentionCore(1.0, "ieee", (None, 0))
     for ours, theirs in zip(
@@ -853,7 +853,7 @@ def test_lse_of_heads_without_dimensions():
 
 @pytest.mark.parametrize("bounds", [[0, 6, 2], [0, 4, 12], [-1, 4, 9]], ids=str)
 def test_sequences_outside_of_the_rows(bounds):
-    """Where PyTorch ops serve, which read the bounds; the kernels do not: that would stop the host."""
+    """PyTorch ops read the bounds and check them; the kernels do not, because the host would have to wait."""
     cu = torch.tensor(bounds, dtype=torch.int32)
     rows = torch.randn(9, 4, 6)
     with pytest.raises(ValueError, match=r"within 0\.\.9, but cu_seqlens is \[" + str(bounds)[1:-1]):
@@ -904,7 +904,7 @@ def test_whose_kernel_the_core_is(call, monkeypatch):
 
 
 def test_the_core_is_ours_where_torchs_may_not_serve(monkeypatch):
-    """Deterministic algorithms, backend("triton"), a kernel that the user has disabled; and no tensors on a GPU."""
+    """Our core runs under deterministic algorithms, backend("triton"), with a kernel that the user has disabled, off GPUs."""
     with ckptkern.backend("triton"):
         assert chosen_core(monkeypatch) == ""
     torch.use_deterministic_algorithms(True)
@@ -939,8 +939,8 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 @pytest.mark.parametrize("fused", ["cudnn", "flash"])
 def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
-    """With tensors without data: torch's kernels take q, k, v as they lie in the packed projection and give what the op
-    promises; o and lse are kept as ever, and only "full" runs forward's kernel again."""
+    """On tensors without data: torch's kernels take q, k, v as they lie in the packed projection and return what the op
+    promises; o and lse are kept as always, and only "full" runs forward's kernel again."""
     B, S, H, D = 2, 48, 4, 64
     d = H * D
     with torch.no_grad():
@@ -976,8 +976,8 @@ def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
 @pytest.mark.parametrize("layout", ["heads", "tokens"])
 @pytest.mark.parametrize("fused", ["cudnn", "flash"])
 def test_what_torchs_kernels_are_given(fused, layout, do_layout):
-    """cuDNN's graphs are kept by the layout of q, k and v alone: it must find do and o in one, and lse as [B, H, S, 1]. The
-    backend's own kernels are not asked: here there are none."""
+    """torch caches cuDNN's graphs by the layout of q, k and v alone, so do and o must always have one layout, and lse
+    [B, H, S, 1]. The backend's own kernels are not called: here there are none."""
     B, H, S, D = 2, 4, 48, 64
 
     def heads(layout):
@@ -1024,7 +1024,7 @@ PACKED = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, 
     ((0, 1024, 64, 1), 0, False),
 ], ids=str)  # fmt: skip
 def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
-    """On a GPU they begin at multiples of 16 bytes; on a CPU it is enough that a row is one piece."""
+    """On a GPU rows must begin at multiples of 16 bytes; on a CPU it is enough that a row is contiguous."""
     memory = torch.empty(2 * 16 * 768 + 512, dtype=torch.bfloat16)
     assert eager.readable(memory.as_strided((2, 4, 16, 64), strides, offset)) == (strides[3] == 1)
     with FakeTensorMode():
@@ -1049,7 +1049,7 @@ def accepted_kernels(dtype, D, causal, grouped):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 80, 128])
 def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
-    """Each that torch accepts there: o, lse and gradients as exact as our kernels', the same bits in every forward."""
+    """Every kernel that torch accepts there gives o, lse and gradients as exact as ours, and the same bits in every forward."""
     generator = torch.Generator("cuda").manual_seed(0)
     S = 200 if causal else 256
     q, do = (torch.randn(2, S, 4, D, generator=generator, device="cuda").to(dtype).transpose(1, 2) for _ in range(2))
@@ -1070,7 +1070,7 @@ def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
 
 @pytest.mark.gpu
 def test_torchs_kernels_on_a_gpu_in_every_layout():
-    """One after another in one process, torch's own call among them: what a layout's plan reads is not what another's wrote."""
+    """Layouts run one after another in one process, with torch's own call among them: no plan reads with another's layout."""
     generator = torch.Generator("cuda").manual_seed(0)
     plain = torch.randn(4, 2, 4, 256, 64, generator=generator, device="cuda").bfloat16()  # q, k, v, do
 

@@ -1,4 +1,4 @@
-"""What the factory promises of attention_block, mlp_block and transformer_layer, as test_op.py of the other ops."""
+"""What the factory promises of attention_block, mlp_block and transformer_layer; test_op.py tests the other ops."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def seeded(function):
 
 
 def given(block) -> list[torch.Tensor]:
-    """What a block is given besides x and parameters."""
+    """A block's arguments besides x and parameters."""
     return [*(block.attention.tables() or ())] if block.attention else []
 
 
@@ -64,7 +64,7 @@ def test_kept_bytes_are_the_tables(block, dtype):
 
 @pytest.mark.parametrize("block", blocks())
 def test_autocast_keeps_no_cast_weight(block):
-    """float32 x and weights under bf16 autocast: x itself is kept, the rest in two bytes an element."""
+    """float32 x and weights under bf16 autocast: x itself is kept, the rest in two bytes per element."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert kept_by(block, block.make()) == block.kept_bytes(4, 2)
 
@@ -78,7 +78,7 @@ def joined_biases(results: dict) -> dict:
 
 @pytest.mark.parametrize("block", blocks())
 def test_autocast(block):
-    """float32 results where there is a residual, float32 gradients, and an error not above autocast's own."""
+    """Results are float32 if there is a residual, gradients are float32, and the error is not above autocast's own."""
     tensors = block.make()
 
     def under_autocast(function):
@@ -114,7 +114,7 @@ def test_every_level_gives_the_same_bits(block):
 
 @pytest.mark.parametrize("block", blocks())
 def test_strided_inputs_and_output_gradients(block):
-    """Any strides; .sum() sends strides of 0."""
+    """dy may have any strides; .sum() sends strides of 0."""
     dense = block.make()
     strided = {name: (t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach()) for name, t in dense.items()}
     strided = {name: t.requires_grad_() for name, t in strided.items()}
@@ -145,7 +145,7 @@ def test_empty_and_unbatched(block, lead):
 @pytest.mark.parametrize("needs_x", [False, True])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_second_order_of_a_layer_norm_with_a_bias_alone(norm_first, needs_x):
-    """torch's own second derivative of it is None: a bias without gradient, in silence."""
+    """torch's own second derivative of it is None, which would silently leave the bias without a gradient."""
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=needs_x)
     weight, bias = torch.randn(3, 3).double(), torch.randn(3, dtype=torch.float64, requires_grad=True)
 
@@ -161,7 +161,7 @@ def test_second_order_of_a_layer_norm_with_a_bias_alone(norm_first, needs_x):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_causal_attention_with_a_scale_that_is_not_positive(scale, packed):
-    """torch's kernel on a CPU hides scores by -inf before it scales them: NaN, in its own attention too."""
+    """torch's kernel on a CPU hides scores by -inf before it scales them, which gives NaN, also in torch's own attention."""
     block = Block("", Attention(norm=None, scale=scale, dropout_p=0.0, resid_p=0.0, residual=False), recompute="full")
     tensors = block.make()
     if packed:
@@ -223,7 +223,7 @@ def test_number_of_products(block, dropout):
 
 @pytest.mark.parametrize("block", blocks())
 def test_subsets_of_frozen_inputs(block):
-    """The bits of everything trained, and no product that is not in the registered FLOPs."""
+    """Gradients have the bits that they have if everything is trained, and no product runs besides the registered FLOPs."""
     names = list(block.make())
     everything = watched(block, block.make())
     subsets = [set(random.Random(i).sample(names, 1 + i % (len(names) - 1))) for i in range(16)]
@@ -235,7 +235,7 @@ def test_subsets_of_frozen_inputs(block):
 
 
 def test_the_core_forms_what_leads_to_a_trained_weight():
-    """Of q's weight 3 products of the core (s, dp, dq), of k's or v's 4 (s, dp, dk, dv), of x all 5."""
+    """q's weight takes 3 products of the core (s, dp, dq), k's or v's 4 (s, dp, dk, dv), x all 5."""
     (block,) = (one.values[0] for one in blocks(("none",), names=("llama",)) if one.values[0].op == "attention_block")
     names, head_products = list(block.make()), {}
     with FlopCounterMode(display=False) as counter:
@@ -273,7 +273,7 @@ def test_compiled_equals_eager(block):
 
 @pytest.mark.parametrize("block", blocks(("selective",), names=("llama",)))
 def test_inductor(block):
-    """At the level that hands o and the logsumexp from graph to graph: their fakes' strides are the real ones."""
+    """At the level that hands o and the logsumexp from graph to graph, their fakes' strides are the real ones."""
     torch._dynamo.reset()
     tensors, call = block.make(), torch.compile(block.call, backend="inductor", fullgraph=True)
     with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph has the fakes of an earlier run
@@ -282,7 +282,7 @@ def test_inductor(block):
 
 @pytest.mark.parametrize("block", blocks(("selective",), names=("pre-norm", "llama", "bare")))
 def test_one_graph_for_all_batch_sizes(block):
-    """Sizes compile once, dynamically; seeds compile nothing. Lengths too, but where tables have one."""
+    """Sizes compile once, dynamically; seeds compile nothing. Lengths compile once too, unless tables fix one."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(block.call, backend=counter, fullgraph=True)
@@ -413,7 +413,7 @@ def test_retained_graph_and_ten_runs(block):
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))
 def test_nothing_given_is_overwritten(block):
-    """Not x, a parameter or dy; and a change between forward and backward is caught."""
+    """Neither x nor a parameter nor dy is written; and a change between forward and backward is caught."""
     before, tensors = block.make(), block.make()
     y = block.fused({**tensors, "x": tensors["x"] * 1})
     dy = output_gradient(y)
@@ -446,7 +446,7 @@ def test_inference_keeps_nothing(block):
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))
 def test_inference_mode_then_training(block):
-    """Inference leaves nothing behind that training trips over."""
+    """Inference leaves nothing behind that would break training."""
     tensors = block.make()
     expected = gradients(block.fused, tensors)
     with torch.inference_mode():
@@ -522,7 +522,7 @@ CU = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "bare"), dropout=False)[:2])
 def test_packed_sequences(block, level):
-    """Each as if it were alone; one of them is empty."""
+    """Each sequence is computed as if it were alone; one of them is empty."""
     tensors = block.make(lead=(11,))
 
     def packed(t):
@@ -608,7 +608,7 @@ ERRORS = {
     "no pair": (TypeError, "rotary must be a pair of tensors", {"rotary": torch.ones(7, 6)}),
     "half a pair": (TypeError, "qk_norm must be a pair of tensors", {"qk_norm": (X[0, 0],)}),
     "longest": (ValueError, "max_seqlen must be an integer", {"x": X[0], "cu_seqlens": CU, "max_seqlen": "7"}),
-    "longest of none": (ValueError, "max_seqlen is of sequences packed by cu_seqlens", {"max_seqlen": 7}),
+    "longest of none": (ValueError, "max_seqlen needs cu_seqlens, which is None", {"max_seqlen": 7}),
     "learned scale": (ValueError, "no gradient is formed for scale", {"scale": torch.ones((), requires_grad=True)}),
     "no flag": (TypeError, "is_causal must be a bool, not 'x'", {"is_causal": "x"}),
     "a number of biases": (TypeError, "qkv_bias must be one Tensor or three", {"qkv_bias": 1.5}),
@@ -662,8 +662,8 @@ ATTENTION_HALF = dict(qkv_weight=QKV, qkv_bias=None, out_weight=OUT, out_bias=No
 MLP_HALF = dict(up_weight=UP, up_bias=None, down_weight=DOWN, down_bias=None)
 LAYER_ERRORS = {
     "its own arguments": (ValueError, "recompute is an argument of transformer_layer, not of", {"recompute": "full"}, {}),
-    "unknown": (TypeError, "attention_arguments has 'heads', but there are qkv_weight,", {"heads": 4}, {}),
-    "unknown to the MLP": (TypeError, "mlp_arguments has 'num_heads', but there are up_weight,", {}, {"num_heads": 4}),
+    "unknown": (TypeError, "attention_arguments has 'heads', but its arguments are qkv_weight,", {"heads": 4}, {}),
+    "unknown to the MLP": (TypeError, "mlp_arguments has 'num_heads', but its arguments are up_weight,", {}, {"num_heads": 4}),
     "missing": (TypeError, "mlp_arguments must have up_weight, up_bias, down_weight, down_bias", {}, None),
     "no dict": (TypeError, "attention_arguments must be a dict of arguments by name, not list", [1], {}),
     "rows": (ValueError, "out_weight must have 10 rows", {"out_weight": OUT[:5], "residual": False}, {}),
@@ -677,7 +677,7 @@ LAYER_ERRORS = {
 
 @pytest.mark.parametrize(("error", "message", "attention", "mlp"), LAYER_ERRORS.values(), ids=LAYER_ERRORS)
 def test_errors_of_the_layer(error, message, attention, mlp):
-    """And none of them moves the generator, though the attention half, which is checked first, has dropout."""
+    """No error moves the generator, even if the attention half, which is checked first, has dropout."""
     attention = ATTENTION_HALF | attention if isinstance(attention, dict) else attention
     before = torch.get_rng_state()
     with pytest.raises(error, match=f"transformer_layer: .*{message}"):
@@ -687,7 +687,7 @@ def test_errors_of_the_layer(error, message, attention, mlp):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_slopes_get_no_wrong_gradient(compiled):
-    """Nor under torch.func, where grad mode is on for a tensor that requires none."""
+    """Also under torch.func, where grad mode is on for a tensor that requires no gradient."""
 
     def loss(slopes):
         return ckptkern.attention_block(X, QKV, None, OUT, None, 4, alibi_slopes=slopes).sum()
@@ -738,7 +738,7 @@ def test_whole_ops_on_the_kernels(block):
 
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",))[:1])
 def test_rebuilt_output_of_the_core_is_that_of_forward(block):
-    """A gradient of y that is one at a single place makes out_weight's gradient a row of the rebuilt o: its very bits."""
+    """If y's gradient is one in a single place, out_weight's gradient is a row of the rebuilt o, bit for bit."""
     block = block.without_dropout()
     tensors = block.make(torch.bfloat16)
     for token in (0, LENGTH - 1):
@@ -761,7 +761,7 @@ def test_exported_graphs_have_gradients(block):
 
 @pytest.mark.parametrize("block", blocks(("full",), names=("llama",)))
 def test_exported_graphs_of_kernels_have_gradients(block):
-    """Three weights' rows are written into one, which autograd must not see (out=)."""
+    """Three projections write into one buffer (out=), which autograd must not see."""
     tensors = block.make()
     with ckptkern.backend("triton"):
         assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))

@@ -1,4 +1,4 @@
-"""What the ops share: precision and autocast, workspace and chunks, backend, and errors that say both sides."""
+"""What the ops share: precision and autocast, workspace and chunks, backend, and errors that say what was wanted and came."""
 
 import contextlib
 import itertools
@@ -156,7 +156,7 @@ def test_autocast_switched_off_inside_autocast(setup):
 
 @pytest.mark.parametrize("setup", OPS_OF_LAYERS)
 def test_no_grad_first_inside_one_autocast(setup):
-    """A weight cast under no_grad must not serve the training step that follows."""
+    """A weight cast under no_grad must not be reused by the training step that follows."""
     tensors = make(setup)
 
     def twice(t):
@@ -198,7 +198,7 @@ def test_state_after_an_error_in_backward(setup, monkeypatch):
 
 @pytest.mark.parametrize("setup", setups(ACTIVATIONS, ("none", "full"), ops=["linear_act"]))
 def test_activations_at_the_end_of_fp16(setup):
-    """At |z| ~ 10,000, where z^3 and exp(z) are far outside fp16, all is finite that torch has finite."""
+    """At |z| ~ 10,000, where z^3 and exp(z) are far outside fp16, everything is finite that is finite in torch."""
     tensors = make(setup, dtype=FP16)
     tensors["x"] = tensors["x"].detach().mul(3000).requires_grad_()
     plain, ours = gradients(setup.plain, tensors), gradients(setup.fused, tensors)
@@ -210,7 +210,7 @@ def test_activations_at_the_end_of_fp16(setup):
 # -- workspace ---------------------------------------------------------------------------------------------------------
 
 CHUNKED = setups(("relu", "gelu"), LEVELS, dropout=(P,), ops=("linear_stack", "mlp", "gated_mlp"))
-FIVE_CHUNKS = Sizes(lead=(4, 135))  # 128 tokens a chunk, 28 in the last
+FIVE_CHUNKS = Sizes(lead=(4, 135))  # 128 tokens per chunk, 28 in the last
 
 
 @pytest.mark.parametrize("setup", CHUNKED)
@@ -252,8 +252,8 @@ def test_error_does_not_grow_with_the_number_of_chunks(setup, dtype):
 
 
 def transient(setup, tensors, workspace):
-    """The peak of backward beyond the gradients: of x in its dtype, of parameters as the float32 sums of chunks,
-    of biases with the part that is added."""
+    """The peak of backward beyond the gradients: x's in its dtype, parameters' as the float32 sums of chunks, biases' with
+    the part that is added."""
     y = setup.with_(workspace=workspace).fused(tensors)
     dy = output_gradient(y)
     with peak_memory("cpu") as peak:
@@ -267,7 +267,7 @@ def transient(setup, tensors, workspace):
     "setup", setups(ACTIVATIONS, ("selective", "full"), dropout=(0.0, P), ops=("linear_stack", "mlp", "gated_mlp"))
 )
 def test_workspace_bounds_the_memory_of_backward(setup, dtype):
-    """At 128 rows a chunk, the least there is, and with room for more: no float32 copy is forgotten."""
+    """With 128 rows per chunk, the minimum, and with room for more: the estimate forgets no float32 copy."""
     tensors = make(setup, Sizes(lead=(640,), features=8, hidden=64, out=8), dtype)
     with mock.patch.object(
         sys.modules[f"ckptkern.ops.{setup.op.name}"], "token_chunks", wraps=_gradients.token_chunks
@@ -342,7 +342,7 @@ def test_backend_is_given_back():
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
 def test_what_the_kernels_do_not_cover(setup):
-    """An error under backend("triton"); under "auto" the eager backend serves it."""
+    """backend("triton") raises; under "auto" the eager backend runs."""
     tensors = make(setup, dtype=FP64)
     reason = "the kernels cover float16, bfloat16 and float32, not torch.float64"
     wanted = raises(RuntimeError, f"{setup.op.name}: backend('triton') was asked for, but {reason}")
@@ -353,7 +353,7 @@ def test_what_the_kernels_do_not_cover(setup):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
 def test_backend_of_forward_serves_backward(setup):
-    """backward(), wherever it is called, looks nothing up."""
+    """backward() looks nothing up, wherever it is called."""
     tensors = make(setup)
     expected = gradients(setup.fused, tensors)
     with ckptkern.backend("eager"):
@@ -435,7 +435,7 @@ def test_wrong_parameters(setup, name):
 @pytest.mark.parametrize("bias_dtype", [BF16, FP16, FP64], ids=str)
 @pytest.mark.parametrize("setup", OPS_OF_LAYERS)
 def test_a_bias_of_another_dtype(setup, bias_dtype):
-    """As F.linear computes it where it adds the bias by itself; the bias's gradient has the bias's dtype."""
+    """The result is F.linear's when it adds the bias separately; the bias's gradient has the bias's dtype."""
     tensors = {
         name: t.detach().to(bias_dtype if "bias" in name else t.dtype).requires_grad_()
         for name, t in make(setup).items()
@@ -449,7 +449,7 @@ def test_a_bias_of_another_dtype(setup, bias_dtype):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
 def test_wrong_inputs(setup):
-    """Arguments and results that are no floating-point tensors: None, numbers, integers (DeepSpeed#660)."""
+    """Arguments and results other than floating-point tensors: None, numbers, integers (DeepSpeed#660)."""
     good, op = make(setup), setup.op.name
 
     def call(x):
@@ -538,7 +538,7 @@ def test_errors_leave_the_generator_alone():
 
 
 def test_compile_reaches_the_kernels() -> None:
-    """Dynamo cannot trace into Triton or the CUDA driver: the question whether a kernel can run here is a constant."""
+    """Dynamo cannot trace into Triton or the CUDA driver, so whether a kernel can run here is a constant."""
     pytest.importorskip("triton")
     layer = ckptkern.nn.MLP(16, 32)
     x = torch.randn(8, 16, requires_grad=True)
@@ -550,7 +550,7 @@ def test_compile_reaches_the_kernels() -> None:
 
 @pytest.mark.parametrize("device_type", ["mps", "xpu", "cpu", "cuda"])
 def test_autocast_of_any_device(device_type):
-    """torch's quick answer, whether any autocast is on, leaves some devices out."""
+    """torch's quick query, whether any autocast is on, leaves out some devices."""
     x = SimpleNamespace(device=torch.device(device_type), is_cpu=device_type == "cpu", is_cuda=device_type == "cuda")
     assert _choices.autocast_dtype(x) is None
     outer = torch.is_autocast_enabled(device_type)

@@ -1,4 +1,4 @@
-"""The eager Function calls an op's body without the dispatcher, unless somebody would see the op."""
+"""The eager Function calls an op's body without the dispatcher, unless something observes the op."""
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def test_the_profiler_sees_the_ops():
 
 
 class Seen(Tensor):
-    """A tensor that writes down what is done with it."""
+    """A tensor that records what is done with it."""
 
     names: tuple[str, ...] = ()
 
@@ -63,7 +63,7 @@ def test_a_tensor_subclass_with_operations_of_its_own_sees_pytorchs(monkeypatch)
 
 
 def test_nobody_else_pays_for_the_dispatcher(monkeypatch):
-    """The ops' bodies run, and no op does."""
+    """Inside, the ops' bodies run and no op does."""
     outer = torch.randn(3, 8)
     plain = step(outer)
     monkeypatch.setattr(torch._ops.OpOverload, "__call__", Refusing(torch._ops.OpOverload.__call__))

@@ -27,7 +27,7 @@ def spelling_inputs(setup: Setup, tokens: int, width: int) -> dict:
 @pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "chunked"])
 @pytest.mark.parametrize("setup", MASKED)
 def test_backward_replays_the_mask_of_forward(setup, workspace, tokens):
-    """With a gradient of ones, dx spells the mask that backward saw; chunks of 128 tokens among them."""
+    """With a gradient of ones, dx shows the mask that backward used; also with chunks of 128 tokens."""
     tensors = spelling_inputs(setup, tokens, 41)
     result = gradients(setup.with_(workspace=workspace).fused, tensors, torch.ones(tokens, 41))
     scaled = expected_mask(P, tokens, 41) * state.threshold_scale(P)[1]
@@ -89,7 +89,7 @@ def test_nothing_is_drawn_without_dropout(setup):
 
 @pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,), ops=WITH_DROPOUT))
 def test_draw_in_another_generator_state_changes_nothing_in_backward(setup):
-    """Whatever is drawn or seeded between forward and backward."""
+    """The mask is the same, whatever is drawn or seeded between forward and backward."""
     tensors = make(setup)
     expected = gradients(setup.fused, tensors)
 
@@ -139,7 +139,7 @@ def test_evaluation_drops_nothing(setup):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_rounds_once(dtype):
-    """One product by the scale, rounded to the dtype; the gradient alike."""
+    """An element is multiplied by the scale and rounded to the dtype once, and so is the gradient."""
     x = torch.randn(50, 20, dtype=torch.float64).to(dtype).requires_grad_()
     mask = expected_mask(0.25, 50, 20)
     torch.manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""gated_mlp: what is its own beside the checks of all ops."""
+"""gated_mlp: the checks that it has besides those of all ops."""
 
 import inspect
 import itertools
@@ -49,7 +49,7 @@ def test_gate_and_up_of_two_widths():
 
 
 def test_gate_and_up_as_halves_of_one_parameter():
-    """The fused [gate; up] parameter that many checkpoints hold, sliced and never copied."""
+    """A fused [gate; up] parameter, as many checkpoints hold it, is sliced and never copied."""
     both = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
     x, wd = torch.randn(5, 4, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     for level in LEVELS:

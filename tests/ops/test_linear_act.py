@@ -1,4 +1,4 @@
-"""linear_act: what is its own beside the checks of all ops."""
+"""linear_act: the checks that it has besides those of all ops."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_at_zero_and_nan(activation, level):
 
 @pytest.mark.parametrize("features", [1, 7, 8, 9, 64, 65])
 def test_every_bit_of_relus_mask(features):
-    """At "selective" the mask is one bit an element: dy of ones comes back as [z > 0], in every column."""
+    """At "selective" the mask is one bit per element: a dy of ones comes back as [z > 0], in every column."""
     x = torch.randn(37, features)
     bias = torch.zeros(features, requires_grad=True)
     y = ckptkern.linear_act(x, torch.eye(features), bias, "relu", recompute="selective")

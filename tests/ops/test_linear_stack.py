@@ -1,4 +1,4 @@
-"""linear_stack: what is its own beside the checks of all ops."""
+"""linear_stack: the checks that it has besides those of all ops."""
 
 import itertools
 
@@ -55,7 +55,7 @@ def test_one_layer_is_a_linear_act():
 
 
 def test_kept_bytes_do_not_grow_with_the_depth():
-    """At "full" a segment of 20 layers keeps what a segment of 2 keeps: x and one bit an element of y."""
+    """At "full" a segment of 20 layers keeps what a segment of 2 keeps: x and one bit per element of y."""
     for depth in (2, 20):
         tensors = stack([16] * (depth + 1))
         weights, biases = layers_of(tensors)
@@ -78,7 +78,7 @@ def test_wrong_numbers_of_layers():
     x, (weights, biases) = tensors["x"], layers_of(tensors)
     with pytest.raises(ValueError, match="linear_stack: at least one weight is needed"):
         ckptkern.linear_stack(x, [])
-    with pytest.raises(ValueError, match="linear_stack: 2 weights need as many biases, but 1 came"):
+    with pytest.raises(ValueError, match="linear_stack: 2 weights need as many biases, but got 1"):
         ckptkern.linear_stack(x, weights, biases[:1])
     with pytest.raises(ValueError, match="linear_stack: either every layer has a bias or none has"):
         ckptkern.linear_stack(x, weights, [biases[0], None])

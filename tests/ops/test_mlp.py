@@ -1,4 +1,4 @@
-"""mlp: what is its own beside the checks of all ops."""
+"""mlp: the checks that it has besides those of all ops."""
 
 import inspect
 
@@ -34,7 +34,7 @@ def test_one_bias_without_the_other(level):
 
 
 def test_keeps_no_more_than_a_checkpoint():
-    """The point of it: d per token as torch.utils.checkpoint, plain PyTorch keeps d + 2h."""
+    """It keeps d elements per token, like torch.utils.checkpoint; plain PyTorch keeps d + 2h."""
     fc1, fc2 = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
     parameters = [*fc1.parameters(), *fc2.parameters()]
     x = torch.randn(10, 16, requires_grad=True)

@@ -68,7 +68,7 @@ def test_kept_bytes_are_the_tables(setup):
 
 @pytest.mark.parametrize("setup", setups(dropout=(0.0, P)))
 def test_autocast_keeps_no_cast_weight(setup):
-    """float32 parameters under bf16 autocast: only activations are kept, in two bytes an element, x's cast copy too."""
+    """float32 parameters under bf16 autocast: only activations are kept, in two bytes per element, also x's cast copy."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         itemsize = 2 if setup.op.parameters(1, 1, 1) else 4  # dropout alone runs in x's own dtype, as torch's does
         assert kept_by(setup, make(setup)) == expected_bytes(setup, Sizes(), itemsize)
@@ -196,7 +196,7 @@ def test_gradcheck(setup):
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_every_level_gives_the_same_bits(setup):
-    """The levels differ in what they keep, not in any result: what is rebuilt is what was."""
+    """The levels differ in what they keep, not in any result: what is rebuilt equals what forward computed."""
     tensors = make(setup, dtype=torch.bfloat16)
     assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
 
@@ -237,7 +237,7 @@ def subsets(names: list[str]):
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_every_subset_of_frozen_inputs(setup):
-    """The gradients of a subset, a stack's lists among them, are the bits of all together."""
+    """The gradients of a subset, also of a stack's lists, have the bits that they have if all are trained."""
     names = list(make(setup))
     everything = gradients(setup.fused, make(setup))
     for frozen in subsets(names):
@@ -247,11 +247,11 @@ def test_every_subset_of_frozen_inputs(setup):
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_products_of_every_subset_of_frozen_inputs(setup):
-    """No product more than autograd's own but the rebuilt ones, and the registered FLOPs are those run."""
+    """No products run besides autograd's own and the rebuilt ones, and the registered FLOPs are those that run."""
     names = list(make(setup))
     forward = products(setup.fused, make(setup, frozen=names)).flops
     assert forward == products(setup.plain, make(setup, frozen=names)).flops
-    # at "full", forward runs again but for the last layer: whole for linear_act and for a stack without a kept mask
+    # at "full", forward runs again except for the last layer, which linear_act and a stack without a kept mask run too
     last_layer = 2 * Sizes().tokens * Sizes().out * (Sizes().hidden + (setup.op.name == "linear_stack"))
     if setup.op.name == "linear_act" or (setup.op.name == "linear_stack" and setup.activation != "relu"):
         last_layer = 0
@@ -330,7 +330,7 @@ def gradient_penalty(function, tensors: dict) -> dict:
 @pytest.mark.parametrize("setup", setups(("gelu",), levels=("none", "full"), ops=LAYERS))
 @pytest.mark.parametrize("where", ["x", "parameters"])
 def test_second_order_with_frozen_inputs(setup, where):
-    """Right, or an error where the input that it needs was not kept."""
+    """They are right, or an error if the input that they need was not kept."""
     names = list(make(setup))
     frozen = names[1:] if where == "x" else names[:1]
     tensors = make(setup, dtype=torch.float64, frozen=frozen)
@@ -393,7 +393,7 @@ def test_second_backward_through_a_retained_graph(setup):
 
 @pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
 def test_changes_between_forward_and_backward_are_caught(setup):
-    """x and every weight, but where backward does not read them: dropout does not read x."""
+    """x and every weight, except those that backward does not read: dropout does not read x."""
     for name in make(setup):
         if "bias" in name:
             continue
@@ -415,7 +415,7 @@ def keeps_its_output(setup: Setup) -> bool:
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_output_changed_in_place(setup):
-    """Right where the output is not kept, an error where it is (relu at "none", as torch.relu)."""
+    """Gradients are right if the output is not kept, an error if it is (relu at "none", as with torch.relu)."""
     tensors = make(setup)
     dy = output_gradient(setup.fused(tensors))
     if keeps_its_output(setup):
@@ -453,7 +453,7 @@ def test_memory_is_flat_without_the_garbage_collector(setup):
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_inference_keeps_nothing(setup):
-    """Without a gradient to come forward writes no h, z or mask: y is its only result that is not empty."""
+    """If no gradient is needed, forward writes no h, z or mask: y is its only result that is not empty."""
     everything = make(setup)
     expected = setup.fused(everything).detach()
     for tensors, graded in ((everything, False), (make(setup, frozen=list(everything)), True)):
@@ -464,7 +464,7 @@ def test_inference_keeps_nothing(setup):
 
 @pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
 def test_inference_mode_then_training(setup):
-    """Inference leaves nothing behind that training trips over."""
+    """Inference leaves nothing behind that would break training."""
     tensors = make(setup)
     expected = gradients(setup.fused, tensors)
     with torch.inference_mode():
@@ -517,7 +517,7 @@ def test_forward_mode_is_refused(setup):
 
 @pytest.mark.parametrize("setup", setups(("relu",), levels=("full",), dropout=(P,)))
 def test_nodes_are_named_after_their_op(setup):
-    """In tracebacks of anomaly mode, profiles and drawings of the graph."""
+    """The names show in tracebacks of anomaly mode, profiles and drawings of the graph."""
     y = setup.fused(make(setup))  # before torch 2.13 a grad_fn does not outlive its output
     node = y.grad_fn
     name = {"linear_act": "LinearAct", "linear_stack": "LinearStack", "mlp": "MLP", "gated_mlp": "GatedMLP"}
@@ -534,7 +534,7 @@ def levels_of(watch: Watch) -> list[str]:
 @pytest.mark.parametrize("reentrant", [False, True, None], ids=["non-reentrant", "reentrant", "ours"])
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_inside_a_checkpoint(setup, reentrant):
-    """The same gradients and masks; what is rebuilt anyway is not rebuilt twice: no product more than without us."""
+    """Gradients and masks are the same, and nothing is rebuilt twice: no more products than in plain PyTorch."""
     tensors = make(setup)
 
     def checkpointed(function):

@@ -1,4 +1,4 @@
-"""Tensor subclasses as arguments: what each is to an op, and that no memory is read that means something else."""
+"""Tensor subclasses as arguments: how an op takes each, and that it never misreads a subclass's memory."""
 
 import logging
 
@@ -133,11 +133,11 @@ def test_a_causal_bias_has_one_place():
     with pytest.raises(TypeError, match="result of an operation on a CausalBias"):
         attention(attn_mask=mask[0])(tensors)
     x, weight = torch.randn(3, 6), torch.randn(5, 6)
-    with pytest.raises(TypeError, match="linear_act: a CausalBias is no tensor of numbers"):
+    with pytest.raises(TypeError, match="linear_act: a CausalBias does not hold numbers"):
         ckptkern.linear_act(mask, weight)
-    with pytest.raises(TypeError, match="mlp: a CausalBias is no tensor of numbers"):
+    with pytest.raises(TypeError, match="mlp: a CausalBias does not hold numbers"):
         ckptkern.mlp(x, weight, None, bias.causal_lower_right(4, 5)[0], None)
-    with pytest.raises(TypeError, match="attention_block: a CausalBias is no tensor of numbers"):
+    with pytest.raises(TypeError, match="attention_block: a CausalBias does not hold numbers"):
         ckptkern.attention_block(
             torch.randn(2, 4, 6), torch.randn(18, 6), None, torch.randn(6, 6), None, 2,
             key_padding_mask=bias.causal_upper_left(2, 4)[0],

@@ -30,7 +30,7 @@ from ckptkern.memory import kept_tensors
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    """Compiled code of one test is no recompilation of another's."""
+    """Without this, a test's compilation would count as a recompilation of another test's code."""
     torch._dynamo.reset()
 
 
@@ -54,7 +54,7 @@ def test_opcheck(setup):
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("setup", setups(("relu",), dropout=(P,)))
 def test_exported_graphs_have_gradients(setup, backend):
-    """Of torch.export only the bare ops are left: kernels recorded no graph, so parameters silently got no gradient."""
+    """torch.export leaves only the bare ops. If these recorded no graph, parameters would silently get no gradient."""
     tensors = make(setup)
     with ckptkern.backend(backend):
         assert_same(through_export(setup.call, tensors), gradients(setup.fused, tensors))
@@ -326,7 +326,7 @@ def test_jacobian(setup):
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("setup", setups(dropout=(0.0, P)))
 def test_batched_gradients(setup, create_graph):
-    """is_grads_batched is a vmap of its own, which torch.func's queries do not see."""
+    """is_grads_batched runs another vmap, which torch.func's queries do not see."""
     tensors = make(setup)
     y = setup.call(tensors)
     dys = torch.stack([output_gradient(y, seed=seed) for seed in range(3)])

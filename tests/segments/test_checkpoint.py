@@ -1,4 +1,4 @@
-"""ckptkern.checkpoint against the plain call: gradients, random state, kept bytes, errors, and what torch's does not see."""
+"""ckptkern.checkpoint against the plain call: gradients, random state, kept bytes, errors, and what torch's misses."""
 
 import collections
 import copy
@@ -118,7 +118,7 @@ def test_autocast_cache_filled_without_gradients():
 
 @pytest.mark.parametrize("preserve", [False, True])
 def test_preserve_rng_state(preserve):
-    """Without it the recomputed mask is another; with it backward sees forward's."""
+    """Without it recompute draws another mask; with it backward uses forward's."""
     torch.manual_seed(SEED)
     x = torch.ones(1000, requires_grad=True)
     y = checkpoint(lambda x: F.dropout(x, 0.5) * x, x, preserve_rng_state=preserve)
@@ -186,7 +186,7 @@ def test_arguments_and_outputs_of_any_kind():
 
 
 def test_containers_may_change_after_forward():
-    """What was given is what is recomputed."""
+    """Recompute uses the arguments as they were given."""
     xs = [torch.randn(3, requires_grad=True)]
     y = checkpoint(lambda xs: xs[0].sin(), xs)
     x = xs.pop()
@@ -269,7 +269,7 @@ def test_second_backward_through_a_retained_graph():
 
 
 def test_recomputed_tensors_are_let_go_with_retain_graph():
-    """Rule 4 of torch's: what a backward pass has read is gone, though the graph stays."""
+    """As in torch's: what a backward pass has read is freed, though the graph stays."""
     alive = []
 
     def function(x):
@@ -402,7 +402,7 @@ def test_kept_bytes_are_the_arguments():
 
 
 def test_hooks_around_a_segment_see_its_arguments():
-    """save_on_cpu and our storage reach what a segment keeps; those inside it do as they please."""
+    """So save_on_cpu and our storage around a segment reach what it keeps."""
     model, x, seen = mlp(), torch.randn(5, 8, requires_grad=True), []
 
     def pack(t):
@@ -505,9 +505,9 @@ MISMATCHES = {
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """What torch logs with debug=True is no format string, which pytest's log capture takes as an error.
+    """What torch logs with debug=True is not a format string, which pytest's log capture takes as an error.
 
-    torch stops it from propagating, for good; pytest then hangs its capture on the logger itself in the next test.
+    torch stops its logger from propagating, for good; pytest then attaches its capture to that logger in the next test.
     """
     monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", True)
 
@@ -515,7 +515,7 @@ def quiet(monkeypatch):
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_recompute_that_differs(name, debug, quiet):
-    """torch's class and words, so that what matches on them goes on working."""
+    """Errors have torch's class and words, so that code which matches on them goes on working."""
     first, second, message = MISMATCHES[name]
     x = torch.randn(4, requires_grad=True)
     y = checkpoint(alternating(first, second), x, debug=debug, early_stop=False)
@@ -648,7 +648,7 @@ def test_parameter_changed_in_place(given):
 
 
 def test_a_parameter_that_autograd_does_not_save():
-    """A bias is in no saved tensor, and its change changes what is rebuilt from it."""
+    """A bias is in no saved tensor, but changing it changes what is rebuilt."""
     model, x = mlp(), torch.randn(5, 8, requires_grad=True)
     y = checkpoint(model, x)
     with torch.no_grad():
@@ -669,7 +669,7 @@ def test_optimizer_steps_before_backward():
 
 
 def test_a_forward_that_changes_its_own_parameter():
-    """A weight that is clamped in every forward is no error, with a retained graph either."""
+    """A weight that every forward clamps is not an error, also with a retained graph."""
 
     class Clamped(nn.Linear):
         def forward(self, x):
@@ -819,7 +819,7 @@ def test_modules_that_change_their_own_parameters_run_twice_and_nested():
 
 
 def test_values_under_a_selective_policy():
-    """The checksums' own ops are none of the policy's."""
+    """The policy does not see the checksums' own ops."""
     x, drift = torch.randn(4, requires_grad=True), [0.0]
     for ops, changes in (
         ([torch.ops.aten.exp.default], [0.0]),
@@ -1157,6 +1157,6 @@ sys.last = Last()
 
 
 def test_a_thread_that_python_ends_inside_of_a_segment():
-    """Its stack is unwound without a thread state: nothing on it may ask for one. Three, for not every crash is seen."""
+    """The thread is unwound without a thread state, so nothing on its stack may need one. Three runs: not all would crash."""
     runs = [subprocess.Popen([sys.executable, "-c", ENDS_IN_A_SEGMENT]) for _ in range(3)]
     assert [run.wait() for run in runs] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""ckptkern's checkpoint behind torch's: who gets it, what the arguments do, under torch.compile, and torch's given back."""
+"""patch_torch: which callers run ours, what the arguments do, torch.compile, and how torch's function is restored."""
 
 import functools
 import importlib.util
@@ -42,7 +42,7 @@ partial = functools.partial(checkpoint, use_reentrant=False)
 
 
 def imported(tmp_path, name: str):
-    """A module that someone else wrote."""
+    """A module that somebody else wrote."""
     path = tmp_path / f"{name}.py"
     path.write_text(SOURCE)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -56,7 +56,7 @@ def by_attribute(function, x):
 
 
 class Seen(nn.Module):
-    """Is the segment that it runs in ours?"""
+    """Does it run in a segment of ours?"""
 
     def forward(self, x):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -239,7 +239,7 @@ def test_compiled(call, fullgraph):
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("call", ["attribute", "ckptkern's"])
 def test_ours_put_in_place_of_torchs(call, fullgraph, monkeypatch):
-    """As Unsloth puts its own: a RecursionError, for torch's was looked for at its place."""
+    """Unsloth replaces torch's function in this way; looking torch's up by its name gave a RecursionError."""
     monkeypatch.setattr(torch_checkpoint, "checkpoint", ckptkern.checkpoint)
     step, x, expected = compiled_step(call, fullgraph)
     torch.testing.assert_close(torch.autograd.grad(step(x).sum(), x), expected)
@@ -257,7 +257,7 @@ with ckptkern.patch_torch():
 
 
 def test_torchs_has_run_before_ours_was_imported():
-    """torch keeps what it calls in the function's place on the function itself, from its first call on."""
+    """From its first call on, torch keeps on the function itself what it calls in the function's place."""
     done = subprocess.run(
         [sys.executable, "-c", AFTER_A_CALL], capture_output=True, text=True, cwd=Path(__file__).parent
     )

@@ -1,4 +1,4 @@
-"""Strategies: which layers become segments, what is kept then, and the same gradients whatever they are."""
+"""Strategies: which layers become segments, what is then kept, and that gradients do not depend on the choice."""
 
 import copy
 import math
@@ -62,7 +62,7 @@ def test_names_are_those_of_the_children():
     (6, "between 1 and the number of layers, 5, but is 6"),
     (True, "segments must be a number of segments"),
     (None, "but is None"),
-    ("every 0", "every 1st layer or more"),
+    ("every 0", "'every k' with k at least 1"),
     ("block*", r"segments='block\*' chooses none of the layers 0, 1, 2, 3, 4"),
     ("2 gigs", r"'2 gigs' chooses none of the layers 0, 1, 2, 3, 4: it is neither 'sqrt' nor .* such as '2GiB'"),
     ("-2GiB", r"'-2GiB' chooses none .* such as '2GiB'"),
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_plain_run(segments, x):
     (1, DEPTH + 1), (DEPTH, DEPTH + 1), (3, 2 + 5), ("every 1", DEPTH), ("every 2", DEPTH + 1),
 ])  # fmt: skip
 def test_kept_bytes(segments, tensors, x):
-    """In tensors of the layers' width: x, and what plain layers keep, which is each one's ReLU."""
+    """Kept, in tensors of the layers' width: x, and what plain layers keep, which is each layer's ReLU."""
     model = deep()
     assert kept(model, lambda x: checkpoint_sequential(model, segments, x), x) == tensors * ROW_BYTES
 
@@ -141,12 +141,12 @@ def test_measured_on_fake_tensors_is_what_is_kept(activation, x):
 
 
 def test_a_bound_that_cannot_hold(x):
-    with pytest.raises(ValueError, match="no more than 2 KiB shall be kept, but one segment of all layers keeps 2 KiB"):
+    with pytest.raises(ValueError, match="at most 2 KiB may be kept, but one segment of all layers keeps 2 KiB"):
         split(deep(), "2047 B", x)
 
 
 def test_measuring_changes_nothing(x):
-    """No statistics, no random numbers, no gradients, and the input may be large: it is traced on fake tensors."""
+    """Measuring changes no statistics, random numbers or gradients, and is quick for a large input: tensors are fake."""
     model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), ckptkern.nn.MLP(WIDTH, 64))
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     parts = split(model, "3KiB", x)

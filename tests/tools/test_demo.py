@@ -53,7 +53,7 @@ def test_end_to_end(tmp_path, capsys):
     assert [row["way"] for row in written["table"]] == list(config.WAYS)
     assert all(agreement["limited"] for agreement in written["agreement"])
     plain, checkpointed, ours = written["table"]
-    # ckptkern at "full" keeps the inputs of its blocks, as checkpoint does, and what stands round them
+    # ckptkern at "full" keeps the inputs of its blocks, as checkpoint does, and what is kept outside of them
     assert ours["kept_mib"] <= checkpointed["kept_mib"] < plain["kept_mib"] / 2
     assert ours["peak_mib"] < plain["peak_mib"]
     assert plain["ratio"] == 1.0

@@ -1,4 +1,4 @@
-"""The tutorials' models in segments: the plain run's bits, for a part of its memory."""
+"""The tutorials' models in segments give the plain run's bits for a part of its memory."""
 
 import pytest
 import torch

@@ -62,7 +62,7 @@ def test_a_check_that_raises_fails_and_the_rest_goes_on(monkeypatch, capsys):
 
 
 def test_a_backend_that_there_is_not_fails(monkeypatch, capsys):
-    """With the error that every layer then raises."""
+    """The check fails with the error that every layer then raises."""
     monkeypatch.setattr(verify._choices._choice, "backend", "foo")
     with pytest.raises(ValueError, match="CKPTKERN_BACKEND") as raised:
         ops.dropout(torch.ones(3), 0.5)

@@ -12,7 +12,7 @@ from .results import Summary
 from .training import Run
 
 COLORS = {"torch": "#a9b4c0", "torch.utils.checkpoint": "#e38b2c", "ckptkern": "#0b6e7f"}
-# the curves lie on top of each other: each is narrower than the one below it
+# the curves lie on top of each other, so each is narrower than the one below it
 WIDTHS = {"torch": 7.0, "torch.utils.checkpoint": 3.5, "ckptkern": 1.3}
 EQUAL = 1e-9  # where a difference of 0 is drawn, below the last bit of a float32 loss
 
@@ -25,7 +25,7 @@ def draw_figure(
     differences: dict[str, list[float]],
     limit: float | None,
 ) -> None:
-    """Writes a PNG. differences: of every further way from the first, step by step; limit: theirs, if they have one."""
+    """Writes a PNG. differences: every further way's from the first, per step; limit: theirs, if they have one."""
     figure = Figure(figsize=(12.5, 7.0), layout="constrained")
     figure.suptitle(title, fontsize=12)
     grid = figure.add_gridspec(2, 2, width_ratios=(1.7, 1.0), height_ratios=(1.7, 1.0))

@@ -96,7 +96,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
-        for block in self.blocks:  # GPT-2: what is added to the residual stream starts smaller with depth
+        for block in self.blocks:  # as in GPT-2: smaller with depth, because each adds to the residual stream
             for linear in (block.attention.out, block.mlp.fc2):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * config.layers))
 

@@ -1,4 +1,4 @@
-"""What the demo's runs come to: the table, how far the loss curves lie apart, and the files of both."""
+"""The results of the demo's runs: the table, the differences of the loss curves, and the files of both."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Agreement:
 
 
 def tail_steps(config: Config) -> int:
-    """How many last steps the final training loss is the mean of."""
+    """The number of last steps over which the final training loss is averaged."""
     return max(1, min(20, config.steps // 5))
 
 
@@ -82,8 +82,8 @@ def relative_differences(first: Run, other: Run) -> list[float]:
 def agreements(config: Config, runs: list[Run]) -> list[Agreement]:
     """Every way against the first. Only rounding separates them, except where dropout masks differ.
 
-    The limit holds in fp32 on the CPU; lower precisions and other devices sum in other orders, and training amplifies
-    that. With dropout torch's masks and ckptkern's come from different streams, so those two are two samples.
+    The limit holds in fp32 on the CPU. Lower precisions and other devices sum in other orders, and training amplifies
+    that. With dropout, torch's masks and ckptkern's come from different streams, so their curves are two samples.
     """
     exact = config.device == "cpu" and config.dtype == "fp32"
     result = []

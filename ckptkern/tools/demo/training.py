@@ -1,4 +1,4 @@
-"""The demo's runs, trained side by side step by step, and the bytes and times measured of them."""
+"""The demo's runs, trained side by side step by step, with their bytes and times."""
 
 from __future__ import annotations
 
@@ -116,16 +116,16 @@ def evaluate(config: Config, run: Run, batches: list[tuple[Tensor, Tensor]]) -> 
 
 
 def measured_step(config: Config) -> int:
-    """The step whose bytes are counted: the third, when optimizer state and library workspaces are allocated."""
+    """The step whose bytes are counted: the third, because optimizer state and library workspaces exist by then."""
     return min(2, config.steps - 1)
 
 
 @contextlib.contextmanager
 def cpu_threads(threads: int | None, config: Config) -> Iterator[int]:
-    """Runs the block with so many CPU threads; None: as many as make the first half of an MLP of this run quickest.
+    """Runs the block with this many CPU threads; None: as many as make the first half of an MLP of this run quickest.
 
-    That is fewer than the machine shows where other programs or a container's quota leave less of it: OpenMP threads
-    spin while they wait for one that is not running, and two on a busy core were 20 times slower than one.
+    That may be fewer than the machine shows, if other programs or a container's quota take some: OpenMP threads spin
+    while they wait for one that is not running, and two on a busy core were 20 times slower than one.
     """
     outer = torch.get_num_threads()
     try:
@@ -154,7 +154,7 @@ def short(way: str) -> str:
 
 
 def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
-    """Trains all ways step by step in turn, the order rotating, so that slow moments of the machine hit all alike."""
+    """Trains all ways step by step, in rotating order, so that slow moments of the machine hit all alike."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     runs = start_runs(config)
