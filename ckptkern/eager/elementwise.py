@@ -27,6 +27,7 @@ class Activation(NamedTuple):
     """act: z -> act(z), differentiable. grad: dy, z -> dy * act'(z). act_ and grad_ write the same over z and over dy.
 
     For relu, z may be relu's own output: the gradient is the same. temporaries: how many more tensors like z grad_ holds.
+    torchs: torch's functions and module classes that a layer may be given, and that are this activation.
     """
 
     act: Callable[[Tensor], Tensor]
@@ -34,6 +35,7 @@ class Activation(NamedTuple):
     act_: Callable[[Tensor], Tensor]
     grad_: Callable[[Tensor, Tensor], Tensor]
     temporaries: int = 0
+    torchs: tuple[object, ...] = ()
 
 
 def _quick_gelu_slope(z: Tensor) -> Tensor:
@@ -47,6 +49,7 @@ ACTIVATIONS = {
         lambda dy, z: _aten.threshold_backward.default(dy, z, 0),
         torch.relu_,
         lambda dy, z: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=dy),
+        torchs=(F.relu, torch.relu, torch.nn.ReLU),
     ),
     "relu2": Activation(
         lambda z: F.relu(z).square(),
@@ -60,6 +63,7 @@ ACTIVATIONS = {
         _aten.gelu_backward.default,
         torch._C._nn.gelu_,
         lambda dy, z: _gelu(dy, z, grad_input=dy),
+        torchs=(F.gelu, torch.nn.GELU),  # nn.GELU(approximate="tanh") is gelu_tanh
     ),
     "gelu_tanh": Activation(
         lambda z: F.gelu(z, approximate="tanh"),
@@ -79,6 +83,7 @@ ACTIVATIONS = {
         _aten.silu_backward.default,
         lambda z: F.silu(z, inplace=True),
         lambda dy, z: _aten.silu_backward.grad_input(dy, z, grad_input=dy),
+        torchs=(F.silu, torch.nn.SiLU),
     ),
     "identity": Activation(lambda z: z, lambda dy, z: dy, lambda z: z, lambda dy, z: dy),
 }

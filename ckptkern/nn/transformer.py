@@ -9,26 +9,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import ops
+from .. import eager, ops
 from ..ops._checks import check_level
 from ..subclasses import PLAIN
 from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout
 from .plain import DROPOUT, plain, untouched
 
-_FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
-
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     """The name that ckptkern.mlp_block knows `activation` by, or None."""
-    for function, name in _FUNCTIONS:
-        if activation is function:
-            return name
-    if not plain((torch.nn.GELU, torch.nn.ReLU, torch.nn.SiLU), activation):
-        return None
-    if type(activation) is torch.nn.GELU:
-        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    return "relu" if type(activation) is torch.nn.ReLU else "silu"
+    for name, entry in eager.ACTIVATIONS.items():
+        for known in entry.torchs:
+            if activation is known:
+                return name
+            if type(activation) is known and plain((known,), activation):
+                return "gelu_tanh" if getattr(activation, "approximate", "none") == "tanh" else name
+    return None
 
 
 def _drops(*dropouts: torch.nn.Module) -> bool:

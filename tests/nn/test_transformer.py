@@ -24,6 +24,7 @@ from twins import (
 
 import ckptkern
 from ckptkern.memory import kept_tensors
+from ckptkern.nn.transformer import activation_name
 
 E, H, HIDDEN, B, T, S = 12, 3, 20, 2, 5, 7
 LAYERS = {"encoder": "TransformerEncoderLayer", "decoder": "TransformerDecoderLayer"}
@@ -373,6 +374,21 @@ def test_hooks_of_submodules_run(name, kind):
 class Doubled(torch.nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+def test_torchs_activations_are_known():
+    """A layer calls what it does not know, which no comparison of results shows."""
+    known = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
+    known |= {
+        torch.nn.ReLU(): "relu",
+        torch.nn.GELU(): "gelu",
+        torch.nn.GELU("tanh"): "gelu_tanh",
+        torch.nn.SiLU(): "silu",
+    }
+    hooked = torch.nn.ReLU()
+    hooked.register_forward_hook(lambda *_: None)
+    known |= dict.fromkeys((F.elu, torch.nn.Tanh(), hooked, type("Own", (torch.nn.ReLU,), {})()))
+    assert {activation: activation_name(activation) for activation in known} == known
 
 
 @pytest.mark.parametrize("kind", LAYERS)

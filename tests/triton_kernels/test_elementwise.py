@@ -1,5 +1,7 @@
 """Activations over the whole range of each dtype; relu's backward from z, y and bits; the dropout kernel."""
 
+import re
+
 import pytest
 import torch
 from kernel_cases import ACTIVATIONS, DTYPES, LAUNCHERS, dropout_of, inputs_of, kernel
@@ -84,13 +86,19 @@ def test_whole_range(activation, dtype, device):
     assert_accurate_in_every_binade(dz[0], eager.act_grad_of(dh, z, activation), slope, z)
 
 
+def test_every_activation_has_its_formulas():
+    """Here, as the exact values, and in the table of the kernels' docstring."""
+    assert EXACT.keys() == eager.ACTIVATIONS.keys()
+    rows = re.findall(r"^\| (\w+) \|", elementwise.__doc__, re.MULTILINE)
+    assert rows == ["name", *eager.ACTIVATIONS]
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_forms_of_an_activation_agree(activation, dtype):
-    """In place or not, act(z) and dy act'(z) have the same bits, in z's own dtype; every activation has a formula above."""
+    """In place or not, act(z) and dy act'(z) have the same bits, in z's own dtype."""
     z, dy = torch.randn(64, 33).to(dtype) * 3, torch.randn(64, 33).to(dtype)
     form = eager.ACTIVATIONS[activation]
-    assert EXACT.keys() == eager.ACTIVATIONS.keys()
     for result, in_place in (
         (form.act(z), form.act_(z.clone())),
         (form.grad(dy, z), form.grad_(dy.clone(), z)),
