@@ -217,7 +217,7 @@ def test_a_transposed_weight_says_which_way_it_lies():
     with pytest.raises(RuntimeError) as raised:
         ckptkern.linear_act(X, W.t(), B)
     assert str(raised.value) == (
-        "linear_act: input has 8 features but weight has in_features=5; weight must be [out_features, in_features], as of "
+        "linear_act: input has 8 features but weight has in_features=5; weight must be [out_features, in_features], as in "
         "nn.Linear, but is (8, 5): pass weight.t()"
     )
     with pytest.raises(RuntimeError, match=r"fc2_weight must be .* but is \(16, 8\): pass fc2_weight.t\(\)"):
