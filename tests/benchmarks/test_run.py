@@ -13,11 +13,11 @@ from torch import nn
 
 import ckptkern
 from ckptkern import __main__
-from ckptkern.benchmarks import cases, measure, report, run
+from ckptkern.benchmarks import cases, measure, models, report, run
 
 TINY = cases.Case(
     "tiny",
-    lambda width: cases.MLP(width, nn.GELU()),
+    lambda width: models.MLP(width, nn.GELU()),
     lambda model, level: (
         lambda x: ckptkern.mlp(
             x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, "gelu", recompute=level
@@ -304,7 +304,7 @@ def test_flash_alone_is_missing_without_a_gpu():
 def test_attention_in_float64_is_sdpas():
     q, k, v = (torch.randn(2, heads, 7, 4, dtype=torch.float64) for heads in (4, 2, 2))
     expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(cases.attend(q, k, v), expected)
+    torch.testing.assert_close(models.attend(q, k, v), expected)
 
 
 def test_dropout_that_keeps_too_much_is_wrong():
