@@ -1,6 +1,7 @@
 """Activation recomputation inside the backward kernels, for PyTorch."""
 
 from . import errors, memory, nn, storage
+from .conversion import Conversion, convert, revert
 from .ops import (
     ACTIVATIONS,
     attention_block,
@@ -21,7 +22,8 @@ from .segments.sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
 __all__ = [
-    "ACTIVATIONS", "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "dropout",
-    "errors", "gated_mlp", "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch",
+    "ACTIVATIONS", "Conversion", "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed",
+    "convert", "dropout",
+    "errors", "gated_mlp", "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch", "revert",
     "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch", "varlen_attn",
 ]  # fmt: skip

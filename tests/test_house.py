@@ -38,9 +38,10 @@ LAYERS = {
     "ops": 3,
     "segments": 3,
     "nn": 4,
-    "tools": 5,
-    "benchmarks": 6,
-    "__main__": 7,
+    "conversion": 5,
+    "tools": 6,
+    "benchmarks": 7,
+    "__main__": 8,
 }
 TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
 WITH_EXTRAS = {"benchmarks", "tools", "__main__"}

@@ -11,16 +11,17 @@ from .dropout import Dropout
 DROPOUT = (torch.nn.Dropout, Dropout)
 
 
+def runs_class_forward(module: torch.nn.Module) -> bool:
+    """Is its forward that of its class?"""
+    own = module.__dict__.get("forward")
+    # Hugging Face's kernelize binds the class's own forward to the instance
+    return own is None or (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module)
+
+
 def untouched(module: torch.nn.Module) -> bool:
     """Does calling the module run its class's forward and nothing else: no hooks, no forward set on the instance?"""
-    own = module.__dict__.get("forward")
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        # Hugging Face's kernelize binds the class's own forward to the instance
-        or (own is not None and not (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module))
+    return runs_class_forward(module) and not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 

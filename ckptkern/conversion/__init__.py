@@ -1,0 +1,14 @@
+"""ckptkern.convert: fused segments in a model that exists, without knowing its architecture.
+
+trace    the dataflow of one call of a module
+leaves   what each leaf computes, found out by its numbers
+reading, attention, grammar   the graph, read backwards as one fused op
+proof    the fused op and the original forward compute the same
+binding  what stands in for the module's forward, and its guard
+report   what was done
+"""
+
+from .convert import convert, revert
+from .report import Conversion, Row
+
+__all__ = ["Conversion", "Row", "convert", "revert"]

@@ -1,0 +1,250 @@
+"""Reads an attention core: projections, q/k norm, rotary tables, mask and scale, in torch's op or written out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .leaves import Linear, Weight, in_training
+from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Argument, Part, Rows, Steps
+from .trace import Node, Unreadable
+
+SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+MHA = (
+    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
+)  # fmt: skip
+
+
+@dataclass
+class Core:
+    """softmax(q k^T scale + mask) v as the module calls it."""
+
+    query: Node
+    key: Node
+    value: Node
+    mask: Node | None
+    dropout_p: Any
+    is_causal: bool
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass
+class Projection:
+    """What lies between a core's operand and the linear layers that it comes from."""
+
+    linears: list[Node] = field(default_factory=list)
+    norms: list[Node] = field(default_factory=list)
+    outside: list[Node] = field(default_factory=list)  # arguments and other tensors that meet it: rotary tables
+    factor: float = 1.0
+
+
+def read_attention(steps: Steps, node: Node) -> Part:
+    after = []
+    end = steps.strip(node, after)
+    if end.kind == "module" and isinstance(steps.leaves.leaf(end), nn.MultiheadAttention):
+        return _of_module(steps, end, steps.probability(after))
+    out = steps.linear(end, "the branch's end")
+    core = read_core(steps, steps.strip(end.inputs[0]))
+    q, k, v = (projection(steps, one) for one in (core.query, core.key, core.value))
+    if v.norms or v.outside or v.factor != 1.0:
+        raise Unreadable("v is changed between its projection and the core")
+    arguments, x, choices = _projections(steps, core, q, k, v)
+    arguments |= _norms(steps, q, k)
+    rotary, rotary_choices = _rotary(steps, q, k)
+    arguments |= {
+        "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "rotary": rotary,
+        "scale": core.scale * q.factor * k.factor, "dropout_p": core.dropout_p,
+        "resid_dropout_p": steps.probability(after), "attn_mask": _mask(steps, core.mask),
+    }  # fmt: skip
+    if core.softcap is not None:
+        arguments["softcap"] = core.softcap
+    return Part(arguments, x, choices + rotary_choices)
+
+
+# -- the core
+
+
+def read_core(steps: Steps, node: Node) -> Core:
+    if node.is_function("scaled_dot_product_attention"):
+        call = node.called_with(*SDPA)
+        scale, D = call.get("scale"), call["query"].shape[-1]
+        return Core(
+            call["query"], call["key"], call["value"], call.get("attn_mask"), in_training(call.get("dropout_p", 0.0)),
+            bool(call.get("is_causal", False)), D**-0.5 if scale is None else float(scale),
+        )  # fmt: skip
+    if node.is_function(*PRODUCT):
+        return _written_out(steps, node)
+    raise steps.refuse("no attention core but", node)
+
+
+def _written_out(steps: Steps, node: Node) -> Core:
+    """matmul(dropout(softmax(scores)), v)."""
+    dropouts = []
+    weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
+    if not weights.is_function("softmax"):
+        raise steps.refuse("a product whose left operand is no softmax but", weights)
+    scores, masks, scale, softcap = steps.strip(weights.inputs[0]), [], 1.0, None
+    while not scores.is_function(*PRODUCT):
+        if scores.is_function(*ADD) and len(scores.inputs) == 2:
+            a, b = (steps.strip(one) for one in scores.inputs)
+            scores, mask = (a, b) if b.kind in ("argument", "parameter", "constant") else (b, a)
+            masks.append(mask)
+        elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
+            number = _number(steps, scores)
+            if softcap is None and (inner := steps.strip(scores.inputs[0])).is_function("tanh"):
+                softcap, scores = number, steps.strip(inner.inputs[0])
+            else:
+                scale, scores = scale * number, steps.strip(scores.inputs[0])
+        else:
+            raise steps.refuse("scores are formed by", scores)
+    if len(masks) > 1:
+        raise Unreadable("two masks are added")
+    if softcap is not None:
+        scale *= softcap  # tanh reads scores / softcap
+    query, key = scores.inputs
+    return Core(
+        query, key, value, masks[0] if masks else None, steps.probability(dropouts), False, scale, softcap
+    )  # fmt: skip
+
+
+def _number(steps: Steps, node: Node) -> float:
+    numbers = [one for one in node.args if isinstance(one, (int, float))]
+    if len(numbers) != 1:
+        raise steps.refuse("no number scales", node)
+    return 1 / numbers[0] if node.is_function(*DIVIDE) else float(numbers[0])
+
+
+# -- what is before it
+
+
+def projection(steps: Steps, node: Node, found: Projection | None = None) -> Projection:
+    """All linear layers behind a node, and the norms, outside tensors and factors on the way."""
+    found = Projection() if found is None else found
+    node = steps.strip(node)
+    if steps.leaves.linear(node) is not None:
+        if node not in found.linears:
+            found.linears.append(node)
+        return found
+    if node.kind in ("argument", "constant", "parameter"):
+        if node not in found.outside:
+            found.outside.append(node)
+        return found
+    if steps.leaves.norm(node) is not None:
+        if node not in found.norms:
+            found.norms.append(node)
+    elif node.kind == "module":
+        raise steps.refuse("between projection and core is", node)
+    elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
+        found.factor *= _number(steps, node)
+    for one in node.inputs:
+        projection(steps, one, found)
+    return found
+
+
+def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection):
+    """(arguments, the node that the projections read, choices)."""
+    if any(len(one.linears) != 1 for one in (q, k, v)):
+        raise Unreadable("q, k and v do not come from one linear layer each")
+    nodes = [one.linears[0] for one in (q, k, v)]
+    layers: list[Linear] = [steps.leaves.linear(one) for one in nodes]
+    sources = {id(steps.strip(one.inputs[0])): one.inputs[0] for one in nodes}
+    if len(sources) > 1:
+        raise Unreadable("cross-attention: q and k, v read different tensors")
+    x, D, H = nodes[0].inputs[0], core.query.shape[-1], core.query.shape[-3]
+    if nodes[0] is nodes[1] is nodes[2]:
+        rows = layers[0].out_features
+        H_kv, rest = divmod(rows // D - H, 2)
+        if rows % D or rest or H_kv < 1:
+            raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
+        arguments = {"qkv_weight": layers[0].weight, "qkv_bias": layers[0].bias}
+        choices = [[{}, {"qkv_layout": "heads"}]]
+        return arguments | {"num_heads": H, "num_kv_heads": H_kv}, x, choices
+    weights: list[Weight | Rows] = [one.weight for one in layers]
+    biases: list[Weight | Rows | None] = [one.bias for one in layers]
+    if nodes[1] is nodes[2]:  # q, and k with v
+        for i in (1, 2):
+            weights[i] = Rows(layers[1].weight, i - 1, 2)
+            biases[i] = layers[1].bias and Rows(layers[1].bias, i - 1, 2)
+    k_rows = layers[1].out_features // (2 if nodes[1] is nodes[2] else 1)
+    arguments = {
+        "qkv_weight": weights, "qkv_bias": biases if any(b is not None for b in biases) else None,
+        "num_heads": H, "num_kv_heads": k_rows // D,
+    }  # fmt: skip
+    return arguments, x, []
+
+
+def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
+    if not q.norms and not k.norms:
+        return {}
+    if len(q.norms) != 1 or len(k.norms) != 1:
+        raise Unreadable("q and k do not have one norm each")
+    found = [steps.leaves.norm(one.norms[0]) for one in (q, k)]
+    if found[0].kind != found[1].kind or found[0].eps != found[1].eps:
+        raise Unreadable(f"two kinds of norm of q and k: {found[0]} and {found[1]}")
+    if any(one.weight is None for one in found):
+        raise Unreadable("norms of q and k without a weight")
+    pairs = tuple(one.weight if one.bias is None else (one.weight, one.bias) for one in found)
+    arguments = {"qk_norm": pairs, "qk_norm_eps": found[0].eps}
+    return arguments if found[0].kind == "rms" else arguments | {"qk_norm_kind": found[0].kind}
+
+
+def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
+    """(the tables, choices)."""
+    if [id(one) for one in q.outside] != [id(one) for one in k.outside]:
+        raise Unreadable("q and k meet different tensors from outside")
+    if not q.outside:
+        return None, []
+    if len(q.outside) != 2 or any(one.kind != "argument" for one in q.outside):
+        kinds = ", ".join(map(steps.leaves.describe, q.outside))
+        raise Unreadable(f"what q and k meet is no (cos, sin) among the arguments: {kinds}")
+    cos, sin = (one.source for one in q.outside)
+    choices = [
+        {"rotary": (Argument(cos), Argument(sin)), "rotary_interleaved": False},
+        {"rotary": (Argument(cos), Argument(sin)), "rotary_interleaved": True},
+        {"rotary": (Argument(cos, "twice"), Argument(sin, "twice")), "rotary_interleaved": False},
+        {"rotary": (Argument(cos, "each twice"), Argument(sin, "each twice")), "rotary_interleaved": True},
+        {"rotary": (Argument(cos, "halves"), Argument(sin, "halves")), "rotary_interleaved": True},
+    ]
+    return choices[0]["rotary"], [choices]
+
+
+def _mask(steps: Steps, mask: Node | None) -> Argument | None:
+    if mask is None:
+        return None
+    mask = steps.strip(mask)
+    if mask.kind != "argument":
+        raise steps.refuse("the mask is no argument but", mask)
+    return Argument(mask.source)
+
+
+# -- torch's own module
+
+
+def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
+    """Self-attention by an nn.MultiheadAttention inside the module."""
+    module: nn.MultiheadAttention = steps.leaves.leaf(node)
+    call, path = node.called_with(*MHA), node.source
+    if node.output or call.get("need_weights", True) or not module.batch_first:
+        raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
+    if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+        raise Unreadable("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn")
+    if not call["query"] is call["key"] is call["value"]:
+        raise Unreadable("cross-attention")
+    masks = {name: _mask(steps, call.get(name)) for name in ("key_padding_mask", "attn_mask")}
+    if call.get("is_causal", False):  # the hint stands for attn_mask
+        masks["attn_mask"] = None
+    if isinstance(call.get("attn_mask"), Node) and len(call["attn_mask"].shape) != 2:
+        raise Unreadable("nn.MultiheadAttention with a mask for each head")
+    bias = module.in_proj_bias is not None
+    arguments = {
+        "qkv_weight": Weight(f"{path}.in_proj_weight"), "qkv_bias": Weight(f"{path}.in_proj_bias") if bias else None,
+        "out_weight": Weight(f"{path}.out_proj.weight"), "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
+        "num_heads": module.num_heads, "scale": 1 / math.sqrt(module.head_dim), "mask_hides": True,
+        "is_causal": bool(call.get("is_causal", False)), "dropout_p": in_training(module.dropout),
+        "resid_dropout_p": resid_dropout_p, **masks,
+    }  # fmt: skip
+    return Part(arguments, call["query"])

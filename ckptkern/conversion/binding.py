@@ -1,0 +1,339 @@
+"""What stands in for a module's forward: the fused call, and the guard that decides in each call whether it applies."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from .. import ops
+from ..nn.plain import untouched
+from ..segments.checkpoint import checkpoint
+from ..subclasses import PLAIN
+from .leaves import Probability, Weight
+from .reading import Argument, Rows
+from .trace import PLAIN_VALUES, plain_attributes
+
+# Alone, an MLP at "selective" would keep its widest tensors; what such a model keeps for attention is kept in these ops.
+LEVELS = {("mlp_block", "selective"): "full", ("linear_stack", "selective"): "full"}
+
+REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
+
+
+def pattern_of(args: tuple, kwargs: dict[str, Any], flat: list[Any]) -> tuple:
+    """What a call's arguments must have in common with those that were proven: structure, dims, dtypes and plain values.
+
+    Their leaves are appended to `flat`, in the order of trace.leaves_of. This runs in each call, so tensors come first.
+    """
+    key: list[Any] = [*kwargs]
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is Tensor:
+            flat.append(value)
+            key.append(value.dtype)
+            key.append(value.dim())
+        elif kind in PLAIN_VALUES:
+            flat.append(value)
+            key.append(value)
+        elif kind is tuple or kind is list:
+            key.append((kind, pattern_of(value, {}, flat)))
+        elif kind is dict:
+            key.append((kind, pattern_of((), value, flat)))
+        else:
+            flat.append(value)
+            key.append(kind if not isinstance(value, Tensor) else (kind, value.dtype, value.dim()))
+    return tuple(key)
+
+
+def regardless_of_precision(pattern: tuple) -> tuple:
+    """The pattern with one dtype for all that are floating point: autocast changes them, and no proof depends on them."""
+    return tuple(
+        regardless_of_precision(one)
+        if isinstance(one, tuple)
+        else torch.float32
+        if isinstance(one, torch.dtype) and one.is_floating_point
+        else one
+        for one in pattern
+    )
+
+
+def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """(the submodule that owns the parameter, its name there)."""
+    owner, _, name = path.rpartition(".")
+    return module.get_submodule(owner), name
+
+
+# -- arguments of the fused op, from the live module and the live call
+
+
+@dataclass
+class Call:
+    """What the arguments of one call are made of: its flattened arguments, the module's mode, and the parameters that were
+    split, so that each is split once and the gradients of its parts are joined once."""
+
+    flat: list[Any]
+    training: bool
+    parts: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
+# Each of these gets one argument's value in each call. They are objects, not closures, so that deepcopy and pickle take them;
+# `parameters` is a module's own dict, which both bring along as the same object.
+
+
+@dataclass
+class Parameter:
+    parameters: dict[str, Tensor]
+    name: str
+    form: str
+
+    def __call__(self, call: Call) -> Tensor:
+        value = self.parameters[self.name]
+        return value if not self.form else value.t() if self.form == "t" else value + 1
+
+
+@dataclass
+class ParameterRows:
+    parameter: Parameter
+    part: int
+    count: int
+
+    def __call__(self, call: Call) -> Tensor:
+        whole = self.parameter(call)
+        if id(whole) not in call.parts:
+            call.parts[id(whole)] = whole.chunk(self.count)
+        return call.parts[id(whole)][self.part]
+
+
+@dataclass
+class CallArgument:
+    argument: Argument
+
+    def __call__(self, call: Call) -> Any:
+        return in_form(call.flat[self.argument.index], self.argument.form)
+
+
+@dataclass
+class LiveProbability:
+    module: nn.Module | None
+    attribute: str
+    value: float
+
+    def __call__(self, call: Call) -> float:
+        if self.module is None:
+            return self.value if call.training else 0.0
+        return getattr(self.module, self.attribute) if self.module.training else 0.0
+
+
+@dataclass
+class Values:
+    """A tuple or list, in which some are live."""
+
+    values: tuple | list
+    live: list[Callable[[Call], Any] | None]
+
+    def __call__(self, call: Call) -> Any:
+        pairs = zip(self.values, self.live, strict=True)
+        return type(self.values)([value if get is None else get(call) for value, get in pairs])
+
+
+@dataclass
+class Arguments:
+    """Arguments by name: constants, and those that are live."""
+
+    constants: dict[str, Any]
+    live: list[tuple[str, Callable[[Call], Any]]]
+
+    def __call__(self, call: Call) -> dict[str, Any]:
+        return self.constants | {name: get(call) for name, get in self.live}
+
+
+def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
+    """How to get the live value of a template; None for a constant."""
+    if isinstance(value, Weight):
+        owner, name = look_up(module, value.path)
+        return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form)
+    if isinstance(value, Rows):
+        return ParameterRows(getter(module, value.weight), value.part, value.count)
+    if isinstance(value, Argument):
+        return CallArgument(value)
+    if isinstance(value, Probability):
+        owner = module.get_submodule(value.path) if value.attribute else None
+        return LiveProbability(owner, value.attribute, value.value)
+    if isinstance(value, dict):
+        return arguments_getter(module, value)
+    if isinstance(value, (tuple, list)):
+        live = [getter(module, one) for one in value]
+        return Values(value, live) if any(live) else None
+    return None
+
+
+def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Arguments:
+    getters = {name: getter(module, value) for name, value in template.items()}
+    live = [(name, get) for name, get in getters.items() if get is not None]
+    return Arguments({name: template[name] for name, get in getters.items() if get is None}, live)
+
+
+def in_form(tensor: Tensor, form: str) -> Tensor:
+    """Rotary tables as attention_block reads them, from others: half the columns, or those that count."""
+    if form == "twice":
+        return torch.cat((tensor, tensor), -1)
+    if form == "each twice":
+        return tensor.repeat_interleave(2, -1)
+    if form == "halves":
+        return tensor[..., : tensor.shape[-1] // 2].repeat_interleave(2, -1)
+    return tensor
+
+
+class Segment:
+    """A fused op in place of a forward.
+
+    template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns.
+    """
+
+    def __init__(self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None):
+        self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
+        self.arguments = arguments_getter(module, template)
+        self.levels = {level: LEVELS.get((op, level), level) for level in ("none", "selective", "full")}
+        found = {one.index for one in templates(template, Argument)}
+        self.constants = sorted(found - {x})  # the arguments besides x that the op reads, and forms no gradient of
+
+    def __call__(self, flat: list[Any], level: str) -> object:
+        arguments = self.arguments(Call(flat, self.module.training))
+        y = getattr(ops, self.op)(flat[self.x], **arguments, recompute=self.levels[level])
+        return y if self.result is None else in_place(y, flat, *self.result)
+
+
+def templates(template: Any, kind: type) -> Iterator[Any]:
+    """All of a kind in a template."""
+    if isinstance(template, kind):
+        yield template
+    elif isinstance(template, (dict, tuple, list)):
+        for one in template.values() if isinstance(template, dict) else template:
+            yield from templates(one, kind)
+
+
+def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: int) -> object:
+    """y among what else forward returns: None, and its own arguments."""
+    leaves = [flat[one.index] if isinstance(one, Argument) else one for one in leaves]
+    leaves[at] = y
+    return tree_unflatten(leaves, spec)
+
+
+# -- the guard
+
+
+class Watch:
+    """Whether the inside of a module is still what was proven: its submodules, their classes, hooks and plain attributes, and
+    parameters that are plain memory.
+
+    A call pays for seven comparisons of lists whose elements are looked up beforehand. A change that does not matter, such as
+    another attribute, is compared in full once.
+    """
+
+    def __init__(self, module: nn.Module, live: Collection[tuple[str, str]]):
+        """live: (path, attribute) of what each call reads anew."""
+        self.module = module
+        self.structure = [
+            (m, type(m), tuple(m._modules.items()), self.settings(path, m, live)) for path, m in module.named_modules()
+        ]
+        self.lists: tuple | None = None
+
+    @staticmethod
+    def settings(path: str, module: nn.Module, live: Collection[tuple[str, str]]) -> dict[str, Any]:
+        if type(module) is nn.Linear:  # its attributes only describe it
+            return {}
+        plain = plain_attributes(module).items()
+        return {name: value for name, value in plain if name != "training" and (path, name) not in live}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"lists": None}
+
+    def prepare(self) -> None:
+        """Builds the lists, of the module as it was proven."""
+        modules = [m for m, *_ in self.structure]
+        inner = modules[1:]
+        hooks = [
+            d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        ]
+        parents = [
+            (m._modules.values(), tuple(own for _, own in children)) for m, _, children, _ in self.structure if children
+        ]
+        views, children = zip(*parents, strict=True) if parents else ((), ())
+        with_settings = [(m.__dict__, settings) for m, _, _, settings in self.structure if settings]
+        getters = [(operator.itemgetter(*settings), d) for d, settings in with_settings]
+        values = [get(settings) for (get, _), (_, settings) in zip(getters, with_settings, strict=True)]
+        attributes = [m.__dict__ for m in inner]
+        self.lists = (
+            hooks, views, list(children), modules, [kind for _, kind, *_ in self.structure], getters, values,
+            [m._parameters.values() for m in modules if m._parameters],
+            [m.__dict__ for m, _, children, _ in self.structure[1:] if children], attributes, list(map(len, attributes)),
+        )  # fmt: skip
+
+    def unchanged(self) -> bool:
+        if self.lists is None:
+            self.prepare()
+        hooks, views, children, modules, classes, getters, values, parameters, modes, attributes, counts = self.lists
+        training = self.module.training
+        if list(map(len, attributes)) != counts:
+            if not all(map(untouched, modules[1:])):
+                return False
+            counts[:] = map(len, attributes)
+        return (
+            not any(hooks)
+            and list(map(tuple, views)) == children
+            and list(map(type, modules)) == classes
+            and [get(d) for get, d in getters] == values
+            and PLAIN.issuperset(map(type, itertools.chain.from_iterable(parameters)))
+            and all(mode["training"] is training for mode in modes)
+        )
+
+
+Watch.unchanged._dynamo_marked_constant = True  # torch.compile calls it once, and does not trace it
+
+
+class Converted:
+    """A module's forward: the fused call for arguments of a proven pattern, else the forward of the module's class.
+
+    It is an object, not a function or a method, so that deepcopy and pickle follow it. What is not as it was proven (LoRA or
+    a hook inside, a quantized weight) runs the class's forward as a general segment, which keeps its inputs alone.
+    """
+
+    def __init__(self, module: nn.Module, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
+        self.module, self.segments, self.watch, self.recompute = module, segments, watch, recompute
+        self.previous: Callable | None = None  # a forward that the instance had
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(type(self.module).forward, self.module))
+
+    def segment_of(self, pattern: tuple) -> Segment | None:
+        if pattern not in self.segments:
+            segment = self.segments.get(regardless_of_precision(pattern))
+            if torch.compiler.is_compiling() or len(self.segments) >= REMEMBERED:
+                return segment
+            self.segments[pattern] = segment
+        return self.segments[pattern]
+
+    def __call__(self, *args, **kwargs):
+        module, original = self.module, type(self.module).forward
+        if not torch.is_grad_enabled():
+            return original(module, *args, **kwargs)
+        flat: list[Any] = []
+        segment = self.segment_of(pattern_of(args, kwargs, flat))
+        if segment is None:
+            return original(module, *args, **kwargs)
+        if self.watch.unchanged() and not any(_requires_grad(flat[i]) for i in segment.constants):
+            return segment(flat, self.recompute)
+        return checkpoint(MethodType(original, module), *args, **kwargs)
+
+
+def _requires_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

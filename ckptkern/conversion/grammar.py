@@ -1,0 +1,223 @@
+"""Reads a traced graph backwards as one fused op.
+
+    branch  = [drop path] [scale] [norm] core         core = attention | MLP | gated MLP
+    half    = [norm] branch of [norm] x [+ x]
+    layer   = MLP half of attention half | x + attention branch + MLP branch
+
+Views and casts are passed over, and so is what rotates q and k: this is a guess at what the module computes, and proof.py
+decides. Where the graph does not tell, for example which half of a fused weight is the gate, a reading lists all choices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .attention import read_attention
+from .leaves import Leaves, Probability
+from .reading import ADD, MULTIPLY, Part, Reading, Rows, Steps
+from .trace import Node, Unreadable
+
+
+class Grammar(Steps):
+    # -- cores
+
+    def mlp(self, node: Node) -> Part:
+        after, hidden = [], []
+        down_node = self.strip(node, after)
+        down = self.linear(down_node, "the branch's end")
+        h = self.strip(down_node.inputs[0], hidden)
+        arguments = {
+            "down_weight": down.weight, "down_bias": down.bias, "dropout_p": self.probability(hidden),
+            "resid_dropout_p": self.probability(after),
+        }  # fmt: skip
+        if (activation := self.leaves.activation(h)) is not None:
+            up_node = self.strip(h.inputs[0])
+            up = self.linear(up_node, "what the activation reads")
+            return Part(
+                arguments | {"activation": activation, "up_weight": up.weight, "up_bias": up.bias}, up_node.inputs[0]
+            )
+        if h.is_function(*MULTIPLY) and len(h.inputs) == 2:
+            return self.gated(h, arguments)
+        raise self.refuse("the hidden layer ends in", h)
+
+    def gated(self, product: Node, arguments: dict[str, Any]) -> Part:
+        a, b = (self.strip(one) for one in product.inputs)
+        for gate, up in ((a, b), (b, a)):
+            activation = self.leaves.activation(gate)
+            up_layer = self.leaves.linear(up)
+            if activation is None or up_layer is None:
+                continue
+            gate_node = self.strip(gate.inputs[0])
+            gate_layer = self.linear(gate_node, "what the activation reads")
+            arguments = arguments | {"activation": activation}
+            if gate_node is up:  # one weight for both
+                w, b = up_layer.weight, up_layer.bias
+                orders = [
+                    {
+                        "gate_weight": Rows(w, i, 2), "gate_bias": b and Rows(b, i, 2),
+                        "up_weight": Rows(w, 1 - i, 2), "up_bias": b and Rows(b, 1 - i, 2),
+                    }
+                    for i in (0, 1)
+                ]  # fmt: skip
+                return Part(arguments | orders[0], up.inputs[0], [orders])
+            if self.strip(gate_node.inputs[0]) is self.strip(up.inputs[0]):
+                weights = {
+                    "gate_weight": gate_layer.weight, "gate_bias": gate_layer.bias,
+                    "up_weight": up_layer.weight, "up_bias": up_layer.bias,
+                }  # fmt: skip
+                return Part(arguments | weights, up.inputs[0])
+        raise Unreadable("a product that is no gate: of " + " and ".join(map(self.leaves.describe, (a, b))))
+
+    def attention(self, node: Node) -> Part:
+        return read_attention(self, node)
+
+    # -- halves
+
+    def branch(self, node: Node, core) -> Part:
+        """[drop path] [scale] [norm] core."""
+        around: dict[str, Any] = {}
+        node = self.strip(node)
+        if (p := self.leaves.drop_path(node)) is not None:
+            around["drop_path_p"] = p
+            node = self.strip(node.inputs[0])
+        if (scale := self.leaves.scale(node)) is not None:
+            around["branch_scale"] = scale
+            node = self.strip(next(one for one in node.inputs if one.kind != "parameter"))
+        if self.leaves.norm(node) is not None:
+            around |= self.norm_arguments(node, "post_norm")
+            node = node.inputs[0]
+        part = core(node)
+        part.arguments |= around
+        return part
+
+    def half(self, node: Node, core) -> Part:
+        node, trailing = self.strip(node), None
+        if self.leaves.norm(node) is not None:
+            trailing, node = node, self.strip(node.inputs[0])
+        if not (node.is_function(*ADD) and len(node.inputs) == 2):
+            if trailing is not None:
+                raise Unreadable("a norm without a residual")
+            part = self.branch(node, core)
+            return self.with_norm(part, self.strip(part.input), None)
+        reasons = []
+        for residual, branch in (node.inputs, node.inputs[::-1]):
+            try:
+                part = self.branch(branch, core)
+            except Unreadable as reason:
+                reasons.append(str(reason))
+                continue
+            x, h = self.strip(residual), self.strip(part.input)
+            if trailing is not None and h is x:
+                part.arguments |= {"residual": True, "norm_first": False, **self.norm_arguments(trailing)}
+                part.input = x
+                return part
+            if trailing is None:
+                with_residual = self.with_norm(part, h, x)
+                if with_residual.input is x:
+                    return with_residual
+            reasons.append("the residual is not what the branch reads")
+        raise Unreadable(max(reasons, key=len))
+
+    def with_norm(self, part: Part, h: Node, x: Node | None) -> Part:
+        """The part with the norm that it reads from. x: the residual, if there is one."""
+        part.arguments["residual"] = x is not None
+        if h is not x and self.leaves.norm(h) is not None:
+            part.arguments |= self.norm_arguments(h)
+            h = self.strip(h.inputs[0])
+        part.input = h
+        return part
+
+    # -- modules
+
+    def terms(self, node: Node, dropouts: list[Probability]) -> list[Node]:
+        """The terms of a sum."""
+        node = self.strip(node, dropouts)
+        if node.is_function(*ADD) and len(node.inputs) == 2:
+            return [term for one in node.inputs for term in self.terms(one, dropouts)]
+        return [node]
+
+    def parallel(self, node: Node) -> Reading:
+        """x + attention branch + MLP branch."""
+        dropouts: list[Probability] = []
+        terms = self.terms(node, dropouts)
+        arguments = [term for term in terms if term.kind == "argument"]
+        branches = [term for term in terms if term.kind != "argument"]
+        if len(arguments) != 1 or len(branches) != 2:
+            raise Unreadable("not x + attention + MLP")
+        if any(p.value for p in dropouts):
+            raise Unreadable("a dropout over several branches")
+        reasons = []
+        for first, second in (branches, branches[::-1]):
+            try:
+                attention, mlp = self.branch(first, self.attention), self.branch(second, self.mlp)
+            except Unreadable as reason:
+                reasons.append(str(reason))
+                continue
+            x = arguments[0]
+            for part in (attention, mlp):
+                self.with_norm(part, self.strip(part.input), None)
+                if part.input is not x:
+                    raise self.refuse("a branch of a sum reads", part.input)
+                del part.arguments["residual"]
+            return layer_of(attention, mlp, x, parallel=True)
+        raise Unreadable(max(reasons, key=len))
+
+    def layer(self, node: Node) -> Reading:
+        mlp = self.half(node, self.mlp)
+        if mlp.input.kind == "argument":
+            return Reading("mlp_block", mlp.arguments, mlp.input.source, mlp.at())
+        attention = self.half(mlp.input, self.attention)
+        if attention.input.kind != "argument":
+            raise self.refuse("the attention half reads", attention.input)
+        return layer_of(attention, mlp, attention.input)
+
+    def attention_alone(self, node: Node) -> Reading:
+        part = self.half(node, self.attention)
+        if part.input.kind != "argument":
+            raise self.refuse("attention reads", part.input)
+        return Reading("attention_block", part.arguments, part.input.source, part.at())
+
+    def chain(self, node: Node) -> Reading:
+        """act(linear(... act(linear(x)))), one activation throughout."""
+        weights, biases, activations = [], [], []
+        node = self.strip(node)
+        while node.kind != "argument":
+            activations.append(self.leaves.activation(node))
+            if activations[-1] is None:
+                raise self.refuse("no activation but", node)
+            node = self.strip(node.inputs[0])
+            linear = self.linear(node, "what the activation reads")
+            weights.insert(0, linear.weight)
+            biases.insert(0, linear.bias)
+            node = self.strip(node.inputs[0])
+        if not weights or len(set(activations)) > 1:
+            raise Unreadable("no chain of linear layers with one activation")
+        if len(weights) == 1:
+            arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
+            return Reading("linear_act", arguments, node.source)
+        if len({bias is None for bias in biases}) > 1:
+            raise Unreadable("some layers of a chain have a bias, some have none")
+        biases = None if biases[0] is None else biases
+        arguments = {"weights": weights, "biases": biases, "activation": activations[0]}
+        return Reading("linear_stack", arguments, node.source)
+
+
+def layer_of(attention: Part, mlp: Part, x: Node, parallel: bool = False) -> Reading:
+    names = ("attention_arguments", "mlp_arguments")
+    arguments = dict(zip(names, (attention.arguments, mlp.arguments), strict=True))
+    if parallel:
+        arguments["parallel"] = True
+    return Reading("transformer_layer", arguments, x.source, attention.at(names[0]) + mlp.at(names[1]))
+
+
+def read(module: nn.Module, output: Node) -> Reading:
+    """The fused op that `output` may be the result of. Raises Unreadable with the reason of every way that was tried."""
+    grammar, reasons = Grammar(Leaves(module)), []
+    for way in (grammar.layer, grammar.parallel, grammar.attention_alone, grammar.chain):
+        try:
+            return way(output)
+        except Unreadable as reason:
+            reasons.append(str(reason))
+    raise Unreadable("; ".join(dict.fromkeys(reasons)))

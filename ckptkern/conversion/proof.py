@@ -1,0 +1,120 @@
+"""Proves that a fused call computes what a module's forward computes: output, input gradient and every parameter's
+gradient, on random parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from .trace import plain_attributes
+
+TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
+
+
+@contextlib.contextmanager
+def unmoved(module: nn.Module) -> Iterator[None]:
+    """Leaves the random state, buffers and plain attributes, `training` among them, as they were."""
+    devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    tables = [(m, dict(m._buffers), plain_attributes(m)) for m in module.modules()]
+    try:
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        for m, own, attributes in tables:
+            m._buffers.clear()
+            m._buffers.update(own)
+            for name in plain_attributes(m).keys() - attributes.keys():
+                del m.__dict__[name]
+            m.__dict__.update(attributes)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def _random_like(parameter: Tensor) -> Tensor:
+    """In float32 at least. Scores and activations are of order 1, so that a wrong scale shows."""
+    if not parameter.is_floating_point():
+        return parameter.detach()
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    made = torch.randn(parameter.shape, dtype=dtype, device=parameter.device)
+    return made * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5 + 0.5 * made
+
+
+def wide(value: Any) -> Any:
+    """float16 and bfloat16 tensors as float32."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value
+
+
+@contextlib.contextmanager
+def random_parameters(module: nn.Module) -> Iterator[None]:
+    """Other parameters for a while, in float32 at least; shared ones stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    try:
+        for m, parameters, buffers in before:
+            for name, p in parameters.items():
+                if p is not None:
+                    if id(p) not in made:
+                        made[id(p)] = nn.Parameter(_random_like(p), p.is_floating_point())
+                    m._parameters[name] = made[id(p)]
+            for name, b in buffers.items():
+                m._buffers[name] = wide(b)
+        yield
+    finally:
+        for m, parameters, buffers in before:
+            m._parameters.update(parameters)
+            m._buffers.update(buffers)
+
+
+def varied(value: Any) -> Any:
+    """Another mask of the same kind: with few exceptions those of an example hide nothing."""
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    if value.dtype == torch.bool:
+        other = torch.rand(value.shape, device=value.device) < 0.7
+        other[..., 0] = True
+        return other
+    return torch.randn_like(value) if value.is_floating_point() else value
+
+
+def rms(tensor: Tensor | None) -> float:
+    return float(tensor.double().square().mean().sqrt()) if tensor is not None and tensor.numel() else 0.0
+
+
+def results(run: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    """y, and the gradients of x and the parameters for one fixed gradient of y."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        y = run(x)
+    seed = torch.Generator(y.device).manual_seed(0)
+    dy = torch.randn(y.shape, generator=seed, dtype=y.dtype, device=y.device)
+    return [y.detach(), *torch.autograd.grad(y, [x, *parameters], dy, allow_unused=True)]
+
+
+def difference(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
+    """The largest relative error. A gradient is compared with at least a hundredth of the largest one: that of a key's bias
+    is rounding alone."""
+    floor = 1e-2 * max((rms(one) for one in theirs[1:]), default=0.0)
+    worst = 0.0
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a is not None and b is not None and a.shape != b.shape:
+            return math.inf
+        error = rms(a if b is None else b if a is None else a - b)
+        if math.isnan(error):
+            return math.inf
+        worst = max(worst, error / max(rms(b) + (floor if i else 0.0), 1e-30))
+    return worst
+
+
+def wide_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return tree_map(wide, (args, kwargs))

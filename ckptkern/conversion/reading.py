@@ -1,0 +1,112 @@
+"""What is read of a traced graph, and the small steps of reading that attention.py and grammar.py share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .leaves import Leaves, Linear, Probability, Weight, live_probability
+from .trace import Node, Unreadable
+
+VIEWS = (
+    "__get__", "__getitem__", "chunk", "clone", "contiguous", "expand", "expand_as", "flatten", "float", "half", "movedim",
+    "moveaxis", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split",
+    "to", "transpose", "type", "type_as", "unbind", "unflatten", "unsafe_chunk", "unsqueeze", "view", "bfloat16",
+)  # fmt: skip
+ADD = ("add", "__add__", "__radd__", "add_", "__iadd__")
+MULTIPLY = ("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply")
+DIVIDE = ("div", "__truediv__", "div_", "true_divide")
+PRODUCT = ("matmul", "__matmul__", "bmm")
+
+
+class Argument(NamedTuple):
+    """One of the call's flattened arguments. form "halves": only the first half of its columns, each twice."""
+
+    index: int
+    form: str = ""
+
+
+class Rows(NamedTuple):
+    """One of `count` equal parts of a parameter's rows."""
+
+    weight: Weight
+    part: int
+    count: int
+
+
+@dataclass
+class Reading:
+    """A fused op with its arguments: constants, Weight, Rows, Argument, Probability; x: the argument that is its input.
+
+    choices: for each open question the changes of `arguments` that answer it, by the path of the argument.
+    """
+
+    op: str
+    arguments: dict[str, Any]
+    x: int
+    choices: list[list[dict[tuple[str, ...], Any]]] = field(default_factory=list)
+
+    def candidates(self) -> Iterator[dict[str, Any]]:
+        for answers in itertools.product(*self.choices):
+            arguments = self.arguments
+            for answer in answers:
+                for path, value in answer.items():
+                    arguments = _changed(arguments, path, value)
+            yield arguments
+
+
+def _changed(arguments: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    name, *rest = path
+    return arguments | {name: _changed(arguments[name], tuple(rest), value) if rest else value}
+
+
+@dataclass
+class Part:
+    """What was read of a half: its op's arguments, the node that it reads, and the open choices."""
+
+    arguments: dict[str, Any]
+    input: Node
+    choices: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    def at(self, *prefix: str) -> list[list[dict[tuple[str, ...], Any]]]:
+        """The choices, with the paths of their arguments in an op."""
+        return [[{(*prefix, name): value for name, value in one.items()} for one in choice] for choice in self.choices]
+
+
+class Steps:
+    """Steps of reading, over the leaves of one module."""
+
+    def __init__(self, leaves: Leaves):
+        self.leaves = leaves
+
+    def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
+        """What a node shows through views, casts and, if they are collected, dropouts."""
+        while True:
+            if node.is_function(*VIEWS) and node.inputs:
+                node = node.inputs[0]
+            elif dropouts is not None and (p := self.leaves.dropout(node)) is not None:
+                dropouts.append(p)
+                node = node.inputs[0]
+            else:
+                return node
+
+    def refuse(self, what: str, node: Node) -> Unreadable:
+        return Unreadable(f"{what} {self.leaves.describe(node)}")
+
+    def linear(self, node: Node, what: str) -> Linear:
+        found = self.leaves.linear(node)
+        if found is None:
+            raise self.refuse(f"{what} is not a linear layer but", node)
+        return found
+
+    def probability(self, found: list[Probability]) -> Probability | float:
+        p = live_probability(found)
+        return 0.0 if p is None else p
+
+    def norm_arguments(self, node: Node | None, name: str = "norm") -> dict[str, Any]:
+        if node is None:
+            return {}
+        kind, weight, bias, eps = self.leaves.norm(node)
+        return {name: kind, f"{name}_weight": weight, f"{name}_bias": bias, f"{name}_eps": eps}

@@ -1,0 +1,231 @@
+"""Transformer layers as others write them, for convert to read: none of them knows ckptkern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+B, S, WIDTH, HEADS, HIDDEN = 2, 6, 32, 4, 48
+D = WIDTH // HEADS
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float = 1e-6, plus_one: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width) * 0.1 + (0.0 if plus_one else 1.0))
+        self.variance_epsilon, self.plus_one = eps, plus_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return ((self.weight + 1.0 if self.plus_one else self.weight) * normed).to(x.dtype)
+
+
+class Transposed(nn.Module):
+    """A linear layer whose weight is [in, out], as GPT-2's."""
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns) * 0.1)
+        self.bias = nn.Parameter(torch.randn(columns) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+def rotated(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+
+def rotary(x: Tensor) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(x.shape[1])[:, None] * 100.0 ** (-torch.arange(0, D, 2) / D)
+    angles = torch.cat((angles, angles), -1)[None]
+    return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """Three projections, grouped queries, rotary tables among the arguments, an optional mask."""
+
+    def __init__(self, kv_heads: int = 2, bias: bool = False, norm: Callable[[int], nn.Module] | None = None):
+        super().__init__()
+        self.scaling, self.dropout = D**-0.5, 0.0
+        self.q_proj = nn.Linear(WIDTH, HEADS * D, bias)
+        self.k_proj = nn.Linear(WIDTH, kv_heads * D, bias)
+        self.v_proj = nn.Linear(WIDTH, kv_heads * D, bias)
+        self.o_proj = nn.Linear(HEADS * D, WIDTH, bias)
+        self.q_norm, self.k_norm = (nn.Identity() if norm is None else norm(D) for _ in "qk")
+
+    def heads(self, y: Tensor) -> Tensor:
+        return y.view(*y.shape[:-1], -1, D).transpose(1, 2)
+
+    def turned(self, q: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+        if tables is None:
+            return q
+        cos, sin = (table.to(q.dtype).unsqueeze(1) for table in tables)
+        return q * cos + rotated(q) * sin
+
+    def forward(
+        self, x: Tensor, tables: tuple[Tensor, Tensor] | None = None, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        q = self.turned(self.q_norm(self.heads(self.q_proj(x))), tables)
+        k = self.turned(self.k_norm(self.heads(self.k_proj(x))), tables)
+        o = F.scaled_dot_product_attention(
+            q, k, self.heads(self.v_proj(x)), attention_mask, self.dropout if self.training else 0.0,
+            is_causal=attention_mask is None, scale=self.scaling, enable_gqa=True,
+        )  # fmt: skip
+        return self.o_proj(o.transpose(1, 2).flatten(2)), None
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: nn.Module | None = None):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, HIDDEN, False), nn.Linear(WIDTH, HIDDEN, False)
+        self.down_proj, self.activation = nn.Linear(HIDDEN, WIDTH, False), activation or nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GatedByHalves(nn.Module):
+    """One weight for gate and up; which half is the gate only the numbers tell."""
+
+    def __init__(self, gate: int):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 2 * HIDDEN, False), nn.Linear(HIDDEN, WIDTH, False)
+        self.gate = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(halves[self.gate]) * halves[1 - self.gate])
+
+
+class Llama(nn.Module):
+    def __init__(self, attention: nn.Module | None = None, mlp: nn.Module | None = None, norm=RMSNorm):
+        super().__init__()
+        self.self_attn, self.mlp = attention or Attention(), mlp or Gated()
+        self.input_layernorm, self.post_attention_layernorm = norm(WIDTH), norm(WIDTH)
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), tables, attention_mask)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class GPT(nn.Module):
+    """A packed projection, dropouts at three places, a residual of the sum's other side."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.c_attn, self.c_proj = Transposed(WIDTH, 3 * WIDTH), Transposed(WIDTH, WIDTH)
+        self.c_fc, self.c_out = Transposed(WIDTH, HIDDEN), Transposed(HIDDEN, WIDTH)
+        self.act = nn.GELU(approximate="tanh")
+        self.resid_dropout, self.p = nn.Dropout(p), p
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        q, k, v = self.c_attn(self.ln_1(x)).split(WIDTH, -1)
+        q, k, v = (t.view(*x.shape[:2], HEADS, D).transpose(1, 2) for t in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True)
+        x = self.resid_dropout(self.c_proj(o.transpose(1, 2).reshape(x.shape))) + x
+        return (x + self.resid_dropout(self.c_out(self.act(self.c_fc(self.ln_2(x))))),)
+
+
+class Bert(nn.Module):
+    """Norms after the sum; scores, softmax and mask written out."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__()
+        self.query, self.key, self.value, self.dense = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm, self.out_norm = nn.LayerNorm(WIDTH, 1e-12), nn.LayerNorm(WIDTH, 1e-12)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            layer(x).view(*x.shape[:2], HEADS, D).permute(0, 2, 1, 3) for layer in (self.query, self.key, self.value)
+        )
+        scores = torch.matmul(q, k.transpose(-1, -2)) / D**0.5
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        o = torch.matmul(self.dropout(F.softmax(scores, -1)), v).permute(0, 2, 1, 3).contiguous().flatten(2)
+        x = self.norm(x + self.dropout(self.dense(o)))
+        return self.out_norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
+
+
+class Torchs(nn.Module):
+    """nn.MultiheadAttention inside a layer of another's."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Dropout(0.0), nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        h = self.ln_1(x)
+        x = x + self.attention(h, h, h, attn_mask=attn_mask, need_weights=False)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class Stack(nn.Module):
+    """Two layers, an embedding whose weight the head shares, a rotary embedding that all layers share."""
+
+    def __init__(self, layer: Callable[[], nn.Module], calls: Callable[[Tensor], dict[str, Any]] = lambda x: {}):
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 20, False)
+        self.head.weight = self.embed.weight
+        self.calls = calls
+
+    def forward(self, ids: Tensor, **kwargs) -> Tensor:
+        x = self.embed(ids)
+        kwargs = self.calls(x) | kwargs
+        for layer in self.layers:
+            x = layer(x, **kwargs)
+            x = x[0] if isinstance(x, tuple) else x
+        return self.head(x)
+
+
+def with_tables(x: Tensor) -> dict[str, Any]:
+    return {"tables": rotary(x)}
+
+
+def with_mask(x: Tensor) -> dict[str, Any]:
+    padding = torch.zeros(x.shape[0], 1, 1, x.shape[1])
+    padding[0, ..., -2:] = -1e4
+    return {"attention_mask": padding}
+
+
+@dataclass
+class Architecture:
+    """layer: makes one; calls: its arguments besides x; served_by: the ops that convert finds in a layer of it."""
+
+    layer: Callable[[], nn.Module]
+    calls: Callable[[Tensor], dict[str, Any]] = field(default=lambda x: {})
+    served_by: tuple[str, ...] = ("transformer_layer",)
+
+    def model(self) -> Stack:
+        return Stack(self.layer, self.calls)
+
+
+ARCHITECTURES = {
+    "llama": Architecture(Llama, with_tables),
+    "gemma": Architecture(
+        lambda: Llama(mlp=Gated(nn.GELU("tanh")), norm=lambda width: RMSNorm(width, 1e-5, plus_one=True)), with_tables
+    ),
+    "qwen": Architecture(lambda: Llama(Attention(bias=True, norm=RMSNorm)), with_tables),
+    "phi3": Architecture(lambda: Llama(mlp=GatedByHalves(0))),
+    "gate second": Architecture(lambda: Llama(mlp=GatedByHalves(1))),
+    "gpt": Architecture(GPT),
+    "bert": Architecture(Bert, with_mask),
+    "torch attention": Architecture(Torchs),
+}
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 20, (B, S), generator=torch.Generator().manual_seed(1))

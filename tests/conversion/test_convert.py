@@ -1,0 +1,421 @@
+"""convert on layers that know nothing of ckptkern: the same results, less memory, and nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, HEADS, WIDTH, Llama, Stack, ids, with_mask, with_tables
+from cases import assert_as_exact
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+by_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+def results(model: nn.Module, dtype: torch.dtype | None = None, **kwargs) -> dict[str, Tensor]:
+    """Loss and gradients of a training step."""
+    model.zero_grad()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        y = model(ids(), **kwargs)
+    loss = F.cross_entropy(y.float().flatten(0, 1) if y.dtype.itemsize < 4 else y.flatten(0, 1), ids().flatten())
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def kept(model: nn.Module, **kwargs) -> int:
+    with kept_tensors(model) as kept:
+        model(ids(), **kwargs)
+    return kept.bytes
+
+
+def exact(model: nn.Module, **kwargs) -> dict[str, Tensor]:
+    return results(copy.deepcopy(model).double(), **kwargs)
+
+
+def fused_of(conversion: ckptkern.Conversion) -> list[str]:
+    return [row.served_by for row in conversion.converted]
+
+
+# -- what is converted computes what it did
+
+
+@by_architecture
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_loss_and_gradients_are_those_of_the_original(name: str, autocast: torch.dtype | None) -> None:
+    architecture = ARCHITECTURES[name]
+    model = architecture.model().train()
+    theirs, reference, before = results(model, autocast), exact(model), kept(model)
+    conversion = ckptkern.convert(model, ids())
+    assert fused_of(conversion) == [*architecture.served_by] * 2
+    ours = results(model, autocast)
+    assert_as_exact(ours, theirs, reference)
+    after = kept(model)
+    saved = conversion.kept_before - conversion.kept_after
+    assert 0 < after < before, str(conversion)
+    assert before - after == pytest.approx(saved, rel=0.05), "the report says what is kept"
+    assert all(row.error < 2e-5 for row in conversion.converted)
+
+
+@by_architecture
+def test_revert_gives_back_the_original(name: str) -> None:
+    model = ARCHITECTURES[name].model()
+    theirs = results(model)
+    attributes = [set(vars(m)) for m in model.modules()]
+    ckptkern.convert(model, ids())
+    assert ckptkern.revert(model) is model
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    ours = results(model)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_levels_keep_less_and_less(recompute: str) -> None:
+    model = ARCHITECTURES["llama"].model()
+    theirs = results(model)
+    ckptkern.convert(model, ids(), recompute=recompute)
+    ours = results(model)
+    for key, gradient in theirs.items():
+        torch.testing.assert_close(ours[key], gradient)
+    x = ids().numel() * WIDTH * 4
+    layers = {"full": x, "selective": 2 * x + ids().numel() * HEADS * 4, "none": 10**9}[recompute]
+    tables, after = 2 * 6 * 8 * 4, kept(model)  # cos and sin [1, 6, 8], shared
+    assert after <= 2 * layers + tables + 2 * x, (after, layers)  # the head keeps its input, and ids are kept
+
+
+def test_twenty_steps_have_the_same_losses() -> None:
+    ours, theirs = ARCHITECTURES["llama"].model(), ARCHITECTURES["llama"].model()
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-3) for model in (ours, theirs)]  # before the conversion
+    assert len(ckptkern.convert(ours, ids()).converted) == 2
+    for _ in range(20):
+        losses = [results(model)["loss"] for model in (ours, theirs)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[0] < 0.9 * F.cross_entropy(torch.zeros(1, 20), torch.zeros(1, dtype=torch.long))
+
+
+def test_dropout_is_where_it_was() -> None:
+    """The mean over many masks is the result without dropout only if every p, and its place, is right: the variances tell."""
+    model = ARCHITECTURES["gpt"].model().train()
+    layer = model.layers[0]
+    layer.resid_dropout.p, layer.p = 0.3, 0.2
+    x = torch.randn(4, 6, WIDTH)
+
+    def moments(seed: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed)
+        drawn = torch.stack([layer(x)[0] for _ in range(400)]).detach()
+        return drawn.mean(0), drawn.var(0)
+
+    theirs, others = moments(1), moments(2)
+    assert fused_of(ckptkern.convert(layer, x)) == ["transformer_layer"]
+    ours = moments(3)
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    for mine, one, other in zip(ours, theirs, others, strict=True):
+        noise = (one - other).square().mean().sqrt()
+        assert (mine - one).square().mean().sqrt() < 1.25 * noise
+    layer.eval()
+    torch.testing.assert_close(layer(x)[0], layer(x)[0])
+
+
+def test_a_probability_may_change_after_conversion() -> None:
+    layer = ARCHITECTURES["gpt"].layer().train()
+    x = torch.randn(2, 6, WIDTH)
+    assert fused_of(ckptkern.convert(layer, x)) == ["transformer_layer"]
+    torch.testing.assert_close(layer(x)[0], layer(x)[0])
+    layer.resid_dropout.p = 0.5
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    assert kept(Stacked(layer)) < 3 * x.numel() * 4, "it is still fused"
+
+
+class Stacked(nn.Module):
+    """One layer, called as a Stack is."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, ids: Tensor, **kwargs) -> Tensor:
+        y = self.layer(torch.randn(2, 6, WIDTH, requires_grad=True), **kwargs)
+        return y[0] if isinstance(y, tuple) else y
+
+
+# -- what must not be taken for something else
+
+
+def changed(change: Callable[[Llama], None]) -> Llama:
+    layer = Llama()
+    change(layer)
+    return layer
+
+
+def with_forward(module: nn.Module, forward: Callable) -> None:
+    """As if its class had this forward."""
+    module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+
+
+def host_read(mlp: nn.Module, x: Tensor) -> Tensor:
+    y = Llama().mlp.__class__.forward(mlp, x)
+    return y if y.abs().max() < 3 else y / 2
+
+
+def counting(mlp: nn.Module, x: Tensor) -> Tensor:
+    mlp.calls = getattr(mlp, "calls", 0) + 1
+    return Llama().mlp.__class__.forward(mlp, x) / mlp.calls
+
+
+def second_output(layer: Llama, x: Tensor, tables=None, attention_mask=None):
+    y = Llama.forward(layer, x, tables, attention_mask)
+    return y, y.mean()
+
+
+def noisy(mlp: nn.Module, x: Tensor) -> Tensor:
+    y = Llama().mlp.__class__.forward(mlp, x)
+    return y + torch.randn_like(y) if mlp.training else y
+
+
+def dropped_before(mlp: nn.Module, x: Tensor) -> Tensor:
+    return Llama().mlp.__class__.forward(mlp, F.dropout(x, 0.1, mlp.training))
+
+
+def scaled(attention: nn.Module, x: Tensor, tables=None, attention_mask=None):
+    return Llama().self_attn.__class__.forward(attention, 1.01 * x, tables, attention_mask)
+
+
+def normed_residual(layer: Llama, x: Tensor, tables=None, attention_mask=None) -> Tensor:
+    x = layer.input_layernorm(x)
+    return Llama.forward(layer, x, tables, attention_mask)
+
+
+IMPOSTORS = {
+    "host read": lambda layer: with_forward(layer.mlp, host_read),
+    "changes its attributes": lambda layer: with_forward(layer.mlp, counting),
+    "second output": lambda layer: with_forward(layer, second_output),
+    "noise in training": lambda layer: with_forward(layer.mlp, noisy),
+    "dropout before a branch": lambda layer: with_forward(layer.mlp, dropped_before),
+    "a scaled input": lambda layer: with_forward(layer.self_attn, scaled),
+    "a normed residual": lambda layer: with_forward(layer, normed_residual),
+    "BatchNorm": lambda layer: layer.mlp.add_module("activation", nn.Sequential(nn.BatchNorm1d(6), nn.SiLU())),
+    "another activation": lambda layer: layer.mlp.add_module("activation", nn.ELU()),
+}
+
+
+@pytest.mark.parametrize("why", IMPOSTORS)
+def test_what_is_not_a_layer_of_ours_is_left(why: str) -> None:
+    """The layer as a whole may not be served; its sound parts may."""
+    model = Stack(lambda: changed(IMPOSTORS[why]), with_tables).eval()
+    reference, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    conversion = ckptkern.convert(model, ids())
+    whole = [row for row in conversion.converted if row.served_by == "transformer_layer"]
+    assert not whole
+    assert all(row.reason for row in conversion.left)
+    assert conversion.left, "the table says what was left"
+    if why == "second output":
+        return  # a Stack goes on with y alone
+    want = results(theirs)
+    for key, value in results(model).items():
+        torch.testing.assert_close(value, want[key])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, dict(theirs.named_buffers())[name]), f"the probe moved {name}"
+    del reference
+
+
+def test_a_mask_that_appears_later_is_applied() -> None:
+    model = ARCHITECTURES["llama"].model()
+    other = copy.deepcopy(model)
+    ckptkern.convert(model, ids())
+    x = torch.zeros(2, 6, 1)
+    seen = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    seen[0, ..., 0] = False
+    seen[0, :, 0, 0] = True
+    for mask in (seen, torch.zeros(2, 1, 6, 6).masked_fill(~seen, -1e4), with_mask(x)["attention_mask"]):
+        theirs, ours = results(other, attention_mask=mask), results(model, attention_mask=mask)
+        for key in theirs:
+            torch.testing.assert_close(ours[key], theirs[key])
+    assert kept(model, attention_mask=seen) < kept(other, attention_mask=seen) / 2, "a bool mask was proven beforehand"
+
+
+def test_the_probe_moves_nothing() -> None:
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.dropout = Llama(), nn.Dropout(0.5)
+            self.norm = nn.BatchNorm1d(6)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(self.dropout(self.norm(x)))
+
+    model = Counting().train()
+    model.inner.mlp.eval()
+    state, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    random = torch.get_rng_state()
+    ckptkern.convert(model, torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in model.modules()] == modes
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert all(p.grad is None for p in model.parameters())
+
+
+# -- everything else stays as it is
+
+
+def test_parameters_names_hooks_and_ties_stay() -> None:
+    model = ARCHITECTURES["llama"].model()
+    seen = []
+    model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    parameters, names = dict(model.named_parameters()), [name for name, _ in model.named_modules()]
+    state = list(model.state_dict())
+    assert fused_of(ckptkern.convert(model, ids())) == ["transformer_layer"] * 2
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert [name for name, _ in model.named_modules()] == names
+    assert list(model.state_dict()) == state
+    assert model.head.weight is model.embed.weight
+    seen.clear()
+    model(ids())
+    assert seen == [1]
+    assert inspect.signature(model.layers[1].forward) == inspect.signature(Llama().forward)
+
+
+def by_deepcopy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle])
+def test_a_copy_is_converted_and_on_its_own(copied: Callable) -> None:
+    model = ARCHITECTURES["llama"].model()
+    ckptkern.convert(model, ids())
+    model(ids())
+    other = copied(model)
+    theirs = results(model)
+    for p in model.parameters():
+        p.data.zero_()
+    ours = results(other)
+    for key in theirs:
+        assert torch.equal(ours[key], theirs[key])
+    assert kept(other) == kept(model)
+    ckptkern.revert(other)
+    assert "forward" in vars(model.layers[0])
+    other.layers[0].self_attn.scaling = 0.0  # is seen by the copy alone
+    assert kept(other) > kept(model)
+
+
+def test_it_compiles_without_a_break() -> None:
+    model = ARCHITECTURES["llama"].model()
+    theirs = results(model)
+    ckptkern.convert(model, ids())
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    ours = results(compiled)
+    for key in theirs:
+        torch.testing.assert_close(
+            ours[key.removeprefix("_orig_mod.")] if key in ours else ours[f"_orig_mod.{key}"], theirs[key]
+        )
+
+
+# -- what happens to it later
+
+
+class LoRA(nn.Module):
+    """An adapter as PEFT puts it in a linear layer's place."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(base.in_features, rank, False), nn.Linear(rank, base.out_features, False)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + 0.5 * self.lora_B(self.lora_A(self.dropout(x)))
+
+
+def adapt(layer: Llama) -> None:
+    layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
+    layer.mlp.up_proj = LoRA(layer.mlp.up_proj)
+
+
+LATER = {
+    "adapters": adapt,
+    "a hook inside": lambda layer: layer.mlp.register_forward_hook(lambda module, args, y: 2 * y),
+    "an attribute": lambda layer: setattr(layer.self_attn, "scaling", 0.1),
+    "another norm": lambda layer: setattr(layer, "input_layernorm", nn.LayerNorm(WIDTH)),
+    "a parametrized weight": lambda layer: nn.utils.parametrizations.weight_norm(layer.mlp.down_proj),
+    "a forward of its own": lambda layer: setattr(layer.mlp, "forward", lambda x: 2 * x),
+    "a mode of its own": lambda layer: layer.self_attn.eval(),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_later_change_counts_and_memory_stays_low(what: str) -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["llama"].model().train()
+    converted = copy.deepcopy(model)
+    ckptkern.convert(converted, ids())
+    converted(ids())
+    for one in (model, converted):
+        torch.manual_seed(1)
+        for layer in one.layers:
+            LATER[what](layer)
+    theirs, ours = results(model), results(converted)
+    assert theirs.keys() == ours.keys()
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
+    inputs = ids().numel() * WIDTH * 4
+    assert kept(converted) < 6 * inputs < kept(model), "the layers keep their input"
+
+
+def test_without_gradients_the_original_runs() -> None:
+    model = ARCHITECTURES["llama"].model()
+    with torch.no_grad():
+        theirs = model(ids())
+        ckptkern.convert(model, ids())
+        assert torch.equal(model(ids()), theirs)
+
+
+# -- the front
+
+
+def test_include_and_exclude() -> None:
+    model = ARCHITECTURES["llama"].model()
+    assert fused_of(ckptkern.convert(model, ids(), include="layers.1")) == ["transformer_layer"]
+    assert "forward" not in vars(model.layers[0]), "only what the last call converted is"
+    assert fused_of(ckptkern.convert(model, ids(), include="*.mlp")) == ["mlp_block"] * 2
+    assert fused_of(ckptkern.convert(model, ids(), exclude=[Llama])) == []
+    assert (
+        fused_of(ckptkern.convert(model, ids(), exclude=lambda name, m: name.endswith("self_attn")))
+        == ["transformer_layer"] * 2
+    )
+
+
+def test_the_table() -> None:
+    conversion = ckptkern.convert(ARCHITECTURES["llama"].model(), ids())
+    text = str(conversion)
+    assert "layers.* (2)" in text
+    assert "transformer_layer" in text
+    assert text.splitlines()[-1].startswith("2 modules converted, keeping")
+    assert [row.name for row in conversion] == ["layers.0", "layers.1"]
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not function"):
+        ckptkern.convert(lambda x: x, ids())
+    with pytest.raises(ValueError, match="recompute"):
+        ckptkern.convert(ARCHITECTURES["llama"].model(), ids(), recompute="some")
+    with pytest.raises(IndexError):  # the model's own
+        ckptkern.convert(ARCHITECTURES["llama"].model(), ids() + 100)
