@@ -6,7 +6,7 @@ A `Block` is used as a `cases.Setup` is: `fused`, `call` and `plain` take tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -91,10 +91,11 @@ def plain_attention(q, k, v, *, scale=None, slopes=None, causal=False, hidden=No
 
 @dataclass(frozen=True)
 class Half:
-    """What both halves have: a norm before or after, dropout of the branch, a residual."""
+    """What both halves have: a norm before or after, dropout of the branch, a norm of it, a residual."""
 
     norm: str | None = "layer"
     norm_first: bool = True
+    post_norm: str | None = None
     resid_p: float = RESID_P
     residual: bool = True
     bias: bool = True
@@ -102,20 +103,32 @@ class Half:
     prefix = ""
 
     def norm_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {f"{self.prefix}norm_weight": (FEATURES,)} if self.norm else {}
-        return shapes | ({f"{self.prefix}norm_bias": (FEATURES,)} if self.norm == "layer" else {})
+        kinds = {f"{self.prefix}norm": self.norm, f"{self.prefix}post_norm": self.post_norm}
+        shapes = {f"{name}_weight": (FEATURES,) for name, kind in kinds.items() if kind}
+        return shapes | {f"{name}_bias": (FEATURES,) for name, kind in kinds.items() if kind == "layer"}
 
     def options(self, t: Tensors) -> dict:
+        own = {name.removeprefix(self.prefix): value for name, value in t.items() if name in self.norm_shapes()}
         return dict(
-            norm=self.norm, norm_weight=t.get(f"{self.prefix}norm_weight"), norm_bias=t.get(f"{self.prefix}norm_bias"),
-            norm_first=self.norm_first, resid_dropout_p=self.resid_p, residual=self.residual,
+            norm=self.norm, norm_first=self.norm_first, post_norm=self.post_norm, resid_dropout_p=self.resid_p,
+            residual=self.residual, **own,
         )  # fmt: skip
 
+    def parameters_after(self) -> list[str]:
+        """The names of the parameters behind the branch's last product."""
+        return [name for name in self.norm_shapes() if "post_norm" in name or not self.norm_first]
+
+    def reads_branch(self) -> bool:
+        """Does backward read what the branch gave?"""
+        return bool(self.post_norm or (self.norm and not self.norm_first))
+
     def plain(self, x: Tensor, t: Tensors, drawn: Draws) -> Tensor:
-        def norm(h):
-            return plain_norm(h, self.norm, t.get(f"{self.prefix}norm_weight"), t.get(f"{self.prefix}norm_bias"))
+        def norm(h, name="norm"):
+            weight, bias = (t.get(f"{self.prefix}{name}_{parameter}") for parameter in ("weight", "bias"))
+            return plain_norm(h, getattr(self, name), weight, bias)
 
         y = dropped(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
+        y = norm(y, "post_norm")
         y = x + y if self.residual else y
         return y if self.norm_first else norm(y)
 
@@ -205,7 +218,7 @@ class Attention(Half):
         qkv, out, core = self.products().values()
         backward = 2 * (qkv + out) + 5 * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
-        return qkv + out + 2 * core, backward + (out if self.norm and not self.norm_first else 0)
+        return qkv + out + 2 * core, backward + (out if self.reads_branch() else 0)
 
     def states(self) -> int:
         return (self.dropout_p > 0) + (self.resid_p > 0)
@@ -243,11 +256,16 @@ class MLP(Half):
             return HIDDEN * {"full": 0, "selective": 2, "none": 3}[level], 0
         return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[level], 0
 
+    def products(self) -> dict[str, int]:
+        """Multiply-adds per token of each product."""
+        return {"up": HIDDEN * FEATURES * (1 + self.gated), "out": HIDDEN * FEATURES}
+
     def multiply_adds(self, level: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
-        up, down = HIDDEN * FEATURES * (1 + self.gated), HIDDEN * FEATURES
+        up, down = self.products().values()
         backward = 2 * (up + down) + (up if level == "full" else 0)
-        return up + down, backward + (up + down if self.norm and not self.norm_first else 0)
+        rebuilt = down + (up if level == "full" else 0)  # what the branch gave
+        return up + down, backward + (rebuilt if self.reads_branch() else 0)
 
     def states(self) -> int:
         return (self.dropout_p > 0) + (self.resid_p > 0)
@@ -337,7 +355,7 @@ class Block:
     def multiply_adds(self) -> int:
         """A step, per token. A layer rebuilds what passes between its halves: by one product from o, or all of it.
 
-        That product gives a trailing norm its input too.
+        That product gives a norm after the branch its input too.
         """
         if self.op != "transformer_layer":
             return sum(self.halves[0].multiply_adds(self.recompute))
@@ -346,7 +364,7 @@ class Block:
         halves += self.mlp.multiply_adds("none" if level == "none" else "full")
         out = self.attention.products()["out"]
         between = {"none": 0, "selective": out, "full": halves[0]}[level]
-        return sum(halves) + between - (0 if level == "none" or self.attention.norm_first else out)
+        return sum(halves) + between - (out if level != "none" and self.attention.reads_branch() else 0)
 
 
 LLAMA = dict(norm="rms", bias=False)
@@ -366,9 +384,27 @@ BLOCKS = (
 )  # fmt: skip
 
 
+# Fewer tests run these than BLOCKS: one for each way that models differ around and inside the halves.
+VARIANTS = (
+    Block("normed branch", Attention(norm=None, post_norm="layer")),
+    Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer")),
+    Block("gemma", Attention(**LLAMA, kv_heads=2, post_norm="rms"),
+          MLP(**LLAMA, gated=True, activation="silu", post_norm="rms")),
+)  # fmt: skip
+
+
+def _parameters(chosen: Iterable[Block], levels: Iterable[str]) -> list:
+    each = [block.with_(recompute=level) for block in chosen for level in levels]
+    return [pytest.param(block, id=str(block).replace(" ", "_")) for block in each]
+
+
+def variants(levels=LEVELS, names: tuple[str, ...] | None = None) -> list:
+    """pytest parameters: every variant, or those of these names, at every level."""
+    return _parameters([one for one in VARIANTS if names is None or one.name in names], levels)
+
+
 def blocks(levels=LEVELS, *, names: tuple[str, ...] | None = None, dropout: bool = True) -> list:
     """pytest parameters: every block, or those of these names, at every level."""
     chosen = [block for block in BLOCKS if names is None or block.name in names]
     chosen = chosen if dropout else [block.without_dropout() for block in chosen]
-    each = [block.with_(recompute=level) for block in chosen for level in levels]
-    return [pytest.param(block, id=str(block).replace(" ", "_")) for block in each]
+    return _parameters(chosen, levels)

@@ -1,4 +1,4 @@
-"""What the two halves of a transformer layer share: [norm ->] branch [-> dropout] [-> + x] [-> norm]."""
+"""What the two halves of a transformer layer share: [norm ->] branch [-> dropout] [-> norm] [-> + x] [-> norm]."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import eager
 from ..errors import ShapeError
-from ._checks import check_choice, check_tensor
+from ._checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ._choices import primitives
 from ._rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
 
 NORMS = ("layer", "rms")
+AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias"))
+LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 
 
 def drawn(t, o, x: Tensor, training: bool):
@@ -49,12 +52,22 @@ class Half:
             return f
         return self.p.dropout(f, *dropout_arguments(self.t.resid_rng, self.o.resid_p))
 
-    def total(self, f: Tensor) -> Tensor:
-        """The half's output before a trailing norm."""
-        return self.x + f if self.o.residual else f
+    def post_normed(self, f: Tensor) -> Tensor:
+        """What the branch's result f, dropout done, becomes before it is added to x."""
+        t, o = self.t, self.o
+        if not o.post_norm:
+            return f
+        dtype = output_dtype(self.x, o)
+        return self.p.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, dtype)
 
-    def normed(self, y: Tensor) -> Tensor:
-        """The half's output from what is before a trailing norm."""
+    def total(self, f: Tensor) -> Tensor:
+        """The half's output before a trailing norm, from the branch's result f."""
+        z = self.post_normed(f)
+        return self.x + z if self.o.residual else z
+
+    def output(self, f: Tensor) -> Tensor:
+        """The half's output from the branch's result f."""
+        y = self.total(f)
         return self.norm(y, y.dtype) if self.trailing else y
 
     def norm_gradients(self, dy: Tensor, read: Tensor, need: Collection[str], residual: Tensor | None = None):
@@ -63,6 +76,22 @@ class Half:
             dy, read, self.t.norm_weight, self.o.norm_eps, self.o.norm, residual=residual,
             need_dweight="norm_weight" in need, need_dbias="norm_bias" in need,
         )  # fmt: skip
+
+    def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
+        """(gradient of x + z, that of the branch's last product in its dtype, those of the parameters between) from dy.
+
+        f: the branch's result, where `reads_branch` asks for it.
+        """
+        o, grads = self.o, {}
+        if self.trailing:
+            dy, grads["norm_weight"], grads["norm_bias"] = self.norm_gradients(dy, self.total(f), need)
+        df = dy
+        if o.post_norm:
+            df, grads["post_norm_weight"], grads["post_norm_bias"] = self.p.norm_bwd(
+                df, f, self.t.post_norm_weight, o.post_norm_eps, o.post_norm,
+                need_dweight="post_norm_weight" in need, need_dbias="post_norm_bias" in need,
+            )  # fmt: skip
+        return dy, self.drop(df.to(o.dtype)), grads
 
     def needs_dh(self, need: Collection[str]) -> bool:
         """Does anything need the gradient of what the branch reads?"""
@@ -91,25 +120,78 @@ def output_dtype(x: Tensor, o: Any) -> torch.dtype:
     return torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype
 
 
-def composite_norm(x: Tensor, t: Any, o: Any) -> Tensor:
-    """The half's norm in differentiable PyTorch ops."""
-    if o.norm == "layer":
+def has_trailing_norm(o: Any) -> bool:
+    return bool(o.norm) and not o.norm_first
+
+
+def after_branch(o: Any) -> frozenset[str]:
+    """The half's parameters that lie after its branch's last product."""
+    return AFTER_BRANCH | LAST if has_trailing_norm(o) else AFTER_BRANCH
+
+
+def reads_branch(o: Any) -> bool:
+    """Does backward read the branch's result, which no level keeps?"""
+    return has_trailing_norm(o) or bool(o.post_norm)
+
+
+def composite_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """A norm in differentiable PyTorch ops."""
+    weight = cast_parameter(weight, x.dtype)
+    if kind == "layer":
         # the bias is added apart: without a weight, torch's second derivative of layer_norm with a bias is None
-        y = F.layer_norm(x, x.shape[-1:], cast_parameter(t.norm_weight, x.dtype), None, o.norm_eps)
+        y = F.layer_norm(x, x.shape[-1:], weight, None, eps)
     else:
-        y = F.rms_norm(x, x.shape[-1:], cast_parameter(t.norm_weight, x.dtype), o.norm_eps)
-    return y if t.norm_bias is None else y + cast_parameter(t.norm_bias, x.dtype)
+        y = F.rms_norm(x, x.shape[-1:], weight, eps)
+    return y if bias is None else y + cast_parameter(bias, x.dtype)
 
 
-def check_norm(op: str, x: Tensor, norm: str | None, weight, bias, features: int) -> None:
-    if norm is None:
+def composite_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
+    """What the branch reads, in differentiable PyTorch ops."""
+    leading = o.norm and o.norm_first
+    return (composite_norm(x, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if leading else x).to(o.dtype)
+
+
+def composite_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
+    """The half's output from its branch's last product f, in differentiable PyTorch ops."""
+    z = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
+    if o.post_norm:
+        z = z.to(output_dtype(x, o))
+        z = composite_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
+    y = x + z if o.residual else z
+    return composite_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if has_trailing_norm(o) else y
+
+
+def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, features: int) -> None:
+    """`kind`, `weight` and `bias` are those of the norm that the arguments call `name`."""
+    if kind is None:
         if weight is not None or bias is not None:
-            raise ValueError(f"{op}: norm_weight and norm_bias need norm='layer' or 'rms'")
+            raise ValueError(f"{op}: {name}_weight and {name}_bias need {name}='layer' or 'rms'")
         return
-    check_choice(op, "norm", norm, (*NORMS, None))
-    for name, parameter in (("norm_weight", weight), ("norm_bias", bias)):
+    check_choice(op, name, kind, (*NORMS, None))
+    for parameter_name, parameter in ((f"{name}_weight", weight), (f"{name}_bias", bias)):
         if parameter is None:
             continue
-        check_tensor(op, name, parameter, x)
+        check_tensor(op, parameter_name, parameter, x)
         if parameter.shape != (features,):
-            raise ShapeError(f"{op}: {name} must have shape ({features},), but has {tuple(parameter.shape)}")
+            raise ShapeError(f"{op}: {parameter_name} must have shape ({features},), but has {tuple(parameter.shape)}")
+
+
+def around(
+    op, x, features, *, residual, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True,
+    post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0,
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Checks a half's arguments around its branch, whose result has `features`; returns them as tensors and options."""
+    check_probability(op, resid_dropout_p)
+    check_flags(op, norm_first=norm_first, residual=residual)
+    check_norm(op, x, "norm", norm, norm_weight, norm_bias, x.shape[-1] if norm_first else features)
+    check_norm(op, x, "post_norm", post_norm, post_norm_weight, post_norm_bias, features)
+    check_number(op, "norm_eps", norm_eps)
+    check_number(op, "post_norm_eps", post_norm_eps)
+    tensors = dict(
+        norm_weight=norm_weight, norm_bias=norm_bias, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
+    )  # fmt: skip
+    options = dict(
+        norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, post_norm=post_norm or "",
+        post_norm_eps=float(post_norm_eps), resid_p=float(resid_dropout_p), residual=residual,
+    )  # fmt: skip
+    return tensors, options

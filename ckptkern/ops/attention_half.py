@@ -1,5 +1,5 @@
 """The attention half of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-[-> dropout] [-> + x] [-> norm]. `attention_block` and `transformer_layer` are made of it."""
+[-> dropout] [-> norm] [-> + x] [-> norm]. `attention_block` and `transformer_layer` are made of it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch.types import IntLikeType
 
 from .. import eager
 from ._gradients import weight_grad
-from ._half import Half, composite_norm, output_dtype
+from ._half import Half, after_branch, composite_inputs, composite_output, output_dtype, reads_branch
 from ._masks import merged_mask
 from ._needs import needed_names
 from ._rows import cast_parameter
 from .attention_core import CoreOptions, CoreTensors, attend, attention_flops, attention_grads, core_of
-from .dropout import dropout_arguments
 from .rotary import composite_rotary, positions_of, rotary_tables
 
 
@@ -28,6 +27,8 @@ class AttentionTensors(NamedTuple):
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
+    post_norm_weight: Tensor | None
+    post_norm_bias: Tensor | None
     wq: Tensor
     wk: Tensor | None
     wv: Tensor | None
@@ -49,14 +50,16 @@ class AttentionTensors(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The half's other arguments. norm "" is none; theta: for rotary tables that are made here, 0 for none; left, right:
-    visible columns, None for no bound; max_len: the longest packed sequence."""
+    """The half's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none; left,
+    right: visible columns, None for no bound; max_len: the longest packed sequence."""
 
     num_heads: int
     num_kv_heads: int
     norm: str
     norm_eps: float
     norm_first: bool
+    post_norm: str
+    post_norm_eps: float
     qk_norm_eps: float
     theta: float
     interleaved: bool
@@ -231,12 +234,12 @@ def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
     """(y [tokens, d], out, lse, qkv)."""
     half = AttentionHalf(x, t, o)
     out, lse, qkv = half.attend(o.recompute == "none")
-    return half.normed(half.total(half.branch(out))), out, lse, qkv
+    return half.output(half.branch(out)), out, lse, qkv
 
 
-def behind_core(need: Collection[str], trailing: bool) -> set[str]:
+def behind_core(need: Collection[str], o: AttentionOptions) -> set[str]:
     """The inputs whose gradients come through the core."""
-    return set(need) - {"wo", "bo"} - ({"norm_weight", "norm_bias"} if trailing else set())
+    return set(need) - {"wo", "bo"} - after_branch(o)
 
 
 def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
@@ -248,29 +251,28 @@ def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
 
 
 def attention_half_backward(
-    dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int, total: Tensor | None = None
+    dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int, f: Tensor | None = None
 ) -> dict:
     """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None is rebuilt.
 
-    total: what a trailing norm read, if it is at hand.
+    f: the branch's result, if it is at hand.
     """
-    half, need, grads = AttentionHalf(x, t, o), needed_names(AttentionTensors, needs), {}
-    inner = behind_core(need, half.trailing)
-    rebuilt = out is None and (bool(inner) or half.trailing or "wo" in need)
+    half, need = AttentionHalf(x, t, o), needed_names(AttentionTensors, needs)
+    inner, reads = behind_core(need, o), reads_branch(o)
+    rebuilt = out is None and (bool(inner) or reads or "wo" in need)
     if inner or rebuilt:
         h = half.inputs()
         raw = half.project(h) if qkv is None else qkv
         heads = half.heads(raw, keep_raw=qkv is not None or t.q_norm is not None)
-    if half.trailing:
-        if out is None:  # the trailing norm's input comes before the gradient that delta is made of
+    if reads and f is None:
+        if out is None:  # what a norm after the branch read comes before the gradient that delta is made of
             out, lse, _ = attend(half.p, *heads, half.core)
-        total = half.total(half.branch(out)) if total is None else total
-        dy, grads["norm_weight"], grads["norm_bias"] = half.norm_gradients(dy, total, need)
-    df = half.drop(dy.to(o.dtype))
-    do = delta = None
+        f = half.branch(out)
+    dy, df, grads = half.branch_gradients(dy, f, need)
+    f = do = delta = None
     if inner:
         do = torch.mm(df, half.cast(t.wo)).view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
-    if rebuilt and not half.trailing:
+    if rebuilt and not reads:
         out, lse, delta = attend(half.p, *heads, half.core, do)
     if "wo" in need:
         grads["wo"] = weight_grad(df, half.out_rows(out), t.wo.dtype)
@@ -290,7 +292,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     """The half in differentiable PyTorch ops."""
     B, S = batch_and_rows(x)
     D, H, H_kv = head_dim(t, o), o.num_heads, o.num_kv_heads
-    h = (composite_norm(x, t, o) if o.norm and o.norm_first else x).to(o.dtype)
+    h = composite_inputs(x, t, o)
 
     def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(rows, cast_parameter(w, o.dtype), cast_parameter(b, o.dtype))
@@ -305,9 +307,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     core = half_core(t, o)
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), t.wo, t.bo)
-    f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
-    y = x + f if o.residual else f
-    return composite_norm(y, t, o) if o.norm and not o.norm_first else y
+    return composite_output(x, f, t, o)
 
 
 def attention_half_fake(x: Tensor, t: AttentionTensors, o: AttentionOptions):
@@ -335,15 +335,15 @@ def attention_half_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions) ->
 
 
 def attention_half_backward_flops(
-    x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int, total: Tensor | None = None
+    x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int, f: Tensor | None = None
 ) -> int:
-    need, trailing = needed_names(AttentionTensors, needs), bool(o.norm) and not o.norm_first
-    inner = behind_core(need, trailing)
-    rebuilt = out is None and (bool(inner) or trailing or "wo" in need)
+    need = needed_names(AttentionTensors, needs)
+    inner, reads = behind_core(need, o), reads_branch(o)
+    rebuilt = out is None and (bool(inner) or reads or "wo" in need)
     weights = [w for w, _ in projections(t)]
     qkv_elements = sum(w.numel() for w in weights)
-    # do, dWo, and the trailing norm's input
-    elements = t.wo.numel() * (bool(inner) + ("wo" in need) + (trailing and total is None))
+    # do, dWo, and the branch's result
+    elements = t.wo.numel() * (bool(inner) + ("wo" in need) + (reads and f is None))
     if inner or rebuilt:
         elements += qkv_elements if qkv is None else 0
     if inner & {"x", "norm_weight", "norm_bias"}:

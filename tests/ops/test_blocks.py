@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import BATCH, FEATURES, LENGTH, Attention, Block, blocks, plain_attention
+from blocks import BATCH, FEATURES, LENGTH, Attention, Block, blocks, plain_attention, variants
 from cases import (
     DTYPES,
     SEED,
@@ -57,12 +57,12 @@ def kept_by(block, tensors) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants())
 def test_kept_bytes_are_the_tables(block, dtype):
     assert kept_by(block, block.make(dtype)) == block.kept_bytes(dtype.itemsize, dtype.itemsize)
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("selective",)))
 def test_autocast_keeps_no_cast_weight(block):
     """float32 x and weights under bf16 autocast: x itself is kept, the rest in two bytes per element."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -76,7 +76,7 @@ def joined_biases(results: dict) -> dict:
     return rest | ({"qkv_bias": torch.cat(parts, -1)} if parts else {})
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("full",)))
 def test_autocast(block):
     """Results are float32 if there is a residual, gradients are float32, and the error is not above autocast's own."""
     tensors = block.make()
@@ -99,13 +99,13 @@ def test_autocast(block):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants())
 def test_gradients_are_as_exact_as_torchs(block, dtype):
     draws = [block.make(dtype, seed=seed) for seed in range(12)]
     assert_as_exact(*map(joined_biases, over_draws(block.fused, block.plain, draws)))
 
 
-@pytest.mark.parametrize("block", blocks(("none", "full")))
+@pytest.mark.parametrize("block", blocks(("none", "full")) + variants(("none", "full")))
 def test_every_level_gives_the_same_bits(block):
     """Backward overwrites nothing that was saved or given (mamba#939)."""
     tensors = block.make(torch.bfloat16)
@@ -185,7 +185,7 @@ def test_gradcheck(block):
     assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("block", blocks(("full",)))
+@pytest.mark.parametrize("block", blocks(("full",)) + variants(("full",)))
 def test_gradgradcheck(block):
     """Second-order gradients are right or an error, never silently wrong (pytorch#76185)."""
     tensors = block.make(torch.float64)
@@ -208,7 +208,7 @@ def watched(block, tensors) -> Watch:
 
 
 @pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants())
 def test_number_of_products(block, dropout):
     """No product that the level does not rebuild; the registered FLOPs are those that run, and torch's counter's."""
     block = block if dropout else block.without_dropout()
@@ -221,7 +221,7 @@ def test_number_of_products(block, dropout):
     assert by_op == {f"{block.op}_fwd", f"{block.op}_bwd"}
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants())
 def test_subsets_of_frozen_inputs(block):
     """Gradients have the bits that they have if everything is trained, and no product runs besides the registered FLOPs."""
     names = list(block.make())
@@ -254,7 +254,18 @@ def test_the_core_forms_what_leads_to_a_trained_weight():
     assert head_products["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", variants(("none",)))
+def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
+    """Their gradients read what the last half's branch gave, one product from what is kept."""
+    last = block.halves[-1]
+    after = [name for name in last.parameters_after() if name in block.make()]
+    seen = watched(block, block.make(frozen=set(block.make()) - set(after)))
+    with torch.no_grad():
+        forward = watched(block, block.make(frozen=block.make()))
+    assert seen.flops - forward.flops == 2 * BATCH * LENGTH * last.products()["out"]
+
+
+@pytest.mark.parametrize("block", blocks() + variants(("selective",)))
 def test_opcheck(block):
     names = list(block.make())
     samples = op_samples(block, block.make()) + op_samples(block, block.make(frozen=names[1::2]))
@@ -263,7 +274,7 @@ def test_opcheck(block):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma",)))
 def test_compiled_equals_eager(block):
     """One graph, the same bits and masks."""
     torch._dynamo.reset()
@@ -721,7 +732,7 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", KERNEL_BLOCKS)
+@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), ("normed branch",))[1:])
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
