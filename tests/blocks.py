@@ -20,7 +20,7 @@ from ckptkern import state
 
 HEADS, HEAD_DIM, FEATURES, HIDDEN = 4, 6, 10, 12
 BATCH, LENGTH = 2, 7
-P, RESID_P = 0.3, 0.2
+P, RESID_P, PATH_P = 0.3, 0.2, 0.5
 
 Draws = Iterator[Tensor]
 
@@ -91,11 +91,14 @@ def plain_attention(q, k, v, *, scale=None, slopes=None, causal=False, hidden=No
 
 @dataclass(frozen=True)
 class Half:
-    """What both halves have: a norm before or after, dropout of the branch, a norm of it, a residual."""
+    """What both halves have: a norm before or after, dropout of the branch, a norm of it, a factor or a vector that scales it,
+    dropout of whole samples of it, a residual."""
 
     norm: str | None = "layer"
     norm_first: bool = True
     post_norm: str | None = None
+    branch_scale: float | str | None = None
+    path_p: float = 0.0
     resid_p: float = RESID_P
     residual: bool = True
     bias: bool = True
@@ -105,22 +108,29 @@ class Half:
     def norm_shapes(self) -> dict[str, tuple[int, ...]]:
         kinds = {f"{self.prefix}norm": self.norm, f"{self.prefix}post_norm": self.post_norm}
         shapes = {f"{name}_weight": (FEATURES,) for name, kind in kinds.items() if kind}
-        return shapes | {f"{name}_bias": (FEATURES,) for name, kind in kinds.items() if kind == "layer"}
+        shapes |= {f"{name}_bias": (FEATURES,) for name, kind in kinds.items() if kind == "layer"}
+        return shapes | ({f"{self.prefix}branch_scale": (FEATURES,)} if self.branch_scale == "vector" else {})
 
     def options(self, t: Tensors) -> dict:
         own = {name.removeprefix(self.prefix): value for name, value in t.items() if name in self.norm_shapes()}
         return dict(
-            norm=self.norm, norm_first=self.norm_first, post_norm=self.post_norm, resid_dropout_p=self.resid_p,
-            residual=self.residual, **own,
-        )  # fmt: skip
+            norm=self.norm, norm_first=self.norm_first, post_norm=self.post_norm, branch_scale=self.branch_scale,
+            resid_dropout_p=self.resid_p, drop_path_p=self.path_p, residual=self.residual,
+        ) | own  # fmt: skip
+
+    def drops(self) -> list[float]:
+        return [self.dropout_p, self.resid_p, self.path_p]
+
+    def states(self) -> int:
+        return sum(p > 0 for p in self.drops())
 
     def parameters_after(self) -> list[str]:
         """The names of the parameters behind the branch's last product."""
-        return [name for name in self.norm_shapes() if "post_norm" in name or not self.norm_first]
+        return [name for name in self.norm_shapes() if not name.startswith(f"{self.prefix}norm") or not self.norm_first]
 
     def reads_branch(self) -> bool:
         """Does backward read what the branch gave?"""
-        return bool(self.post_norm or (self.norm and not self.norm_first))
+        return bool(self.post_norm or self.branch_scale == "vector" or (self.norm and not self.norm_first))
 
     def plain(self, x: Tensor, t: Tensors, drawn: Draws) -> Tensor:
         def norm(h, name="norm"):
@@ -129,6 +139,11 @@ class Half:
 
         y = dropped(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
         y = norm(y, "post_norm")
+        if self.branch_scale:
+            y = y * (t[f"{self.prefix}branch_scale"] if self.branch_scale == "vector" else self.branch_scale)
+        if self.path_p:
+            kept = state.keep_mask(next(drawn), self.path_p, len(y), 1).view(-1, 1, 1)
+            y = y * state.threshold_scale(self.path_p)[1] * kept
         y = x + y if self.residual else y
         return y if self.norm_first else norm(y)
 
@@ -220,9 +235,6 @@ class Attention(Half):
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
         return qkv + out + 2 * core, backward + (out if self.reads_branch() else 0)
 
-    def states(self) -> int:
-        return (self.dropout_p > 0) + (self.resid_p > 0)
-
 
 @dataclass(frozen=True)
 class MLP(Half):
@@ -267,9 +279,6 @@ class MLP(Half):
         rebuilt = down + (up if level == "full" else 0)  # what the branch gave
         return up + down, backward + (rebuilt if self.reads_branch() else 0)
 
-    def states(self) -> int:
-        return (self.dropout_p > 0) + (self.resid_p > 0)
-
 
 # -- the ops ----------------------------------------------------------------------------------------------------------
 
@@ -298,7 +307,7 @@ class Block:
         return replace(self, **options)
 
     def without_dropout(self) -> Block:
-        off = {"dropout_p": 0.0, "resid_p": 0.0}
+        off = {"dropout_p": 0.0, "resid_p": 0.0, "path_p": 0.0}
         return self.with_(
             attention=self.attention and replace(self.attention, **off), mlp=self.mlp and replace(self.mlp, **off)
         )
@@ -386,8 +395,9 @@ BLOCKS = (
 
 # Fewer tests run these than BLOCKS: one for each way that models differ around and inside the halves.
 VARIANTS = (
-    Block("normed branch", Attention(norm=None, post_norm="layer")),
-    Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer")),
+    Block("normed branch", Attention(norm=None, post_norm="layer", branch_scale=0.3, path_p=PATH_P)),
+    Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", branch_scale="vector", path_p=PATH_P)),
+    Block("scaled branch", Attention(branch_scale="vector", path_p=PATH_P), MLP(branch_scale="vector", path_p=PATH_P)),
     Block("gemma", Attention(**LLAMA, kv_heads=2, post_norm="rms"),
           MLP(**LLAMA, gated=True, activation="silu", post_norm="rms")),
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""What the two halves of a transformer layer share: [norm ->] branch [-> dropout] [-> norm] [-> + x] [-> norm]."""
+"""What the two halves of a transformer layer share: what is around the branch f, in forward and backward.
+
+z = drop_path(branch_scale * post_norm(dropout(f(norm(x)))));  y = [x +] z, or norm([x +] z) for f(x)
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,21 @@ from ._rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
 
 NORMS = ("layer", "rms")
-AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias"))
+AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "branch_scale"))
 LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 
 
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    if not training or o.dropout_p == o.resid_p == 0.0:
+    if not training or o.dropout_p == o.resid_p == o.path_p == 0.0:
         return t
-    return t._replace(rng=draw_state(x, o.dropout_p, training), resid_rng=draw_state(x, o.resid_p, training))
+    rng, resid_rng, path_rng = (draw_state(x, p, training) for p in (o.dropout_p, o.resid_p, o.path_p))
+    return t._replace(rng=rng, resid_rng=resid_rng, path_rng=path_rng)
+
+
+def sample_shape(x: Tensor) -> tuple[int, ...]:
+    """[B, 1, ...]: one value for each sample of x [B, ..., d]. Without a batch dimension x is one sample."""
+    return (x.shape[0] if x.dim() > 2 else 1, *(1,) * (x.dim() - 1))
 
 
 class Half:
@@ -33,6 +42,7 @@ class Half:
 
     def __init__(self, x: Tensor, t: Any, o: Any):
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
+        self.lead, self.samples = x.shape[:-1], sample_shape(x)
         self.leading = bool(o.norm) and o.norm_first
         self.trailing = bool(o.norm) and not o.norm_first
 
@@ -60,9 +70,23 @@ class Half:
         dtype = output_dtype(self.x, o)
         return self.p.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, dtype)
 
+    def scaled(self, z: Tensor) -> Tensor:
+        """branch_scale * z."""
+        z = z.to(output_dtype(self.x, self.o))
+        z = z if self.o.branch_factor == 1.0 else z * self.o.branch_factor
+        return z if self.t.branch_scale is None else z * cast_parameter(self.t.branch_scale, z.dtype)
+
+    def drop_path(self, z: Tensor) -> Tensor:
+        """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
+        if self.t.path_rng is None:
+            return z
+        state, threshold, scale = dropout_arguments(self.t.path_rng, self.o.path_p)
+        kept = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
+        return torch.where(kept, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
+
     def total(self, f: Tensor) -> Tensor:
         """The half's output before a trailing norm, from the branch's result f."""
-        z = self.post_normed(f)
+        z = self.drop_path(self.scaled(self.post_normed(f)))
         return self.x + z if self.o.residual else z
 
     def output(self, f: Tensor) -> Tensor:
@@ -85,7 +109,10 @@ class Half:
         o, grads = self.o, {}
         if self.trailing:
             dy, grads["norm_weight"], grads["norm_bias"] = self.norm_gradients(dy, self.total(f), need)
-        df = dy
+        df = self.drop_path(dy)
+        if "branch_scale" in need:
+            grads["branch_scale"] = eager.column_sum(df * self.post_normed(f))
+        df = self.scaled(df)
         if o.post_norm:
             df, grads["post_norm_weight"], grads["post_norm_bias"] = self.p.norm_bwd(
                 df, f, self.t.post_norm_weight, o.post_norm_eps, o.post_norm,
@@ -129,9 +156,9 @@ def after_branch(o: Any) -> frozenset[str]:
     return AFTER_BRANCH | LAST if has_trailing_norm(o) else AFTER_BRANCH
 
 
-def reads_branch(o: Any) -> bool:
+def reads_branch(o: Any, need: Collection[str]) -> bool:
     """Does backward read the branch's result, which no level keeps?"""
-    return has_trailing_norm(o) or bool(o.post_norm)
+    return has_trailing_norm(o) or bool(o.post_norm) or "branch_scale" in need
 
 
 def composite_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -153,10 +180,15 @@ def composite_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
 
 def composite_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     """The half's output from its branch's last product f, in differentiable PyTorch ops."""
-    z = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
+    z = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p)).to(output_dtype(x, o))
     if o.post_norm:
-        z = z.to(output_dtype(x, o))
         z = composite_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
+    z = z if o.branch_factor == 1.0 else z * o.branch_factor
+    z = z if t.branch_scale is None else z * cast_parameter(t.branch_scale, z.dtype)
+    if t.path_rng is not None:
+        samples = sample_shape(x)
+        ones = eager.composite_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
+        z = z * ones.view(samples)
     y = x + z if o.residual else z
     return composite_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if has_trailing_norm(o) else y
 
@@ -176,22 +208,42 @@ def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, fe
             raise ShapeError(f"{op}: {parameter_name} must have shape ({features},), but has {tuple(parameter.shape)}")
 
 
+def check_branch_scale(op: str, x: Tensor, branch_scale, features: int) -> tuple[float, Tensor | None]:
+    """(the number, the vector) that the branch is multiplied by."""
+    if branch_scale is None:
+        return 1.0, None
+    if not isinstance(branch_scale, Tensor):
+        check_number(op, "branch_scale", branch_scale)
+        return float(branch_scale), None
+    check_tensor(op, "branch_scale", branch_scale, x)
+    if branch_scale.shape != (features,):
+        raise ShapeError(
+            f"{op}: branch_scale must be a number or have shape ({features},), but has {tuple(branch_scale.shape)}"
+        )
+    return 1.0, branch_scale
+
+
 def around(
     op, x, features, *, residual, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True,
-    post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0,
+    post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0, branch_scale=None,
+    drop_path_p=0.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Checks a half's arguments around its branch, whose result has `features`; returns them as tensors and options."""
     check_probability(op, resid_dropout_p)
+    check_probability(op, drop_path_p)
     check_flags(op, norm_first=norm_first, residual=residual)
     check_norm(op, x, "norm", norm, norm_weight, norm_bias, x.shape[-1] if norm_first else features)
     check_norm(op, x, "post_norm", post_norm, post_norm_weight, post_norm_bias, features)
     check_number(op, "norm_eps", norm_eps)
     check_number(op, "post_norm_eps", post_norm_eps)
+    branch_factor, branch_scale = check_branch_scale(op, x, branch_scale, features)
     tensors = dict(
         norm_weight=norm_weight, norm_bias=norm_bias, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
+        branch_scale=branch_scale,
     )  # fmt: skip
     options = dict(
         norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, post_norm=post_norm or "",
-        post_norm_eps=float(post_norm_eps), resid_p=float(resid_dropout_p), residual=residual,
+        post_norm_eps=float(post_norm_eps), branch_factor=branch_factor, resid_p=float(resid_dropout_p),
+        path_p=float(drop_path_p), residual=residual,
     )  # fmt: skip
     return tensors, options

@@ -1,5 +1,5 @@
 """The attention half of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-[-> dropout] [-> norm] [-> + x] [-> norm]. `attention_block` and `transformer_layer` are made of it."""
+and what is around it (`_half`). `attention_block` and `transformer_layer` are made of it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class AttentionTensors(NamedTuple):
     norm_bias: Tensor | None
     post_norm_weight: Tensor | None
     post_norm_bias: Tensor | None
+    branch_scale: Tensor | None
     wq: Tensor
     wk: Tensor | None
     wv: Tensor | None
@@ -47,6 +48,7 @@ class AttentionTensors(NamedTuple):
     cu: Tensor | None
     rng: Tensor | None = None
     resid_rng: Tensor | None = None
+    path_rng: Tensor | None = None
 
 
 class AttentionOptions(NamedTuple):
@@ -60,6 +62,7 @@ class AttentionOptions(NamedTuple):
     norm_first: bool
     post_norm: str
     post_norm_eps: float
+    branch_factor: float
     qk_norm_eps: float
     theta: float
     interleaved: bool
@@ -70,6 +73,7 @@ class AttentionOptions(NamedTuple):
     scale: float
     dropout_p: float
     resid_p: float
+    path_p: float
     residual: bool
     recompute: str
     backend: str
@@ -258,7 +262,7 @@ def attention_half_backward(
     f: the branch's result, if it is at hand.
     """
     half, need = AttentionHalf(x, t, o), needed_names(AttentionTensors, needs)
-    inner, reads = behind_core(need, o), reads_branch(o)
+    inner, reads = behind_core(need, o), reads_branch(o, need)
     rebuilt = out is None and (bool(inner) or reads or "wo" in need)
     if inner or rebuilt:
         h = half.inputs()
@@ -338,7 +342,7 @@ def attention_half_backward_flops(
     x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int, f: Tensor | None = None
 ) -> int:
     need = needed_names(AttentionTensors, needs)
-    inner, reads = behind_core(need, o), reads_branch(o)
+    inner, reads = behind_core(need, o), reads_branch(o, need)
     rebuilt = out is None and (bool(inner) or reads or "wo" in need)
     weights = [w for w, _ in projections(t)]
     qkv_elements = sum(w.numel() for w in weights)

@@ -1,4 +1,4 @@
-"""mlp_block: [norm ->] MLP or gated MLP [-> dropout] [-> norm] [-> + x] [-> norm] as one segment."""
+"""mlp_block: [norm ->] MLP or gated MLP and what is around it, as one segment."""
 
 from __future__ import annotations
 
@@ -151,7 +151,9 @@ def mlp_block(
     post_norm_weight: Tensor | None = None,
     post_norm_bias: Tensor | None = None,
     post_norm_eps: float = 1e-5,
+    branch_scale: Tensor | float | None = None,
     resid_dropout_p: float = 0.0,
+    drop_path_p: float = 0.0,
     residual: bool = True,
     training: bool = True,
     recompute: str = "full",
@@ -160,12 +162,15 @@ def mlp_block(
     """An MLP with everything around it, as one segment.
 
         h = norm(x);  f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
-        y = [x +] post_norm(dropout(f))           norm_first=False: y = norm([x +] post_norm(dropout(f))), h = x
+        z = drop_path(branch_scale * post_norm(dropout(f)))
+        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
     norm: None, "layer" or "rms", with norm_weight and norm_bias or None. post_norm alike, of what the branch gives (Gemma 2,
-    OLMo 2, Swin v2); backward rebuilds that, and what a norm after the residual reads, by one product, at "full" by all.
-    dropout_p of the hidden layer, resid_dropout_p of the branch: replayed from 16 bytes each.
+    OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2, ConvNeXt). Backward rebuilds
+    what the branch gives for a norm behind it and a trained vector: by one product, at "full" by all.
+    dropout_p of the hidden layer, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth;
+    x [B, ..., d] has B samples, x [tokens, d] is one): replayed from 16 bytes each.
     recompute, workspace: as in mlp and gated_mlp, with x the block's input: the norm is always rebuilt.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
     RuntimeError (backend).
@@ -174,7 +179,7 @@ def mlp_block(
         "mlp_block", x, up_weight, up_bias, down_weight, down_bias, activation, dropout_p, gate_weight=gate_weight,
         gate_bias=gate_bias, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
         norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps, resid_dropout_p=resid_dropout_p, residual=residual, training=training,
-        recompute=recompute, workspace=workspace,
+        post_norm_eps=post_norm_eps, branch_scale=branch_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p,
+        residual=residual, training=training, recompute=recompute, workspace=workspace,
     )  # fmt: skip
     return _apply(tuple(o), x, *drawn(t, o, x, training))

@@ -1,5 +1,5 @@
-"""The MLP half of a layer: [norm ->] MLP or gated MLP [-> dropout] [-> norm] [-> + x] [-> norm]. `mlp_block` and
-`transformer_layer` are made of it."""
+"""The MLP half of a layer: MLP or gated MLP and what is around it (`_half`). `mlp_block` and `transformer_layer` are made of
+it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class MLPTensors(NamedTuple):
     norm_bias: Tensor | None
     post_norm_weight: Tensor | None
     post_norm_bias: Tensor | None
+    branch_scale: Tensor | None
     gate_weight: Tensor | None
     gate_bias: Tensor | None
     up_weight: Tensor
@@ -33,6 +34,7 @@ class MLPTensors(NamedTuple):
     down_bias: Tensor | None
     rng: Tensor | None = None
     resid_rng: Tensor | None = None
+    path_rng: Tensor | None = None
 
 
 class MLPOptions(NamedTuple):
@@ -43,9 +45,11 @@ class MLPOptions(NamedTuple):
     norm_first: bool
     post_norm: str
     post_norm_eps: float
+    branch_factor: float
     activation: str
     dropout_p: float
     resid_p: float
+    path_p: float
     residual: bool
     recompute: str
     backend: str
@@ -110,7 +114,7 @@ def mlp_half_backward(dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, kept,
     half, need = MLPHalf(x, t, o), needed_names(MLPTensors, needs)
     op, names, arguments, statics = half.branch
     h = half.inputs()
-    f = half.rebuilt(h, kept) if reads_branch(o) else None
+    f = half.rebuilt(h, kept) if reads_branch(o, need) else None
     dy, df, grads = half.branch_gradients(dy, f, need)
     f = None
     inner = half.branch.needs(need, half.needs_dh(need))
@@ -154,7 +158,7 @@ def mlp_half_backward_flops(dy, x, t: MLPTensors, o: MLPOptions, kept, needs: in
     need, branch = needed_names(MLPTensors, needs), branch_of(t, o)
     inner = branch.needs(need, bool(need & {"x", "norm_weight", "norm_bias"} - after_branch(o)))
     flops = branch.op.backward_flops(rows_2d(dy), rows_2d(x), *branch.arguments, *kept, *branch.statics, inner)
-    if not reads_branch(o):
+    if not reads_branch(o, need):
         return flops
     hidden_kept = any(k is not None for k in kept)
     return flops + (2 * rows_2d(x).shape[0] * t.down_weight.numel() if hidden_kept else mlp_half_flops(x, t))

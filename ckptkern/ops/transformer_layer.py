@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from ._checks import check_level
 from ._half import drawn, reads_branch
-from ._needs import fake_gradients, in_order
+from ._needs import fake_gradients, in_order, needed_names
 from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
 from .attention_arguments import gather as gather_attention
@@ -132,7 +132,7 @@ class TransformerLayer(Op):
                 out, lse, qkv = half.attend(keep_raw=True)  # as the attention half's backward reads them
             f = half.branch(out)
             mid = unflattened(half.output(f), x.shape[:-1])
-            f = f if reads_branch(oa) else None
+            f = f if reads_branch(oa, needed_names(AttentionTensors, attention_needs)) else None
         mlp_grads = mlp_half_backward(rows_2d(dy), mid, tm, om, hidden, mlp_needs)
         grads = in_order(mlp_grads, MLPTensors, mlp_needs)[1:]
         made = {}

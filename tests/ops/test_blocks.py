@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import BATCH, FEATURES, LENGTH, Attention, Block, blocks, plain_attention, variants
+from blocks import BATCH, FEATURES, LENGTH, MLP, Attention, Block, blocks, plain_attention, variants
 from cases import (
     DTYPES,
     SEED,
@@ -520,8 +520,22 @@ def test_forward_mode_is_refused_and_nodes_are_named(block):
             block.fused({**tensors, "x": dual})
 
 
+@pytest.mark.parametrize("lead", [(6, 2, 3), (6, 2), (9,)], ids=str)
+def test_whole_samples_are_dropped(lead):
+    """A sample is a row of the first dimension if there are tokens in it; else all of x."""
+    block = Block("", mlp=MLP(norm=None, dropout_p=0.0, resid_p=0.0, path_p=0.5))
+    tensors = block.make(lead=lead)
+    branch = block.fused(tensors) - tensors["x"]
+    whole = block.without_dropout().fused(tensors) - tensors["x"]
+    samples, seen = lead[0] if len(lead) > 1 else 1, set()
+    for one, kept in zip(branch.chunk(samples), whole.chunk(samples), strict=True):
+        torch.testing.assert_close(one, kept * 2 if one.any() else kept * 0)
+        seen.add(bool(one.any()))
+    assert len(seen) == min(samples, 2)
+
+
 def test_dropout_stops_outside_of_training():
-    block = next(iter(blocks(("full",)))).values[0]
+    block = variants(("full",), ("normed branch",))[0].values[0]
     tensors = block.make()
     y = ckptkern.attention_block(tensors["x"], **block.attention.arguments(tensors), training=False)
     torch.testing.assert_close(y, block.without_dropout().plain(tensors))
@@ -629,6 +643,14 @@ ERRORS = {
     "scale": (TypeError, "scale must be a number, not 'a'", {"scale": "a"}),
     "eps": (TypeError, "norm_eps must be a number, not None", {"norm_eps": None}),
     "probability": (ValueError, "dropout probability has to be", {"dropout_p": 1.5}),
+    "post norm's weight": (ValueError, "post_norm_weight and post_norm_bias need post_norm=", {"post_norm_weight": X[0, 0]}),
+    "post norm": (ValueError, "post_norm must be one of 'layer', 'rms'", {"post_norm": "batch"}),
+    "post norm's features": (ValueError, r"post_norm_bias must have shape \(10,\), but has \(9,\)", {
+        "post_norm": "layer", "post_norm_bias": X[0, 0, :9]}),
+    "branch scale": (ValueError, r"branch_scale must be a number or have shape \(10,\), but has \(9,\)", {
+        "branch_scale": X[0, 0, :9]}),
+    "no branch scale": (TypeError, "branch_scale must be a number, not 'a'", {"branch_scale": "a"}),
+    "path's probability": (ValueError, "dropout probability has to be", {"drop_path_p": 1.5}),
     "another probability": (ValueError, "dropout probability has to be", {"resid_dropout_p": "0.1"}),
 }  # fmt: skip
 
