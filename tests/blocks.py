@@ -152,6 +152,7 @@ class Half:
 class Attention(Half):
     kv_heads: int = HEADS
     packed: bool = True  # one qkv weight; else three
+    layout: str = "qkv"
     causal: bool = True
     padded: bool = False
     rotary: bool = False
@@ -193,6 +194,7 @@ class Attention(Half):
             qkv_weight=t["qkv_weight"] if self.packed else weights,
             qkv_bias=None if not self.bias else t["qkv_bias"] if self.packed else biases,
             out_weight=t["out_weight"], out_bias=t.get("out_bias"), num_heads=HEADS, num_kv_heads=self.kv_heads,
+            qkv_layout=self.layout,
             qk_norm=(t["q_gain"], t["k_gain"]) if self.qk_norm else None, qk_norm_eps=1e-5, rotary=self.tables(),
             rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale, is_causal=self.causal,
             key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
@@ -203,7 +205,11 @@ class Attention(Half):
             qkv = F.linear(h, t["qkv_weight"], t.get("qkv_bias"))
         else:
             qkv = torch.cat([F.linear(h, t[f"{name}_weight"], t.get(f"{name}_bias")) for name in "qkv"], -1)
-        q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, self.kv_heads, self.kv_heads], -2)
+        if self.layout == "qkv":
+            q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, self.kv_heads, self.kv_heads], -2)
+        else:  # as GPT-NeoX and Falcon take them apart
+            groups = qkv.unflatten(-1, (self.kv_heads, -1, HEAD_DIM))
+            q, k, v = groups[..., :-2, :].flatten(-3, -2), groups[..., -2, :], groups[..., -1, :]
         if self.qk_norm:
             q, k = plain_norm(q, "rms", t["q_gain"], None), plain_norm(k, "rms", t["k_gain"], None)
         if self.rotary:
@@ -395,10 +401,11 @@ BLOCKS = (
 
 # Fewer tests run these than BLOCKS: one for each way that models differ around and inside the halves.
 VARIANTS = (
-    Block("normed branch", Attention(norm=None, post_norm="layer", branch_scale=0.3, path_p=PATH_P)),
+    Block("normed branch", Attention(norm=None, post_norm="layer", branch_scale=0.3, path_p=PATH_P, layout="heads",
+                                     dropout_p=0.0)),
     Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", branch_scale="vector", path_p=PATH_P)),
     Block("scaled branch", Attention(branch_scale="vector", path_p=PATH_P), MLP(branch_scale="vector", path_p=PATH_P)),
-    Block("gemma", Attention(**LLAMA, kv_heads=2, post_norm="rms"),
+    Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", rotary=True, post_norm="rms"),
           MLP(**LLAMA, gated=True, activation="silu", post_norm="rms")),
 )  # fmt: skip
 

@@ -57,6 +57,7 @@ class AttentionOptions(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
+    qkv_layout: str
     norm: str
     norm_eps: float
     norm_first: bool
@@ -98,6 +99,18 @@ def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
 def projections(t: AttentionTensors) -> list[tuple[Tensor, Tensor | None]]:
     """(weight, bias) of q, k, v, or of the packed projection alone."""
     return [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
+
+
+def split_heads(qkv: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D].
+
+    Views, except q where several heads of q lie before each of several heads of k: no one stride leads from head to head.
+    """
+    H, H_kv = o.num_heads, o.num_kv_heads
+    if o.qkv_layout == "qkv":
+        return qkv.unflatten(-1, (H + 2 * H_kv, -1)).split([H, H_kv, H_kv], 2)
+    q, k, v = qkv.unflatten(-1, (H_kv, H // H_kv + 2, -1)).split([H // H_kv, 1, 1], 3)
+    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
 def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
@@ -149,9 +162,8 @@ class AttentionHalf(Half):
         return qkv
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views [B, S, heads, D] of q, k and v."""
-        H, H_kv = self.o.num_heads, self.o.num_kv_heads
-        return qkv.view(self.B, self.S, H + 2 * H_kv, self.D).split([H, H_kv, H_kv], 2)
+        """q, k and v [B, S, heads, D] of qkv [tokens, (H + 2 H_kv) D]."""
+        return split_heads(qkv.view(self.B, self.S, qkv.shape[1]), self.o)
 
     def turns(self) -> bool:
         """Is there a norm or a rotation between the projections and the core?"""
@@ -216,6 +228,10 @@ class AttentionHalf(Half):
         for place, grad in zip(places, made, strict=True):
             if grad is not place:
                 place.copy_(grad)
+        H_kv, group = o.num_kv_heads, o.num_heads // o.num_kv_heads
+        if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
+            groups = dqkv.view(self.B, self.S, H_kv, group + 2, self.D)
+            groups[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
         return dqkv, grads
 
     def projection_gradients(self, dqkv: Tensor, h: Tensor, need: Collection[str]) -> tuple[Tensor | None, dict]:
@@ -295,14 +311,14 @@ def attention_half_backward(
 def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
     """The half in differentiable PyTorch ops."""
     B, S = batch_and_rows(x)
-    D, H, H_kv = head_dim(t, o), o.num_heads, o.num_kv_heads
+    D, H = head_dim(t, o), o.num_heads
     h = composite_inputs(x, t, o)
 
     def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(rows, cast_parameter(w, o.dtype), cast_parameter(b, o.dtype))
 
     qkv = torch.cat([linear(h, w, b) for w, b in projections(t)], -1)
-    q, k, v = qkv.view(B, S, H + 2 * H_kv, D).split([H, H_kv, H_kv], 2)
+    q, k, v = split_heads(qkv.view(B, S, qkv.shape[-1]), o)
     if t.q_norm is not None:
         q, k = F.rms_norm(q, (D,), t.q_norm, o.qk_norm_eps), F.rms_norm(k, (D,), t.k_norm, o.qk_norm_eps)
     cos, sin = rotary_of(S, t, o)

@@ -599,6 +599,8 @@ ERRORS = {
     "an array": (TypeError, "rotary must be a pair of tensors or a number", {"rotary": torch.ones(3).numpy()}),
     "kv heads": (ValueError, "num_kv_heads=3 must divide num_heads=4", {"num_kv_heads": 3}),
     "weights": (ValueError, "must be one tensor or three", {"qkv_weight": [QKV, QKV]}),
+    "layout": (ValueError, "qkv_layout must be one of 'qkv', 'heads'", {"qkv_layout": "bsd"}),
+    "layout of three": (ValueError, "needs q, k and v in one qkv_weight", {"qkv_weight": QKV.chunk(3), "qkv_layout": "heads"}),
     "rows": (ValueError, "do not fit", {"qkv_weight": QKV[:70]}),
     "features": (ValueError, "qkv_weight has in_features=9", {"qkv_weight": QKV[:, :9]}),
     "core": (ValueError, "out_weight has in_features=23", {"out_weight": OUT[:, :23]}),
