@@ -6,7 +6,7 @@ A `Block` is used as a `cases.Setup` is: `fused`, `call` and `plain` take tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,7 +20,7 @@ from ckptkern import state
 
 HEADS, HEAD_DIM, FEATURES, HIDDEN = 4, 6, 10, 12
 BATCH, LENGTH = 2, 7
-P, RESID_P = 0.3, 0.2
+P, RESID_P, PATH_P = 0.3, 0.2, 0.5
 
 Draws = Iterator[Tensor]
 
@@ -91,10 +91,14 @@ def plain_attention(q, k, v, *, scale=None, slopes=None, causal=False, hidden=No
 
 @dataclass(frozen=True)
 class Half:
-    """What both halves have: a norm before or after, dropout of the branch, a residual."""
+    """What both halves have: a norm before or after, dropout of the branch, a norm of it, a factor or a vector that scales it,
+    dropout of whole samples of it, a residual."""
 
     norm: str | None = "layer"
     norm_first: bool = True
+    post_norm: str | None = None
+    branch_scale: float | str | None = None
+    path_p: float = 0.0
     resid_p: float = RESID_P
     residual: bool = True
     bias: bool = True
@@ -102,20 +106,44 @@ class Half:
     prefix = ""
 
     def norm_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {f"{self.prefix}norm_weight": (FEATURES,)} if self.norm else {}
-        return shapes | ({f"{self.prefix}norm_bias": (FEATURES,)} if self.norm == "layer" else {})
+        kinds = {f"{self.prefix}norm": self.norm, f"{self.prefix}post_norm": self.post_norm}
+        shapes = {f"{name}_weight": (FEATURES,) for name, kind in kinds.items() if kind}
+        shapes |= {f"{name}_bias": (FEATURES,) for name, kind in kinds.items() if kind == "layer"}
+        return shapes | ({f"{self.prefix}branch_scale": (FEATURES,)} if self.branch_scale == "vector" else {})
 
     def options(self, t: Tensors) -> dict:
+        own = {name.removeprefix(self.prefix): value for name, value in t.items() if name in self.norm_shapes()}
         return dict(
-            norm=self.norm, norm_weight=t.get(f"{self.prefix}norm_weight"), norm_bias=t.get(f"{self.prefix}norm_bias"),
-            norm_first=self.norm_first, resid_dropout_p=self.resid_p, residual=self.residual,
-        )  # fmt: skip
+            norm=self.norm, norm_first=self.norm_first, post_norm=self.post_norm, branch_scale=self.branch_scale,
+            resid_dropout_p=self.resid_p, drop_path_p=self.path_p, residual=self.residual,
+        ) | own  # fmt: skip
+
+    def drops(self) -> list[float]:
+        return [self.dropout_p, self.resid_p, self.path_p]
+
+    def states(self) -> int:
+        return sum(p > 0 for p in self.drops())
+
+    def parameters_after(self) -> list[str]:
+        """The names of the parameters behind the branch's last product."""
+        return [name for name in self.norm_shapes() if not name.startswith(f"{self.prefix}norm") or not self.norm_first]
+
+    def reads_branch(self) -> bool:
+        """Does backward read what the branch gave?"""
+        return bool(self.post_norm or self.branch_scale == "vector" or (self.norm and not self.norm_first))
 
     def plain(self, x: Tensor, t: Tensors, drawn: Draws) -> Tensor:
-        def norm(h):
-            return plain_norm(h, self.norm, t.get(f"{self.prefix}norm_weight"), t.get(f"{self.prefix}norm_bias"))
+        def norm(h, name="norm"):
+            weight, bias = (t.get(f"{self.prefix}{name}_{parameter}") for parameter in ("weight", "bias"))
+            return plain_norm(h, getattr(self, name), weight, bias)
 
         y = dropped(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
+        y = norm(y, "post_norm")
+        if self.branch_scale:
+            y = y * (t[f"{self.prefix}branch_scale"] if self.branch_scale == "vector" else self.branch_scale)
+        if self.path_p:
+            kept = state.keep_mask(next(drawn), self.path_p, len(y), 1).view(-1, 1, 1)
+            y = y * state.threshold_scale(self.path_p)[1] * kept
         y = x + y if self.residual else y
         return y if self.norm_first else norm(y)
 
@@ -124,6 +152,7 @@ class Half:
 class Attention(Half):
     kv_heads: int = HEADS
     packed: bool = True  # one qkv weight; else three
+    layout: str = "qkv"
     causal: bool = True
     padded: bool = False
     rotary: bool = False
@@ -165,6 +194,7 @@ class Attention(Half):
             qkv_weight=t["qkv_weight"] if self.packed else weights,
             qkv_bias=None if not self.bias else t["qkv_bias"] if self.packed else biases,
             out_weight=t["out_weight"], out_bias=t.get("out_bias"), num_heads=HEADS, num_kv_heads=self.kv_heads,
+            qkv_layout=self.layout,
             qk_norm=(t["q_gain"], t["k_gain"]) if self.qk_norm else None, qk_norm_eps=1e-5, rotary=self.tables(),
             rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale, is_causal=self.causal,
             key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
@@ -175,7 +205,11 @@ class Attention(Half):
             qkv = F.linear(h, t["qkv_weight"], t.get("qkv_bias"))
         else:
             qkv = torch.cat([F.linear(h, t[f"{name}_weight"], t.get(f"{name}_bias")) for name in "qkv"], -1)
-        q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, self.kv_heads, self.kv_heads], -2)
+        if self.layout == "qkv":
+            q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, self.kv_heads, self.kv_heads], -2)
+        else:  # as GPT-NeoX and Falcon take them apart
+            groups = qkv.unflatten(-1, (self.kv_heads, -1, HEAD_DIM))
+            q, k, v = groups[..., :-2, :].flatten(-3, -2), groups[..., -2, :], groups[..., -1, :]
         if self.qk_norm:
             q, k = plain_norm(q, "rms", t["q_gain"], None), plain_norm(k, "rms", t["k_gain"], None)
         if self.rotary:
@@ -205,10 +239,7 @@ class Attention(Half):
         qkv, out, core = self.products().values()
         backward = 2 * (qkv + out) + 5 * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
-        return qkv + out + 2 * core, backward + (out if self.norm and not self.norm_first else 0)
-
-    def states(self) -> int:
-        return (self.dropout_p > 0) + (self.resid_p > 0)
+        return qkv + out + 2 * core, backward + (out if self.reads_branch() else 0)
 
 
 @dataclass(frozen=True)
@@ -243,14 +274,16 @@ class MLP(Half):
             return HIDDEN * {"full": 0, "selective": 2, "none": 3}[level], 0
         return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[level], 0
 
+    def products(self) -> dict[str, int]:
+        """Multiply-adds per token of each product."""
+        return {"up": HIDDEN * FEATURES * (1 + self.gated), "out": HIDDEN * FEATURES}
+
     def multiply_adds(self, level: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
-        up, down = HIDDEN * FEATURES * (1 + self.gated), HIDDEN * FEATURES
+        up, down = self.products().values()
         backward = 2 * (up + down) + (up if level == "full" else 0)
-        return up + down, backward + (up + down if self.norm and not self.norm_first else 0)
-
-    def states(self) -> int:
-        return (self.dropout_p > 0) + (self.resid_p > 0)
+        rebuilt = down + (up if level == "full" else 0)  # what the branch gave
+        return up + down, backward + (rebuilt if self.reads_branch() else 0)
 
 
 # -- the ops ----------------------------------------------------------------------------------------------------------
@@ -280,7 +313,7 @@ class Block:
         return replace(self, **options)
 
     def without_dropout(self) -> Block:
-        off = {"dropout_p": 0.0, "resid_p": 0.0}
+        off = {"dropout_p": 0.0, "resid_p": 0.0, "path_p": 0.0}
         return self.with_(
             attention=self.attention and replace(self.attention, **off), mlp=self.mlp and replace(self.mlp, **off)
         )
@@ -337,7 +370,7 @@ class Block:
     def multiply_adds(self) -> int:
         """A step, per token. A layer rebuilds what passes between its halves: by one product from o, or all of it.
 
-        That product gives a trailing norm its input too.
+        That product gives a norm after the branch its input too.
         """
         if self.op != "transformer_layer":
             return sum(self.halves[0].multiply_adds(self.recompute))
@@ -346,7 +379,7 @@ class Block:
         halves += self.mlp.multiply_adds("none" if level == "none" else "full")
         out = self.attention.products()["out"]
         between = {"none": 0, "selective": out, "full": halves[0]}[level]
-        return sum(halves) + between - (0 if level == "none" or self.attention.norm_first else out)
+        return sum(halves) + between - (out if level != "none" and self.attention.reads_branch() else 0)
 
 
 LLAMA = dict(norm="rms", bias=False)
@@ -366,9 +399,29 @@ BLOCKS = (
 )  # fmt: skip
 
 
+# Fewer tests run these than BLOCKS: one for each way that models differ around and inside the halves.
+VARIANTS = (
+    Block("normed branch", Attention(norm=None, post_norm="layer", branch_scale=0.3, path_p=PATH_P, layout="heads",
+                                     dropout_p=0.0)),
+    Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", branch_scale="vector", path_p=PATH_P)),
+    Block("scaled branch", Attention(branch_scale="vector", path_p=PATH_P), MLP(branch_scale="vector", path_p=PATH_P)),
+    Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", rotary=True, post_norm="rms"),
+          MLP(**LLAMA, gated=True, activation="silu", post_norm="rms")),
+)  # fmt: skip
+
+
+def _parameters(chosen: Iterable[Block], levels: Iterable[str]) -> list:
+    each = [block.with_(recompute=level) for block in chosen for level in levels]
+    return [pytest.param(block, id=str(block).replace(" ", "_")) for block in each]
+
+
+def variants(levels=LEVELS, names: tuple[str, ...] | None = None) -> list:
+    """pytest parameters: every variant, or those of these names, at every level."""
+    return _parameters([one for one in VARIANTS if names is None or one.name in names], levels)
+
+
 def blocks(levels=LEVELS, *, names: tuple[str, ...] | None = None, dropout: bool = True) -> list:
     """pytest parameters: every block, or those of these names, at every level."""
     chosen = [block for block in BLOCKS if names is None or block.name in names]
     chosen = chosen if dropout else [block.without_dropout() for block in chosen]
-    each = [block.with_(recompute=level) for block in chosen for level in levels]
-    return [pytest.param(block, id=str(block).replace(" ", "_")) for block in each]
+    return _parameters(chosen, levels)

@@ -1,4 +1,7 @@
-"""What the two halves of a transformer layer share: [norm ->] branch [-> dropout] [-> + x] [-> norm]."""
+"""What the two halves of a transformer layer share: what is around the branch f, in forward and backward.
+
+z = drop_path(branch_scale * post_norm(dropout(f(norm(x)))));  y = [x +] z, or norm([x +] z) for f(x)
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import eager
 from ..errors import ShapeError
-from ._checks import check_choice, check_tensor
+from ._checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ._choices import primitives
 from ._rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
 
 NORMS = ("layer", "rms")
+AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "branch_scale"))
+LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 
 
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    if not training or o.dropout_p == o.resid_p == 0.0:
+    if not training or o.dropout_p == o.resid_p == o.path_p == 0.0:
         return t
-    return t._replace(rng=draw_state(x, o.dropout_p, training), resid_rng=draw_state(x, o.resid_p, training))
+    rng, resid_rng, path_rng = (draw_state(x, p, training) for p in (o.dropout_p, o.resid_p, o.path_p))
+    return t._replace(rng=rng, resid_rng=resid_rng, path_rng=path_rng)
+
+
+def sample_shape(x: Tensor) -> tuple[int, ...]:
+    """[B, 1, ...]: one value for each sample of x [B, ..., d]. Without a batch dimension x is one sample."""
+    return (x.shape[0] if x.dim() > 2 else 1, *(1,) * (x.dim() - 1))
 
 
 class Half:
@@ -30,6 +42,7 @@ class Half:
 
     def __init__(self, x: Tensor, t: Any, o: Any):
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
+        self.lead, self.samples = x.shape[:-1], sample_shape(x)
         self.leading = bool(o.norm) and o.norm_first
         self.trailing = bool(o.norm) and not o.norm_first
 
@@ -49,12 +62,36 @@ class Half:
             return f
         return self.p.dropout(f, *dropout_arguments(self.t.resid_rng, self.o.resid_p))
 
-    def total(self, f: Tensor) -> Tensor:
-        """The half's output before a trailing norm."""
-        return self.x + f if self.o.residual else f
+    def post_normed(self, f: Tensor) -> Tensor:
+        """What the branch's result f, dropout done, becomes before it is added to x."""
+        t, o = self.t, self.o
+        if not o.post_norm:
+            return f
+        dtype = output_dtype(self.x, o)
+        return self.p.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, dtype)
 
-    def normed(self, y: Tensor) -> Tensor:
-        """The half's output from what is before a trailing norm."""
+    def scaled(self, z: Tensor) -> Tensor:
+        """branch_scale * z."""
+        z = z.to(output_dtype(self.x, self.o))
+        z = z if self.o.branch_factor == 1.0 else z * self.o.branch_factor
+        return z if self.t.branch_scale is None else z * cast_parameter(self.t.branch_scale, z.dtype)
+
+    def drop_path(self, z: Tensor) -> Tensor:
+        """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
+        if self.t.path_rng is None:
+            return z
+        state, threshold, scale = dropout_arguments(self.t.path_rng, self.o.path_p)
+        kept = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
+        return torch.where(kept, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
+
+    def total(self, f: Tensor) -> Tensor:
+        """The half's output before a trailing norm, from the branch's result f."""
+        z = self.drop_path(self.scaled(self.post_normed(f)))
+        return self.x + z if self.o.residual else z
+
+    def output(self, f: Tensor) -> Tensor:
+        """The half's output from the branch's result f."""
+        y = self.total(f)
         return self.norm(y, y.dtype) if self.trailing else y
 
     def norm_gradients(self, dy: Tensor, read: Tensor, need: Collection[str], residual: Tensor | None = None):
@@ -63,6 +100,25 @@ class Half:
             dy, read, self.t.norm_weight, self.o.norm_eps, self.o.norm, residual=residual,
             need_dweight="norm_weight" in need, need_dbias="norm_bias" in need,
         )  # fmt: skip
+
+    def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
+        """(gradient of x + z, that of the branch's last product in its dtype, those of the parameters between) from dy.
+
+        f: the branch's result, where `reads_branch` asks for it.
+        """
+        o, grads = self.o, {}
+        if self.trailing:
+            dy, grads["norm_weight"], grads["norm_bias"] = self.norm_gradients(dy, self.total(f), need)
+        df = self.drop_path(dy)
+        if "branch_scale" in need:
+            grads["branch_scale"] = eager.column_sum(df * self.post_normed(f))
+        df = self.scaled(df)
+        if o.post_norm:
+            df, grads["post_norm_weight"], grads["post_norm_bias"] = self.p.norm_bwd(
+                df, f, self.t.post_norm_weight, o.post_norm_eps, o.post_norm,
+                need_dweight="post_norm_weight" in need, need_dbias="post_norm_bias" in need,
+            )  # fmt: skip
+        return dy, self.drop(df.to(o.dtype)), grads
 
     def needs_dh(self, need: Collection[str]) -> bool:
         """Does anything need the gradient of what the branch reads?"""
@@ -91,25 +147,103 @@ def output_dtype(x: Tensor, o: Any) -> torch.dtype:
     return torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype
 
 
-def composite_norm(x: Tensor, t: Any, o: Any) -> Tensor:
-    """The half's norm in differentiable PyTorch ops."""
-    if o.norm == "layer":
+def has_trailing_norm(o: Any) -> bool:
+    return bool(o.norm) and not o.norm_first
+
+
+def after_branch(o: Any) -> frozenset[str]:
+    """The half's parameters that lie after its branch's last product."""
+    return AFTER_BRANCH | LAST if has_trailing_norm(o) else AFTER_BRANCH
+
+
+def reads_branch(o: Any, need: Collection[str]) -> bool:
+    """Does backward read the branch's result, which no level keeps?"""
+    return has_trailing_norm(o) or bool(o.post_norm) or "branch_scale" in need
+
+
+def composite_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """A norm in differentiable PyTorch ops."""
+    weight = cast_parameter(weight, x.dtype)
+    if kind == "layer":
         # the bias is added apart: without a weight, torch's second derivative of layer_norm with a bias is None
-        y = F.layer_norm(x, x.shape[-1:], cast_parameter(t.norm_weight, x.dtype), None, o.norm_eps)
+        y = F.layer_norm(x, x.shape[-1:], weight, None, eps)
     else:
-        y = F.rms_norm(x, x.shape[-1:], cast_parameter(t.norm_weight, x.dtype), o.norm_eps)
-    return y if t.norm_bias is None else y + cast_parameter(t.norm_bias, x.dtype)
+        y = F.rms_norm(x, x.shape[-1:], weight, eps)
+    return y if bias is None else y + cast_parameter(bias, x.dtype)
 
 
-def check_norm(op: str, x: Tensor, norm: str | None, weight, bias, features: int) -> None:
-    if norm is None:
+def composite_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
+    """What the branch reads, in differentiable PyTorch ops."""
+    leading = o.norm and o.norm_first
+    return (composite_norm(x, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if leading else x).to(o.dtype)
+
+
+def composite_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
+    """The half's output from its branch's last product f, in differentiable PyTorch ops."""
+    z = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p)).to(output_dtype(x, o))
+    if o.post_norm:
+        z = composite_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
+    z = z if o.branch_factor == 1.0 else z * o.branch_factor
+    z = z if t.branch_scale is None else z * cast_parameter(t.branch_scale, z.dtype)
+    if t.path_rng is not None:
+        samples = sample_shape(x)
+        ones = eager.composite_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
+        z = z * ones.view(samples)
+    y = x + z if o.residual else z
+    return composite_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if has_trailing_norm(o) else y
+
+
+def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, features: int) -> None:
+    """`kind`, `weight` and `bias` are those of the norm that the arguments call `name`."""
+    if kind is None:
         if weight is not None or bias is not None:
-            raise ValueError(f"{op}: norm_weight and norm_bias need norm='layer' or 'rms'")
+            raise ValueError(f"{op}: {name}_weight and {name}_bias need {name}='layer' or 'rms'")
         return
-    check_choice(op, "norm", norm, (*NORMS, None))
-    for name, parameter in (("norm_weight", weight), ("norm_bias", bias)):
+    check_choice(op, name, kind, (*NORMS, None))
+    for parameter_name, parameter in ((f"{name}_weight", weight), (f"{name}_bias", bias)):
         if parameter is None:
             continue
-        check_tensor(op, name, parameter, x)
+        check_tensor(op, parameter_name, parameter, x)
         if parameter.shape != (features,):
-            raise ShapeError(f"{op}: {name} must have shape ({features},), but has {tuple(parameter.shape)}")
+            raise ShapeError(f"{op}: {parameter_name} must have shape ({features},), but has {tuple(parameter.shape)}")
+
+
+def check_branch_scale(op: str, x: Tensor, branch_scale, features: int) -> tuple[float, Tensor | None]:
+    """(the number, the vector) that the branch is multiplied by."""
+    if branch_scale is None:
+        return 1.0, None
+    if not isinstance(branch_scale, Tensor):
+        check_number(op, "branch_scale", branch_scale)
+        return float(branch_scale), None
+    check_tensor(op, "branch_scale", branch_scale, x)
+    if branch_scale.shape != (features,):
+        raise ShapeError(
+            f"{op}: branch_scale must be a number or have shape ({features},), but has {tuple(branch_scale.shape)}"
+        )
+    return 1.0, branch_scale
+
+
+def around(
+    op, x, features, *, residual, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True,
+    post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0, branch_scale=None,
+    drop_path_p=0.0,
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Checks a half's arguments around its branch, whose result has `features`; returns them as tensors and options."""
+    check_probability(op, resid_dropout_p)
+    check_probability(op, drop_path_p)
+    check_flags(op, norm_first=norm_first, residual=residual)
+    check_norm(op, x, "norm", norm, norm_weight, norm_bias, x.shape[-1] if norm_first else features)
+    check_norm(op, x, "post_norm", post_norm, post_norm_weight, post_norm_bias, features)
+    check_number(op, "norm_eps", norm_eps)
+    check_number(op, "post_norm_eps", post_norm_eps)
+    branch_factor, branch_scale = check_branch_scale(op, x, branch_scale, features)
+    tensors = dict(
+        norm_weight=norm_weight, norm_bias=norm_bias, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
+        branch_scale=branch_scale,
+    )  # fmt: skip
+    options = dict(
+        norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, post_norm=post_norm or "",
+        post_norm_eps=float(post_norm_eps), branch_factor=branch_factor, resid_p=float(resid_dropout_p),
+        path_p=float(drop_path_p), residual=residual,
+    )  # fmt: skip
+    return tensors, options

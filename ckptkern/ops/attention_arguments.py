@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import DtypeError, ShapeError
 from ._checks import (
+    check_choice,
     check_count,
     check_flags,
     check_input,
@@ -19,7 +20,7 @@ from ._checks import (
     check_weight,
 )
 from ._choices import choose_backend, choose_level, compute_dtype, head_dim_not_covered, matmul_precision
-from ._half import check_norm
+from ._half import around
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
 from .attention_core import fused_core
 from .attention_half import AttentionOptions, AttentionTensors, batch_and_rows
@@ -35,12 +36,20 @@ def one_or_three(op: str, name: str, given) -> tuple:
     return tuple(given)
 
 
-def check_projections(op: str, x: Tensor, qkv_weight, qkv_bias, H: int, H_kv: int) -> tuple[tuple, tuple, int]:
+LAYOUTS = ("qkv", "heads")
+
+
+def check_projections(
+    op: str, x: Tensor, qkv_weight, qkv_bias, layout: str, H: int, H_kv: int
+) -> tuple[tuple, tuple, int]:
     """(weights, biases, head dim): one packed projection, or those of q, k and v."""
     weights = one_or_three(op, "qkv_weight", qkv_weight)
     biases = (None,) * len(weights) if qkv_bias is None else one_or_three(op, "qkv_bias", qkv_bias)
     if len(weights) not in (1, 3) or len(biases) != len(weights):
         raise ValueError(f"{op}: qkv_weight must be one tensor or three (q, k, v), and qkv_bias alike")
+    check_choice(op, "qkv_layout", layout, LAYOUTS)
+    if layout != "qkv" and len(weights) == 3:
+        raise ValueError(f"{op}: qkv_layout={layout!r} needs q, k and v in one qkv_weight, not three")
     names = ("qkv_weight",) if len(weights) == 1 else ("q_weight", "k_weight", "v_weight")
     for name, w, b in zip(names, weights, biases, strict=True):
         check_weight(op, name, w, b, x, x.shape[-1], "input")
@@ -121,21 +130,18 @@ def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int
 
 
 def gather(
-    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, norm=None, norm_weight=None,
-    norm_bias=None, norm_eps=1e-5, norm_first=True, qk_norm=None, qk_norm_eps=1e-6, rotary=None,
-    rotary_interleaved=False, is_causal=False, attn_mask=None, mask_hides=False, key_padding_mask=None, window_size=None,
-    alibi_slopes=None, cu_seqlens=None, max_seqlen=None, scale=None, dropout_p=0.0, resid_dropout_p=0.0, residual=False,
-    training=True, recompute="selective",
+    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, qkv_layout="qkv", qk_norm=None,
+    qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None, mask_hides=False,
+    key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None, scale=None,
+    dropout_p=0.0, residual=False, training=True, recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_level(op, recompute)
     check_probability(op, dropout_p)
-    check_probability(op, resid_dropout_p)
     check_flags(
-        op, norm_first=norm_first, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_hides=mask_hides,
-        residual=residual, training=training,
+        op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_hides=mask_hides, residual=residual,
+        training=training,
     )  # fmt: skip
-    check_number(op, "norm_eps", norm_eps)
     check_number(op, "qk_norm_eps", qk_norm_eps)
     check_number(op, "scale", 1.0 if scale is None else scale)
     check_input(op, x)
@@ -143,9 +149,9 @@ def gather(
         raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
     B, S = batch_and_rows(x)
     H, H_kv = check_heads(op, num_heads, num_kv_heads)
-    weights, biases, D = check_projections(op, x, qkv_weight, qkv_bias, H, H_kv)
+    weights, biases, D = check_projections(op, x, qkv_weight, qkv_bias, qkv_layout, H, H_kv)
     check_output(op, x, out_weight, out_bias, H * D, residual)
-    check_norm(op, x, norm, norm_weight, norm_bias, x.shape[-1] if norm_first else out_weight.shape[0])
+    tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm = check_qk_norm(op, x, qk_norm, D)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, D)
     diagonal = diagonal_of(op, attn_mask, S, S)
@@ -168,15 +174,13 @@ def gather(
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]
     t = AttentionTensors(
-        norm_weight=norm_weight, norm_bias=norm_bias, wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight,
-        bo=out_bias, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, mask=mask, padding=padding, slopes=slopes,
-        cu=cu_seqlens,
+        wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm, cos=cos,
+        sin=sin, mask=mask, padding=padding, slopes=slopes, cu=cu_seqlens, **tensors,
     )  # fmt: skip
     o = AttentionOptions(
-        num_heads=H, num_kv_heads=H_kv, norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first,
-        qk_norm_eps=float(qk_norm_eps), theta=theta, interleaved=rotary_interleaved, mask_hides=mask_hides, left=left,
-        right=right, max_len=max_len, scale=scale, dropout_p=float(dropout_p), resid_p=float(resid_dropout_p),
-        residual=residual, recompute=choose_level(recompute), backend=backend, precision=matmul_precision(probe),
-        fused=fused, dtype=dtype,
+        num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm_eps=float(qk_norm_eps), theta=theta,
+        interleaved=rotary_interleaved, mask_hides=mask_hides, left=left, right=right, max_len=max_len, scale=scale,
+        dropout_p=float(dropout_p), recompute=choose_level(recompute), backend=backend,
+        precision=matmul_precision(probe), fused=fused, dtype=dtype, **options,
     )  # fmt: skip
     return t, o

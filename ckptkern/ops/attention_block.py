@@ -1,5 +1,5 @@
 """attention_block: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-[-> dropout] [-> + x] as one segment."""
+and what is around them, as one segment."""
 
 from __future__ import annotations
 
@@ -97,46 +97,33 @@ _apply = build(AttentionBlock)
 
 
 def attention_block(
-    x: Tensor,
-    qkv_weight: Tensor | Sequence[Tensor],
-    qkv_bias: Tensor | Sequence[Tensor | None] | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    *,
-    norm: str | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    norm_eps: float = 1e-5,
-    norm_first: bool = True,
-    qk_norm: tuple[Tensor, Tensor] | None = None,
-    qk_norm_eps: float = 1e-6,
-    rotary: tuple[Tensor, Tensor] | float | None = None,
-    rotary_interleaved: bool = False,
-    is_causal: bool = False,
-    attn_mask: Tensor | None = None,
-    mask_hides: bool = False,
-    key_padding_mask: Tensor | None = None,
-    window_size: tuple[int, int] | None = None,
-    alibi_slopes: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    resid_dropout_p: float = 0.0,
-    residual: bool = False,
-    training: bool = True,
-    recompute: str = "selective",
-) -> Tensor:
+    x: Tensor, qkv_weight: Tensor | Sequence[Tensor], qkv_bias: Tensor | Sequence[Tensor | None] | None,
+    out_weight: Tensor, out_bias: Tensor | None, num_heads: int, num_kv_heads: int | None = None, *,
+    qkv_layout: str = "qkv", norm: str | None = None, norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True, post_norm: str | None = None,
+    post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None, post_norm_eps: float = 1e-5,
+    qk_norm: tuple[Tensor, Tensor] | None = None, qk_norm_eps: float = 1e-6,
+    rotary: tuple[Tensor, Tensor] | float | None = None, rotary_interleaved: bool = False, is_causal: bool = False,
+    attn_mask: Tensor | None = None, mask_hides: bool = False, key_padding_mask: Tensor | None = None,
+    window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, scale: float | None = None, dropout_p: float = 0.0,
+    branch_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
+    residual: bool = False, training: bool = True, recompute: str = "selective",
+) -> Tensor:  # fmt: skip
     """Self-attention with everything around it, as one segment.
 
         h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
-        y = [x +] dropout(o Wo^T + bo)                        norm_first=False: y = norm([x +] dropout(...)), h = x
+        z = drop_path(branch_scale * post_norm(dropout(o Wo^T + bo)))
+        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
     qkv_weight: one tensor [(H + 2 H_kv) D, d], or three (q, k, v); biases alike. out_weight [e, H D].
+    qkv_layout, of one tensor's rows: "qkv", all heads of q, then of k, then of v; or "heads", [H_kv, H / H_kv + 2, D], which
+    is for each head of k its heads of q, itself, and its head of v (GPT-NeoX, BLOOM, Falcon).
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. qk_norm: RMS-norm weights ([D], [D]).
+    post_norm alike, of what the branch gives (Gemma 2, OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e]
+    (layer scale: CaiT, DINOv2). Backward rebuilds what the branch gives for a norm behind it and a trained vector: by one
+    product from o.
     rotary: a pair (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta.
     The first R <= D dimensions of every q and k are rotated in pairs, for i < R/2; the others stay:
 
@@ -154,7 +141,8 @@ def attention_block(
     scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
-    dropout_p of the attention weights, resid_dropout_p of the branch: replayed from 16 bytes each.
+    dropout_p of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic
+    depth; x [S, d] and [tokens, d] is one sample): replayed from 16 bytes each.
     recompute: what is kept for backward besides parameters (x itself, not a copy):
 
         "none"       x, q, k, v, o, lse
@@ -165,12 +153,14 @@ def attention_block(
     RuntimeError (backend).
     """
     t, o = gather(
-        "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, norm=norm,
-        norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps, norm_first=norm_first, qk_norm=qk_norm,
-        qk_norm_eps=qk_norm_eps, rotary=rotary, rotary_interleaved=rotary_interleaved, is_causal=is_causal,
-        attn_mask=attn_mask, mask_hides=mask_hides, key_padding_mask=key_padding_mask, window_size=window_size,
-        alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale, dropout_p=dropout_p,
-        resid_dropout_p=resid_dropout_p,
-        residual=residual, training=training, recompute=recompute,
+        "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads,
+        qkv_layout=qkv_layout, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
+        norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
+        post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, rotary=rotary,
+        rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_hides=mask_hides,
+        key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen, scale=scale, dropout_p=dropout_p, branch_scale=branch_scale,
+        resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, training=training,
+        recompute=recompute,
     )  # fmt: skip
     return _apply(tuple(o), x, *drawn(t, o, x, training))

@@ -1,5 +1,5 @@
 """The attention half of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-[-> dropout] [-> + x] [-> norm]. `attention_block` and `transformer_layer` are made of it."""
+and what is around it (`_half`). `attention_block` and `transformer_layer` are made of it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch.types import IntLikeType
 
 from .. import eager
 from ._gradients import weight_grad
-from ._half import Half, composite_norm, output_dtype
+from ._half import Half, after_branch, composite_inputs, composite_output, output_dtype, reads_branch
 from ._masks import merged_mask
 from ._needs import needed_names
 from ._rows import cast_parameter
 from .attention_core import CoreOptions, CoreTensors, attend, attention_flops, attention_grads, core_of
-from .dropout import dropout_arguments
 from .rotary import composite_rotary, positions_of, rotary_tables
 
 
@@ -28,6 +27,9 @@ class AttentionTensors(NamedTuple):
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
+    post_norm_weight: Tensor | None
+    post_norm_bias: Tensor | None
+    branch_scale: Tensor | None
     wq: Tensor
     wk: Tensor | None
     wv: Tensor | None
@@ -46,17 +48,22 @@ class AttentionTensors(NamedTuple):
     cu: Tensor | None
     rng: Tensor | None = None
     resid_rng: Tensor | None = None
+    path_rng: Tensor | None = None
 
 
 class AttentionOptions(NamedTuple):
-    """The half's other arguments. norm "" is none; theta: for rotary tables that are made here, 0 for none; left, right:
-    visible columns, None for no bound; max_len: the longest packed sequence."""
+    """The half's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none; left,
+    right: visible columns, None for no bound; max_len: the longest packed sequence."""
 
     num_heads: int
     num_kv_heads: int
+    qkv_layout: str
     norm: str
     norm_eps: float
     norm_first: bool
+    post_norm: str
+    post_norm_eps: float
+    branch_factor: float
     qk_norm_eps: float
     theta: float
     interleaved: bool
@@ -67,6 +74,7 @@ class AttentionOptions(NamedTuple):
     scale: float
     dropout_p: float
     resid_p: float
+    path_p: float
     residual: bool
     recompute: str
     backend: str
@@ -91,6 +99,18 @@ def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
 def projections(t: AttentionTensors) -> list[tuple[Tensor, Tensor | None]]:
     """(weight, bias) of q, k, v, or of the packed projection alone."""
     return [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
+
+
+def split_heads(qkv: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D].
+
+    Views, except q where several heads of q lie before each of several heads of k: no one stride leads from head to head.
+    """
+    H, H_kv = o.num_heads, o.num_kv_heads
+    if o.qkv_layout == "qkv":
+        return qkv.unflatten(-1, (H + 2 * H_kv, -1)).split([H, H_kv, H_kv], 2)
+    q, k, v = qkv.unflatten(-1, (H_kv, H // H_kv + 2, -1)).split([H // H_kv, 1, 1], 3)
+    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
 def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
@@ -142,9 +162,8 @@ class AttentionHalf(Half):
         return qkv
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views [B, S, heads, D] of q, k and v."""
-        H, H_kv = self.o.num_heads, self.o.num_kv_heads
-        return qkv.view(self.B, self.S, H + 2 * H_kv, self.D).split([H, H_kv, H_kv], 2)
+        """q, k and v [B, S, heads, D] of qkv [tokens, (H + 2 H_kv) D]."""
+        return split_heads(qkv.view(self.B, self.S, qkv.shape[1]), self.o)
 
     def turns(self) -> bool:
         """Is there a norm or a rotation between the projections and the core?"""
@@ -209,6 +228,10 @@ class AttentionHalf(Half):
         for place, grad in zip(places, made, strict=True):
             if grad is not place:
                 place.copy_(grad)
+        H_kv, group = o.num_kv_heads, o.num_heads // o.num_kv_heads
+        if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
+            groups = dqkv.view(self.B, self.S, H_kv, group + 2, self.D)
+            groups[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
         return dqkv, grads
 
     def projection_gradients(self, dqkv: Tensor, h: Tensor, need: Collection[str]) -> tuple[Tensor | None, dict]:
@@ -231,12 +254,12 @@ def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
     """(y [tokens, d], out, lse, qkv)."""
     half = AttentionHalf(x, t, o)
     out, lse, qkv = half.attend(o.recompute == "none")
-    return half.normed(half.total(half.branch(out))), out, lse, qkv
+    return half.output(half.branch(out)), out, lse, qkv
 
 
-def behind_core(need: Collection[str], trailing: bool) -> set[str]:
+def behind_core(need: Collection[str], o: AttentionOptions) -> set[str]:
     """The inputs whose gradients come through the core."""
-    return set(need) - {"wo", "bo"} - ({"norm_weight", "norm_bias"} if trailing else set())
+    return set(need) - {"wo", "bo"} - after_branch(o)
 
 
 def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
@@ -248,29 +271,28 @@ def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
 
 
 def attention_half_backward(
-    dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int, total: Tensor | None = None
+    dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int, f: Tensor | None = None
 ) -> dict:
     """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None is rebuilt.
 
-    total: what a trailing norm read, if it is at hand.
+    f: the branch's result, if it is at hand.
     """
-    half, need, grads = AttentionHalf(x, t, o), needed_names(AttentionTensors, needs), {}
-    inner = behind_core(need, half.trailing)
-    rebuilt = out is None and (bool(inner) or half.trailing or "wo" in need)
+    half, need = AttentionHalf(x, t, o), needed_names(AttentionTensors, needs)
+    inner, reads = behind_core(need, o), reads_branch(o, need)
+    rebuilt = out is None and (bool(inner) or reads or "wo" in need)
     if inner or rebuilt:
         h = half.inputs()
         raw = half.project(h) if qkv is None else qkv
         heads = half.heads(raw, keep_raw=qkv is not None or t.q_norm is not None)
-    if half.trailing:
-        if out is None:  # the trailing norm's input comes before the gradient that delta is made of
+    if reads and f is None:
+        if out is None:  # what a norm after the branch read comes before the gradient that delta is made of
             out, lse, _ = attend(half.p, *heads, half.core)
-        total = half.total(half.branch(out)) if total is None else total
-        dy, grads["norm_weight"], grads["norm_bias"] = half.norm_gradients(dy, total, need)
-    df = half.drop(dy.to(o.dtype))
-    do = delta = None
+        f = half.branch(out)
+    dy, df, grads = half.branch_gradients(dy, f, need)
+    f = do = delta = None
     if inner:
         do = torch.mm(df, half.cast(t.wo)).view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
-    if rebuilt and not half.trailing:
+    if rebuilt and not reads:
         out, lse, delta = attend(half.p, *heads, half.core, do)
     if "wo" in need:
         grads["wo"] = weight_grad(df, half.out_rows(out), t.wo.dtype)
@@ -289,14 +311,14 @@ def attention_half_backward(
 def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
     """The half in differentiable PyTorch ops."""
     B, S = batch_and_rows(x)
-    D, H, H_kv = head_dim(t, o), o.num_heads, o.num_kv_heads
-    h = (composite_norm(x, t, o) if o.norm and o.norm_first else x).to(o.dtype)
+    D, H = head_dim(t, o), o.num_heads
+    h = composite_inputs(x, t, o)
 
     def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(rows, cast_parameter(w, o.dtype), cast_parameter(b, o.dtype))
 
     qkv = torch.cat([linear(h, w, b) for w, b in projections(t)], -1)
-    q, k, v = qkv.view(B, S, H + 2 * H_kv, D).split([H, H_kv, H_kv], 2)
+    q, k, v = split_heads(qkv.view(B, S, qkv.shape[-1]), o)
     if t.q_norm is not None:
         q, k = F.rms_norm(q, (D,), t.q_norm, o.qk_norm_eps), F.rms_norm(k, (D,), t.k_norm, o.qk_norm_eps)
     cos, sin = rotary_of(S, t, o)
@@ -305,9 +327,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     core = half_core(t, o)
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), t.wo, t.bo)
-    f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
-    y = x + f if o.residual else f
-    return composite_norm(y, t, o) if o.norm and not o.norm_first else y
+    return composite_output(x, f, t, o)
 
 
 def attention_half_fake(x: Tensor, t: AttentionTensors, o: AttentionOptions):
@@ -335,15 +355,15 @@ def attention_half_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions) ->
 
 
 def attention_half_backward_flops(
-    x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int, total: Tensor | None = None
+    x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int, f: Tensor | None = None
 ) -> int:
-    need, trailing = needed_names(AttentionTensors, needs), bool(o.norm) and not o.norm_first
-    inner = behind_core(need, trailing)
-    rebuilt = out is None and (bool(inner) or trailing or "wo" in need)
+    need = needed_names(AttentionTensors, needs)
+    inner, reads = behind_core(need, o), reads_branch(o, need)
+    rebuilt = out is None and (bool(inner) or reads or "wo" in need)
     weights = [w for w, _ in projections(t)]
     qkv_elements = sum(w.numel() for w in weights)
-    # do, dWo, and the trailing norm's input
-    elements = t.wo.numel() * (bool(inner) + ("wo" in need) + (trailing and total is None))
+    # do, dWo, and the branch's result
+    elements = t.wo.numel() * (bool(inner) + ("wo" in need) + (reads and f is None))
     if inner or rebuilt:
         elements += qkv_elements if qkv is None else 0
     if inner & {"x", "norm_weight", "norm_bias"}:

@@ -1,13 +1,13 @@
-"""mlp_block: [norm ->] MLP or gated MLP [-> dropout] [-> + x] as one segment."""
+"""mlp_block: [norm ->] MLP or gated MLP and what is around it, as one segment."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ..errors import ShapeError
-from ._checks import check_flags, check_input, check_number, check_probability, check_statics, check_weight
+from ._checks import check_flags, check_input, check_statics, check_weight
 from ._choices import choose_backend, choose_level, choose_workspace, compute_dtype, matmul_precision
-from ._half import check_norm, drawn
+from ._half import around, drawn
 from ._needs import fake_gradients, in_order
 from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
@@ -96,13 +96,11 @@ _apply = build(MLPBlock)
 
 def gather(
     op, x, up_weight, up_bias, down_weight, down_bias, activation="gelu", dropout_p=0.0, *, gate_weight=None,
-    gate_bias=None, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True, resid_dropout_p=0.0,
-    residual=True, training=True, recompute="full", workspace=None,
+    gate_bias=None, residual=True, training=True, recompute="full", workspace=None, **others,
 ) -> tuple[MLPTensors, MLPOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_statics(op, activation, recompute, dropout_p)
-    check_probability(op, resid_dropout_p)
-    check_flags(op, norm_first=norm_first, residual=residual, training=training)
+    check_flags(op, residual=residual, training=training)
     check_input(op, x)
     features = x.shape[-1]
     check_weight(op, "up_weight", up_weight, up_bias, x, features, "input")
@@ -118,19 +116,17 @@ def gather(
     check_weight(op, "down_weight", down_weight, down_bias, x, up_weight.shape[0], "the hidden layer")
     if residual and down_weight.shape[0] != features:
         raise ShapeError(f"{op}: residual needs down_weight with {features} rows, but it has {down_weight.shape[0]}")
-    check_norm(op, x, norm, norm_weight, norm_bias, features if norm_first else down_weight.shape[0])
-    check_number(op, "norm_eps", norm_eps)
+    tensors, options = around(op, x, down_weight.shape[0], residual=residual, **others)
     dtype = compute_dtype(op, x, gate_weight, up_weight, down_weight)
     t = MLPTensors(
-        norm_weight=norm_weight, norm_bias=norm_bias, gate_weight=gate_weight, gate_bias=gate_bias, up_weight=up_weight,
-        up_bias=up_bias, down_weight=down_weight, down_bias=down_bias,
+        gate_weight=gate_weight, gate_bias=gate_bias, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight,
+        down_bias=down_bias, **tensors,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     o = MLPOptions(
-        norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, activation=activation,
-        dropout_p=float(dropout_p), resid_p=float(resid_dropout_p), residual=residual, recompute=choose_level(recompute),
+        activation=activation, dropout_p=float(dropout_p), recompute=choose_level(recompute),
         backend=choose_backend(op, probe), precision=matmul_precision(probe),
-        workspace=choose_workspace(op, workspace, probe), dtype=dtype,
+        workspace=choose_workspace(op, workspace, probe), dtype=dtype, **options,
     )  # fmt: skip
     return t, o
 
@@ -151,7 +147,13 @@ def mlp_block(
     norm_bias: Tensor | None = None,
     norm_eps: float = 1e-5,
     norm_first: bool = True,
+    post_norm: str | None = None,
+    post_norm_weight: Tensor | None = None,
+    post_norm_bias: Tensor | None = None,
+    post_norm_eps: float = 1e-5,
+    branch_scale: Tensor | float | None = None,
     resid_dropout_p: float = 0.0,
+    drop_path_p: float = 0.0,
     residual: bool = True,
     training: bool = True,
     recompute: str = "full",
@@ -160,11 +162,15 @@ def mlp_block(
     """An MLP with everything around it, as one segment.
 
         h = norm(x);  f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
-        y = [x +] dropout(f)                                  norm_first=False: y = norm([x +] dropout(f)), h = x
+        z = drop_path(branch_scale * post_norm(dropout(f)))
+        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
-    norm: None, "layer" or "rms", with norm_weight and norm_bias or None.
-    dropout_p of the hidden layer, resid_dropout_p of the branch: replayed from 16 bytes each.
+    norm: None, "layer" or "rms", with norm_weight and norm_bias or None. post_norm alike, of what the branch gives (Gemma 2,
+    OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2, ConvNeXt). Backward rebuilds
+    what the branch gives for a norm behind it and a trained vector: by one product, at "full" by all.
+    dropout_p of the hidden layer, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth;
+    x [B, ..., d] has B samples, x [tokens, d] is one): replayed from 16 bytes each.
     recompute, workspace: as in mlp and gated_mlp, with x the block's input: the norm is always rebuilt.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
     RuntimeError (backend).
@@ -172,7 +178,8 @@ def mlp_block(
     t, o = gather(
         "mlp_block", x, up_weight, up_bias, down_weight, down_bias, activation, dropout_p, gate_weight=gate_weight,
         gate_bias=gate_bias, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
-        norm_first=norm_first, resid_dropout_p=resid_dropout_p, residual=residual, training=training,
-        recompute=recompute, workspace=workspace,
+        norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
+        post_norm_eps=post_norm_eps, branch_scale=branch_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p,
+        residual=residual, training=training, recompute=recompute, workspace=workspace,
     )  # fmt: skip
     return _apply(tuple(o), x, *drawn(t, o, x, training))

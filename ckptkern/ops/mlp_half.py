@@ -1,5 +1,5 @@
-"""The MLP half of a layer: [norm ->] MLP or gated MLP [-> dropout] [-> + x] [-> norm]. `mlp_block` and `transformer_layer` are
-made of it."""
+"""The MLP half of a layer: MLP or gated MLP and what is around it (`_half`). `mlp_block` and `transformer_layer` are made of
+it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ._half import Half, composite_norm, output_dtype
+from ._half import Half, after_branch, composite_inputs, composite_output, output_dtype, reads_branch
 from ._needs import needed, needed_names
 from ._rows import rows_2d
-from .dropout import dropout_arguments
+from .dropout import dropout_arguments, dropped
 from .gated_mlp import GatedMLP
 from .mlp import MLP
 
@@ -23,6 +23,9 @@ class MLPTensors(NamedTuple):
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
+    post_norm_weight: Tensor | None
+    post_norm_bias: Tensor | None
+    branch_scale: Tensor | None
     gate_weight: Tensor | None
     gate_bias: Tensor | None
     up_weight: Tensor
@@ -31,17 +34,22 @@ class MLPTensors(NamedTuple):
     down_bias: Tensor | None
     rng: Tensor | None = None
     resid_rng: Tensor | None = None
+    path_rng: Tensor | None = None
 
 
 class MLPOptions(NamedTuple):
-    """The half's other arguments. norm "" is none."""
+    """The half's other arguments. norm, post_norm "" is none."""
 
     norm: str
     norm_eps: float
     norm_first: bool
+    post_norm: str
+    post_norm_eps: float
+    branch_factor: float
     activation: str
     dropout_p: float
     resid_p: float
+    path_p: float
     residual: bool
     recompute: str
     backend: str
@@ -81,10 +89,16 @@ class MLPHalf(Half):
         super().__init__(x, t, o)
         self.branch = branch_of(t, o)
 
-    def rebuilt(self, h: Tensor) -> Tensor:
-        """The branch's result, computed again, because no level keeps it."""
+    def rebuilt(self, h: Tensor, kept) -> Tensor:
+        """The branch's result, which no level keeps: by one product from the hidden layer if that was kept, or all of it."""
         op, _, arguments, statics = self.branch
-        return self.drop(op.forward(h, *arguments, *statics[:2], "full", *statics[3:])[0])
+        t, o, (*before, hidden) = self.t, self.o, kept
+        if hidden is None and before[0] is not None:
+            made = self.p.act_fwd(before[0], before[1] if op is GatedMLP else None, o.activation)
+            hidden = dropped(self.p, made, dropout_arguments(t.rng, o.dropout_p), 0)
+        if hidden is None:
+            return self.drop(op.forward(h, *arguments, *statics[:2], "full", *statics[3:])[0])
+        return self.drop(eager.product(hidden, self.cast(t.down_weight), self.cast(t.down_bias)))
 
 
 def mlp_half(x: Tensor, t: MLPTensors, o: MLPOptions):
@@ -92,19 +106,19 @@ def mlp_half(x: Tensor, t: MLPTensors, o: MLPOptions):
     half = MLPHalf(x, t, o)
     op, _, arguments, statics = half.branch
     f, *kept = op.forward(half.inputs(), *arguments, *statics)
-    return half.normed(half.total(half.drop(f))), kept
+    return half.output(half.drop(f)), kept
 
 
 def mlp_half_backward(dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, kept, needs: int) -> dict:
     """Gradients by name ("x" and MLPTensors' fields) from dy [tokens, e]; kept as the MLP op's backward takes it."""
-    half, need, grads = MLPHalf(x, t, o), needed_names(MLPTensors, needs), {}
+    half, need = MLPHalf(x, t, o), needed_names(MLPTensors, needs)
     op, names, arguments, statics = half.branch
     h = half.inputs()
-    if half.trailing:  # reads x + f
-        total = half.total(half.rebuilt(h))
-        dy, grads["norm_weight"], grads["norm_bias"] = half.norm_gradients(dy, total, need)
+    f = half.rebuilt(h, kept) if reads_branch(o, need) else None
+    dy, df, grads = half.branch_gradients(dy, f, need)
+    f = None
     inner = half.branch.needs(need, half.needs_dh(need))
-    dh, *made = op.backward(half.drop(dy.to(o.dtype)), h, *arguments, *kept, *statics, inner)
+    dh, *made = op.backward(df, h, *arguments, *kept, *statics, inner)
     made = made[: len(names)]
     grads |= {name: grad for i, (name, grad) in enumerate(zip(names, made, strict=True), 1) if needed(inner, i)}
     if half.needs_dh(need):
@@ -115,11 +129,7 @@ def mlp_half_backward(dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, kept,
 def mlp_composite(x: Tensor, t: MLPTensors, o: MLPOptions) -> Tensor:
     """The half in differentiable PyTorch ops."""
     op, _, arguments, statics = branch_of(t, o)
-    h = composite_norm(x, t, o) if o.norm and o.norm_first else x
-    f = op.composite(h.to(o.dtype), *arguments, *statics)
-    f = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
-    y = x + f if o.residual else f
-    return composite_norm(y, t, o) if o.norm and not o.norm_first else y
+    return composite_output(x, op.composite(composite_inputs(x, t, o), *arguments, *statics), t, o)
 
 
 def present(kept, o: MLPOptions) -> list[Tensor | None]:
@@ -145,8 +155,10 @@ def mlp_half_flops(x: Tensor, t: MLPTensors) -> int:
 
 
 def mlp_half_backward_flops(dy, x, t: MLPTensors, o: MLPOptions, kept, needs: int) -> int:
-    need, trailing = needed_names(MLPTensors, needs), bool(o.norm) and not o.norm_first
-    branch = branch_of(t, o)
-    inner = branch.needs(need, bool(need & ({"x"} if trailing else {"x", "norm_weight", "norm_bias"})))
+    need, branch = needed_names(MLPTensors, needs), branch_of(t, o)
+    inner = branch.needs(need, bool(need & {"x", "norm_weight", "norm_bias"} - after_branch(o)))
     flops = branch.op.backward_flops(rows_2d(dy), rows_2d(x), *branch.arguments, *kept, *branch.statics, inner)
-    return flops + (mlp_half_flops(x, t) if trailing else 0)
+    if not reads_branch(o, need):
+        return flops
+    hidden_kept = any(k is not None for k in kept)
+    return flops + (2 * rows_2d(x).shape[0] * t.down_weight.numel() if hidden_kept else mlp_half_flops(x, t))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from ._checks import check_level
-from ._half import drawn
-from ._needs import fake_gradients, in_order
+from ._half import drawn, reads_branch
+from ._needs import fake_gradients, in_order, needed_names
 from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
 from .attention_arguments import gather as gather_attention
@@ -125,19 +125,20 @@ class TransformerLayer(Op):
         ta, tm, needs = AttentionTensors(*ta), MLPTensors(*tm), statics_and_needs[-1]
         oa, om = _options(statics_and_needs)
         attention_needs, mlp_needs = _needs_of_halves(needs)
-        total = None
+        f = None
         if mid is None:
             half = AttentionHalf(x, ta, oa)
             if out is None:
                 out, lse, qkv = half.attend(keep_raw=True)  # as the attention half's backward reads them
-            total = half.total(half.branch(out))
-            mid = unflattened(half.normed(total), x.shape[:-1])
+            f = half.branch(out)
+            mid = unflattened(half.output(f), x.shape[:-1])
+            f = f if reads_branch(oa, needed_names(AttentionTensors, attention_needs)) else None
         mlp_grads = mlp_half_backward(rows_2d(dy), mid, tm, om, hidden, mlp_needs)
         grads = in_order(mlp_grads, MLPTensors, mlp_needs)[1:]
         made = {}
         if attention_needs:
             dmid = rows_2d(mlp_grads["x"])
-            made = attention_half_backward(dmid, x, ta, oa, out, lse, qkv, attention_needs, total)
+            made = attention_half_backward(dmid, x, ta, oa, out, lse, qkv, attention_needs, f)
         return in_order(made, AttentionTensors, attention_needs) + grads
 
     @staticmethod
@@ -160,14 +161,14 @@ class TransformerLayer(Op):
         oa, om = _options(statics_and_needs)
         attention_needs, mlp_needs = _needs_of_halves(needs)
         flops = mlp_half_backward_flops(dy, x, tm, om, hidden, mlp_needs)
-        total = None if mid is not None else x
+        f = None if mid is not None else x
         if mid is None and out is None:
             flops += attention_half_flops(x, ta, oa)
             out = qkv = x
         elif mid is None:
             flops += 2 * rows_2d(x).shape[0] * ta.wo.numel()
         if attention_needs:
-            flops += attention_half_backward_flops(x, ta, oa, out, qkv, attention_needs, total)
+            flops += attention_half_backward_flops(x, ta, oa, out, qkv, attention_needs, f)
         return flops
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import BATCH, FEATURES, LENGTH, Attention, Block, blocks, plain_attention
+from blocks import BATCH, FEATURES, LENGTH, MLP, Attention, Block, blocks, plain_attention, variants
 from cases import (
     DTYPES,
     SEED,
@@ -57,12 +57,12 @@ def kept_by(block, tensors) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants())
 def test_kept_bytes_are_the_tables(block, dtype):
     assert kept_by(block, block.make(dtype)) == block.kept_bytes(dtype.itemsize, dtype.itemsize)
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("selective",)))
 def test_autocast_keeps_no_cast_weight(block):
     """float32 x and weights under bf16 autocast: x itself is kept, the rest in two bytes per element."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -76,7 +76,7 @@ def joined_biases(results: dict) -> dict:
     return rest | ({"qkv_bias": torch.cat(parts, -1)} if parts else {})
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("full",)))
 def test_autocast(block):
     """Results are float32 if there is a residual, gradients are float32, and the error is not above autocast's own."""
     tensors = block.make()
@@ -99,13 +99,13 @@ def test_autocast(block):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants())
 def test_gradients_are_as_exact_as_torchs(block, dtype):
     draws = [block.make(dtype, seed=seed) for seed in range(12)]
     assert_as_exact(*map(joined_biases, over_draws(block.fused, block.plain, draws)))
 
 
-@pytest.mark.parametrize("block", blocks(("none", "full")))
+@pytest.mark.parametrize("block", blocks(("none", "full")) + variants(("none", "full")))
 def test_every_level_gives_the_same_bits(block):
     """Backward overwrites nothing that was saved or given (mamba#939)."""
     tensors = block.make(torch.bfloat16)
@@ -185,7 +185,7 @@ def test_gradcheck(block):
     assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("block", blocks(("full",)))
+@pytest.mark.parametrize("block", blocks(("full",)) + variants(("full",)))
 def test_gradgradcheck(block):
     """Second-order gradients are right or an error, never silently wrong (pytorch#76185)."""
     tensors = block.make(torch.float64)
@@ -208,7 +208,7 @@ def watched(block, tensors) -> Watch:
 
 
 @pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants())
 def test_number_of_products(block, dropout):
     """No product that the level does not rebuild; the registered FLOPs are those that run, and torch's counter's."""
     block = block if dropout else block.without_dropout()
@@ -221,7 +221,7 @@ def test_number_of_products(block, dropout):
     assert by_op == {f"{block.op}_fwd", f"{block.op}_bwd"}
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants())
 def test_subsets_of_frozen_inputs(block):
     """Gradients have the bits that they have if everything is trained, and no product runs besides the registered FLOPs."""
     names = list(block.make())
@@ -254,7 +254,18 @@ def test_the_core_forms_what_leads_to_a_trained_weight():
     assert head_products["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", variants(("none",)))
+def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
+    """Their gradients read what the last half's branch gave, one product from what is kept."""
+    last = block.halves[-1]
+    after = [name for name in last.parameters_after() if name in block.make()]
+    seen = watched(block, block.make(frozen=set(block.make()) - set(after)))
+    with torch.no_grad():
+        forward = watched(block, block.make(frozen=block.make()))
+    assert seen.flops - forward.flops == 2 * BATCH * LENGTH * last.products()["out"]
+
+
+@pytest.mark.parametrize("block", blocks() + variants(("selective",)))
 def test_opcheck(block):
     names = list(block.make())
     samples = op_samples(block, block.make()) + op_samples(block, block.make(frozen=names[1::2]))
@@ -263,7 +274,7 @@ def test_opcheck(block):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma",)))
 def test_compiled_equals_eager(block):
     """One graph, the same bits and masks."""
     torch._dynamo.reset()
@@ -509,8 +520,22 @@ def test_forward_mode_is_refused_and_nodes_are_named(block):
             block.fused({**tensors, "x": dual})
 
 
+@pytest.mark.parametrize("lead", [(6, 2, 3), (6, 2), (9,)], ids=str)
+def test_whole_samples_are_dropped(lead):
+    """A sample is a row of the first dimension if there are tokens in it; else all of x."""
+    block = Block("", mlp=MLP(norm=None, dropout_p=0.0, resid_p=0.0, path_p=0.5))
+    tensors = block.make(lead=lead)
+    branch = block.fused(tensors) - tensors["x"]
+    whole = block.without_dropout().fused(tensors) - tensors["x"]
+    samples, seen = lead[0] if len(lead) > 1 else 1, set()
+    for one, kept in zip(branch.chunk(samples), whole.chunk(samples), strict=True):
+        torch.testing.assert_close(one, kept * 2 if one.any() else kept * 0)
+        seen.add(bool(one.any()))
+    assert len(seen) == min(samples, 2)
+
+
 def test_dropout_stops_outside_of_training():
-    block = next(iter(blocks(("full",)))).values[0]
+    block = variants(("full",), ("normed branch",))[0].values[0]
     tensors = block.make()
     y = ckptkern.attention_block(tensors["x"], **block.attention.arguments(tensors), training=False)
     torch.testing.assert_close(y, block.without_dropout().plain(tensors))
@@ -574,6 +599,8 @@ ERRORS = {
     "an array": (TypeError, "rotary must be a pair of tensors or a number", {"rotary": torch.ones(3).numpy()}),
     "kv heads": (ValueError, "num_kv_heads=3 must divide num_heads=4", {"num_kv_heads": 3}),
     "weights": (ValueError, "must be one tensor or three", {"qkv_weight": [QKV, QKV]}),
+    "layout": (ValueError, "qkv_layout must be one of 'qkv', 'heads'", {"qkv_layout": "bsd"}),
+    "layout of three": (ValueError, "needs q, k and v in one qkv_weight", {"qkv_weight": QKV.chunk(3), "qkv_layout": "heads"}),
     "rows": (ValueError, "do not fit", {"qkv_weight": QKV[:70]}),
     "features": (ValueError, "qkv_weight has in_features=9", {"qkv_weight": QKV[:, :9]}),
     "core": (ValueError, "out_weight has in_features=23", {"out_weight": OUT[:, :23]}),
@@ -618,6 +645,14 @@ ERRORS = {
     "scale": (TypeError, "scale must be a number, not 'a'", {"scale": "a"}),
     "eps": (TypeError, "norm_eps must be a number, not None", {"norm_eps": None}),
     "probability": (ValueError, "dropout probability has to be", {"dropout_p": 1.5}),
+    "post norm's weight": (ValueError, "post_norm_weight and post_norm_bias need post_norm=", {"post_norm_weight": X[0, 0]}),
+    "post norm": (ValueError, "post_norm must be one of 'layer', 'rms'", {"post_norm": "batch"}),
+    "post norm's features": (ValueError, r"post_norm_bias must have shape \(10,\), but has \(9,\)", {
+        "post_norm": "layer", "post_norm_bias": X[0, 0, :9]}),
+    "branch scale": (ValueError, r"branch_scale must be a number or have shape \(10,\), but has \(9,\)", {
+        "branch_scale": X[0, 0, :9]}),
+    "no branch scale": (TypeError, "branch_scale must be a number, not 'a'", {"branch_scale": "a"}),
+    "path's probability": (ValueError, "dropout probability has to be", {"drop_path_p": 1.5}),
     "another probability": (ValueError, "dropout probability has to be", {"resid_dropout_p": "0.1"}),
 }  # fmt: skip
 
@@ -721,7 +756,7 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", KERNEL_BLOCKS)
+@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), ("normed branch",))[1:])
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
