@@ -154,9 +154,10 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     sources = {id(steps.strip(one.inputs[0])): one.inputs[0] for one in nodes}
     if len(sources) > 1:
         raise Unreadable("cross-attention: q and k, v read different tensors")
-    x, D, H = nodes[0].inputs[0], core.query.shape[-1], core.query.shape[-3]
+    x, D, rows = nodes[0].inputs[0], core.query.shape[-1], layers[0].out_features
     if nodes[0] is nodes[1] is nodes[2]:
-        rows = layers[0].out_features
+        # a product of [B H, S, D] does not tell the number of heads
+        H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:
             raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
@@ -172,7 +173,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     k_rows = layers[1].out_features // (2 if nodes[1] is nodes[2] else 1)
     arguments = {
         "qkv_weight": weights, "qkv_bias": biases if any(b is not None for b in biases) else None,
-        "num_heads": H, "num_kv_heads": k_rows // D,
+        "num_heads": rows // D, "num_kv_heads": k_rows // D,
     }  # fmt: skip
     return arguments, x, []
 

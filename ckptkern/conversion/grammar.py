@@ -213,11 +213,12 @@ def layer_of(attention: Part, mlp: Part, x: Node, parallel: bool = False) -> Rea
 
 
 def read(module: nn.Module, output: Node) -> Reading:
-    """The fused op that `output` may be the result of. Raises Unreadable with the reason of every way that was tried."""
-    grammar, reasons = Grammar(Leaves(module)), []
-    for way in (grammar.layer, grammar.parallel, grammar.attention_alone, grammar.chain):
+    """The fused op that `output` may be the result of. Raises Unreadable with the reason of the way that went furthest."""
+    leaves, refusals = Leaves(module), []
+    for way in (Grammar.layer, Grammar.parallel, Grammar.attention_alone, Grammar.chain):
+        grammar = Grammar(leaves)
         try:
-            return way(output)
+            return way(grammar, output)
         except Unreadable as reason:
-            reasons.append(str(reason))
-    raise Unreadable("; ".join(dict.fromkeys(reasons)))
+            refusals.append((grammar.layers_read, str(reason)))
+    raise Unreadable(max(refusals, key=lambda one: one[0])[1])

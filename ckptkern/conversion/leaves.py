@@ -258,10 +258,11 @@ def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | Non
         return None
     for attribute, p in leaf.__dict__.items():
         if isinstance(p, float) and 0 < p < 1:
-            samples = dropped[:, :1, :1].expand_as(dropped)
-            values = torch.tensor([0.0, 1 / (1 - p)])
-            share = float((dropped[:, 0, 0] == 0).float().mean())
-            if torch.equal(dropped, samples) and torch.isin(dropped, values).all() and abs(share - p) < 0.15:
+            samples = dropped[:, :1, :1]
+            is_zero = samples == 0
+            scaled = torch.where(is_zero, 0.0, 1 / (1 - p))
+            share = float(is_zero.float().mean())
+            if torch.equal(dropped, samples.expand_as(dropped)) and same(samples, scaled) and abs(share - p) < 0.15:
                 return Probability(path, attribute, p)
     return None
 

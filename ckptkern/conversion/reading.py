@@ -80,6 +80,7 @@ class Steps:
 
     def __init__(self, leaves: Leaves):
         self.leaves = leaves
+        self.layers_read = 0  # how far it went
 
     def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
         """What a node shows through views, casts and, if they are collected, dropouts."""
@@ -99,6 +100,7 @@ class Steps:
         found = self.leaves.linear(node)
         if found is None:
             raise self.refuse(f"{what} is not a linear layer but", node)
+        self.layers_read += 1
         return found
 
     def probability(self, found: list[Probability]) -> Probability | float:

@@ -1,0 +1,135 @@
+"""One model before and after convert: loss, gradients, kept bytes, what serves it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+
+@dataclass
+class Result:
+    """kept: bytes of one training call, besides parameters; errors: the largest relative ones of all gradients, against
+    float64 where `reference` is true."""
+
+    name: str
+    served: dict[str, int] = field(default_factory=dict)
+    whole: int = 0
+    layers: int = 0
+    kept_plain: int = 0
+    kept_checkpoint: int = 0
+    kept_converted: int = 0
+    seconds: float = 0.0
+    loss_error: float = math.nan
+    gradient_error: float = math.nan
+    plain_error: float = math.nan
+    verdict: str = ""
+    reasons: list[str] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        served = " ".join(f"{op}:{count}" for op, count in sorted(self.served.items()))
+        return asdict(self) | {"served": served, "reasons": " | ".join(self.reasons)}
+
+
+def loss_of(output: Any) -> Tensor:
+    """The output's own loss, or the mean square of its floating point tensors."""
+    loss = output.get("loss") if isinstance(output, dict) else None
+    if isinstance(loss, Tensor):
+        return loss.float() if loss.dtype.itemsize < 4 else loss
+    values = output.values() if isinstance(output, dict) else output
+    tensors = [
+        t for t in tree_leaves(list(values) if not isinstance(values, Tensor) else values) if isinstance(t, Tensor)
+    ]
+    wanted = [t for t in tensors if t.requires_grad]
+    if not wanted:
+        raise RuntimeError("no output has a gradient")
+    return sum((t.double() if t.dtype == torch.float64 else t.float()).square().mean() for t in wanted)
+
+
+def step(model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None = None) -> dict[str, Tensor]:
+    """{"loss": ..., parameter: gradient}."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        loss = loss_of(model(**inputs))
+    loss.backward()
+    return {"": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def kept(model: nn.Module, inputs: dict[str, Any]) -> int:
+    torch.manual_seed(0)
+    with kept_tensors(model) as kept:
+        model(**inputs)
+    return kept.bytes
+
+
+def error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest of all gradients' relative errors; a gradient counts for at least a hundredth of the largest one."""
+    norms = {name: float(torch.linalg.vector_norm(g.double())) for name, g in theirs.items() if name}
+    if ours.keys() != theirs.keys():
+        return math.inf
+    floor = 1e-2 * max(norms.values(), default=0.0)
+    worst = 0.0
+    for name, norm in norms.items():
+        difference = float(torch.linalg.vector_norm(ours[name].double() - theirs[name].double()))
+        if math.isnan(difference) and math.isnan(norm):
+            continue
+        worst = max(worst, difference / (norm + floor + 1e-30)) if not math.isnan(difference) else math.inf
+    return worst
+
+
+def wide(inputs: Any) -> Any:
+    return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in inputs.items()}
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """Names of the members of lists of modules of one class that have linear layers in them: what is called a layer."""
+    found = []
+    for name, parent in model.named_modules():
+        children = list(parent.named_children())
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len({type(m) for _, m in children}) == 1:
+            linear = [any(isinstance(m, nn.Linear) for m in child.modules()) for _, child in children]
+            if not isinstance(children[0][1], nn.Linear) and all(linear):
+                found += [f"{name}.{child}" for child, _ in children]
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
+
+
+def compare(
+    name: str, model: nn.Module, inputs: dict[str, Any], *, probe: dict[str, Any] | None = None,
+    autocast: torch.dtype | None = None, with_checkpoint: Callable[[nn.Module], None] | None = None,
+) -> Result:  # fmt: skip
+    """Converts the model in place and compares it with what it was. probe: what convert is given (the inputs)."""
+    result = Result(name)
+    theirs = step(model, inputs, autocast)
+    result.kept_plain = kept(model, inputs)
+    if with_checkpoint is not None:
+        copied = copy.deepcopy(model)
+        with_checkpoint(copied)
+        result.kept_checkpoint = kept(copied, inputs)
+        del copied
+    start = time.perf_counter()
+    conversion = ckptkern.convert(model, **(inputs if probe is None else probe))
+    result.seconds = time.perf_counter() - start
+    result.served = dict(Counter(row.served_by for row in conversion.converted))
+    result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion.left))
+    layers = blocks(model)
+    result.layers = len(layers)
+    whole = {row.name for row in conversion.converted}
+    result.whole = sum(layer in whole for layer in layers)
+    ours = step(model, inputs, autocast)
+    result.kept_converted = kept(model, inputs)
+    result.loss_error = abs(float(ours[""]) - float(theirs[""])) / max(abs(float(theirs[""])), 1e-30)
+    result.gradient_error = error(ours, theirs)
+    result.verdict = "nothing" if not conversion.converted else "whole" if result.whole == len(layers) > 0 else "part"
+    return result

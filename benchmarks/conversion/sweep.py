@@ -1,0 +1,125 @@
+"""convert on every model class of transformers that builds from a small configuration: `make convert-sweep`.
+
+Each is built with random weights, called once, converted, and compared with what it was: loss, every gradient, kept bytes.
+A model that does not build small or does not run on the inputs that small.py makes is counted as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+from . import measure, small
+
+WRONG = 1e-4  # of a gradient's norm; rounding in float32 gives 1e-6
+
+
+class TooLong(Exception):
+    pass
+
+
+def _alarm(*_) -> None:
+    raise TooLong
+
+
+def one(name: str, config_class: type, model_class: type, seconds: int) -> measure.Result:
+    signal.signal(signal.SIGALRM, _alarm)
+    signal.alarm(seconds)
+    result = measure.Result(name)
+    try:
+        model = small.build(config_class, model_class)
+        if sum(p.numel() for p in model.parameters()) > 2e7:
+            result.verdict = "too large"
+            return result
+    except (Exception, TooLong) as error:
+        result.verdict, result.reasons = "does not build", [f"{type(error).__name__}: {str(error)[:200]}"]
+        return result
+    try:
+        for inputs in small.inputs(model):
+            try:
+                measure.step(model, inputs)
+                break
+            except TooLong:
+                raise
+            except Exception as error:
+                failure = error
+        else:
+            result.verdict, result.reasons = "does not run", [f"{type(failure).__name__}: {str(failure)[:200]}"]
+            return result
+    except TooLong:
+        result.verdict = "does not run"
+        return result
+    try:
+        first, again = measure.step(model, inputs), measure.step(model, inputs)
+        if measure.error(again, first) > 1e-6:
+            result.verdict, result.reasons = "does not repeat", []
+            return result
+        result = measure.compare(name, model, inputs)
+        if not (result.gradient_error < WRONG and result.loss_error < WRONG):
+            result.verdict = "WRONG"
+    except TooLong:
+        result.verdict = "too long"
+    except Exception as error:
+        result.verdict = "CRASHED"
+        result.reasons = [f"{type(error).__name__}: {str(error)[:300]}", traceback.format_exc(limit=-4)]
+    finally:
+        signal.alarm(0)
+    return result
+
+
+def classes() -> list[tuple[str, type, type]]:
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    found = []
+    for config_class in MODEL_MAPPING:
+        try:
+            model_class = MODEL_MAPPING[config_class]
+        except Exception:
+            continue
+        for model in model_class if isinstance(model_class, (list, tuple)) else (model_class,):
+            found.append((model.__name__, config_class, model))
+    return sorted({name: (name, config, model) for name, config, model in found}.values(), key=lambda one: one[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.conversion.sweep", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=Path("sweep.csv"), help="a row for each class (default: %(default)s)"
+    )
+    parser.add_argument("--only", default="", help="classes whose names have this in them")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth class, from the Ith")
+    parser.add_argument("--seconds", type=int, default=90, help="at most for one class (default: %(default)s)")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    i, n = map(int, args.part.split("/"))
+    chosen = [one for one in classes()[i::n] if args.only.lower() in one[0].lower()]
+    counts: collections.Counter[str] = collections.Counter()
+    with args.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(measure.Result("").row()))
+        writer.writeheader()
+        for k, (name, config_class, model_class) in enumerate(chosen, 1):
+            result = one(name, config_class, model_class, args.seconds)
+            counts[result.verdict] += 1
+            writer.writerow(result.row())
+            file.flush()
+            ratio = f"{result.kept_converted / result.kept_plain:.2f}" if result.kept_plain else ""
+            print(f"{k}/{len(chosen)} {name}: {result.verdict} {ratio}", flush=True)
+            if result.verdict in ("WRONG", "CRASHED"):
+                print("   ", result.served, result.gradient_error, *result.reasons, file=sys.stderr, flush=True)
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()
