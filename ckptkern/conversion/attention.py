@@ -127,6 +127,7 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     node = steps.strip(node)
     if steps.leaves.linear(node) is not None:
         if node not in found.linears:
+            steps.layers_read += 1
             found.linears.append(node)
         return found
     if node.kind in ("argument", "constant", "parameter"):

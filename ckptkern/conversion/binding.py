@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import MethodType
@@ -21,9 +23,6 @@ from ..subclasses import PLAIN
 from .leaves import Probability, Weight
 from .reading import Argument, Rows
 from .trace import PLAIN_VALUES, plain_attributes
-
-# Alone, an MLP at "selective" would keep its widest tensors; what such a model keeps for attention is kept in these ops.
-LEVELS = {("mlp_block", "selective"): "full", ("linear_stack", "selective"): "full"}
 
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
@@ -63,6 +62,14 @@ def regardless_of_precision(pattern: tuple) -> tuple:
         else one
         for one in pattern
     )
+
+
+def level_of(op: str, activation: str | None, level: str) -> str:
+    """An op's level in a model at `level`. What "selective" spares is attention and the bits of a relu: an MLP at "selective"
+    would keep its widest tensors."""
+    if level != "selective" or op in ("transformer_layer", "attention_block"):
+        return level
+    return level if (op, activation) == ("linear_act", "relu") else "full"
 
 
 def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -201,13 +208,15 @@ class Segment:
     def __init__(self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None):
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
         self.arguments = arguments_getter(module, template)
-        self.levels = {level: LEVELS.get((op, level), level) for level in ("none", "selective", "full")}
         found = {one.index for one in templates(template, Argument)}
+        self.caches: list[int] = []  # arguments that collect keys and values, which a fused call does not fill
         self.constants = sorted(found - {x})  # the arguments besides x that the op reads, and forms no gradient of
 
     def __call__(self, flat: list[Any], level: str) -> object:
         arguments = self.arguments(Call(flat, self.module.training))
-        y = getattr(ops, self.op)(flat[self.x], **arguments, recompute=self.levels[level])
+        y = getattr(ops, self.op)(
+            flat[self.x], **arguments, recompute=level_of(self.op, self.template.get("activation"), level)
+        )
         return y if self.result is None else in_place(y, flat, *self.result)
 
 
@@ -299,20 +308,34 @@ class Watch:
 Watch.unchanged._dynamo_marked_constant = True  # torch.compile calls it once, and does not trace it
 
 
-class Converted:
-    """A module's forward: the fused call for arguments of a proven pattern, else the forward of the module's class.
+class Forward:
+    """What convert sets as a module's `forward`.
 
-    It is an object, not a function or a method, so that deepcopy and pickle follow it. What is not as it was proven (LoRA or
-    a hook inside, a quantized weight) runs the class's forward as a general segment, which keeps its inputs alone.
+    It is an object, not a function or a method, so that deepcopy and pickle follow it.
     """
 
-    def __init__(self, module: nn.Module, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
-        self.module, self.segments, self.watch, self.recompute = module, segments, watch, recompute
-        self.previous: Callable | None = None  # a forward that the instance had
+    def __init__(self, module: nn.Module, recompute: str):
+        self.module, self.recompute = module, recompute
+        self.previous: Callable | None = module.__dict__.get("forward")
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(MethodType(type(self.module).forward, self.module))
+
+    def original(self, *args, **kwargs):
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Fused(Forward):
+    """The fused call for arguments of a proven pattern, else the forward of the module's class.
+
+    What is not as it was proven (LoRA or a hook inside, a quantized weight) runs the class's forward as a general segment,
+    which keeps its inputs alone.
+    """
+
+    def __init__(self, module: nn.Module, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
+        super().__init__(module, recompute)
+        self.segments, self.watch = segments, watch
 
     def segment_of(self, pattern: tuple) -> Segment | None:
         if pattern not in self.segments:
@@ -323,17 +346,63 @@ class Converted:
         return self.segments[pattern]
 
     def __call__(self, *args, **kwargs):
-        module, original = self.module, type(self.module).forward
         if not torch.is_grad_enabled():
-            return original(module, *args, **kwargs)
+            return self.original(*args, **kwargs)
         flat: list[Any] = []
         segment = self.segment_of(pattern_of(args, kwargs, flat))
-        if segment is None:
-            return original(module, *args, **kwargs)
+        if segment is None or (segment.caches and not self.leaves_empty(segment.caches, flat)):
+            return self.original(*args, **kwargs)
         if self.watch.unchanged() and not any(_requires_grad(flat[i]) for i in segment.constants):
             return segment(flat, self.recompute)
-        return checkpoint(MethodType(original, module), *args, **kwargs)
+        return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
+
+    def leaves_empty(self, caches: list[int], flat: list[Any]) -> bool:
+        """Is this training, with caches that nothing is in? They stay empty then, as under any checkpointing."""
+        if not self.module.training or any(flat[i].get_seq_length() for i in caches):
+            return False
+        _warn_of_cache()
+        return True
+
+
+class General(Forward):
+    """The class's forward as a general segment."""
+
+    def __call__(self, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
+
+
+class Runs(Forward):
+    """nn.Sequential, in which runs of layers are fused. runs: (start, stop, what runs them)."""
+
+    def __init__(self, module: nn.Sequential, runs: list[tuple[int, int, Fused]], recompute: str):
+        super().__init__(module, recompute)
+        self.runs, self.layers = runs, tuple(module)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or tuple(self.module._modules.values()) != self.layers:
+            return self.original(input)
+        done = 0
+        for start, stop, run in self.runs:
+            for layer in self.layers[done:start]:
+                input = layer(input)
+            input, done = run(input), stop
+        for layer in self.layers[done:]:
+            input = layer(input)
+        return input
 
 
 def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+@functools.cache
+def _warn_of_cache() -> None:
+    warnings.warn(
+        "ckptkern.convert: a cache of keys and values is not filled by a converted layer in training. Pass use_cache=False",
+        stacklevel=4,
+    )
+
+
+_warn_of_cache._dynamo_marked_constant = True

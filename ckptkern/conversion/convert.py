@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten
 
 from .. import memory
@@ -19,7 +20,7 @@ from .. import nn as twins
 from ..nn.plain import runs_class_forward, untouched
 from ..ops._checks import check_level
 from ..subclasses import foreign
-from .binding import Converted, Segment, Watch, pattern_of, regardless_of_precision, templates
+from .binding import Forward, Fused, General, Runs, Segment, Watch, pattern_of, regardless_of_precision, templates
 from .grammar import Reading, read
 from .leaves import Probability
 from .proof import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide_arguments
@@ -79,7 +80,7 @@ def check_candidate(module: nn.Module) -> None:
     inner = list(module.modules())[1:]
     if not (runs_class_forward(module) and all(map(untouched, inner))):
         raise Unreadable("there are hooks inside, or a forward that is not its class's")
-    kind = foreign(module.parameters())
+    kind = foreign(list(module.parameters()))
     if kind is not None:
         raise Unreadable(f"a parameter is a {kind.__name__}")
 
@@ -180,14 +181,29 @@ def mask_variants(module: nn.Module, args: tuple, kwargs: dict[str, Any], x: Ten
                 yield args, kwargs | {name: mask}
 
 
-def convert_module(module: nn.Module, calls: dict[Any, tuple], recompute: str) -> tuple[Converted, float]:
+def is_cache(value: object) -> bool:
+    """Does it collect keys and values from call to call?"""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], list[int]]:
+    """(args and kwargs with None in place of caches, the places of these)."""
+    flat = leaves_of((args, kwargs))
+    caches = [i for i, value in enumerate(flat) if is_cache(value)]
+    args, kwargs = _rebuilt((args, kwargs), iter([None if i in caches else value for i, value in enumerate(flat)]))
+    return args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs, caches
+
+
+def fuse(module: nn.Module, calls: dict[Any, tuple], recompute: str) -> tuple[Fused, float]:
     """(the module's new forward, the largest error of its proofs). Raises Unreadable if no call of it can be read."""
     check_candidate(module)
     segments, worst = {}, 0.0
 
     def add(pattern: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
         nonlocal worst
+        args, kwargs, caches = without_caches(args, kwargs)
         segments[pattern], error = attempt(module, args, kwargs)
+        segments[pattern].caches = caches
         worst = max(worst, error)
 
     for pattern, call in calls.items():
@@ -207,7 +223,32 @@ def convert_module(module: nn.Module, calls: dict[Any, tuple], recompute: str) -
                 with contextlib.suppress(Exception):  # a mask that this module does not take
                     add(pattern, *call)
     live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
-    return Converted(module, segments, Watch(module, live), recompute), worst
+    return Fused(module, segments, Watch(module, live), recompute), worst
+
+
+def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused, float]]:
+    """(start, stop, what runs them, error) of the layers that are fused, the longest runs first."""
+    layers, found, start = list(module), [], 0
+    while start < len(layers):
+        stop = next((n for n in range(len(layers), start + 1, -1) if all(map(is_leaf, layers[start:n]))), start)
+        while stop > start + 1 and isinstance(layers[start], nn.Linear):
+            part = nn.Sequential(*layers[start:stop]).train(module.training)
+            with contextlib.suppress(Unreadable):
+                found.append((start, stop, *fuse(part, calls_of(layers[start]), recompute)))
+                break
+            stop -= 1
+        start = max(found[-1][1], start + 1) if found else start + 1
+    return found
+
+
+def calls_of(linear: nn.Linear) -> dict[Any, tuple]:
+    """Calls that a linear layer takes, of tokens with and without a batch."""
+    weight = linear.weight
+    if weight.is_meta or not weight.is_floating_point():
+        return {}
+    shapes = ((3, linear.in_features), (2, 3, linear.in_features))
+    calls = [((torch.randn(shape, dtype=weight.dtype, device=weight.device),), {}) for shape in shapes]
+    return {regardless_of_precision(pattern_of(*call, [])): call for call in calls}
 
 
 def kept_bytes(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any], x: int) -> int:
@@ -257,7 +298,7 @@ class _Conversion:
         row = None
         if self.include is None or matches(self.include, name, module):
             row = self.twin(name, module) or self.fused(name, module)
-        if row is not None and (row.served_by is not None or is_block(name, module)):
+        if row is not None and row.served_by != "runs" and (row.served_by is not None or is_block(name, module)):
             self.rows.append(row)
         if row is None or row.served_by is None:
             for child, m in module.named_children():
@@ -267,28 +308,84 @@ class _Conversion:
         twin = TWINS.get(type(module))
         if twin is None:
             return None
-        kind, module.__class__, module.recompute = type(module), twin, self.recompute
-        module.__dict__[TWINNED] = kind
-        return Row(name, kind.__name__, f"ckptkern.nn.{twin.__name__}")
+        row = Row(name, type(module).__name__, f"ckptkern.nn.{twin.__name__}")
+        for m in module.modules():  # a layer's attention and dropouts with it
+            if type(m) in TWINS or type(m) is nn.Dropout:
+                m.__dict__[TWINNED] = type(m)
+                m.__class__ = TWINS.get(type(m), twins.Dropout)
+                if type(m) is not twins.Dropout:
+                    m.recompute = self.recompute
+        return row
 
     def fused(self, name: str, module: nn.Module) -> Row | None:
         """A row of what was done; None for a module that the model did not call, or that has no layers in it."""
-        if not self.calls.get(module) or not any(p.dim() == 2 for p in module.parameters()):
+        calls = self.calls.get(module, {})
+        if type(module) is nn.Linear and self.include is not None:
+            calls = calls_of(module)
+        elif not calls and type(module) is nn.Sequential and len(module) and type(module[0]) is nn.Linear:
+            calls = calls_of(module[0])
+        if not calls or not any(p.dim() == 2 for p in module.parameters()):
             return None
         row = Row(name, type(module).__name__, None)
         try:
-            converted, row.error = convert_module(module, self.calls[module], self.recompute)
+            forward, row.error = fuse(module, calls, self.recompute)
         except Unreadable as reason:
             row.reason = str(reason)
+            if type(module) is nn.Sequential and (rows := self.runs(name, module)):
+                self.rows += rows
+                return Row(name, row.kind, "runs")
+            if is_block(name, module) and (why := why_general(module)):
+                return self.general(row, module, calls, why)
             return row
-        pattern, segment = next(iter(converted.segments.items()))
-        args, kwargs = self.calls[module][pattern]
-        row.kept_before = kept_bytes(module, module.forward, args, kwargs, segment.x)
-        converted.previous = module.__dict__.get("forward")
-        module.forward = converted
-        row.kept_after = kept_bytes(module, converted, args, kwargs, segment.x)
+        pattern, segment = next(iter(forward.segments.items()))
+        self.bind(row, module, forward, calls[pattern], segment.x)
         row.served_by = segment.op
         return row
+
+    def bind(self, row: Row, module: nn.Module, forward: Forward, call: tuple, x: int) -> None:
+        args, kwargs, _ = without_caches(*call)
+        with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
+            row.kept_before = kept_bytes(module, module.forward, args, kwargs, x)
+        module.forward = forward
+        with contextlib.suppress(Exception):
+            row.kept_after = kept_bytes(module, forward, args, kwargs, x)
+
+    def general(self, row: Row, module: nn.Module, calls: dict, why: str) -> Row:
+        args, kwargs = next(iter(calls.values()))
+        tensors = [
+            i for i, v in enumerate(leaves_of((args, kwargs))) if isinstance(v, Tensor) and v.is_floating_point()
+        ]
+        self.bind(row, module, General(module, self.recompute), (args, kwargs), tensors[0] if tensors else -1)
+        row.served_by, row.reason = "checkpoint", why
+        return row
+
+    def runs(self, name: str, module: nn.Sequential) -> list[Row]:
+        found = runs_of(module, self.recompute)
+        rows = []
+        for start, stop, run, error in found:
+            segment = next(iter(run.segments.values()))
+            row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
+            call = list(calls_of(module[start]).values())[1]
+            row.kept_before = kept_bytes(run.module, run.original, *call, 0)
+            row.kept_after = kept_bytes(run.module, run, *call, 0)
+            rows.append(row)
+        if found:
+            module.forward = Runs(module, [one[:3] for one in found], self.recompute)
+        return rows
+
+
+def why_general(module: nn.Module) -> str:
+    """Why a layer that is no fused op is run as a general segment; "" for one that is only unknown."""
+    kind = foreign(list(module.parameters()))
+    if kind is not None:
+        return f"a parameter is a {kind.__name__}"
+    if any(parametrize.is_parametrized(m) for m in module.modules()):
+        return "a weight is parametrized"
+    if len({p.requires_grad for p in module.parameters()}) > 1:
+        return "some parameters are frozen and others are not, as with adapters"
+    if not all(map(untouched, list(module.modules())[1:])):
+        return "there are hooks inside"
+    return ""
 
 
 def is_block(name: str, module: nn.Module) -> bool:
@@ -333,7 +430,7 @@ def convert(
     check_level("convert", recompute)
     check_not_sharded(model)
     revert(model)
-    calls = capture(model, example_inputs, example_kwargs)
+    calls = capture(model, example_inputs, example_kwargs) if example_inputs or example_kwargs else {}
     conversion = _Conversion(recompute, include, exclude, calls)
     training = [(m, m.training) for m in model.modules()]
     try:
@@ -357,12 +454,12 @@ def check_not_sharded(model: nn.Module) -> None:
 def revert(model: nn.Module) -> nn.Module:
     """Undoes convert: every module runs the forward that it had. Returns the model."""
     for module in model.modules():
-        converted = module.__dict__.get("forward")
-        if isinstance(converted, Converted):
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Forward):
             del module.forward
-            if converted.previous is not None:
-                module.forward = converted.previous
+            if forward.previous is not None:
+                module.forward = forward.previous
         if TWINNED in module.__dict__:
             module.__class__ = module.__dict__.pop(TWINNED)
-            del module.recompute
+            module.__dict__.pop("recompute", None)
     return model

@@ -185,9 +185,12 @@ class Grammar(Steps):
         node = self.strip(node)
         while node.kind != "argument":
             activations.append(self.leaves.activation(node))
-            if activations[-1] is None:
+            if activations[-1] is not None:
+                node = self.strip(node.inputs[0])
+            elif isinstance(self.leaves.module, nn.Linear):
+                activations[-1] = "identity"
+            else:
                 raise self.refuse("no activation but", node)
-            node = self.strip(node.inputs[0])
             linear = self.linear(node, "what the activation reads")
             weights.insert(0, linear.weight)
             biases.insert(0, linear.bias)

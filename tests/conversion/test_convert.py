@@ -419,3 +419,166 @@ def test_errors() -> None:
         ckptkern.convert(ARCHITECTURES["llama"].model(), ids(), recompute="some")
     with pytest.raises(IndexError):  # the model's own
         ckptkern.convert(ARCHITECTURES["llama"].model(), ids() + 100)
+
+
+# -- adapters and other weights that are there before
+
+
+def quantized(layer: Llama) -> None:
+    layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach().as_subclass(Scaled), False)
+
+
+class Scaled(Tensor):
+    """A weight with operations of its own, as a quantized one has."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        def plain(value):
+            return value.as_subclass(Tensor) if isinstance(value, Scaled) else value
+
+        if function is F.linear:
+            return F.linear(args[0], plain(args[1]) * 2, *args[2:], **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+BEFORE = {
+    "adapters": adapt,
+    "a quantized weight": quantized,
+    "a parametrized weight": LATER["a parametrized weight"],
+    "a hook inside": LATER["a hook inside"],
+}
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_what_cannot_be_fused_runs_as_a_general_segment(what: str) -> None:
+    model = ARCHITECTURES["llama"].model().train()
+    for layer in model.layers:
+        BEFORE[what](layer)
+    theirs, before = results(model), kept(model)
+    conversion = ckptkern.convert(model, ids())
+    assert fused_of(conversion) == ["checkpoint"] * 2
+    assert all(row.reason for row in conversion)
+    ours = results(model)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
+    assert kept(model) < 6 * ids().numel() * WIDTH * 4 < before
+    ckptkern.revert(model)
+    assert kept(model) == before
+
+
+# -- without example inputs
+
+
+def test_torchs_own_layers_become_their_twins() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN_FEATURES, 0.0, batch_first=True), 2)
+    x = torch.randn(2, 6, WIDTH, requires_grad=True)
+
+    def step() -> tuple[list[Tensor], int]:
+        with kept_tensors(model) as kept:
+            y = model(x)
+        return torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), kept.bytes
+
+    (theirs, before), kinds = step(), [type(m) for m in model.modules()]
+    conversion = ckptkern.convert(model)
+    assert fused_of(conversion) == ["ckptkern.nn.TransformerEncoderLayer"] * 2
+    ours, after = step()
+    for mine, one in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, one)
+    assert after < before / 3
+    ckptkern.revert(model)
+    assert [type(m) for m in model.modules()] == kinds
+    assert step()[1] == before
+
+
+HIDDEN_FEATURES = 64
+
+
+def sequences() -> dict[str, tuple[nn.Sequential, list[str]]]:
+    """Layers, and the ops that they become."""
+    return {
+        "mlp": (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, 8)), ["mlp_block"]),
+        "stack": (nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(8, 8), nn.ReLU()))), ["linear_stack"]),
+        "one": (nn.Sequential(nn.Linear(8, 32), nn.SiLU()), ["linear_act"]),
+        "runs": (
+            nn.Sequential(
+                nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4)
+            ),
+            ["mlp_block", "mlp_block"],
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sequences())
+@pytest.mark.parametrize("dims", [2, 3])
+def test_sequences_of_linear_layers(name: str, dims: int) -> None:
+    sequence, served_by = sequences()[name]
+    model = nn.ModuleDict({"body": sequence})
+    x = torch.randn(5, 4, 8)[..., :] if dims == 3 else torch.randn(20, 8)
+    x.requires_grad_()
+
+    def step() -> tuple[list[Tensor], int]:
+        with kept_tensors(model) as kept:
+            y = model["body"](x)
+        return torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), kept.bytes
+
+    theirs, before = step()
+    conversion = ckptkern.convert(model)
+    assert fused_of(conversion) == served_by, str(conversion)
+    ours, after = step()
+    for mine, one in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, one)
+    assert after < before
+    if name == "runs":
+        model["body"][0] = nn.Linear(8, 32)
+        assert step()[1] == before, "another layer in a run's place: the sequence runs as it is"
+    ckptkern.revert(model)
+    assert step()[1] == before
+
+
+def test_a_linear_layer_is_converted_when_it_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    assert fused_of(ckptkern.convert(model, include="2")) == ["linear_act"]
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x), ckptkern.revert(model)(x))
+
+
+# -- caches
+
+
+class Cache:
+    """As transformers hands it from layer to layer."""
+
+    def __init__(self):
+        self.keys: list[Tensor] = []
+
+    def get_seq_length(self) -> int:
+        return self.keys[0].shape[-2] if self.keys else 0
+
+    def update(self, k: Tensor) -> Tensor:
+        self.keys.append(k)
+        return k
+
+
+class Caching(Llama):
+    def forward(self, x: Tensor, tables=None, attention_mask=None, cache: Cache | None = None) -> Tensor:
+        if cache is not None:
+            cache.update(x)
+        return super().forward(x, tables, attention_mask)
+
+
+def test_a_cache_is_filled_in_evaluation_and_not_in_training() -> None:
+    model = Stack(Caching, lambda x: with_tables(x) | {"cache": Cache()})
+    theirs = results(model)
+    assert fused_of(ckptkern.convert(model, ids())) == ["transformer_layer"] * 2
+    layer, x = model.layers[0], torch.randn(2, 6, WIDTH)
+    evaluated, trained = Cache(), Cache()
+    layer.eval()(x, **with_tables(x), cache=evaluated)
+    assert len(evaluated.keys) == 1
+    with pytest.warns(UserWarning, match="use_cache=False"):
+        layer.train()(x, **with_tables(x), cache=trained)
+    assert not trained.keys
+    layer(x, **with_tables(x), cache=evaluated)
+    assert len(evaluated.keys) == 2, "one with something in it goes to the original"
+    ours = results(model)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
