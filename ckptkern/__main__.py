@@ -13,6 +13,11 @@ from .extras import missing
 # name: (module, what it does, the packages besides torch that it needs)
 COMMANDS = {
     "demo": (".tools.demo", "train a small GPT three ways side by side: loss, memory and time", ("matplotlib", "rich")),
+    "convert": (
+        ".tools.convert",
+        "say what ckptkern.convert would do with a model of yours, and what it would keep",
+        (),
+    ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
     "verify": (".tools.verify", "check this installation: kernels, masks, kept bytes", ()),
     "examples": (".tools.examples", "run the tutorials' models in segments beside their plain selves", ()),

@@ -44,7 +44,7 @@ LAYERS = {
     "__main__": 8,
 }
 TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
-WITH_EXTRAS = {"benchmarks", "tools", "__main__"}
+WITH_EXTRAS = {"benchmarks", "conversion", "tools", "__main__"}
 
 LINES, FUNCTION_LINES = 500, 80  # a longer file or function usually does two things
 

@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-import ckptkern
-from ckptkern.memory import kept_tensors
+from ...conversion import convert
+from ...memory import kept_tensors
 
 
 @dataclass
 class Result:
-    """kept: bytes of one training call, besides parameters; errors: the largest relative ones of all gradients, against
-    float64 where `reference` is true."""
+    """One model. kept_*: bytes of one training call, besides parameters. loss_error: the converted model's, relative to the
+    original's. *_error: the largest relative error of all gradients, of the converted model against the original's, and
+    in bfloat16 of both against float64. seconds: of convert."""
 
     name: str
+    verdict: str = ""
     served: dict[str, int] = field(default_factory=dict)
     whole: int = 0
     layers: int = 0
     kept_plain: int = 0
     kept_checkpoint: int = 0
     kept_converted: int = 0
-    seconds: float = 0.0
     loss_error: float = math.nan
     gradient_error: float = math.nan
-    plain_error: float = math.nan
-    verdict: str = ""
+    bf16_error: float = math.nan
+    bf16_plain_error: float = math.nan
+    curve_error: float = math.nan
+    seconds: float = math.nan
     reasons: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
         served = " ".join(f"{op}:{count}" for op, count in sorted(self.served.items()))
-        return asdict(self) | {"served": served, "reasons": " | ".join(self.reasons)}
+        numbers = {name: f"{value:.2e}" for name, value in asdict(self).items() if isinstance(value, float)}
+        return asdict(self) | numbers | {"served": served, "reasons": " | ".join(self.reasons)}
 
 
 def loss_of(output: Any) -> Tensor:
@@ -99,37 +104,42 @@ def blocks(model: nn.Module) -> list[str]:
     for name, parent in model.named_modules():
         children = list(parent.named_children())
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len({type(m) for _, m in children}) == 1:
-            linear = [any(isinstance(m, nn.Linear) for m in child.modules()) for _, child in children]
-            if not isinstance(children[0][1], nn.Linear) and all(linear):
+            linear = [any(p.dim() == 2 for p in child.parameters()) for _, child in children]
+            if children[0][1]._modules and all(linear):
                 found += [f"{name}.{child}" for child, _ in children]
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
 
 
-def compare(
-    name: str, model: nn.Module, inputs: dict[str, Any], *, probe: dict[str, Any] | None = None,
-    autocast: torch.dtype | None = None, with_checkpoint: Callable[[nn.Module], None] | None = None,
-) -> Result:  # fmt: skip
-    """Converts the model in place and compares it with what it was. probe: what convert is given (the inputs)."""
-    result = Result(name)
-    theirs = step(model, inputs, autocast)
-    result.kept_plain = kept(model, inputs)
-    if with_checkpoint is not None:
-        copied = copy.deepcopy(model)
-        with_checkpoint(copied)
-        result.kept_checkpoint = kept(copied, inputs)
-        del copied
+def checkpointed(model: nn.Module) -> nn.Module:
+    """A copy whose layers torch.utils.checkpoint runs."""
+    model = copy.deepcopy(model)
+    for name in blocks(model):
+        layer = model.get_submodule(name)
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
+
+
+def curve(model: nn.Module, inputs: dict[str, Any], steps: int) -> list[float]:
+    """Losses of training steps on the same inputs."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
+    losses = []
+    for _ in range(steps):
+        losses.append(float(step(model, inputs)[""]))
+        optimizer.step()
+    return losses
+
+
+def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any], probe: tuple = (), **named) -> None:
+    """Converts the model in place and compares it with what it was. probe, named: what convert is given, if not `inputs`."""
+    theirs, result.kept_plain = step(model, inputs), kept(model, inputs)
     start = time.perf_counter()
-    conversion = ckptkern.convert(model, **(inputs if probe is None else probe))
+    conversion = convert(model, *probe, **(named if probe or named else inputs))
     result.seconds = time.perf_counter() - start
     result.served = dict(Counter(row.served_by for row in conversion.converted))
     result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion.left))
-    layers = blocks(model)
-    result.layers = len(layers)
-    whole = {row.name for row in conversion.converted}
-    result.whole = sum(layer in whole for layer in layers)
-    ours = step(model, inputs, autocast)
-    result.kept_converted = kept(model, inputs)
+    layers, whole = blocks(model), {row.name for row in conversion.converted}
+    result.layers, result.whole = len(layers), sum(layer in whole for layer in layers)
+    ours, result.kept_converted = step(model, inputs), kept(model, inputs)
     result.loss_error = abs(float(ours[""]) - float(theirs[""])) / max(abs(float(theirs[""])), 1e-30)
     result.gradient_error = error(ours, theirs)
     result.verdict = "nothing" if not conversion.converted else "whole" if result.whole == len(layers) > 0 else "part"
-    return result

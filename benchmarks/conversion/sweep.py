@@ -62,7 +62,7 @@ def one(name: str, config_class: type, model_class: type, seconds: int) -> measu
         if measure.error(again, first) > 1e-6:
             result.verdict, result.reasons = "does not repeat", []
             return result
-        result = measure.compare(name, model, inputs)
+        measure.convert_and_compare(result, model, inputs)
         if not (result.gradient_error < WRONG and result.loss_error < WRONG):
             result.verdict = "WRONG"
     except TooLong:
