@@ -104,6 +104,7 @@ SegmentState::SegmentState(const py::tuple& args, const py::dict& kwargs, bool p
   tensors_.reserve(args.size());
   args_ = take(args, devices, 0);
   kwargs_ = take(kwargs, devices, 0);
+  places_.clear();
   if (preserve_rng_state) {
     std::vector<at::Generator> generators;
     for (const auto& device : devices) {
@@ -120,6 +121,13 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, 
   PyObject* const pointer = value.ptr();
   if (THPVariable_Check(pointer) && !THPVariable_Unpack(pointer).is_inference()) { // autograd saves no inference tensor
     const at::Tensor tensor = THPVariable_Unpack(pointer);
+    argument.kind = Argument::Kind::tensor;
+    const auto known = std::find(places_.begin(), places_.end(), tensor.unsafeGetTensorImpl());
+    argument.tensor = static_cast<std::size_t>(known - places_.begin());
+    if (known != places_.end()) {
+      return argument;
+    }
+    places_.push_back(tensor.unsafeGetTensorImpl());
     if (depth > 1 && !tensor.requires_grad()) {
       caches_.push_back(
           Cache{
@@ -127,8 +135,6 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, 
               c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
               static_cast<uint32_t>(tensor._version())});
     }
-    argument.kind = Argument::Kind::tensor;
-    argument.tensor = tensors_.size();
     tensors_.emplace_back(tensor, /*is_output=*/false);
     const at::Device device = tensor.device();
     if (!device.is_cpu() && !device.is_meta() && std::find(devices.begin(), devices.end(), device) == devices.end()) {
@@ -176,16 +182,20 @@ void SegmentState::settle() {
   }
 }
 
-py::object SegmentState::give(const Argument& argument) const {
+py::object SegmentState::give(const Argument& argument, std::vector<py::object>& given) const {
   const auto fill = [&](auto sequence) {
     for (const auto i : c10::irange(argument.children.size())) {
-      sequence[i] = give(argument.children[i]);
+      sequence[i] = give(argument.children[i], given);
     }
     return sequence;
   };
   switch (argument.kind) {
     case Argument::Kind::tensor:
-      return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensors_[argument.tensor].unpack()));
+      if (!given[argument.tensor]) {
+        given[argument.tensor] =
+            py::reinterpret_steal<py::object>(THPVariable_Wrap(tensors_[argument.tensor].unpack()));
+      }
+      return given[argument.tensor];
     case Argument::Kind::tuple:
       return fill(py::tuple(argument.children.size()));
     case Argument::Kind::named_tuple:
@@ -196,7 +206,7 @@ py::object SegmentState::give(const Argument& argument) const {
       py::dict dict;
       const auto keys = argument.object.cast<py::list>();
       for (const auto i : c10::irange(argument.children.size())) {
-        dict[keys[i]] = give(argument.children[i]);
+        dict[keys[i]] = give(argument.children[i], given);
       }
       return dict;
     }
@@ -207,7 +217,8 @@ py::object SegmentState::give(const Argument& argument) const {
 }
 
 py::tuple SegmentState::arguments() const {
-  return py::make_tuple(give(args_), give(kwargs_));
+  std::vector<py::object> given(tensors_.size());
+  return py::make_tuple(give(args_, given), give(kwargs_, given));
 }
 
 void SegmentState::enter() const {

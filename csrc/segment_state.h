@@ -60,7 +60,7 @@ class SegmentState {
 
  private:
   Argument take(pybind11::handle value, std::vector<at::Device>& devices, int depth);
-  pybind11::object give(const Argument& argument) const;
+  pybind11::object give(const Argument& argument, std::vector<pybind11::object>& given) const;
 
   Precision precision_;
   struct Cache {
@@ -69,7 +69,8 @@ class SegmentState {
     uint32_t version;
   };
 
-  std::vector<torch::autograd::SavedVariable> tensors_;
+  std::vector<torch::autograd::SavedVariable> tensors_; // each once: mha(x, x, x) gets one x again
+  std::vector<const c10::TensorImpl*> places_; // of them, while arguments are taken
   std::vector<Cache> caches_;
   Argument args_;
   Argument kwargs_;

@@ -14,7 +14,7 @@ from ..ops._choices import autocast_dtype
 from ..ops._masks import diagonal_of
 from ..ops.attention import attention_with_weights
 from ..subclasses import PLAIN, foreign
-from .plain import strided
+from .plain import composed, dense, strided
 
 
 def by_head(attn_mask: Tensor, heads: int) -> Tensor:
@@ -62,6 +62,12 @@ def _goes_with(added: torch.dtype, query: Tensor, need_weights: bool) -> bool:
     return added == query.dtype or (added == torch.float32 and not need_weights)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if foreign((weight, bias)):
+        return torch.nn.functional.linear(x, weight, bias)
+    return ops.linear_act(x, weight, bias, "identity")
+
+
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention: the same arguments, parameters and results, in training and evaluation.
 
@@ -79,7 +85,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.
     Nested tensors go to torch's own layer, which takes them for inference only. So do tensors with operations of their
-    own (DTensor) and arguments that do not fit, for which torch raises its own error.
+    own (DTensor) and arguments that do not fit, for which torch raises its own error. With them, and with parametrised or
+    quantised weights, the module is one ckptkern.checkpoint, which keeps its inputs.
     """
 
     def __init__(
@@ -153,7 +160,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return False
         if not (strided(self) and strided(self.out_proj)):
             return False
-        weight = self.out_proj.weight
+        weight = self.out_proj._parameters.get("weight")
+        if weight is None:  # parametrised, and then computed in the segment alone
+            weight = next(self.out_proj.parameters(), None)
+            weight = self.out_proj.weight if weight is None else weight
         if any(t.device != weight.device for t in tensors):
             return False
         dtypes = {weight.dtype, *(t.dtype for t in tensors)}
@@ -186,11 +196,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Is this self-attention that ckptkern.attention_block computes? The block forms no gradient of a mask."""
         return (
             query is key is value
+            and self._dense()
             and self._qkv_same_embed_dim
             and self.bias_k is None
             and not self.add_zero_attn
             and not (torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks))
         )
+
+    def _dense(self) -> bool:
+        return dense(self) and dense(self.out_proj)
 
     def block_arguments(
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
@@ -228,16 +242,32 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """
         attn_mask, is_causal = without_bias(type(self).__name__, attn_mask, is_causal, query, key, self.batch_first)
         if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal, need_weights):
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+            return composed(
+                super().forward, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
+                is_causal,
+            )  # fmt: skip
         swapped = query.dim() == 3 and not self.batch_first
         if not need_weights and self.one_segment(query, key, value, key_padding_mask, attn_mask):
             x = query.transpose(0, 1) if swapped else query
             arguments = self.block_arguments(key_padding_mask, attn_mask, is_causal)
             y = ops.attention_block(x, **arguments, recompute=self.recompute)
             return y.transpose(0, 1) if swapped else y, None
+        arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        return self._separate(*arguments) if self._dense() else composed(self._separate, *arguments)
 
+    def _separate(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """forward, with projections and core as ops of their own."""
+        swapped = query.dim() == 3 and not self.batch_first
         q, k, v = self._heads(query, key, value)
         extra = k.shape[2] - key.shape[0 if swapped or key.dim() == 2 else 1]
         # torch uses the hint only if no key_padding_mask has to be merged with attn_mask
@@ -254,7 +284,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             o = ops.scaled_dot_product_attention(q, k, v, mask, self.dropout_p, is_causal)
         o = o.transpose(1, 2).flatten(2)  # [B, L, E]
         o = o.transpose(0, 1) if swapped else o if query.dim() == 3 else o.squeeze(0)
-        return ops.linear_act(o, self.out_proj.weight, self.out_proj.bias, "identity"), weights
+        return _linear(o, self.out_proj.weight, self.out_proj.bias), weights
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, L, D] and k, v [B, H, S, D] with the rows of bias_k, bias_v and zeros at their ends."""
@@ -270,7 +300,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         else:
             parts = list(zip((query, key, value), self.in_proj_weight.chunk(3), strict=True))
         biases = [None] * len(parts) if bias is None else bias.split([w.shape[0] for _, w in parts])
-        projected = [ops.linear_act(x, w, b, "identity") for (x, w), b in zip(parts, biases, strict=True)]
+        projected = [_linear(x, w, b) for (x, w), b in zip(parts, biases, strict=True)]
         q, k, v = (chunk for y in projected for chunk in y.split(E, -1))
         heads = []
         for y, row, zeros in (

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import eager, ops
 from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
-from .plain import dense, plain
+from .plain import composed, dense, plain
 
 
 class Linear(torch.nn.Linear):
@@ -39,8 +39,11 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not dense(self):
-            return eager.act(super().forward(input), self.activation)
+            return composed(self._composed, input)
         return ops.linear_act(input, self.weight, self.bias, self.activation, recompute=self.recompute)
+
+    def _composed(self, input: Tensor) -> Tensor:
+        return eager.act(super().forward(input), self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}, recompute={self.recompute!r}"
@@ -50,8 +53,8 @@ class LinearStack(torch.nn.Module):
     """k Linear + activation layers of the given widths as ONE segment that keeps only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    workspace: bytes of transient memory in backward. See ckptkern.linear_stack. If a layer is of another type (LoRA) or has
-    hooks, all layers are called one by one instead.
+    workspace: bytes of transient memory in backward. See ckptkern.linear_stack. If a layer is of another type (LoRA),
+    has hooks or a weight that is no plain memory, all layers are called, as one ckptkern.checkpoint.
     """
 
     def __init__(
@@ -83,14 +86,17 @@ class LinearStack(torch.nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.layers)
         if not plain(torch.nn.Linear, *layers) or len({layer.bias is None for layer in layers}) > 1:
-            for layer in layers:
-                input = eager.act(layer(input), self.activation)
-            return input
+            return composed(self._composed, input)
         biases = None if self.layers[0].bias is None else [layer.bias for layer in self.layers]
         return ops.linear_stack(
             input, [layer.weight for layer in self.layers], biases, self.activation, recompute=self.recompute,
             workspace=self.workspace,
         )  # fmt: skip
+
+    def _composed(self, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = eager.act(layer(input), self.activation)
+        return input
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, recompute={self.recompute!r}, workspace={self.workspace!r}"

@@ -14,7 +14,7 @@ from ..ops._choices import parse_bytes
 from ..ops._masks import diagonal_of, merged_mask
 from ..ops.rotary import check_theta, composite_rotary, positions_of, rotary_tables
 from .mlp import GatedMLP
-from .plain import plain
+from .plain import composed, plain
 
 
 def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -32,6 +32,13 @@ def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
 def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
     """norm.eps; None means the eps of the dtype in which torch computes the norm, also under autocast."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps
+
+
+def _same_sequence(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """bool [tokens, tokens]: True where two packed tokens are of one sequence."""
+    place = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens, place, right=True)
+    return sequence[:, None] == sequence
 
 
 class LlamaAttention(torch.nn.Module):
@@ -134,7 +141,7 @@ class LlamaAttention(torch.nn.Module):
         """x [B, S, d] -> [B, S, d]. masks: as in LlamaDecoderLayer.forward."""
         _check_rows(type(self).__name__, x, masks.get("cu_seqlens"))
         if not self.is_plain():
-            return self._composed(x, rotary, **masks)
+            return composed(self._composed, x, rotary, **masks)
         return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), recompute=self.recompute)
 
     def is_plain(self) -> bool:
@@ -173,14 +180,14 @@ class LlamaAttention(torch.nn.Module):
         left, right = options["window_size"] or (-1, -1)
         window = (left, 0 if options["is_causal"] else right)
         cu, longest = options["cu_seqlens"], options["max_seqlen"] or x.shape[-2]
-        if cu is None:
-            mask = merged_mask(options["attn_mask"], options["key_padding_mask"])
+        if cu is None or options["dropout_p"]:  # varlen_attn has no dropout
+            mask = (
+                merged_mask(options["attn_mask"], options["key_padding_mask"]) if cu is None else _same_sequence(x, cu)
+            )
             mask = mask.view(torch.bool) if mask is not None and mask.dtype == torch.int8 else mask
             o = ops.scaled_dot_product_attention(
                 *(one.transpose(1, 2) for one in (q, k, v)), mask, options["dropout_p"], enable_gqa=True, window_size=window,
             ).transpose(1, 2)  # fmt: skip
-        elif options["dropout_p"]:
-            raise ValueError(f"{type(self).__name__}: no dropout of packed sequences if a submodule was replaced")
         else:
             o = ops.varlen_attn(q[0], k[0], v[0], cu, cu, longest, longest, window_size=window, enable_gqa=True)[None]
         y = self.o_proj(o.flatten(2))
@@ -203,8 +210,8 @@ class LlamaDecoderLayer(torch.nn.Module):
     qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: only tables that are passed rotate q and k.
     dropout of the attention weights, resid_dropout of both branches: replayed from 16 bytes each.
     recompute, workspace: see ckptkern.transformer_layer. The q, k and v weights are never concatenated.
-    If a submodule is of another type (LoRA, another norm) or has hooks, its half is computed by calling the modules; the
-    other half is still one segment.
+    If a submodule is of another type (LoRA, another norm), has hooks or a weight that is no plain memory (parametrised,
+    quantised, sharded), the layer is one ckptkern.checkpoint that calls it, and keeps x as recompute="full" does.
     """
 
     def __init__(
@@ -275,6 +282,10 @@ class LlamaDecoderLayer(torch.nn.Module):
         attention, mlp = self._attention_arguments(x, rotary, masks), self._mlp_arguments(x)
         if attention is not None and mlp is not None:
             return ops.transformer_layer(x, attention, mlp, recompute=self.recompute, workspace=self.workspace)
+        return composed(self._halves, x, rotary, masks, attention, mlp)
+
+    def _halves(self, x: Tensor, rotary, masks: dict, attention: dict | None, mlp: dict | None) -> Tensor:
+        """forward, by calling the submodules of a half that is not plain, whose arguments are None."""
         if attention is None:
             branch = self.self_attn(self.input_layernorm(x), rotary, **masks)
             x = x + ops.dropout(branch, self.resid_dropout, self.training)

@@ -8,15 +8,15 @@ from torch import Tensor
 from .. import eager, ops
 from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
-from .plain import plain
+from .plain import composed, plain
 
 
 class MLP(torch.nn.Module):
     """y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two nn.Linear.
 
     hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
-    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA) or has hooks, both are called, and the
-    MLP is not a segment.
+    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is no plain
+    memory (parametrised, quantised, sharded), both are called, as one ckptkern.checkpoint that keeps the input.
     """
 
     def __init__(
@@ -47,11 +47,14 @@ class MLP(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         if not plain(torch.nn.Linear, self.fc1, self.fc2):
-            return self.fc2(ops.dropout(eager.act(self.fc1(input), self.activation), self.dropout, self.training))
+            return composed(self._composed, input)
         return ops.mlp(
             input, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.activation, self.dropout,
             training=self.training, recompute=self.recompute, workspace=self.workspace,
         )  # fmt: skip
+
+    def _composed(self, input: Tensor) -> Tensor:
+        return self.fc2(ops.dropout(eager.act(self.fc1(input), self.activation), self.dropout, self.training))
 
     def extra_repr(self) -> str:
         return (
@@ -63,7 +66,7 @@ class MLP(torch.nn.Module):
 class GatedMLP(torch.nn.Module):
     """y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging Face's Llama.
 
-    recompute, workspace: see ckptkern.gated_mlp. Layers are called as in MLP if one is of another type or has hooks.
+    recompute, workspace: see ckptkern.gated_mlp. Layers are called as in MLP if one is not a plain nn.Linear.
     """
 
     def __init__(
@@ -94,13 +97,16 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_plain():
-            h = eager.act(self.gate_proj(input), self.activation) * self.up_proj(input)
-            return self.down_proj(ops.dropout(h, self.dropout, self.training))
+            return composed(self._composed, input)
         return ops.gated_mlp(
             input, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, self.activation, self.dropout,
             gate_bias=self.gate_proj.bias, up_bias=self.up_proj.bias, down_bias=self.down_proj.bias,
             training=self.training, recompute=self.recompute, workspace=self.workspace,
         )  # fmt: skip
+
+    def _composed(self, input: Tensor) -> Tensor:
+        h = eager.act(self.gate_proj(input), self.activation) * self.up_proj(input)
+        return self.down_proj(ops.dropout(h, self.dropout, self.training))
 
     def is_plain(self) -> bool:
         """Do its parameters alone determine what it computes?"""

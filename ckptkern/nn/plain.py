@@ -1,10 +1,16 @@
-"""Which modules an op may stand for."""
+"""Which modules an op may stand for, and how the others run."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from ..ops._choices import log_composed
+import torch
+from torch.nn.utils import parametrize
+
+from ..ops._choices import choose_level, log_composed
+from ..segments.checkpoint import checkpoint
 from ..subclasses import foreign
 from .dropout import Dropout
 
@@ -31,12 +37,12 @@ def strided(module: torch.nn.Module) -> bool:
 
 
 def dense(module: torch.nn.Module) -> bool:
-    """Are the module's own parameters plain memory? Not if one is sparse or of a tensor subclass with operations of its
-    own."""
+    """Are the module's own parameters plain memory? Not if one is sparse, parametrised, or of a tensor subclass with
+    operations of its own."""
     kind = foreign(module._parameters.values())
     if kind is not None:
         log_composed(kind)
-    return kind is None and strided(module)
+    return kind is None and strided(module) and "parametrizations" not in module._modules
 
 
 def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
@@ -44,3 +50,56 @@ def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
     has hooks, or has a parameter that is not plain memory (sparse, quantized)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)
+
+
+@contextmanager
+def _holding(parameters: list[tuple[dict, dict]]) -> Iterator[None]:
+    """Puts the parameters of forward back into their modules: torch.func.functional_call has taken its own out by then.
+
+    FSDP2 exchanges a sharded parameter, which is foreign, for the whole one; FSDP1 a part, of another shape. Both have put
+    the right one there.
+    """
+    moved = []
+    for now, then in parameters:
+        for name, parameter in then.items():
+            other = now.get(name)
+            if parameter is None or other is None or other is parameter:
+                continue
+            if parameter.shape == other.shape and foreign((parameter, other)) is None:
+                moved.append((now, name, other))
+                now[name] = parameter
+    try:
+        yield
+    finally:
+        for now, name, other in moved:
+            now[name] = other
+
+
+def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """method(*args, **kwargs), which calls its module's submodules because no op stands for them, as a general segment.
+
+    It runs as it is at recompute="none", without gradients and inside another segment. Also where a recompute is impossible:
+    in torch.func's transforms and torch.export, which take no hooks on saved tensors, in a CUDA graph capture, which cannot
+    read torch's random state, and in parametrize.cached(), whose weights a recompute would not find.
+    """
+    module = method.__self__  # type: ignore[attr-defined]
+    if (
+        not torch.is_grad_enabled()
+        or module.recompute == "none"
+        or torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_exporting()
+        or parametrize._cache_enabled
+    ):
+        return method(*args, **kwargs)
+    if torch.compiler.is_compiling():  # parameters are inputs of the graph
+        return checkpoint(method, *args, **kwargs)
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return method(*args, **kwargs)
+    parameters = [(one._parameters, dict(one._parameters)) for one in module.modules() if one._parameters]
+
+    def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _holding(parameters):
+            return method(*args, **kwargs)
+
+    run.__qualname__ = type(module).__name__  # for error messages
+    return checkpoint(run, module, *args, **kwargs)

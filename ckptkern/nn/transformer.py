@@ -14,7 +14,7 @@ from ..ops._checks import check_level
 from ..subclasses import PLAIN
 from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout
-from .plain import DROPOUT, plain, untouched
+from .plain import DROPOUT, composed, plain, untouched
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
@@ -151,9 +151,10 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer: the same arguments, parameters and results, in training and evaluation.
 
     The whole layer is one ckptkern.transformer_layer that keeps, besides parameters, src at recompute="full"; src, o
-    and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule has
-    hooks or another type, or a mask needs a gradient, the half concerned is computed by calling its submodules; the other
-    half is still one segment. Global module hooks see the layer, not the submodules that its segments stand for.
+    and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule
+    has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a mask needs a
+    gradient, the layer is one ckptkern.checkpoint that calls it, and keeps src as "full" does ("none": what its modules
+    keep). Global module hooks see the layer, not the submodules that its segments stand for.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
     torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
@@ -202,11 +203,14 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             masks = (*_canonical(src, src_mask, src_key_padding_mask), is_causal)
         mlp = self._mlp_arguments(self.norm2, self.dropout2)
         if attention is None or mlp is None:
-            return self._mlp_half(self._attention_half(src, attention, *masks), self.norm2, mlp)
+            return composed(self._halves, src, masks, attention, mlp)
         swapped = src.dim() == 3 and not self.self_attn.batch_first
         x = src.transpose(0, 1) if swapped else src
         y = ops.transformer_layer(x, attention, mlp, recompute=self.recompute)
         return y.transpose(0, 1) if swapped else y
+
+    def _halves(self, src: Tensor, masks: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
+        return self._mlp_half(self._attention_half(src, attention, *masks), self.norm2, mlp)
 
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
@@ -214,7 +218,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
 
     Self-attention and the feed-forward network are an attention_block at level `recompute` and an mlp_block that keeps
     its input ("none": everything), each with its norm, dropout and residual. Between them cross-attention is a
-    MultiheadAttention, which keeps its inputs, q, k, v, o and the logsumexp at every level.
+    MultiheadAttention, which keeps its inputs, q, k, v, o and the logsumexp at every level. Where TransformerEncoderLayer
+    is one ckptkern.checkpoint, this layer is too, and keeps tgt and memory.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. Masks: as in MultiheadAttention.
     Dtypes under autocast: as in TransformerEncoderLayer.
@@ -257,9 +262,20 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     ) -> Tensor:
         tgt_mask, tgt_is_causal = self._without_bias(tgt, tgt_mask, tgt_is_causal)
         masks = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-        x = self._attention_half(tgt, self._attention_arguments(tgt, *masks), *masks)
-        x = self._half(
-            x, self.norm2,
-            lambda h: self._mha_block(h, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
-        )  # fmt: skip
-        return self._mlp_half(x, self.norm3, self._mlp_arguments(self.norm3, self.dropout3))
+        cross = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        attention, mlp = self._attention_arguments(tgt, *masks), self._mlp_arguments(self.norm3, self.dropout3)
+        if (
+            attention is None
+            or mlp is None
+            or not self._is_torchs("_mha_block")
+            or type(self.multihead_attn).forward is not MultiheadAttention.forward
+            or not untouched(self.multihead_attn)
+            or not plain(torch.nn.LayerNorm, self.norm2)
+            or not _drops(self.dropout2)
+        ):
+            return composed(self._halves, tgt, masks, cross, attention, mlp)
+        return self._halves(tgt, masks, cross, attention, mlp)
+
+    def _halves(self, tgt: Tensor, masks: tuple, cross: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
+        x = self._half(self._attention_half(tgt, attention, *masks), self.norm2, lambda h: self._mha_block(h, *cross))
+        return self._mlp_half(x, self.norm3, mlp)

@@ -529,16 +529,13 @@ def test_scripting_is_refused_by_name(name):
 
 
 def test_a_classs_own_forward_bound_to_the_instance_is_no_other():
-    """Hugging Face's kernelize binds forward to the instances; a layer with such parts stays one segment."""
-    x, kept = torch.randn(3, 7), []
+    """Hugging Face's kernelize binds forward to the instances; a layer with such parts stays one op."""
+    x = torch.randn(3, 7)
     for bound in (None, "own", "another's"):
-        torch.manual_seed(0)
         layer = ckptkern.nn.MLP(7, 12, 5)
         if bound is not None:
             layer.fc1.forward = MethodType(nn.Linear.forward, layer.fc1 if bound == "own" else nn.Linear(7, 12))
-        with kept_tensors(exclude=layer.parameters()) as found:
-            y = layer(x)
-        kept.append(found.bytes)
+        y = layer(x)
+        assert (type(y.grad_fn).__name__ == "AddmmBackward0") == (bound == "another's")
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), y)
-    assert kept[0] == kept[1] < kept[2]

@@ -1160,3 +1160,17 @@ def test_a_thread_that_python_ends_inside_of_a_segment():
     """The thread is unwound without a thread state, so nothing on its stack may need one. Three runs: not all would crash."""
     runs = [subprocess.Popen([sys.executable, "-c", ENDS_IN_A_SEGMENT]) for _ in range(3)]
     assert [run.wait() for run in runs] == [0, 0, 0]
+
+
+def test_one_tensor_in_two_places_is_one_again():
+    """Also where hooks around the segment, here another's, give a copy of what it saved."""
+    seen = []
+
+    def function(x, others, *, named):
+        seen.append(x is others[0] is named)
+        return (x * others[0]).sin() * named
+
+    x = torch.randn(3, requires_grad=True)
+    checkpoint(lambda x: checkpoint(function, 2 * x, [x], named=x), x).sum().backward()
+    checkpoint(lambda x: checkpoint(function, x, [x], named=x), 2 * x).sum().backward()
+    assert seen == [False, False, True, True]
