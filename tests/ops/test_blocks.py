@@ -70,10 +70,13 @@ def test_autocast_keeps_no_cast_weight(block):
 
 
 def joined_biases(results: dict) -> dict:
-    """The biases of q, k and v as one: a k bias alone does not change softmax, and its gradient is rounding only."""
-    parts = [results[name] for name in ("q_bias", "k_bias", "v_bias") if name in results]
-    rest = {name: t for name, t in results.items() if name not in ("q_bias", "k_bias", "v_bias")}
-    return rest | ({"qkv_bias": torch.cat(parts, -1)} if parts else {})
+    """The biases of q, k and v as one, and of the norms of q and k: a k bias alone does not change softmax, except where rotary
+    embedding turns it, and its gradient is rounding only."""
+    for joined, names in (("qkv_bias", ("q_bias", "k_bias", "v_bias")), ("qk_shift", ("q_shift", "k_shift"))):
+        parts = [results[name].flatten() for name in names if name in results]
+        results = {name: t for name, t in results.items() if name not in names}
+        results |= {joined: torch.cat(parts)} if parts else {}
+    return results
 
 
 @pytest.mark.parametrize("block", blocks() + variants(("full",)))
@@ -254,7 +257,7 @@ def test_the_core_forms_what_leads_to_a_trained_weight():
     assert head_products["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
 
 
-@pytest.mark.parametrize("block", variants(("none",)))
+@pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
 def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
     """Their gradients read what the last half's branch gave, one product from what is kept."""
     last = block.halves[-1]
@@ -614,6 +617,9 @@ ERRORS = {
     "a list of padding": (TypeError, "key_padding_mask must be a Tensor, not list", {"key_padding_mask": [True]}),
     "packed on another device": (ValueError, "cu_seqlens is on meta", {"x": X[0], "cu_seqlens": CU.to("meta")}),
     "norm's weight": (ValueError, "need norm=", {"norm_weight": X[0, 0]}),
+    "kind of q/k norm": (ValueError, "qk_norm_kind must be one of 'layer', 'rms'", {"qk_norm_kind": "batch"}),
+    "q/k norm's bias": (ValueError, "k's norm bias must have the shape of its weight", {
+        "qk_norm": (torch.ones(6), (torch.ones(24), torch.ones(6)))}),
     "q/k norm": (ValueError, "q's norm weight must have shape", {"qk_norm": (X[0, 0], X[0, 0])}),
     "rotary": (ValueError, "rotary must be", {"rotary": (torch.ones(7, 8), torch.ones(7, 8))}),
     "learned rotary": (ValueError, "no gradient is formed for rotary", {"rotary": (torch.ones(7, 4, requires_grad=True),) * 2}),
@@ -756,7 +762,7 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), ("normed branch",))[1:])
+@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), ("normed branch", "normed heads in groups"))[1:])
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
