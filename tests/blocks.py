@@ -308,6 +308,7 @@ class Block:
     name: str
     attention: Attention | None = None
     mlp: MLP | None = None
+    parallel: bool = False
     recompute: str = "selective"
 
     def __str__(self) -> str:
@@ -349,7 +350,7 @@ class Block:
         x = t["x"]
         if self.op == "transformer_layer":
             return ckptkern.transformer_layer(
-                x, self.attention.arguments(t), self.mlp.arguments(t), recompute=self.recompute
+                x, self.attention.arguments(t), self.mlp.arguments(t), parallel=self.parallel, recompute=self.recompute
             )
         if self.attention:
             return ckptkern.attention_block(x, **self.attention.arguments(t), recompute=self.recompute)
@@ -361,6 +362,8 @@ class Block:
 
     def plain(self, t: Tensors) -> Tensor:
         drawn, y = draws(), t["x"]
+        if self.parallel:
+            return self.attention.plain(y, t, drawn) + replace(self.mlp, residual=False).plain(y, t, drawn)
         for half in self.halves:
             y = half.plain(y, t, drawn)
         return y
@@ -375,7 +378,7 @@ class Block:
                 level = "full"
             elements, more = half.kept(level)
             total += tokens * (elements * itemsize + more)
-        if self.op == "transformer_layer" and self.recompute == "none":
+        if self.op == "transformer_layer" and self.recompute == "none" and not self.parallel:
             total += tokens * FEATURES * x_itemsize  # what passes between the halves
         return total
 
@@ -387,6 +390,10 @@ class Block:
         if self.op != "transformer_layer":
             return sum(self.halves[0].multiply_adds(self.recompute))
         level = self.recompute
+        if self.parallel:
+            return sum(self.attention.multiply_adds(level)) + sum(
+                self.mlp.multiply_adds("none" if level == "none" else "full")
+            )
         halves = self.attention.multiply_adds("none" if level == "full" else level)
         halves += self.mlp.multiply_adds("none" if level == "none" else "full")
         out = self.attention.products()["out"]
@@ -418,6 +425,7 @@ VARIANTS = (
     Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", branch_scale="vector", path_p=PATH_P, resid_p=0.0)),
     Block("scaled branch", Attention(branch_scale="vector", path_p=PATH_P, dropout_p=0.0),
           MLP(branch_scale="vector", path_p=PATH_P)),
+    Block("parallel", Attention(layout="heads", rotary=True, dropout_p=0.0), MLP(post_norm="rms"), parallel=True),
     Block("normed heads", Attention(norm=None, kv_heads=2, packed=False, qk_norm="layer all", rotary=True)),
     Block("normed heads in groups", Attention(norm=None, kv_heads=2, layout="heads", qk_norm="layer rows", rotary=True)),
     Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", qk_norm="rms all", post_norm="rms", resid_p=0.0),

@@ -277,7 +277,7 @@ def test_opcheck(block):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma",)))
+@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma", "parallel")))
 def test_compiled_equals_eager(block):
     """One graph, the same bits and masks."""
     torch._dynamo.reset()
@@ -523,6 +523,23 @@ def test_forward_mode_is_refused_and_nodes_are_named(block):
             block.fused({**tensors, "x": dual})
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parallel_halves_share_a_norm(compiled):
+    """Its tensors are given twice: autograd adds what the two halves return for them."""
+    torch._dynamo.reset()
+    half = dict(norm="rms", bias=False, dropout_p=0.0, resid_p=0.0)
+    block = Block("", Attention(**half), MLP(**half), parallel=True)
+    tensors = block.make()
+    del tensors["mlp_norm_weight"]
+
+    def shared(function):
+        return lambda t: function(t | {"mlp_norm_weight": t["norm_weight"]})
+
+    call = shared(block.call)
+    ours = gradients(torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call, tensors)
+    assert_same_within_rounding(ours, gradients(shared(block.plain), tensors))
+
+
 @pytest.mark.parametrize("lead", [(6, 2, 3), (6, 2), (9,)], ids=str)
 def test_whole_samples_are_dropped(lead):
     """A sample is a row of the first dimension if there are tokens in it; else all of x."""
@@ -708,6 +725,11 @@ LAYER_ERRORS = {
     "missing": (TypeError, "mlp_arguments must have up_weight, up_bias, down_weight, down_bias", {}, None),
     "no dict": (TypeError, "attention_arguments must be a dict of arguments by name, not list", [1], {}),
     "rows": (ValueError, "out_weight must have 10 rows", {"out_weight": OUT[:5], "residual": False}, {}),
+    "parallel after": (
+        ValueError, "mlp_arguments has norm_first=False", {"parallel": True}, {"norm": "rms", "norm_first": False}),
+    "parallel alone": (ValueError, "mlp_arguments has residual=False", {"parallel": True}, {"residual": False}),
+    "parallel rows": (ValueError, "down_weight must have 10 rows, but it has 9", {"parallel": True}, {"down_weight": DOWN[:9]}),
+    "parallel no flag": (TypeError, "parallel must be a bool, not 1", {"parallel": 1}, {}),
     "dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"down_weight": DOWN.double()}),
     "half a dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"up_weight": UP.bfloat16()}),
     "learned slopes": (
@@ -720,9 +742,10 @@ LAYER_ERRORS = {
 def test_errors_of_the_layer(error, message, attention, mlp):
     """No error moves the generator, even if the attention half, which is checked first, has dropout."""
     attention = ATTENTION_HALF | attention if isinstance(attention, dict) else attention
+    options = {"parallel": attention.pop("parallel")} if "parallel" in attention else {}
     before = torch.get_rng_state()
     with pytest.raises(error, match=f"transformer_layer: .*{message}"):
-        ckptkern.transformer_layer(X, attention, {} if mlp is None else MLP_HALF | mlp)
+        ckptkern.transformer_layer(X, attention, {} if mlp is None else MLP_HALF | mlp, **options)
     assert torch.equal(torch.get_rng_state(), before)
 
 
