@@ -20,7 +20,7 @@ from ckptkern import state
 
 HEADS, HEAD_DIM, FEATURES, HIDDEN = 4, 6, 10, 12
 BATCH, LENGTH = 2, 7
-P, RESID_P, PATH_P = 0.3, 0.2, 0.5
+P, RESID_P, PATH_P = 0.3, 0.2, 0.3
 
 Draws = Iterator[Tensor]
 
@@ -160,7 +160,7 @@ class Attention(Half):
     interleaved: bool = False
     slopes: tuple[int, ...] = ()  # their shape
     scale: float | None = None
-    qk_norm: bool = False
+    qk_norm: str = ""  # rms or layer, of one head, or followed by " rows" (one for each head) or " all" (heads at once)
     dropout_p: float = P
     out: int = FEATURES
 
@@ -172,8 +172,18 @@ class Attention(Half):
         if self.bias:
             shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
         if self.qk_norm:
-            shapes |= {"q_gain": (HEAD_DIM,), "k_gain": (HEAD_DIM,)}
+            shapes |= {"q_gain": self.qk_shape(HEADS), "k_gain": self.qk_shape(self.kv_heads)}
+        if self.qk_norm.startswith("layer"):
+            shapes |= {"q_shift": self.qk_shape(HEADS), "k_shift": self.qk_shape(self.kv_heads)}
         return shapes | self.norm_shapes()
+
+    def qk_shape(self, heads: int) -> tuple[int, ...]:
+        return {"rows": (heads, HEAD_DIM), "all": (heads * HEAD_DIM,)}.get(self.qk_norm.partition(" ")[2], (HEAD_DIM,))
+
+    def plain_qk_norm(self, heads: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = heads.flatten(-2) if self.qk_norm.endswith("all") else heads
+        normed = plain_norm(rows, self.qk_norm.partition(" ")[0], None, None) * weight
+        return (normed if bias is None else normed + bias).view(heads.shape)
 
     def tables(self) -> tuple[Tensor, Tensor] | None:
         angles = torch.arange(LENGTH)[:, None] * torch.tensor([1.0, 0.1])
@@ -195,7 +205,8 @@ class Attention(Half):
             qkv_bias=None if not self.bias else t["qkv_bias"] if self.packed else biases,
             out_weight=t["out_weight"], out_bias=t.get("out_bias"), num_heads=HEADS, num_kv_heads=self.kv_heads,
             qkv_layout=self.layout,
-            qk_norm=(t["q_gain"], t["k_gain"]) if self.qk_norm else None, qk_norm_eps=1e-5, rotary=self.tables(),
+            qk_norm=tuple((t[f"{n}_gain"], t.get(f"{n}_shift")) for n in "qk") if self.qk_norm else None,
+            qk_norm_kind=self.qk_norm.partition(" ")[0] or "rms", qk_norm_eps=1e-5, rotary=self.tables(),
             rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale, is_causal=self.causal,
             key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
         )  # fmt: skip
@@ -211,7 +222,8 @@ class Attention(Half):
             groups = qkv.unflatten(-1, (self.kv_heads, -1, HEAD_DIM))
             q, k, v = groups[..., :-2, :].flatten(-3, -2), groups[..., -2, :], groups[..., -1, :]
         if self.qk_norm:
-            q, k = plain_norm(q, "rms", t["q_gain"], None), plain_norm(k, "rms", t["k_gain"], None)
+            q = self.plain_qk_norm(q, t["q_gain"], t.get("q_shift"))
+            k = self.plain_qk_norm(k, t["k_gain"], t.get("k_shift"))
         if self.rotary:
             turn = plain_rotary_of_pairs if self.interleaved else plain_rotary
             q, k = (turn(heads, *self.tables()) for heads in (q, k))
@@ -296,6 +308,7 @@ class Block:
     name: str
     attention: Attention | None = None
     mlp: MLP | None = None
+    parallel: bool = False
     recompute: str = "selective"
 
     def __str__(self) -> str:
@@ -337,7 +350,7 @@ class Block:
         x = t["x"]
         if self.op == "transformer_layer":
             return ckptkern.transformer_layer(
-                x, self.attention.arguments(t), self.mlp.arguments(t), recompute=self.recompute
+                x, self.attention.arguments(t), self.mlp.arguments(t), parallel=self.parallel, recompute=self.recompute
             )
         if self.attention:
             return ckptkern.attention_block(x, **self.attention.arguments(t), recompute=self.recompute)
@@ -349,6 +362,8 @@ class Block:
 
     def plain(self, t: Tensors) -> Tensor:
         drawn, y = draws(), t["x"]
+        if self.parallel:
+            return self.attention.plain(y, t, drawn) + replace(self.mlp, residual=False).plain(y, t, drawn)
         for half in self.halves:
             y = half.plain(y, t, drawn)
         return y
@@ -363,7 +378,7 @@ class Block:
                 level = "full"
             elements, more = half.kept(level)
             total += tokens * (elements * itemsize + more)
-        if self.op == "transformer_layer" and self.recompute == "none":
+        if self.op == "transformer_layer" and self.recompute == "none" and not self.parallel:
             total += tokens * FEATURES * x_itemsize  # what passes between the halves
         return total
 
@@ -375,6 +390,10 @@ class Block:
         if self.op != "transformer_layer":
             return sum(self.halves[0].multiply_adds(self.recompute))
         level = self.recompute
+        if self.parallel:
+            return sum(self.attention.multiply_adds(level)) + sum(
+                self.mlp.multiply_adds("none" if level == "none" else "full")
+            )
         halves = self.attention.multiply_adds("none" if level == "full" else level)
         halves += self.mlp.multiply_adds("none" if level == "none" else "full")
         out = self.attention.products()["out"]
@@ -385,7 +404,7 @@ class Block:
 LLAMA = dict(norm="rms", bias=False)
 BLOCKS = (
     Block("pre-norm", Attention()),
-    Block("llama", Attention(**LLAMA, kv_heads=2, packed=False, rotary=True, qk_norm=True)),
+    Block("llama", Attention(**LLAMA, kv_heads=2, packed=False, rotary=True, qk_norm="rms")),
     Block("post-norm padded", Attention(norm_first=False, causal=False, padded=True, packed=False)),
     Block("bare", Attention(norm=None, residual=False, out=5, kv_heads=1, dropout_p=0.0, resid_p=0.0)),
     Block("pre-norm", mlp=MLP()),
@@ -393,7 +412,7 @@ BLOCKS = (
     Block("post-norm relu", mlp=MLP(norm_first=False, activation="relu")),
     Block("bare", mlp=MLP(norm=None, residual=False, dropout_p=0.0, resid_p=0.0)),
     Block("pre-norm", Attention(), MLP()),
-    Block("llama", Attention(**LLAMA, kv_heads=2, packed=False, rotary=True, qk_norm=True),
+    Block("llama", Attention(**LLAMA, kv_heads=2, packed=False, rotary=True, qk_norm="rms"),
           MLP(**LLAMA, gated=True, activation="silu")),
     Block("post-norm padded", Attention(norm_first=False, causal=False, padded=True), MLP(norm_first=False)),
 )  # fmt: skip
@@ -403,10 +422,14 @@ BLOCKS = (
 VARIANTS = (
     Block("normed branch", Attention(norm=None, post_norm="layer", branch_scale=0.3, path_p=PATH_P, layout="heads",
                                      dropout_p=0.0)),
-    Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", branch_scale="vector", path_p=PATH_P)),
-    Block("scaled branch", Attention(branch_scale="vector", path_p=PATH_P), MLP(branch_scale="vector", path_p=PATH_P)),
-    Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", rotary=True, post_norm="rms"),
-          MLP(**LLAMA, gated=True, activation="silu", post_norm="rms")),
+    Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", branch_scale="vector", path_p=PATH_P, resid_p=0.0)),
+    Block("scaled branch", Attention(branch_scale="vector", path_p=PATH_P, dropout_p=0.0),
+          MLP(branch_scale="vector", path_p=PATH_P)),
+    Block("parallel", Attention(layout="heads", rotary=True, dropout_p=0.0), MLP(post_norm="rms"), parallel=True),
+    Block("normed heads", Attention(norm=None, kv_heads=2, packed=False, qk_norm="layer all", rotary=True)),
+    Block("normed heads in groups", Attention(norm=None, kv_heads=2, layout="heads", qk_norm="layer rows", rotary=True)),
+    Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", qk_norm="rms all", post_norm="rms", resid_p=0.0),
+          MLP(**LLAMA, gated=True, activation="silu", post_norm="rms", resid_p=0.0)),
 )  # fmt: skip
 
 

@@ -1,11 +1,12 @@
-"""RMSNorm and rotary embedding of every head's row [D]: forward, and backward from the raw rows alone.
+"""Norm and rotary embedding of every head's row [D]: forward, and backward from the raw rows alone.
 
-    h = x rsqrt(mean(x^2) + eps), z = h * weight       (without weight z = x)
+    rms: h = x rsqrt(mean(x^2) + eps)       layer: h = (x - mean(x)) rsqrt(mean((x - mean(x))^2) + eps)
+    z = h * weight + bias, both [D], or [H, D] for heads with a row of their own       (without weight z = x)
     y = z, of which the first R elements are turned in pairs (a, b):
         y_a = z_a cos_a - z_b sin_a,  y_b = z_b cos_b + z_a sin_b
     b = a + R/2 (Llama, GPT-NeoX), or b = a + 1 for even a (interleaved: GPT-J)
     heads_fwd   x [B, S, H, D] -> y
-    heads_bwd   dy, x -> dx, dweight: dz_a = dy_a cos_a + dy_b sin_b, dz_b = dy_b cos_b - dy_a sin_a, then the norm's
+    heads_bwd   dy, x -> dx, dweight, dbias: dz_a = dy_a cos_a + dy_b sin_b, dz_b = dy_b cos_b - dy_a sin_a, then the norm's
                 backward
 
 In float32 with one rounding at the end. A program turns up to HEADS heads of BLOCK_S tokens and reads their cos and sin
@@ -99,8 +100,32 @@ def store_parts(
 
 
 @triton.jit
-def normalized_parts(a, b, rest, mask_rows, eps, D: tl.constexpr):
+def store_sums(
+    ptr, start, a, b, rest, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Stores the sums of columns as the row that begins `start` elements after ptr."""
+    row = tl.zeros((1,), dtype=tl.int64) + start
+    a, b, rest = tl.sum(a, axis=0)[None, :], tl.sum(b, axis=0)[None, :], tl.sum(rest, axis=0)[None, :]
+    store_parts(ptr, row, row >= 0, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+
+
+@triton.jit
+def centered_part(part, mask_rows, mean, size):
+    """part - mean in the first `size` columns, zero in the padding."""
+    mask = mask_rows[:, None] & (tl.arange(0, part.shape[1]) < size)[None, :]
+    return tl.where(mask, part - mean, 0.0)
+
+
+@triton.jit
+def normalized_parts(a, b, rest, mask_rows, eps, D: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr):
     """(h_a, h_b, h_rest, r) of rows whose padding is zero. Padded rows give zeros, for eps = 0 too."""
+    tl.static_assert(KIND == "layer" or KIND == "rms", "unknown kind of norm")
+    if KIND == "layer":
+        mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(rest, axis=1)) / D)[:, None]
+        a = centered_part(a, mask_rows, mean, R // 2)
+        b = centered_part(b, mask_rows, mean, R // 2)
+        rest = centered_part(rest, mask_rows, mean, D - R)
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(rest * rest, axis=1)
     r = tl.where(mask_rows, tl.rsqrt(squares / D + eps), 0.0)[:, None]
     return a * r, b * r, rest * r, r
@@ -114,10 +139,10 @@ def token_rows(t, S, stride_b, stride_s):
 
 @triton.jit(do_not_specialize=["tokens", "S", "H"])
 def _heads_fwd_kernel(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, tokens, S, H,
+    x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, tokens, S, H,
     stride_xb, stride_xs, stride_xh, stride_cosb, stride_coss, stride_sinb, stride_sins,
-    stride_yb, stride_ys, stride_yh, eps, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    stride_yb, stride_ys, stride_yh, eps, KIND: tl.constexpr, OWN_ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     mask_t = t < tokens
@@ -132,14 +157,20 @@ def _heads_fwd_kernel(
     first = tl.program_id(1) * HEADS
     x_rows += first.to(tl.int64) * stride_xh
     y_rows += first.to(tl.int64) * stride_yh
-    for _ in range(first, tl.minimum(first + HEADS, H)):
+    for head in range(first, tl.minimum(first + HEADS, H)):
         a, b, rest = load_parts(x_ptr, x_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
         if weight_ptr is not None:
-            a, b, rest, _ = normalized_parts(a, b, rest, mask_t, eps, D)
+            row = same_row
+            if OWN_ROWS:
+                row += head * D
+            a, b, rest, _ = normalized_parts(a, b, rest, mask_t, eps, D, R, KIND)
             weight_a, weight_b, weight_rest = load_parts(
-                weight_ptr, same_row, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
+                weight_ptr, row, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
             )
             a, b, rest = a * weight_a, b * weight_b, rest * weight_rest
+            if bias_ptr is not None:
+                bias_a, bias_b, bias_rest = load_parts(bias_ptr, row, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+                a, b, rest = a + bias_a, b + bias_b, rest + bias_rest
         if R > 0:
             a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
         store_parts(y_ptr, y_rows, mask_t, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
@@ -149,13 +180,14 @@ def _heads_fwd_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "S", "H"])
 def _heads_bwd_kernel(
-    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, tokens, S, H,
+    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, dbias_ptr, tokens, S, H,
     stride_dyb, stride_dys, stride_dyh, stride_xb, stride_xs, stride_xh,
     stride_cosb, stride_coss, stride_sinb, stride_sins, stride_dxb, stride_dxs, stride_dxh,
-    eps, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    eps, KIND: tl.constexpr, OWN_ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes one row of dweight_ptr [programs, D]."""
+    """Each program writes one row of dweight_ptr and dbias_ptr [programs, D]; with OWN_ROWS one for each of its heads, of
+    [programs along tokens, H, D]."""
     t = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     mask_t = t < tokens
     dy_rows = token_rows(t, S, stride_dyb, stride_dys)
@@ -169,39 +201,60 @@ def _heads_bwd_kernel(
     dweight_a = tl.zeros((BLOCK_S, BLOCK_HALF if R > 0 else 1), dtype=tl.float32)
     dweight_b = dweight_a
     dweight_rest = tl.zeros((BLOCK_S, BLOCK_REST if R < D else 1), dtype=tl.float32)
+    dbias_a, dbias_b, dbias_rest = dweight_a, dweight_b, dweight_rest
     same_row = tl.zeros((BLOCK_S,), dtype=tl.int64)  # the weight once a token: a row alone is read 2 bytes at a time
     first = tl.program_id(1) * HEADS
     dy_rows += first.to(tl.int64) * stride_dyh
     x_rows += first.to(tl.int64) * stride_xh
     dx_rows += first.to(tl.int64) * stride_dxh
-    for _ in range(first, tl.minimum(first + HEADS, H)):
+    for head in range(first, tl.minimum(first + HEADS, H)):
         a, b, rest = load_parts(dy_ptr, dy_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
         if R > 0:
             a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
         if weight_ptr is not None:
             x_a, x_b, x_rest = load_parts(x_ptr, x_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
-            h_a, h_b, h_rest, r = normalized_parts(x_a, x_b, x_rest, mask_t, eps, D)
-            if dweight_ptr is not None:
-                dweight_a += a * h_a
-                dweight_b += b * h_b
-                dweight_rest += rest * h_rest
+            h_a, h_b, h_rest, r = normalized_parts(x_a, x_b, x_rest, mask_t, eps, D, R, KIND)
+            row = same_row
+            if OWN_ROWS:
+                row += head * D
+                partial = (tl.program_id(0).to(tl.int64) * H + head) * D
+                if dweight_ptr is not None:
+                    store_sums(
+                        dweight_ptr, partial, a * h_a, b * h_b, rest * h_rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
+                    )
+                if dbias_ptr is not None:
+                    store_sums(dbias_ptr, partial, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+            else:
+                if dweight_ptr is not None:
+                    dweight_a += a * h_a
+                    dweight_b += b * h_b
+                    dweight_rest += rest * h_rest
+                if dbias_ptr is not None:
+                    dbias_a += a
+                    dbias_b += b
+                    dbias_rest += rest
             weight_a, weight_b, weight_rest = load_parts(
-                weight_ptr, same_row, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
+                weight_ptr, row, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
             )
             a, b, rest = a * weight_a, b * weight_b, rest * weight_rest
             along = tl.sum(a * h_a, axis=1) + tl.sum(b * h_b, axis=1) + tl.sum(rest * h_rest, axis=1)
             along = (along / D)[:, None]
+            if KIND == "layer":
+                mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(rest, axis=1)) / D)[:, None]
+                a, b, rest = a - mean, b - mean, rest - mean
             a, b, rest = (a - h_a * along) * r, (b - h_b * along) * r, (rest - h_rest * along) * r
         store_parts(dx_ptr, dx_rows, mask_t, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
         dy_rows += stride_dyh
         x_rows += stride_xh
         dx_rows += stride_dxh
-    if dweight_ptr is not None:
-        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        row = tl.zeros((1,), dtype=tl.int64) + program * D
-        a, b = tl.sum(dweight_a, axis=0)[None, :], tl.sum(dweight_b, axis=0)[None, :]
-        rest = tl.sum(dweight_rest, axis=0)[None, :]
-        store_parts(dweight_ptr, row, row >= 0, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+    if not OWN_ROWS:
+        partial = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * D
+        if dweight_ptr is not None:
+            store_sums(
+                dweight_ptr, partial, dweight_a, dweight_b, dweight_rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
+            )
+        if dbias_ptr is not None:
+            store_sums(dbias_ptr, partial, dbias_a, dbias_b, dbias_rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
 
 
 def _angles(cos, sin, B: int, S: int):
@@ -222,27 +275,35 @@ def _result(out, shape, dtype: torch.dtype, device):
     return out
 
 
-def heads_fwd(x, weight, eps: float, cos, sin, interleaved: bool = False, *, out=None):
-    """y [B, S, H, D] of x [B, S, H, D], weight [D] or None (no norm), cos and sin [S, R] or [B, S, R], or None.
+def has_own_rows(weight) -> bool:
+    return weight is not None and weight.dim() == 2
 
+
+def heads_fwd(x, weight, eps: float, cos, sin, interleaved: bool = False, *, bias=None, kind: str = "rms", out=None):
+    """y [B, S, H, D] of x [B, S, H, D], weight [D] or [H, D] or None (no norm), cos and sin [S, R] or [B, S, R], or None.
+
+    bias: as weight. kind: "rms" or "layer".
     out: where to write y, in out's dtype; may be x itself, may share no other memory with it.
     """
     B, S, H, D = x.shape
     y, x = _result(out, x.shape, x.dtype, x.device), rows_of(x)
-    weight = None if weight is None else weight.contiguous()
+    weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
     cos, sin, angle_strides, R = _angles(cos, sin, B, S)
     if x.numel():
         tile = head_tile(D, R)
         launch(
-            _heads_fwd_kernel, (triton.cdiv(B * S, tile.BLOCK_S), triton.cdiv(H, HEADS)), x, weight, cos, sin, y,
-            B * S, S, H, *x.stride()[:3], *angle_strides, *y.stride()[:3], eps, D=D, R=R, INTERLEAVED=interleaved,
-            **tile.launch_options(),
+            _heads_fwd_kernel, (triton.cdiv(B * S, tile.BLOCK_S), triton.cdiv(H, HEADS)), x, weight, bias, cos, sin, y,
+            B * S, S, H, *x.stride()[:3], *angle_strides, *y.stride()[:3], eps, KIND=kind, OWN_ROWS=has_own_rows(weight),
+            D=D, R=R, INTERLEAVED=interleaved, **tile.launch_options(),
         )  # fmt: skip
     return y
 
 
-def heads_bwd(dy, x, weight, eps: float, cos, sin, interleaved: bool = False, *, out=None, need_dweight: bool = False):
-    """dx [B, S, H, D] in dy's dtype, and dweight float32 [D] (None unless needed). Without weight x is not read.
+def heads_bwd(
+    dy, x, weight, eps: float, cos, sin, interleaved: bool = False, *, kind: str = "rms", out=None,
+    need_dweight: bool = False, need_dbias: bool = False,
+):  # fmt: skip
+    """dx [B, S, H, D] in dy's dtype; dweight and dbias, float32 as weight (None unless needed). Without weight x is not read.
 
     out: where to write dx, in out's dtype; may be dy or x itself, may share no other memory with them.
     """
@@ -252,11 +313,15 @@ def heads_bwd(dy, x, weight, eps: float, cos, sin, interleaved: bool = False, *,
     cos, sin, angle_strides, R = _angles(cos, sin, B, S)
     tile = head_tile(D, R) if D else None
     grid = (triton.cdiv(B * S, tile.BLOCK_S), triton.cdiv(H, HEADS)) if D else (0, 0)
-    dweight = torch.empty((grid[0] * grid[1], D), dtype=torch.float32, device=dy.device) if need_dweight else None
+    shape = (grid[0], H, D) if has_own_rows(weight) else (grid[0] * grid[1], D)
+    dweight, dbias = (
+        torch.empty(shape, dtype=torch.float32, device=dy.device) if need else None
+        for need in (need_dweight, need_dbias)
+    )
     if dy.numel():
         launch(
-            _heads_bwd_kernel, grid, dy, x, weight, cos, sin, dx, dweight, B * S, S, H, *dy.stride()[:3],
-            *((0, 0, 0) if x is None else x.stride()[:3]), *angle_strides, *dx.stride()[:3], eps, D=D, R=R,
-            INTERLEAVED=interleaved, **tile.launch_options(),
+            _heads_bwd_kernel, grid, dy, x, weight, cos, sin, dx, dweight, dbias, B * S, S, H, *dy.stride()[:3],
+            *((0, 0, 0) if x is None else x.stride()[:3]), *angle_strides, *dx.stride()[:3], eps, KIND=kind,
+            OWN_ROWS=has_own_rows(weight), D=D, R=R, INTERLEAVED=interleaved, **tile.launch_options(),
         )  # fmt: skip
-    return dx, None if dweight is None else dweight.sum(0)
+    return dx, *(None if partial is None else partial.sum(0) for partial in (dweight, dbias))

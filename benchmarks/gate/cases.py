@@ -271,21 +271,23 @@ def _launch_norm_bwd(case):
 
 
 def _heads(case: Case):
-    """(q as a view of one projection, its norm's weight, cos and sin): what attention_block hands over, in place."""
+    """(q as a view of one projection, its norm's weight and bias, cos and sin): what attention_block hands over, in place."""
     import torch
 
     B, S, H, D, R = (3, 1001, 5, 75, 50) if case.ragged else (2, 4096, 8, 128, 128)
     dtype = getattr(torch, case.dtype)
     q = torch.empty(B, S, 2 * H, D, dtype=dtype, device="meta")[:, :, :H]
     angles = torch.empty(S, R, dtype=torch.float32, device="meta")
-    return q, torch.empty(D, dtype=dtype, device="meta") if case.extras else None, angles, angles
+    weight = torch.empty(D, dtype=dtype, device="meta") if case.extras else None
+    return q, weight, weight if case.activation == "layer" else None, angles, angles
 
 
 def _launch_heads_fwd(case):
     from ...triton_kernels import rotary
 
-    q, weight, cos, sin = _heads(case)
-    rotary.heads_fwd(q, weight, 1e-6, cos, sin, case.activation == "interleaved", out=q)
+    q, weight, bias, cos, sin = _heads(case)
+    kind = "layer" if case.activation == "layer" else "rms"
+    rotary.heads_fwd(q, weight, 1e-6, cos, sin, case.activation == "interleaved", bias=bias, kind=kind, out=q)
 
 
 def _launch_heads_bwd(case):
@@ -293,11 +295,12 @@ def _launch_heads_bwd(case):
 
     from ...triton_kernels import rotary
 
-    q, weight, cos, sin = _heads(case)
+    q, weight, bias, cos, sin = _heads(case)
     dq = torch.empty_like(q, memory_format=torch.preserve_format)
     rotary.heads_bwd(
-        dq, q, weight, 1e-6, cos, sin, case.activation == "interleaved", out=dq, need_dweight=weight is not None
-    )
+        dq, q, weight, 1e-6, cos, sin, case.activation == "interleaved", kind="layer" if case.activation == "layer" else "rms",
+        out=dq, need_dweight=weight is not None, need_dbias=bias is not None,
+    )  # fmt: skip
 
 
 def _launch_attention(case: AttentionCase):
@@ -355,5 +358,5 @@ OPS = {
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
-    **dict.fromkeys(("heads_fwd", "heads_bwd"), ("halves", "interleaved")),
+    **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
 }

@@ -15,12 +15,21 @@ def widened(x: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def rms_bwd(g: Tensor, x: Tensor, weight: Tensor | None, eps: float, need_dweight: bool):
-    """dx and dweight of x rsqrt(mean(x^2) + eps) weight over the last dimension, all in one wide dtype."""
+    """dx and dweight of x rsqrt(mean(x^2) + eps) weight over the last dimension, all in one wide dtype.
+
+    weight: of the last dimension or of the last two.
+    """
     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     h = x * r
-    dweight = (g * h).flatten(0, -2).sum(0) if need_dweight else None
+    dweight = (g * h).flatten(0, -1 - weight.dim()).sum(0) if need_dweight else None
     g = g if weight is None else g * weight
     return (g - h * (g * h).mean(-1, keepdim=True)) * r, dweight
+
+
+def layer_bwd(g: Tensor, x: Tensor, weight: Tensor, eps: float, need_dweight: bool):
+    """The same of layer norm: the RMS norm of x - mean(x), whose gradient has no mean."""
+    dx, dweight = rms_bwd(g, x - x.mean(-1, keepdim=True), weight, eps, need_dweight)
+    return dx - dx.mean(-1, keepdim=True), dweight
 
 
 def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=False):

@@ -1,4 +1,4 @@
-"""q and k as attention reads them, RMS norm and rotation done: the definitions of triton_kernels/rotary.py."""
+"""q and k as attention reads them, norm and rotation done: the definitions of triton_kernels/rotary.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .norm import rms_bwd, widened
+from .norm import layer_bwd, rms_bwd, widened
 
 
 def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -31,19 +31,25 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
     return y
 
 
-def heads_fwd(x, weight, eps, cos, sin, interleaved=False, *, out=None):
+def heads_fwd(x, weight, eps, cos, sin, interleaved=False, *, bias=None, kind="rms", out=None):
     y = widened(x, x)
     if weight is not None:
-        y = F.rms_norm(y, x.shape[-1:], widened(weight, x), eps)
+        normed, weight = F.layer_norm if kind == "layer" else F.rms_norm, widened(weight, x)
+        y = normed(y, x.shape[-1:], weight, eps=eps) if weight.dim() == 1 else normed(y, x.shape[-1:], eps=eps) * weight
+        y = y if bias is None else y + widened(bias, x)
     if cos is not None:
         y = _turned(y, cos, sin, interleaved, back=False)
     return y.to(x.dtype, copy=y is x) if out is None else out.copy_(y)
 
 
-def heads_bwd(dy, x, weight, eps, cos, sin, interleaved=False, *, out=None, need_dweight=False):
-    g, dweight = widened(dy, dy), None
+def heads_bwd(
+    dy, x, weight, eps, cos, sin, interleaved=False, *, kind="rms", out=None, need_dweight=False, need_dbias=False
+):
+    g, dweight, dbias = widened(dy, dy), None, None
     if cos is not None:
         g = _turned(g, cos, sin, interleaved, back=True)
     if weight is not None:
-        g, dweight = rms_bwd(g, widened(x, dy), widened(weight, dy), eps, need_dweight)
-    return g.to(dy.dtype, copy=g is dy) if out is None else out.copy_(g), dweight
+        dbias = g.flatten(0, -1 - weight.dim()).sum(0) if need_dbias else None
+        backward = layer_bwd if kind == "layer" else rms_bwd
+        g, dweight = backward(g, widened(x, dy), widened(weight, dy), eps, need_dweight)
+    return g.to(dy.dtype, copy=g is dy) if out is None else out.copy_(g), dweight, dbias

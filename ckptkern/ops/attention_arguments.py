@@ -20,7 +20,7 @@ from ._checks import (
     check_weight,
 )
 from ._choices import choose_backend, choose_level, compute_dtype, head_dim_not_covered, matmul_precision
-from ._half import around
+from ._half import NORMS, around
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
 from .attention_core import fused_core
 from .attention_half import AttentionOptions, AttentionTensors, batch_and_rows
@@ -77,18 +77,32 @@ def check_output(op: str, x: Tensor, out_weight, out_bias, features: int, residu
         raise ShapeError(f"{op}: residual needs out_weight with {x.shape[-1]} rows, but it has {out_weight.shape[0]}")
 
 
-def check_qk_norm(op: str, x: Tensor, qk_norm, D: int) -> tuple[Tensor | None, Tensor | None]:
+def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
+    """The weights of q and k, and their biases."""
+    check_choice(op, "qk_norm_kind", kind, NORMS)
     if qk_norm is None:
-        return None, None
+        return (None,) * 4
     if not isinstance(qk_norm, (tuple, list)) or len(qk_norm) != 2:
         raise TypeError(f"{op}: qk_norm must be a pair of tensors, not {type(qk_norm).__name__}")
     if any(weight is None for weight in qk_norm):
         raise ValueError(f"{op}: qk_norm must be a pair of weights")
-    for name, weight in zip("qk", qk_norm, strict=True):
+    pairs = [one if isinstance(one, (tuple, list)) and len(one) == 2 else (one, None) for one in qk_norm]
+    for name, heads, (weight, bias) in zip("qk", (H, H_kv), pairs, strict=True):
         check_tensor(op, f"{name}'s norm weight", weight, x)
-        if weight.shape != (D,):
-            raise ShapeError(f"{op}: {name}'s norm weight must have shape ({D},), but has {tuple(weight.shape)}")
-    return tuple(qk_norm)
+        if weight.shape not in ((D,), (heads, D), (heads * D,)):
+            raise ShapeError(
+                f"{op}: {name}'s norm weight must have shape ({D},), ({heads}, {D}) or ({heads * D},), but has "
+                f"{tuple(weight.shape)}"
+            )
+        if bias is not None:
+            check_tensor(op, f"{name}'s norm bias", bias, x)
+            if bias.shape != weight.shape:
+                raise ShapeError(
+                    f"{op}: {name}'s norm bias must have the shape of its weight, {tuple(weight.shape)}, but has "
+                    f"{tuple(bias.shape)}"
+                )
+    (q_norm, q_bias), (k_norm, k_bias) = pairs
+    return q_norm, k_norm, q_bias, k_bias
 
 
 def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
@@ -131,9 +145,9 @@ def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int
 
 def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, qkv_layout="qkv", qk_norm=None,
-    qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None, mask_hides=False,
-    key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None, scale=None,
-    dropout_p=0.0, residual=False, training=True, recompute="selective", **others,
+    qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
+    mask_hides=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
+    scale=None, dropout_p=0.0, residual=False, training=True, recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_level(op, recompute)
@@ -152,7 +166,7 @@ def gather(
     weights, biases, D = check_projections(op, x, qkv_weight, qkv_bias, qkv_layout, H, H_kv)
     check_output(op, x, out_weight, out_bias, H * D, residual)
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
-    q_norm, k_norm = check_qk_norm(op, x, qk_norm, D)
+    q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, D)
     diagonal = diagonal_of(op, attn_mask, S, S)
     attn_mask = attn_mask if diagonal is None else None
@@ -174,13 +188,14 @@ def gather(
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]
     t = AttentionTensors(
-        wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm, cos=cos,
-        sin=sin, mask=mask, padding=padding, slopes=slopes, cu=cu_seqlens, **tensors,
+        wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm,
+        q_norm_bias=q_norm_bias, k_norm_bias=k_norm_bias, cos=cos, sin=sin, mask=mask, padding=padding, slopes=slopes,
+        cu=cu_seqlens, **tensors,
     )  # fmt: skip
     o = AttentionOptions(
-        num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm_eps=float(qk_norm_eps), theta=theta,
-        interleaved=rotary_interleaved, mask_hides=mask_hides, left=left, right=right, max_len=max_len, scale=scale,
-        dropout_p=float(dropout_p), recompute=choose_level(recompute), backend=backend,
+        num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
+        theta=theta, interleaved=rotary_interleaved, mask_hides=mask_hides, left=left, right=right, max_len=max_len,
+        scale=scale, dropout_p=float(dropout_p), recompute=choose_level(recompute), backend=backend,
         precision=matmul_precision(probe), fused=fused, dtype=dtype, **options,
     )  # fmt: skip
     return t, o

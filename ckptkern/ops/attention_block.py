@@ -102,7 +102,7 @@ def attention_block(
     qkv_layout: str = "qkv", norm: str | None = None, norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True, post_norm: str | None = None,
     post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None, post_norm_eps: float = 1e-5,
-    qk_norm: tuple[Tensor, Tensor] | None = None, qk_norm_eps: float = 1e-6,
+    qk_norm: tuple | None = None, qk_norm_kind: str = "rms", qk_norm_eps: float = 1e-6,
     rotary: tuple[Tensor, Tensor] | float | None = None, rotary_interleaved: bool = False, is_causal: bool = False,
     attn_mask: Tensor | None = None, mask_hides: bool = False, key_padding_mask: Tensor | None = None,
     window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
@@ -120,10 +120,11 @@ def attention_block(
     qkv_weight: one tensor [(H + 2 H_kv) D, d], or three (q, k, v); biases alike. out_weight [e, H D].
     qkv_layout, of one tensor's rows: "qkv", all heads of q, then of k, then of v; or "heads", [H_kv, H / H_kv + 2, D], which
     is for each head of k its heads of q, itself, and its head of v (GPT-NeoX, BLOOM, Falcon).
-    norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. qk_norm: RMS-norm weights ([D], [D]).
-    post_norm alike, of what the branch gives (Gemma 2, OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e]
-    (layer scale: CaiT, DINOv2). Backward rebuilds what the branch gives for a norm behind it and a trained vector: by one
-    product from o.
+    norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. post_norm alike, of what the branch gives
+    (Gemma 2, OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2). Backward rebuilds
+    what the branch gives for a norm behind it and a trained vector: by one product from o.
+    qk_norm: q's and k's weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head
+    (Cohere); or [H D] and [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer".
     rotary: a pair (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta.
     The first R <= D dimensions of every q and k are rotated in pairs, for i < R/2; the others stay:
 
@@ -156,7 +157,7 @@ def attention_block(
         "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads,
         qkv_layout=qkv_layout, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
         norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, rotary=rotary,
+        post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
         rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_hides=mask_hides,
         key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen, scale=scale, dropout_p=dropout_p, branch_scale=branch_scale,

@@ -14,7 +14,7 @@ from torch.types import IntLikeType
 
 from .. import eager
 from ._gradients import weight_grad
-from ._half import Half, after_branch, composite_inputs, composite_output, output_dtype, reads_branch
+from ._half import Half, after_branch, composite_inputs, composite_norm, composite_output, output_dtype, reads_branch
 from ._masks import merged_mask
 from ._needs import needed_names
 from ._rows import cast_parameter
@@ -23,7 +23,10 @@ from .rotary import composite_rotary, positions_of, rotary_tables
 
 
 class AttentionTensors(NamedTuple):
-    """The tensors of an attention half. wq is the packed q, k, v weight where wk and wv are None; biases alike."""
+    """The tensors of an attention half. wq is the packed q, k, v weight where wk and wv are None; biases alike.
+
+    q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
+    """
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -40,6 +43,8 @@ class AttentionTensors(NamedTuple):
     bo: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    q_norm_bias: Tensor | None
+    k_norm_bias: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
     mask: Tensor | None
@@ -64,6 +69,7 @@ class AttentionOptions(NamedTuple):
     post_norm: str
     post_norm_eps: float
     branch_factor: float
+    qk_norm: str
     qk_norm_eps: float
     theta: float
     interleaved: bool
@@ -111,6 +117,11 @@ def split_heads(qkv: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor, Tenso
         return qkv.unflatten(-1, (H + 2 * H_kv, -1)).split([H, H_kv, H_kv], 2)
     q, k, v = qkv.unflatten(-1, (H_kv, H // H_kv + 2, -1)).split([H // H_kv, 1, 1], 3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+def over_all_heads(weight: Tensor | None, D: int) -> bool:
+    """Is this the weight of a norm over all heads at once?"""
+    return weight is not None and weight.dim() == 1 and weight.shape[0] != D
 
 
 def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
@@ -169,20 +180,46 @@ class AttentionHalf(Half):
         """Is there a norm or a rotation between the projections and the core?"""
         return self.t.q_norm is not None or self.angles[0] is not None
 
+    def turned(self, raw: Tensor, weight: Tensor | None, bias: Tensor | None, keep_raw: bool) -> Tensor:
+        """q or k [B, S, heads, D], norm and rotation done."""
+        o, out = self.o, None if keep_raw else raw
+        if over_all_heads(weight, self.D):
+            normed = self.p.norm_fwd(self.in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype)
+            raw, weight, bias = normed.view(raw.shape), None, None
+            if self.angles[0] is None:
+                return raw
+            out = raw
+        return self.p.heads_fwd(
+            raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, bias=bias, kind=o.qk_norm, out=out
+        )
+
+    def turned_back(self, dy: Tensor, raw: Tensor, name: str, place: Tensor, need: Collection[str]) -> tuple:
+        """Gradients of raw (q or k; in `place`, if that is where dy is or can be), of its norm's weight and of its bias."""
+        o, weight = self.o, getattr(self.t, name)
+        needs = dict(need_dweight=name in need, need_dbias=f"{name}_bias" in need)
+        if not over_all_heads(weight, self.D):
+            options = dict(kind=o.qk_norm, out=place, **needs)
+            return self.p.heads_bwd(dy, raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
+        if self.angles[0] is not None:
+            dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
+        dx, *made = self.p.norm_bwd(self.in_rows(dy), self.in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
+        return dx.view(raw.shape), *made
+
+    def in_rows(self, heads: Tensor) -> Tensor:
+        """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
+        return heads.reshape(self.x.shape[0], heads.shape[2] * self.D)
+
     def heads(self, qkv: Tensor, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `keep_raw`.
 
         Not in place for torch's own core either: another layout may select another algorithm, and recompute must match
         forward.
         """
-        t, o = self.t, self.o
-        keep_raw = keep_raw or bool(o.fused)
+        t = self.t
+        keep_raw = keep_raw or bool(self.o.fused)
         q, k, v = self.split(qkv)
         if self.turns():
-            q, k = (
-                self.p.heads_fwd(raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, out=None if keep_raw else raw)
-                for raw, weight in ((q, t.q_norm), (k, t.k_norm))
-            )
+            q, k = self.turned(q, t.q_norm, t.q_norm_bias, keep_raw), self.turned(k, t.k_norm, t.k_norm_bias, keep_raw)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,13 +255,12 @@ class AttentionHalf(Half):
         grads = {}
         if self.turns():
             raw_q, raw_k, _ = self.split(raw)
-            formed = (("q_norm", raw_q, t.q_norm, need_dq), ("k_norm", raw_k, t.k_norm, need_dkv))
-            for i, (name, raw_heads, weight, is_formed) in enumerate(formed):
+            formed = (("q_norm", raw_q, need_dq), ("k_norm", raw_k, need_dkv))
+            for i, (name, raw_heads, is_formed) in enumerate(formed):
                 if is_formed:
-                    made[i], grads[name] = p.heads_bwd(
-                        made[i], raw_heads, weight, o.qk_norm_eps, *self.angles, o.interleaved, out=places[i],
-                        need_dweight=name in inner,
-                    )  # fmt: skip
+                    made[i], grads[name], grads[f"{name}_bias"] = self.turned_back(
+                        made[i], raw_heads, name, places[i], inner
+                    )
         for place, grad in zip(places, made, strict=True):
             if grad is not place:
                 place.copy_(grad)
@@ -266,8 +302,8 @@ def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
     """(need dq, need dk and dv) for the gradients of `inner`. packed: q, k, v are one projection."""
     if packed or {"x", "norm_weight", "norm_bias"} & set(inner):
         return bool(inner), bool(inner)
-    need_dq = bool({"wq", "bq", "q_norm"} & set(inner))
-    return need_dq, bool(set(inner) - {"wq", "bq", "q_norm"})
+    behind_q = {"wq", "bq", "q_norm", "q_norm_bias"}
+    return bool(behind_q & set(inner)), bool(set(inner) - behind_q)
 
 
 def attention_half_backward(
@@ -308,6 +344,16 @@ def attention_half_backward(
     return half.finished(grads, x, need)
 
 
+def composite_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
+    """The norm of q or k [B, S, heads, D] in differentiable PyTorch ops."""
+    if over_all_heads(weight, heads.shape[-1]):
+        return composite_norm(heads.flatten(-2), o.qk_norm, weight, bias, o.qk_norm_eps).view(heads.shape)
+    if weight.dim() == 1:
+        return composite_norm(heads, o.qk_norm, weight, bias, o.qk_norm_eps)
+    h = composite_norm(heads, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
+    return h if bias is None else h + cast_parameter(bias, heads.dtype)
+
+
 def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
     """The half in differentiable PyTorch ops."""
     B, S = batch_and_rows(x)
@@ -320,7 +366,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     qkv = torch.cat([linear(h, w, b) for w, b in projections(t)], -1)
     q, k, v = split_heads(qkv.view(B, S, qkv.shape[-1]), o)
     if t.q_norm is not None:
-        q, k = F.rms_norm(q, (D,), t.q_norm, o.qk_norm_eps), F.rms_norm(k, (D,), t.k_norm, o.qk_norm_eps)
+        q, k = composite_qk_norm(q, t.q_norm, t.q_norm_bias, o), composite_qk_norm(k, t.k_norm, t.k_norm_bias, o)
     cos, sin = rotary_of(S, t, o)
     if cos is not None:
         q, k = (composite_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from ._checks import check_level
+from ._checks import check_flags, check_level
 from ._half import drawn, reads_branch
 from ._needs import fake_gradients, in_order, needed_names
 from ._op import Op, build, schema_of
@@ -50,17 +51,23 @@ def _options(statics: tuple) -> tuple[AttentionOptions, MLPOptions]:
     return AttentionOptions(*statics[:count]), MLPOptions(*statics[count : count + len(MLPOptions._fields)])
 
 
-def _needs_of_halves(needs: int) -> tuple[int, int]:
-    """(needs of the attention half, of the MLP half); for the first, the second must return its input's gradient."""
+def _needs_of_halves(needs: int, parallel: bool) -> tuple[int, int]:
+    """(needs of the attention half, of the MLP half); for the first, the second must return its input's gradient, unless both
+    read x."""
     attention_needs = needs & (1 << 1 + A) - 1
-    return attention_needs, needs >> 1 + A << 1 | int(attention_needs != 0)
+    return attention_needs, needs >> 1 + A << 1 | (needs & 1 if parallel else int(attention_needs != 0))
+
+
+def keeps_middle(o: AttentionOptions, parallel: bool) -> bool:
+    """Is what passes between the halves kept?"""
+    return o.recompute == "none" and not parallel
 
 
 class TransformerLayer(Op):
     name = "transformer_layer"
     inputs = "Tensor x, Tensor?[] attention, Tensor?[] mlp"  # a schema has at most 64 arguments
     kept = "Tensor? out, Tensor? lse, Tensor? qkv, Tensor? mid, Tensor?[] hidden"
-    statics = f"{schema_of(AttentionOptions)}, {schema_of(MLPOptions, 'mlp_')}"
+    statics = f"{schema_of(AttentionOptions)}, {schema_of(MLPOptions, 'mlp_')}, bool parallel"
     results = "(Tensor y, Tensor out, Tensor lse, Tensor qkv, Tensor mid, Tensor[] hidden)"
     grads = "Tensor[]"
     constants = CONSTANTS
@@ -92,15 +99,16 @@ class TransformerLayer(Op):
         ta, tm = AttentionTensors(*ta), MLPTensors(*tm)
         oa, om = _options(statics)
         mid, out, lse, qkv = attention_half(x, ta, oa)
-        mid = unflattened(mid, x.shape[:-1])
-        y, hidden = mlp_half(mid, tm, om)
+        mid, parallel = unflattened(mid, x.shape[:-1]), statics[-1]
+        y, hidden = mlp_half(x if parallel else mid, tm, om)
+        y = rows_2d(mid) + y if parallel else y
         keeps_core, keeps_all = oa.recompute != "full", oa.recompute == "none"
         return (
             unflattened(y, x.shape[:-1]),
             out if keeps_core else None,
             lse if keeps_core else None,
             qkv if keeps_all else None,
-            mid if keeps_all else None,
+            mid if keeps_middle(oa, parallel) else None,
             hidden,
         )
 
@@ -109,24 +117,29 @@ class TransformerLayer(Op):
         ta, tm = AttentionTensors(*ta), MLPTensors(*tm)
         oa, om = _options(statics)
         mid, out, lse, qkv = attention_half_fake(x, ta, oa)
-        y, hidden = mlp_half_fake(mid, tm, om)
-        return y, out, lse, qkv, mid if oa.recompute == "none" else x.new_empty(0), hidden
+        parallel = statics[-1]
+        y, hidden = mlp_half_fake(x if parallel else mid, tm, om)
+        y = y.to(torch.promote_types(mid.dtype, y.dtype)) if parallel else y
+        return y, out, lse, qkv, mid if keeps_middle(oa, parallel) else x.new_empty(0), hidden
 
     @staticmethod
     def saved(tensors, outputs, statics, needs):
         oa, om = _options(statics)
         _, out, lse, qkv, mid, *hidden = outputs
         kept = [None if oa.recompute == "full" else k for k in (out, lse)]
-        kept += [k if oa.recompute == "none" else None for k in (qkv, mid)]
+        kept += [qkv if oa.recompute == "none" else None, mid if keeps_middle(oa, statics[-1]) else None]
         return [*tensors, *kept, *present(hidden, om)]
 
     @staticmethod
     def backward(dy, x, ta, tm, out, lse, qkv, mid, hidden, *statics_and_needs):
         ta, tm, needs = AttentionTensors(*ta), MLPTensors(*tm), statics_and_needs[-1]
         oa, om = _options(statics_and_needs)
-        attention_needs, mlp_needs = _needs_of_halves(needs)
+        parallel = statics_and_needs[-2]
+        attention_needs, mlp_needs = _needs_of_halves(needs, parallel)
         f = None
-        if mid is None:
+        if parallel:
+            mid = x
+        elif mid is None:
             half = AttentionHalf(x, ta, oa)
             if out is None:
                 out, lse, qkv = half.attend(keep_raw=True)  # as the attention half's backward reads them
@@ -137,8 +150,10 @@ class TransformerLayer(Op):
         grads = in_order(mlp_grads, MLPTensors, mlp_needs)[1:]
         made = {}
         if attention_needs:
-            dmid = rows_2d(mlp_grads["x"])
+            dmid = rows_2d(dy if parallel else mlp_grads["x"])
             made = attention_half_backward(dmid, x, ta, oa, out, lse, qkv, attention_needs, f)
+            if parallel and needs & 1:
+                made["x"] = made["x"] + mlp_grads["x"]
         return in_order(made, AttentionTensors, attention_needs) + grads
 
     @staticmethod
@@ -148,7 +163,9 @@ class TransformerLayer(Op):
     @staticmethod
     def composite(x, ta, tm, *statics):
         oa, om = _options(statics)
-        return mlp_composite(attention_composite(x, AttentionTensors(*ta), oa), MLPTensors(*tm), om)
+        ta, tm = AttentionTensors(*ta), MLPTensors(*tm)
+        mid = attention_composite(x, ta, oa)
+        return mid + mlp_composite(x, tm, om) if statics[-1] else mlp_composite(mid, tm, om)
 
     @staticmethod
     def forward_flops(x, ta, tm, *statics, out_val=None):
@@ -159,8 +176,10 @@ class TransformerLayer(Op):
     def backward_flops(dy, x, ta, tm, out, lse, qkv, mid, hidden, *statics_and_needs, out_val=None):
         ta, tm, needs = AttentionTensors(*ta), MLPTensors(*tm), statics_and_needs[-1]
         oa, om = _options(statics_and_needs)
-        attention_needs, mlp_needs = _needs_of_halves(needs)
+        parallel = statics_and_needs[-2]
+        attention_needs, mlp_needs = _needs_of_halves(needs, parallel)
         flops = mlp_half_backward_flops(dy, x, tm, om, hidden, mlp_needs)
+        mid = x if parallel else mid
         f = None if mid is not None else x
         if mid is None and out is None:
             flops += attention_half_flops(x, ta, oa)
@@ -201,24 +220,34 @@ def check_arguments(
             raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")
 
 
+def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
+    for name, given in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
+        if given.get("norm") is not None and given.get("norm_first", True) is False:
+            raise ValueError(f"{op}: parallel halves have no norm after the residual, but {name} has norm_first=False")
+    if mlp_arguments.get("residual", True) is not True:
+        raise ValueError(f"{op}: the MLP of parallel halves is added, but mlp_arguments has residual=False")
+
+
 def transformer_layer(
     x: Tensor,
     attention_arguments: Mapping[str, Any],
     mlp_arguments: Mapping[str, Any],
     *,
+    parallel: bool = False,
     training: bool = True,
     recompute: str = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """mlp_block(attention_block(x)) as one segment.
+    """mlp_block(attention_block(x)) as one segment, or with parallel attention_block(x) + mlp_block(x, residual=False).
 
     x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments and
     mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training, recompute, workspace;
-    `residual` is true in both unless given.
+    `residual` is true in both unless given. parallel: both halves read x and are added (GPT-NeoX, GPT-J, Phi, Cohere,
+    Falcon); one norm is shared by giving both its tensors.
     recompute: what is kept for backward besides parameters:
 
-        "none"       what the two blocks keep at "none", and what passes between them
-        "selective"  x, o, lse: the MLP's input is rebuilt by one product from o
+        "none"       what the two blocks keep at "none", and what passes between them, if it does
+        "selective"  x, o, lse: the MLP's input, if it is not x, is rebuilt by one product from o
         "full"       x
 
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
@@ -227,6 +256,10 @@ def transformer_layer(
     check_arguments(op, "attention_arguments", attention_arguments, *ATTENTION_ARGUMENTS)
     check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
     check_level(op, recompute)
+    check_flags(op, parallel=parallel)
+    if parallel:
+        check_parallel(op, attention_arguments, mlp_arguments)
+        mlp_arguments = dict(mlp_arguments) | {"residual": False}
     ta, oa = gather_attention(
         op, x, training=training, recompute=recompute, **{"residual": True} | dict(attention_arguments)
     )
@@ -236,5 +269,10 @@ def transformer_layer(
         )
     inner = "none" if oa.recompute == "none" else "full"
     tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
+    if parallel and tm.down_weight.shape[0] != x.shape[-1]:
+        raise ShapeError(
+            f"{op}: parallel halves are added, so down_weight must have {x.shape[-1]} rows, but it has "
+            f"{tm.down_weight.shape[0]}"
+        )
     ta, tm = drawn(ta, oa, x, training), drawn(tm, om, x, training)
-    return _apply((*oa, *om), x, *ta, *tm)
+    return _apply((*oa, *om, parallel), x, *ta, *tm)

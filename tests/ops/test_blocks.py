@@ -70,10 +70,13 @@ def test_autocast_keeps_no_cast_weight(block):
 
 
 def joined_biases(results: dict) -> dict:
-    """The biases of q, k and v as one: a k bias alone does not change softmax, and its gradient is rounding only."""
-    parts = [results[name] for name in ("q_bias", "k_bias", "v_bias") if name in results]
-    rest = {name: t for name, t in results.items() if name not in ("q_bias", "k_bias", "v_bias")}
-    return rest | ({"qkv_bias": torch.cat(parts, -1)} if parts else {})
+    """The biases of q, k and v as one, and of the norms of q and k: a k bias alone does not change softmax, except where rotary
+    embedding turns it, and its gradient is rounding only."""
+    for joined, names in (("qkv_bias", ("q_bias", "k_bias", "v_bias")), ("qk_shift", ("q_shift", "k_shift"))):
+        parts = [results[name].flatten() for name in names if name in results]
+        results = {name: t for name, t in results.items() if name not in names}
+        results |= {joined: torch.cat(parts)} if parts else {}
+    return results
 
 
 @pytest.mark.parametrize("block", blocks() + variants(("full",)))
@@ -254,7 +257,7 @@ def test_the_core_forms_what_leads_to_a_trained_weight():
     assert head_products["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
 
 
-@pytest.mark.parametrize("block", variants(("none",)))
+@pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
 def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
     """Their gradients read what the last half's branch gave, one product from what is kept."""
     last = block.halves[-1]
@@ -274,7 +277,7 @@ def test_opcheck(block):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma",)))
+@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma", "parallel")))
 def test_compiled_equals_eager(block):
     """One graph, the same bits and masks."""
     torch._dynamo.reset()
@@ -520,6 +523,23 @@ def test_forward_mode_is_refused_and_nodes_are_named(block):
             block.fused({**tensors, "x": dual})
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parallel_halves_share_a_norm(compiled):
+    """Its tensors are given twice: autograd adds what the two halves return for them."""
+    torch._dynamo.reset()
+    half = dict(norm="rms", bias=False, dropout_p=0.0, resid_p=0.0)
+    block = Block("", Attention(**half), MLP(**half), parallel=True)
+    tensors = block.make()
+    del tensors["mlp_norm_weight"]
+
+    def shared(function):
+        return lambda t: function(t | {"mlp_norm_weight": t["norm_weight"]})
+
+    call = shared(block.call)
+    ours = gradients(torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call, tensors)
+    assert_same_within_rounding(ours, gradients(shared(block.plain), tensors))
+
+
 @pytest.mark.parametrize("lead", [(6, 2, 3), (6, 2), (9,)], ids=str)
 def test_whole_samples_are_dropped(lead):
     """A sample is a row of the first dimension if there are tokens in it; else all of x."""
@@ -614,6 +634,9 @@ ERRORS = {
     "a list of padding": (TypeError, "key_padding_mask must be a Tensor, not list", {"key_padding_mask": [True]}),
     "packed on another device": (ValueError, "cu_seqlens is on meta", {"x": X[0], "cu_seqlens": CU.to("meta")}),
     "norm's weight": (ValueError, "need norm=", {"norm_weight": X[0, 0]}),
+    "kind of q/k norm": (ValueError, "qk_norm_kind must be one of 'layer', 'rms'", {"qk_norm_kind": "batch"}),
+    "q/k norm's bias": (ValueError, "k's norm bias must have the shape of its weight", {
+        "qk_norm": (torch.ones(6), (torch.ones(24), torch.ones(6)))}),
     "q/k norm": (ValueError, "q's norm weight must have shape", {"qk_norm": (X[0, 0], X[0, 0])}),
     "rotary": (ValueError, "rotary must be", {"rotary": (torch.ones(7, 8), torch.ones(7, 8))}),
     "learned rotary": (ValueError, "no gradient is formed for rotary", {"rotary": (torch.ones(7, 4, requires_grad=True),) * 2}),
@@ -702,6 +725,11 @@ LAYER_ERRORS = {
     "missing": (TypeError, "mlp_arguments must have up_weight, up_bias, down_weight, down_bias", {}, None),
     "no dict": (TypeError, "attention_arguments must be a dict of arguments by name, not list", [1], {}),
     "rows": (ValueError, "out_weight must have 10 rows", {"out_weight": OUT[:5], "residual": False}, {}),
+    "parallel after": (
+        ValueError, "mlp_arguments has norm_first=False", {"parallel": True}, {"norm": "rms", "norm_first": False}),
+    "parallel alone": (ValueError, "mlp_arguments has residual=False", {"parallel": True}, {"residual": False}),
+    "parallel rows": (ValueError, "down_weight must have 10 rows, but it has 9", {"parallel": True}, {"down_weight": DOWN[:9]}),
+    "parallel no flag": (TypeError, "parallel must be a bool, not 1", {"parallel": 1}, {}),
     "dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"down_weight": DOWN.double()}),
     "half a dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"up_weight": UP.bfloat16()}),
     "learned slopes": (
@@ -714,9 +742,10 @@ LAYER_ERRORS = {
 def test_errors_of_the_layer(error, message, attention, mlp):
     """No error moves the generator, even if the attention half, which is checked first, has dropout."""
     attention = ATTENTION_HALF | attention if isinstance(attention, dict) else attention
+    options = {"parallel": attention.pop("parallel")} if "parallel" in attention else {}
     before = torch.get_rng_state()
     with pytest.raises(error, match=f"transformer_layer: .*{message}"):
-        ckptkern.transformer_layer(X, attention, {} if mlp is None else MLP_HALF | mlp)
+        ckptkern.transformer_layer(X, attention, {} if mlp is None else MLP_HALF | mlp, **options)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -756,7 +785,7 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), ("normed branch",))[1:])
+@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), ("normed branch", "normed heads in groups"))[1:])
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)

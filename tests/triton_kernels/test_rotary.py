@@ -46,7 +46,8 @@ def forward(backend, t, interleaved=False, eps=EPS, **options):
 
 def backward(backend, t, interleaved=False, eps=EPS, **options):
     options = {"need_dweight": "weight" in t} | options
-    return backend.heads_bwd(t["dy"], t["x"], t.get("weight"), eps, t.get("cos"), t.get("sin"), interleaved, **options)
+    arguments = t["dy"], t["x"], t.get("weight"), eps, t.get("cos"), t.get("sin"), interleaved
+    return backend.heads_bwd(*arguments, **options)[: 2 + options.get("need_dbias", False)]
 
 
 def assert_close(ours, twin, exact, terms):
@@ -80,6 +81,45 @@ def assert_like_eager(t, interleaved, eps=EPS):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_eager(shape, dtype, interleaved, weight, device):
     assert_like_eager(inputs(*shape, dtype, device, weight), interleaved)
+
+
+@pytest.mark.parametrize(("kind", "own_rows"), [("layer", False), ("layer", True), ("rms", True)])
+@pytest.mark.parametrize(
+    ("interleaved", "shape"), [(False, (1, 19, 9, 40, 24)), (True, (2, 3, 2, 24, 24)), (False, (1, 3, 2, 6, 0))]
+)
+def test_norms_against_eager(shape, interleaved, kind, own_rows, device):
+    """Layer norms, biases, and a row of the weight and bias for each head."""
+    t = inputs(*shape, torch.bfloat16, device)
+    rows = (shape[2], shape[3]) if own_rows else (shape[3],)
+    weight, bias = (torch.randn(rows, device=device) for _ in range(2))
+
+    def both(backend, t):
+        y = backend.heads_fwd(
+            t["x"], t["weight"], EPS, t.get("cos"), t.get("sin"), interleaved, bias=t["bias"], kind=kind
+        )
+        made = backward(backend, t, interleaved, kind=kind, need_dbias=True)
+        return dict(zip(("y", "dx", "dweight", "dbias"), (y, *made), strict=True))
+
+    t |= {"weight": weight, "bias": bias}
+    ours, twin, exact = both(rotary, t), both(eager, t), both(eager, widened(t))
+    for name in exact:
+        # one float32 rounding of the terms of a sum
+        assert_close(ours[name], twin[name], exact[name], 30 * exact[name].abs() + exact["dx"].norm())
+
+
+@pytest.mark.parametrize("own_rows", [False, True], ids=["one row", "own rows"])
+def test_eager_layer_norms_are_torchs(own_rows):
+    t = widened(inputs(2, 5, 3, 40, 24, torch.float32))
+    x = t["x"].requires_grad_()
+    weight, bias = (torch.randn((3, 40) if own_rows else 40, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    z = torch.nn.functional.layer_norm(x, (40,), eps=EPS) * weight + bias
+    y = torch.cat((llama(z[..., :24], t["cos"], t["sin"]), z[..., 24:]), -1)
+    expected = torch.autograd.grad(y, (x, weight, bias), t["dy"])
+    t = {name: one.detach() for name, one in (t | {"weight": weight}).items()}
+    ours = eager.heads_fwd(t["x"], t["weight"], EPS, t["cos"], t["sin"], bias=bias.detach(), kind="layer")
+    torch.testing.assert_close(ours, y.detach(), rtol=1e-12, atol=1e-12)
+    ours = backward(eager, t, kind="layer", need_dbias=True)
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3, 40, 24), (2, 0, 3, 40, 24), (2, 5, 0, 40, 24), (2, 5, 3, 0, 0)], ids=str)
@@ -138,7 +178,7 @@ def test_eager_gradients(interleaved, weight):
         def backward(ctx, dy):
             x, weight, cos, sin = ctx.saved_tensors
             needed = weight is not None
-            return *eager.heads_bwd(dy, x, weight, EPS, cos, sin, interleaved, need_dweight=needed), None, None
+            return *eager.heads_bwd(dy, x, weight, EPS, cos, sin, interleaved, need_dweight=needed)[:2], None, None
 
     t = widened(inputs(2, 2, 2, 5, 4, torch.float32))
     x, weight = t["x"].requires_grad_(), t["weight"].requires_grad_() if weight else None
@@ -160,7 +200,7 @@ def test_backward_turns_back(backend, dtype, interleaved, device):
     x = torch.randn(2, 37, 3, 40).to(device, dtype)
     cos, sin = model_angles(37, 24, interleaved, device)
     y = backend.heads_fwd(x, None, EPS, cos, sin, interleaved)
-    back, _ = backend.heads_bwd(y, x, None, EPS, cos, sin, interleaved)
+    back, *_ = backend.heads_bwd(y, x, None, EPS, cos, sin, interleaved)
     pairs = x[..., :24].double()
     pairs = pairs.unflatten(-1, (12, 2)) if interleaved else pairs.unflatten(-1, (2, 12)).transpose(-1, -2)
     length = pairs.norm(dim=-1).repeat_interleave(2, -1) if interleaved else pairs.norm(dim=-1).repeat(1, 1, 1, 2)
