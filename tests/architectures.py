@@ -171,6 +171,94 @@ class Torchs(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Sandwich(Llama):
+    """Norms before and after each branch; q and k normed over all heads."""
+
+    def __init__(self):
+        super().__init__(Attention(bias=True), norm=lambda width: RMSNorm(width, plus_one=True))
+        self.self_attn.__class__ = NormedOverHeads
+        self.self_attn.q_norm, self.self_attn.k_norm = RMSNorm(HEADS * D), RMSNorm(2 * D)
+        self.after_attention, self.after_mlp = RMSNorm(WIDTH), RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        h = self.self_attn(self.input_layernorm(x), tables, attention_mask)[0]
+        x = x + self.after_attention(h)
+        return x + self.after_mlp(self.mlp(self.post_attention_layernorm(x)))
+
+
+class NormedOverHeads(Attention):
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+        q, k = (self.turned(self.heads(one), tables) for one in (q, k))
+        o = F.scaled_dot_product_attention(
+            q, k, self.heads(self.v_proj(x)), attention_mask, is_causal=attention_mask is None, enable_gqa=True
+        )
+        return self.o_proj(o.transpose(1, 2).flatten(2)), None
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(WIDTH) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    def __init__(self, p: float):
+        super().__init__()
+        self.drop_prob = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.drop_prob or not self.training:
+            return x
+        keep = 1 - self.drop_prob
+        return x * x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(keep).div_(keep)
+
+
+class Vision(nn.Module):
+    """A packed projection as [3, heads, D], layer scale and drop path."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH, 1e-6), nn.LayerNorm(WIDTH, 1e-6)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
+        self.ls1, self.ls2, self.drop_path1, self.drop_path2 = Scale(), Scale(), DropPath(p), DropPath(p)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path1(self.ls1(self.attention(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.fc2(self.act(self.fc1(self.norm2(x))))))
+
+
+class Parallel(nn.Module):
+    """Attention and MLP read one input, through two norms or one; q, k and v of a head lie side by side."""
+
+    def __init__(self, norms: int):
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(WIDTH)
+        self.norm_2 = nn.LayerNorm(WIDTH) if norms == 2 else self.norm_1
+        self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        h = self.norm_1(x)
+        qkv = self.query_key_value(h).view(*x.shape[:2], HEADS, 3 * D).transpose(1, 2)
+        q, k, v = qkv.chunk(3, -1)
+        R = tables[0].shape[-1]
+        q, k = (
+            torch.cat((one[..., :R] * tables[0] + rotated(one[..., :R]) * tables[1], one[..., R:]), -1)
+            for one in (q, k)
+        )
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.down(F.gelu(self.up(self.norm_2(x)))) + self.dense(o) + x
+
+
 class Stack(nn.Module):
     """Two layers, an embedding whose weight the head shares, a rotary embedding that all layers share."""
 
@@ -193,6 +281,12 @@ class Stack(nn.Module):
 
 def with_tables(x: Tensor) -> dict[str, Any]:
     return {"tables": rotary(x)}
+
+
+def with_part_of_tables(x: Tensor) -> dict[str, Any]:
+    angles = torch.arange(x.shape[1])[:, None] * 100.0 ** (-torch.arange(0, D // 2, 2) / D)
+    angles = torch.cat((angles, angles), -1)[None, None]
+    return {"tables": (angles.cos(), angles.sin())}
 
 
 def with_mask(x: Tensor) -> dict[str, Any]:
@@ -224,8 +318,12 @@ ARCHITECTURES = {
     "gpt": Architecture(GPT),
     "bert": Architecture(Bert, with_mask),
     "torch attention": Architecture(Torchs),
+    "sandwich": Architecture(Sandwich, with_tables),
+    "vision": Architecture(Vision),
+    "parallel": Architecture(lambda: Parallel(2), with_part_of_tables),
+    "parallel, one norm": Architecture(lambda: Parallel(1), with_part_of_tables),
 }
 
 
-def ids() -> Tensor:
-    return torch.randint(0, 20, (B, S), generator=torch.Generator().manual_seed(1))
+def ids(seed: int = 1) -> Tensor:
+    return torch.randint(0, 20, (B, S), generator=torch.Generator().manual_seed(seed))

@@ -203,13 +203,11 @@ def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     if len(q.outside) != 2 or any(one.kind != "argument" for one in q.outside):
         kinds = ", ".join(map(steps.leaves.describe, q.outside))
         raise Unreadable(f"what q and k meet is no (cos, sin) among the arguments: {kinds}")
-    cos, sin = (one.source for one in q.outside)
+    tables = [one.source for one in q.outside]
+    forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("halves", True))
     choices = [
-        {"rotary": (Argument(cos), Argument(sin)), "rotary_interleaved": False},
-        {"rotary": (Argument(cos), Argument(sin)), "rotary_interleaved": True},
-        {"rotary": (Argument(cos, "twice"), Argument(sin, "twice")), "rotary_interleaved": False},
-        {"rotary": (Argument(cos, "each twice"), Argument(sin, "each twice")), "rotary_interleaved": True},
-        {"rotary": (Argument(cos, "halves"), Argument(sin, "halves")), "rotary_interleaved": True},
+        {"rotary": tuple(Argument(index, form) for index in tables), "rotary_interleaved": interleaved}
+        for form, interleaved in forms
     ]
     return choices[0]["rotary"], [choices]
 

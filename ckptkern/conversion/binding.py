@@ -189,7 +189,13 @@ def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Arguments:
 
 
 def in_form(tensor: Tensor, form: str) -> Tensor:
-    """Rotary tables as attention_block reads them, from others: half the columns, or those that count."""
+    """An argument as the op reads it. "" as it is; the others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet
+    heads: "table", and "twice", "each twice" and "halves", whose columns stand once, or in another order than the op's.
+    """
+    if not form:
+        return tensor
+    if tensor.dim() == 4:
+        tensor = tensor.squeeze(1 if tensor.shape[1] == 1 else 2)
     if form == "twice":
         return torch.cat((tensor, tensor), -1)
     if form == "each twice":

@@ -22,7 +22,7 @@ PRODUCT = ("matmul", "__matmul__", "bmm")
 
 
 class Argument(NamedTuple):
-    """One of the call's flattened arguments. form "halves": only the first half of its columns, each twice."""
+    """One of the call's flattened arguments, in a form that binding.in_form names."""
 
     index: int
     form: str = ""
