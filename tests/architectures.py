@@ -156,6 +156,33 @@ class Bert(nn.Module):
         return self.out_norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
 
 
+class Buffers(nn.Module):
+    """A causal mask and rotary tables in buffers of many rows, and attention written out."""
+
+    ROWS = 16
+
+    def __init__(self, window: int = 16):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
+        seen = torch.ones(self.ROWS, self.ROWS).tril().triu(1 - window)
+        self.register_buffer("seen", seen[None, None])
+        cos, sin = rotary(torch.empty(1, self.ROWS, 1))
+        self.register_buffer("cos", cos[0], persistent=False)
+        self.register_buffer("sin", sin[0], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        S = x.shape[1]
+        q, k, v = self.c_attn(self.ln_1(x)).split(WIDTH, -1)
+        q, k, v = (t.view(x.shape[0], S, HEADS, D).transpose(1, 2) for t in (q, k, v))
+        q, k = (t * self.cos[:S] + rotated(t) * self.sin[:S] for t in (q, k))
+        scores = (q @ k.transpose(-2, -1)) * D**-0.5
+        scores = scores.masked_fill(self.seen[:, :, :S, :S] == 0, float("-inf"))
+        x = x + self.c_proj((F.softmax(scores, -1) @ v).transpose(1, 2).contiguous().view(x.shape))
+        return x + self.mlp(self.ln_2(x))
+
+
 class Torchs(nn.Module):
     """nn.MultiheadAttention inside a layer of another's."""
 
@@ -317,6 +344,7 @@ ARCHITECTURES = {
     "gate second": Architecture(lambda: Llama(mlp=GatedByHalves(1))),
     "gpt": Architecture(GPT),
     "bert": Architecture(Bert, with_mask),
+    "buffers": Architecture(Buffers),
     "torch attention": Architecture(Torchs),
     "sandwich": Architecture(Sandwich, with_tables),
     "vision": Architecture(Vision),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -55,8 +56,16 @@ def overrides(config: Any) -> dict[str, Any]:
     return changes
 
 
-def build(config_class: type, model_class: type) -> nn.Module:
+class TooLarge(Exception):
+    """More parameters than a small model has."""
+
+
+def build(config_class: type, model_class: type, most: float = 2e7) -> nn.Module:
     config = config_class(**overrides(config_class()))
+    with torch.device("meta"):  # where nothing is initialised
+        count = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
+    if count > most:
+        raise TooLarge(f"{count:.0f} parameters")
     torch.manual_seed(0)
     model = model_class(config).eval()
     for p in model.parameters():

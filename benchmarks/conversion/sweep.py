@@ -36,9 +36,9 @@ def one(name: str, config_class: type, model_class: type, seconds: int) -> measu
     result = measure.Result(name)
     try:
         model = small.build(config_class, model_class)
-        if sum(p.numel() for p in model.parameters()) > 2e7:
-            result.verdict = "too large"
-            return result
+    except small.TooLarge as error:
+        result.verdict, result.reasons = "too large", [str(error)]
+        return result
     except (Exception, TooLong) as error:
         result.verdict, result.reasons = "does not build", [f"{type(error).__name__}: {str(error)[:200]}"]
         return result
@@ -96,6 +96,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="classes whose names have this in them")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth class, from the Ith")
+    parser.add_argument("--after", default="", help="classes whose names come after this")
     parser.add_argument("--seconds", type=int, default=90, help="at most for one class (default: %(default)s)")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -104,7 +105,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     i, n = map(int, args.part.split("/"))
-    chosen = [one for one in classes()[i::n] if args.only.lower() in one[0].lower()]
+    chosen = [one for one in classes()[i::n] if args.only.lower() in one[0].lower() and one[0] > args.after]
     counts: collections.Counter[str] = collections.Counter()
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(measure.Result("").row()))

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from .leaves import Linear, Weight, in_training
-from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Argument, Part, Rows, Steps
+from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Part, Rows, Steps, Table
 from .trace import Node, Unreadable
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -58,8 +59,9 @@ def read_attention(steps: Steps, node: Node) -> Part:
     arguments |= {
         "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "rotary": rotary,
         "scale": core.scale * q.factor * k.factor, "dropout_p": core.dropout_p,
-        "resid_dropout_p": steps.probability(after), "attn_mask": _mask(steps, core.mask),
+        "resid_dropout_p": steps.probability(after),
     }  # fmt: skip
+    arguments |= {"is_causal": True} if is_causal_buffer(steps, core.mask) else {"attn_mask": _mask(steps, core.mask)}
     if core.softcap is not None:
         arguments["softcap"] = core.softcap
     return Part(arguments, x, choices + rotary_choices)
@@ -92,6 +94,9 @@ def _written_out(steps: Steps, node: Node) -> Core:
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
             a, b = (steps.strip(one) for one in scores.inputs)
             scores, mask = (a, b) if b.kind in ("argument", "parameter", "constant") else (b, a)
+            masks.append(mask)
+        elif scores.is_function("masked_fill", "masked_fill_") and len(scores.inputs) == 2:
+            scores, mask = (steps.strip(one) for one in scores.inputs)
             masks.append(mask)
         elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
             number = _number(steps, scores)
@@ -200,16 +205,35 @@ def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
         raise Unreadable("q and k meet different tensors from outside")
     if not q.outside:
         return None, []
-    if len(q.outside) != 2 or any(one.kind != "argument" for one in q.outside):
+    if len(q.outside) != 2 or any(one.kind not in ("argument", "parameter") for one in q.outside):
         kinds = ", ".join(map(steps.leaves.describe, q.outside))
-        raise Unreadable(f"what q and k meet is no (cos, sin) among the arguments: {kinds}")
-    tables = [one.source for one in q.outside]
+        raise Unreadable(f"what q and k meet is no (cos, sin) among arguments and buffers: {kinds}")
+    kinds = [Argument if one.kind == "argument" else Table for one in q.outside]
     forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("halves", True))
     choices = [
-        {"rotary": tuple(Argument(index, form) for index in tables), "rotary_interleaved": interleaved}
+        {
+            "rotary": tuple(kind(one.source, form) for kind, one in zip(kinds, q.outside, strict=True)),
+            "rotary_interleaved": interleaved,
+        }
         for form, interleaved in forms
     ]
     return choices[0]["rotary"], [choices]
+
+
+def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
+    """Does the mask come from a buffer that is causal as a whole, not only in the rows of this example?"""
+    while mask is not None and mask.is_function(*VIEWS, "__eq__", "eq", "logical_not", "__invert__", "bool"):
+        mask = mask.inputs[0]
+    if mask is None or mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    owner, _, name = mask.source.rpartition(".")
+    buffer = steps.leaves.module.get_submodule(owner)._buffers.get(name)
+    if buffer is None:
+        return False
+    hidden = buffer.reshape(-1, *buffer.shape[-2:])
+    hidden = hidden < -1e4 if hidden.is_floating_point() and hidden.min() < 0 else hidden != 0
+    later = torch.ones_like(hidden[0]).triu(1)
+    return bool((hidden == later).all() or (hidden == ~later).all())
 
 
 def _mask(steps: Steps, mask: Node | None) -> Argument | None:

@@ -21,7 +21,7 @@ from ..nn.plain import untouched
 from ..segments.checkpoint import checkpoint
 from ..subclasses import PLAIN
 from .leaves import Probability, Weight
-from .reading import Argument, Rows
+from .reading import Argument, Rows, Table
 from .trace import PLAIN_VALUES, plain_attributes
 
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
@@ -83,11 +83,12 @@ def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 @dataclass
 class Call:
-    """What the arguments of one call are made of: its flattened arguments, the module's mode, and the parameters that were
-    split, so that each is split once and the gradients of its parts are joined once."""
+    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, and the
+    parameters that were split, so that each is split once and the gradients of its parts are joined once."""
 
     flat: list[Any]
     training: bool
+    length: int
     parts: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
@@ -125,6 +126,17 @@ class CallArgument:
 
     def __call__(self, call: Call) -> Any:
         return in_form(call.flat[self.argument.index], self.argument.form)
+
+
+@dataclass
+class TableRows:
+    buffers: dict[str, Tensor]
+    name: str
+    form: str
+
+    def __call__(self, call: Call) -> Tensor:
+        table = self.buffers[self.name]
+        return in_form(table[..., : call.length, :] if table.shape[-2] > 1 else table, self.form)
 
 
 @dataclass
@@ -171,6 +183,9 @@ def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
         return ParameterRows(getter(module, value.weight), value.part, value.count)
     if isinstance(value, Argument):
         return CallArgument(value)
+    if isinstance(value, Table):
+        owner, name = look_up(module, value.path)
+        return TableRows(owner._buffers, name, value.form)
     if isinstance(value, Probability):
         owner = module.get_submodule(value.path) if value.attribute else None
         return LiveProbability(owner, value.attribute, value.value)
@@ -219,7 +234,7 @@ class Segment:
         self.constants = sorted(found - {x})  # the arguments besides x that the op reads, and forms no gradient of
 
     def __call__(self, flat: list[Any], level: str) -> object:
-        arguments = self.arguments(Call(flat, self.module.training))
+        arguments = self.arguments(Call(flat, self.module.training, flat[self.x].shape[-2]))
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=level_of(self.op, self.template.get("activation"), level)
         )

@@ -28,6 +28,13 @@ class Argument(NamedTuple):
     form: str = ""
 
 
+class Table(NamedTuple):
+    """A buffer's first rows, as many as the input has tokens, in a form that binding.in_form names."""
+
+    path: str
+    form: str
+
+
 class Rows(NamedTuple):
     """One of `count` equal parts of a parameter's rows."""
 

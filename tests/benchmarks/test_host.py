@@ -14,7 +14,7 @@ def test_every_ratio_is_measured_and_reported(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["host", "--tries", "1"])
     host.main()
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0] for line in lines] == ["fused", "general", "eager_mlp"]
+    assert [line.split()[0] for line in lines] == ["fused", "general", "eager_mlp", "guard", "conversion"]
     for line in lines:
         verdict, bound, ratio = re.fullmatch(r"\w+ +(within|ABOVE) ([\d.]+): (-?[\d.]+)", line).groups()
         assert verdict == ("within" if float(ratio) <= float(bound) else "ABOVE")

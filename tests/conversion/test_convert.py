@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, HEADS, WIDTH, Llama, Stack, ids, with_mask, with_tables
+from architectures import ARCHITECTURES, HEADS, WIDTH, Buffers, Llama, Stack, ids, with_mask, with_tables
 from cases import assert_as_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -247,6 +247,16 @@ def test_what_is_not_a_layer_of_ours_is_left(why: str) -> None:
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, dict(theirs.named_buffers())[name]), f"the probe moved {name}"
     del reference
+
+
+def test_a_window_that_the_example_does_not_reach_is_seen() -> None:
+    layer = Buffers(window=8)
+    conversion = ckptkern.convert(layer, torch.randn(2, 6, WIDTH))
+    assert fused_of(conversion) == ["mlp_block"], "over 6 tokens it is causal, over 16 it is not"
+    layer, x = Buffers(), torch.randn(2, 16, WIDTH)
+    theirs = layer(x)
+    assert fused_of(ckptkern.convert(layer, x[:, :6])) == ["transformer_layer"]
+    torch.testing.assert_close(layer(x), theirs)
 
 
 def test_a_mask_that_appears_later_is_applied() -> None:
