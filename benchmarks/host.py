@@ -86,8 +86,9 @@ def conversion() -> float:
     return (time.perf_counter() - start) / len(model) * 1e3
 
 
-# What is measured -> the ratio, or time, that it should not exceed. A third of a general segment's cost is unwinding the exception that
-# ends the recompute. Its ratio is 0.39 to 0.41 on a machine whose caches others use, and 0.35 to 0.36 on an idle one.
+# What is measured -> the ratio, or time, that it should not exceed. A third of a general segment's cost is unwinding the
+# exception that ends the recompute. Its ratio is 0.39 to 0.41 on a machine whose caches others use, and 0.35 to 0.36 on an
+# idle one.
 BOUNDS: dict[Callable[[], float], float] = {fused: 0.5, general: 0.45, eager_mlp: 1.0, guard: 10.0, conversion: 100.0}
 
 

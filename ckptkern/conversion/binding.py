@@ -24,6 +24,7 @@ from .leaves import Probability, Weight
 from .reading import Argument, Rows, Table
 from .trace import PLAIN_VALUES, plain_attributes
 
+UNSEEN = object()
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
 
@@ -293,16 +294,15 @@ class Watch:
         hooks = [
             d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        parents = [
-            (m._modules.values(), tuple(own for _, own in children)) for m, _, children, _ in self.structure if children
-        ]
-        views, children = zip(*parents, strict=True) if parents else ((), ())
+        views = [m._modules.values() for m, _, children, _ in self.structure if children]
+        below = [child for _, _, children, _ in self.structure for _, child in children]
+        kinds = {id(m): kind for m, kind, *_ in self.structure}
         with_settings = [(m.__dict__, settings) for m, _, _, settings in self.structure if settings]
         getters = [(operator.itemgetter(*settings), d) for d, settings in with_settings]
         values = [get(settings) for (get, _), (_, settings) in zip(getters, with_settings, strict=True)]
         attributes = [m.__dict__ for m in inner]
         self.lists = (
-            hooks, views, list(children), modules, [kind for _, kind, *_ in self.structure], getters, values,
+            hooks, views, below, [kinds[id(m)] for m in below], getters, values,
             [m._parameters.values() for m in modules if m._parameters],
             [m.__dict__ for m, _, children, _ in self.structure[1:] if children], attributes, list(map(len, attributes)),
         )  # fmt: skip
@@ -310,18 +310,19 @@ class Watch:
     def unchanged(self) -> bool:
         if self.lists is None:
             self.prepare()
-        hooks, views, children, modules, classes, getters, values, parameters, modes, attributes, counts = self.lists
-        training = self.module.training
+        hooks, views, below, classes, getters, values, parameters, modes, attributes, counts = self.lists
+        training, flat = self.module.training, itertools.chain.from_iterable
         if list(map(len, attributes)) != counts:
-            if not all(map(untouched, modules[1:])):
+            if not all(map(untouched, below)):
                 return False
             counts[:] = map(len, attributes)
+        now = list(flat(views))
         return (
-            not any(hooks)
-            and list(map(tuple, views)) == children
-            and list(map(type, modules)) == classes
+            now == below
+            and list(map(type, now)) == classes
+            and not any(hooks)
             and [get(d) for get, d in getters] == values
-            and PLAIN.issuperset(map(type, itertools.chain.from_iterable(parameters)))
+            and PLAIN.issuperset(map(type, flat(parameters)))
             and all(mode["training"] is training for mode in modes)
         )
 
@@ -359,12 +360,12 @@ class Fused(Forward):
         self.segments, self.watch = segments, watch
 
     def segment_of(self, pattern: tuple) -> Segment | None:
-        if pattern not in self.segments:
+        segment = self.segments.get(pattern, UNSEEN)
+        if segment is UNSEEN:
             segment = self.segments.get(regardless_of_precision(pattern))
-            if torch.compiler.is_compiling() or len(self.segments) >= REMEMBERED:
-                return segment
-            self.segments[pattern] = segment
-        return self.segments[pattern]
+            if not torch.compiler.is_compiling() and len(self.segments) < REMEMBERED:
+                self.segments[pattern] = segment
+        return segment
 
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled():
