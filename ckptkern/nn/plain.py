@@ -84,7 +84,7 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     module = method.__self__  # type: ignore[attr-defined]
     if (
         not torch.is_grad_enabled()
-        or module.recompute == "none"
+        or choose_level(module.recompute) == "none"
         or torch._C._are_functorch_transforms_active()
         or torch.compiler.is_exporting()
         or parametrize._cache_enabled
