@@ -11,13 +11,15 @@ from torch import Tensor
 from .. import eager, ops
 from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
+from .activations import Activation, activation_of
 from .plain import composed, dense, plain
 
 
 class Linear(torch.nn.Linear):
     """y = act(x weight^T + bias): torch.nn.Linear and, with `activation`, the activation after it as one op.
 
-    activation: None ("identity") or a name in ckptkern.ACTIVATIONS. recompute: see ckptkern.linear_act.
+    activation: None ("identity"), a name in ckptkern.ACTIVATIONS, or a function or module that computes one of them, such as
+    F.silu or nn.GELU(), which is recognised at construction. recompute: see ckptkern.linear_act.
     x [..., in_features] -> [..., out_features]; weight [out_features, in_features], bias [out_features].
     """
 
@@ -29,11 +31,11 @@ class Linear(torch.nn.Linear):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str | None = None,
+        activation: Activation | None = None,
         recompute: str = "selective",
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.activation = "identity" if activation is None else activation
+        self.activation = "identity" if activation is None else activation_of(type(self).__name__, activation)
         self.recompute = recompute
         check_statics(type(self).__name__, self.activation, recompute)
 
@@ -53,14 +55,14 @@ class LinearStack(torch.nn.Module):
     """k Linear + activation layers of the given widths as ONE segment that keeps only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    workspace: bytes of transient memory in backward. See ckptkern.linear_stack. If a layer is of another type (LoRA),
-    has hooks or a weight that is no plain memory, all layers are called, as one ckptkern.checkpoint.
+    activation: as Linear's. workspace: bytes of transient memory in backward. See ckptkern.linear_stack. If a layer is of
+    another type (LoRA), has hooks or a weight that is no plain memory, all layers are called, as one ckptkern.checkpoint.
     """
 
     def __init__(
         self,
         features: Sequence[int],
-        activation: str = "relu",
+        activation: Activation = "relu",
         bias: bool = True,
         *,
         recompute: str = "full",
@@ -76,6 +78,7 @@ class LinearStack(torch.nn.Module):
             raise ValueError(f"LinearStack: features needs at least two widths, the input's first, but is {features}")
         for i, width in enumerate(features):
             check_count("LinearStack", f"features[{i}]", width, least=0)
+        activation = activation_of("LinearStack", activation)
         check_statics("LinearStack", activation, recompute)
         parse_bytes("LinearStack", workspace)
         self.layers = torch.nn.ModuleList(

@@ -13,6 +13,7 @@ from ..ops._checks import check_count, check_input, check_number, check_statics,
 from ..ops._choices import parse_bytes
 from ..ops._masks import diagonal_of, merged_mask
 from ..ops.rotary import check_theta, composite_rotary, positions_of, rotary_tables
+from .activations import Activation, activation_of
 from .mlp import GatedMLP
 from .plain import composed, plain
 
@@ -221,7 +222,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         num_kv_heads: int | None = None,
         intermediate_size: int | None = None,
         head_dim: int | None = None,
-        activation: str = "silu",
+        activation: Activation = "silu",
         rms_norm_eps: float = 1e-6,
         rope_theta: float | None = 10000.0,
         qk_norm: bool = False,
@@ -237,6 +238,7 @@ class LlamaDecoderLayer(torch.nn.Module):
     ):
         super().__init__()
         op = type(self).__name__
+        activation = activation_of(op, activation)
         check_statics(op, activation, recompute, resid_dropout)
         parse_bytes(op, workspace)
         check_count(op, "hidden_size", hidden_size)

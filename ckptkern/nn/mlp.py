@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import eager, ops
 from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
+from .activations import Activation, activation_of
 from .plain import composed, plain
 
 
@@ -15,6 +16,7 @@ class MLP(torch.nn.Module):
     """y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two nn.Linear.
 
     hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
+    activation: as Linear's, a name, function or module.
     recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is no plain
     memory (parametrised, quantised, sharded), both are called, as one ckptkern.checkpoint that keeps the input.
     """
@@ -24,7 +26,7 @@ class MLP(torch.nn.Module):
         in_features: int,
         hidden_features: int | None = None,
         out_features: int | None = None,
-        activation: str = "gelu",
+        activation: Activation = "gelu",
         bias: bool = True,
         dropout: float = 0.0,
         *,
@@ -34,6 +36,7 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        activation = activation_of(type(self).__name__, activation)
         check_statics(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
         check_count(type(self).__name__, "in_features", in_features, least=0)
@@ -74,7 +77,7 @@ class GatedMLP(torch.nn.Module):
         in_features: int,
         hidden_features: int,
         out_features: int | None = None,
-        activation: str = "silu",
+        activation: Activation = "silu",
         bias: bool = False,
         dropout: float = 0.0,
         *,
@@ -84,6 +87,7 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        activation = activation_of(type(self).__name__, activation)
         check_statics(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
         out_features = in_features if out_features is None else out_features

@@ -9,23 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import eager, ops
+from .. import ops
 from ..ops._checks import check_level
 from ..subclasses import PLAIN
+from .activations import named
 from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout
 from .plain import DROPOUT, composed, plain, untouched
-
-
-def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """The name that ckptkern.mlp_block knows `activation` by, or None."""
-    for name, entry in eager.ACTIVATIONS.items():
-        for known in entry.torchs:
-            if activation is known:
-                return name
-            if type(activation) is known and plain((known,), activation):
-                return "gelu_tanh" if getattr(activation, "approximate", "none") == "tanh" else name
-    return None
 
 
 def _drops(*dropouts: torch.nn.Module) -> bool:
@@ -100,7 +90,7 @@ class _Layer:
 
     def _mlp_arguments(self, norm: torch.nn.Module, dropout: torch.nn.Module) -> dict[str, Any] | None:
         """The norm, the feed-forward network, its dropouts and residual as the arguments of ckptkern.mlp_block."""
-        activation = activation_name(self.activation)
+        activation = named(self.activation)
         if (
             activation is None
             or not self._is_torchs("_ff_block")
