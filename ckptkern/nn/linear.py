@@ -13,6 +13,8 @@ from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
 from .activations import Activation, activation_of
 from .plain import composed, dense, plain
+from .share import check_kind, refuse, share
+from .twin import check_linear, same_activation
 
 
 class Linear(torch.nn.Linear):
@@ -38,6 +40,16 @@ class Linear(torch.nn.Linear):
         self.activation = "identity" if activation is None else activation_of(type(self).__name__, activation)
         self.recompute = recompute
         check_statics(type(self).__name__, self.activation, recompute)
+
+    @classmethod
+    def from_torch(
+        cls, module: torch.nn.Linear, activation: Activation | None = None, recompute: str = "selective"
+    ) -> Linear:
+        """A twin of `module`, with an activation after it, that shares its parameters and hooks."""
+        check_kind(cls, module, torch.nn.Linear)
+        name = "identity" if activation is None else activation_of(cls.__name__, activation)
+        check_statics(cls.__name__, name, recompute)
+        return share(cls, module, activation=name, recompute=recompute)
 
     def forward(self, input: Tensor) -> Tensor:
         if not dense(self):
@@ -85,6 +97,21 @@ class LinearStack(torch.nn.Module):
             torch.nn.Linear(k, n, bias, device, dtype) for k, n in itertools.pairwise(features)
         )
         self.activation, self.recompute, self.workspace = activation, recompute, workspace
+
+    @classmethod
+    def from_torch(
+        cls, module: torch.nn.Sequential, recompute: str = "full", workspace: int | str | None = None
+    ) -> LinearStack:
+        """A twin of nn.Sequential(Linear, activation, Linear, activation, ...), with one activation, that shares its layers."""
+        check_kind(cls, module, torch.nn.Sequential)
+        if len(module) < 2 or len(module) % 2:
+            refuse(cls, module, "is not Linear, activation, Linear, activation, ...")
+        layers = check_linear(cls, module, *list(module._modules)[::2])
+        name = same_activation(cls, [*module][1::2])
+        check_statics(cls.__name__, name, recompute)
+        parse_bytes(cls.__name__, workspace)
+        parts = {"layers": torch.nn.ModuleList(layers).train(module.training)}
+        return share(cls, module, _modules=parts, activation=name, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.layers)
