@@ -15,6 +15,7 @@ from ..ops._masks import diagonal_of
 from ..ops.attention import attention_with_weights
 from ..subclasses import PLAIN, foreign
 from .plain import composed, dense, strided
+from .share import check_kind, share
 
 
 def by_head(attn_mask: Tensor, heads: int) -> Tensor:
@@ -114,15 +115,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     @classmethod
     def from_torch(cls, module: torch.nn.MultiheadAttention, recompute: str = "selective") -> MultiheadAttention:
         """A twin of `module` that shares its parameters, buffers, hooks and settings."""
-        if not isinstance(module, torch.nn.MultiheadAttention):
-            raise TypeError(
-                f"{cls.__name__}: module must be a torch.nn.MultiheadAttention, not {type(module).__name__}"
-            )
+        check_kind(cls, module, torch.nn.MultiheadAttention)
         check_level(cls.__name__, recompute)
-        twin = cls.__new__(cls)
-        twin.__dict__.update(module.__dict__)
-        twin.recompute = recompute
-        return twin
+        return share(cls, module, recompute=recompute)
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, num_heads={self.num_heads}, recompute={self.recompute!r}"

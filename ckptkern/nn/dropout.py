@@ -6,10 +6,17 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .share import check_kind, share
 
 
 class Dropout(torch.nn.Dropout):
     """torch.nn.Dropout whose mask is drawn again in backward. `inplace` copies the result back into the input."""
+
+    @classmethod
+    def from_torch(cls, module: torch.nn.Dropout) -> Dropout:
+        """A twin of `module` that shares its hooks and settings."""
+        check_kind(cls, module, torch.nn.Dropout)
+        return share(cls, module)
 
     def forward(self, input: Tensor) -> Tensor:
         if self.p < 0.0 or self.p > 1.0:

@@ -11,13 +11,17 @@ from torch import Tensor
 from .. import eager, ops
 from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
+from .activations import Activation, activation_of
 from .plain import composed, dense, plain
+from .share import check_kind, refuse, share
+from .twin import check_linear, same_activation
 
 
 class Linear(torch.nn.Linear):
     """y = act(x weight^T + bias): torch.nn.Linear and, with `activation`, the activation after it as one op.
 
-    activation: None ("identity") or a name in ckptkern.ACTIVATIONS. recompute: see ckptkern.linear_act.
+    activation: None ("identity"), a name in ckptkern.ACTIVATIONS, or a function or module that computes one of them, such as
+    F.silu or nn.GELU(), which is recognised at construction. recompute: see ckptkern.linear_act.
     x [..., in_features] -> [..., out_features]; weight [out_features, in_features], bias [out_features].
     """
 
@@ -29,13 +33,23 @@ class Linear(torch.nn.Linear):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str | None = None,
+        activation: Activation | None = None,
         recompute: str = "selective",
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.activation = "identity" if activation is None else activation
+        self.activation = "identity" if activation is None else activation_of(type(self).__name__, activation)
         self.recompute = recompute
         check_statics(type(self).__name__, self.activation, recompute)
+
+    @classmethod
+    def from_torch(
+        cls, module: torch.nn.Linear, activation: Activation | None = None, recompute: str = "selective"
+    ) -> Linear:
+        """A twin of `module`, with an activation after it, that shares its parameters and hooks."""
+        check_kind(cls, module, torch.nn.Linear)
+        name = "identity" if activation is None else activation_of(cls.__name__, activation)
+        check_statics(cls.__name__, name, recompute)
+        return share(cls, module, activation=name, recompute=recompute)
 
     def forward(self, input: Tensor) -> Tensor:
         if not dense(self):
@@ -53,14 +67,14 @@ class LinearStack(torch.nn.Module):
     """k Linear + activation layers of the given widths as ONE segment that keeps only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    workspace: bytes of transient memory in backward. See ckptkern.linear_stack. If a layer is of another type (LoRA),
-    has hooks or a weight that is no plain memory, all layers are called, as one ckptkern.checkpoint.
+    activation: as Linear's. workspace: bytes of transient memory in backward. See ckptkern.linear_stack. If a layer is of
+    another type (LoRA), has hooks or a weight that is no plain memory, all layers are called, as one ckptkern.checkpoint.
     """
 
     def __init__(
         self,
         features: Sequence[int],
-        activation: str = "relu",
+        activation: Activation = "relu",
         bias: bool = True,
         *,
         recompute: str = "full",
@@ -76,12 +90,28 @@ class LinearStack(torch.nn.Module):
             raise ValueError(f"LinearStack: features needs at least two widths, the input's first, but is {features}")
         for i, width in enumerate(features):
             check_count("LinearStack", f"features[{i}]", width, least=0)
+        activation = activation_of("LinearStack", activation)
         check_statics("LinearStack", activation, recompute)
         parse_bytes("LinearStack", workspace)
         self.layers = torch.nn.ModuleList(
             torch.nn.Linear(k, n, bias, device, dtype) for k, n in itertools.pairwise(features)
         )
         self.activation, self.recompute, self.workspace = activation, recompute, workspace
+
+    @classmethod
+    def from_torch(
+        cls, module: torch.nn.Sequential, recompute: str = "full", workspace: int | str | None = None
+    ) -> LinearStack:
+        """A twin of nn.Sequential(Linear, activation, Linear, activation, ...), with one activation, that shares its layers."""
+        check_kind(cls, module, torch.nn.Sequential)
+        if len(module) < 2 or len(module) % 2:
+            refuse(cls, module, "is not Linear, activation, Linear, activation, ...")
+        layers = check_linear(cls, module, *list(module._modules)[::2])
+        name = same_activation(cls, [*module][1::2])
+        check_statics(cls.__name__, name, recompute)
+        parse_bytes(cls.__name__, workspace)
+        parts = {"layers": torch.nn.ModuleList(layers).train(module.training)}
+        return share(cls, module, _modules=parts, activation=name, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.layers)

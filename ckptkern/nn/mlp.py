@@ -8,13 +8,17 @@ from torch import Tensor
 from .. import eager, ops
 from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
+from .activations import Activation, activation_of
 from .plain import composed, plain
+from .share import check_kind, refuse, share
+from .twin import activation_in, check_linear, check_parts, dropout_in, same_activation
 
 
 class MLP(torch.nn.Module):
     """y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two nn.Linear.
 
     hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
+    activation: as Linear's, a name, function or module.
     recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is no plain
     memory (parametrised, quantised, sharded), both are called, as one ckptkern.checkpoint that keeps the input.
     """
@@ -24,7 +28,7 @@ class MLP(torch.nn.Module):
         in_features: int,
         hidden_features: int | None = None,
         out_features: int | None = None,
-        activation: str = "gelu",
+        activation: Activation = "gelu",
         bias: bool = True,
         dropout: float = 0.0,
         *,
@@ -34,6 +38,7 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        activation = activation_of(type(self).__name__, activation)
         check_statics(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
         check_count(type(self).__name__, "in_features", in_features, least=0)
@@ -44,6 +49,22 @@ class MLP(torch.nn.Module):
         self.fc1 = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
+
+    @classmethod
+    def from_torch(
+        cls, module: torch.nn.Sequential, recompute: str = "full", workspace: int | str | None = None
+    ) -> MLP:
+        """A twin of nn.Sequential(Linear, activation, Linear), or with a Dropout before the last, that shares its layers."""
+        check_kind(cls, module, torch.nn.Sequential)
+        if len(module) not in (3, 4):
+            refuse(cls, module, "is not Linear, activation, Linear, nor has one Dropout before the last")
+        names = list(module._modules)
+        fc1, fc2 = check_linear(cls, module, names[0], names[-1])
+        name, p = same_activation(cls, [module[1]]), dropout_in(cls, module, module[2]) if len(module) == 4 else 0.0
+        check_statics(cls.__name__, name, recompute, p)
+        parse_bytes(cls.__name__, workspace)
+        parts = {"fc1": fc1, "fc2": fc2}
+        return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         if not plain(torch.nn.Linear, self.fc1, self.fc2):
@@ -74,7 +95,7 @@ class GatedMLP(torch.nn.Module):
         in_features: int,
         hidden_features: int,
         out_features: int | None = None,
-        activation: str = "silu",
+        activation: Activation = "silu",
         bias: bool = False,
         dropout: float = 0.0,
         *,
@@ -84,6 +105,7 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        activation = activation_of(type(self).__name__, activation)
         check_statics(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
         out_features = in_features if out_features is None else out_features
@@ -94,6 +116,26 @@ class GatedMLP(torch.nn.Module):
         self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
+
+    @classmethod
+    def from_torch(
+        cls,
+        module: torch.nn.Module,
+        activation: Activation | None = None,
+        recompute: str = "full",
+        workspace: int | str | None = None,
+    ) -> GatedMLP:
+        """A twin of a module with gate_proj, up_proj and down_proj, such as LlamaMLP of Hugging Face, that shares them.
+
+        activation: by default the module's own `act_fn`.
+        """
+        names = ("gate_proj", "up_proj", "down_proj")
+        check_parts(cls, module, names, ("act_fn", "activation", "activation_fn"))
+        parts = dict(zip(names, check_linear(cls, module, *names), strict=True))
+        name, p = activation_in(cls, module, activation), getattr(module, "dropout", 0.0)
+        check_statics(cls.__name__, name, recompute, p)
+        parse_bytes(cls.__name__, workspace)
+        return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_plain():

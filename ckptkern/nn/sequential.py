@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops._choices import autocast_dtype
 from ..segments import sequential
+from .share import check_kind, share
 
 _OPTIONS = {
     name for name, one in inspect.signature(sequential.checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY
@@ -26,6 +28,17 @@ class Sequential(torch.nn.Sequential):
 
     def __init__(self, *layers, segments: sequential.Segments = "sqrt", **options):
         super().__init__(*layers)
+        self._set(segments, options)
+
+    @classmethod
+    def from_torch(cls, module: torch.nn.Sequential, segments: sequential.Segments = "sqrt", **options) -> Sequential:
+        """A twin of `module` that shares its layers and hooks."""
+        check_kind(cls, module, torch.nn.Sequential)
+        twin = share(cls, module)
+        twin._set(segments, options)
+        return twin
+
+    def _set(self, segments: sequential.Segments, options: dict[str, Any]) -> None:
         if not isinstance(segments, (int, str)) and not callable(segments):
             sequential.split(self, segments)  # raises
         for name in options.keys() - _OPTIONS:

@@ -9,23 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import eager, ops
+from .. import ops
 from ..ops._checks import check_level
 from ..subclasses import PLAIN
+from .activations import named
 from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout
 from .plain import DROPOUT, composed, plain, untouched
-
-
-def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """The name that ckptkern.mlp_block knows `activation` by, or None."""
-    for name, entry in eager.ACTIVATIONS.items():
-        for known in entry.torchs:
-            if activation is known:
-                return name
-            if type(activation) is known and plain((known,), activation):
-                return "gelu_tanh" if getattr(activation, "approximate", "none") == "tanh" else name
-    return None
+from .share import check_kind, share
 
 
 def _drops(*dropouts: torch.nn.Module) -> bool:
@@ -54,14 +45,23 @@ class _Layer:
     torch_class: type[torch.nn.Module]
 
     def _adopt(self, recompute: str) -> None:
-        """Replaces attention and dropout in the layer that torch has built, after torch has drawn its initial weights."""
+        """Replaces attention and dropout in a layer of torch's, after torch has drawn its initial weights. What the layer
+        cannot stand for, such as a forward of the instance's own, stays as it is and is called."""
         check_level(type(self).__name__, recompute)
         self.recompute = recompute
-        for name, module in self.named_children():
-            if isinstance(module, torch.nn.MultiheadAttention):
-                setattr(self, name, MultiheadAttention.from_torch(module, recompute))
-            elif isinstance(module, torch.nn.Dropout):
-                setattr(self, name, Dropout(module.p))
+        for name, module in self._modules.items():
+            if type(module) is torch.nn.MultiheadAttention and "forward" not in module.__dict__:
+                self._modules[name] = MultiheadAttention.from_torch(module, recompute)
+            elif type(module) is torch.nn.Dropout and "forward" not in module.__dict__:
+                self._modules[name] = Dropout.from_torch(module)
+
+    @classmethod
+    def from_torch(cls, module: torch.nn.Module, recompute: str = "selective"):
+        """A twin of `module` that shares its parameters, buffers, hooks and settings, and its submodules or twins of them."""
+        check_kind(cls, module, cls.torch_class)
+        twin = share(cls, module)  # type: ignore[type-var]
+        twin._adopt(recompute)
+        return twin
 
     def extra_repr(self) -> str:
         return f"recompute={self.recompute!r}"
@@ -100,7 +100,7 @@ class _Layer:
 
     def _mlp_arguments(self, norm: torch.nn.Module, dropout: torch.nn.Module) -> dict[str, Any] | None:
         """The norm, the feed-forward network, its dropouts and residual as the arguments of ckptkern.mlp_block."""
-        activation = activation_name(self.activation)
+        activation = named(self.activation)
         if (
             activation is None
             or not self._is_torchs("_ff_block")

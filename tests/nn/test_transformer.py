@@ -24,7 +24,7 @@ from twins import (
 
 import ckptkern
 from ckptkern.memory import kept_tensors
-from ckptkern.nn.transformer import activation_name
+from ckptkern.nn.activations import named
 
 E, H, HIDDEN, B, T, S = 12, 3, 20, 2, 5, 7
 LAYERS = {"encoder": "TransformerEncoderLayer", "decoder": "TransformerDecoderLayer"}
@@ -388,7 +388,7 @@ def test_torchs_activations_are_known():
     hooked = torch.nn.ReLU()
     hooked.register_forward_hook(lambda *_: None)
     known |= dict.fromkeys((F.elu, torch.nn.Tanh(), hooked, type("Own", (torch.nn.ReLU,), {})()))
-    assert {activation: activation_name(activation) for activation in known} == known
+    assert {activation: named(activation) for activation in known} == known
 
 
 @pytest.mark.parametrize("kind", LAYERS)

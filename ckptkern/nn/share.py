@@ -1,0 +1,33 @@
+"""A module of ours made from one that exists: what `from_torch` shares with it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+def share(cls: type[Module], module: torch.nn.Module, **own: Any) -> Module:
+    """A `cls` with the module's parameters, buffers, hooks and settings. own: what it has instead of the module's."""
+    one, parts = cls.__new__(cls), own.pop("_modules", module._modules)
+    place = {
+        name: i for i, name in enumerate(module._modules)
+    }  # parameters keep their order, which optimizers count by
+    parts = {name: parts[name] for name in sorted(parts, key=lambda name: place.get(name, len(place)))}
+    one.__dict__.update({**module.__dict__, "_modules": parts, **own})
+    return one
+
+
+def refuse(cls: type, module: object, reason: str) -> NoReturn:
+    raise TypeError(f"{cls.__name__}: {type(module).__name__} {reason}")
+
+
+def check_kind(cls: type, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+    """Raises TypeError unless the module computes what a `kind` does."""
+    if type(module) not in (kind, cls):
+        kinds = f"torch.nn.{kind.__name__}, not {type(module).__name__}"
+        raise TypeError(f"{cls.__name__}: module must be a {kinds}")
+    if "forward" in module.__dict__:
+        refuse(cls, module, "has a forward of its own on the instance")

@@ -1,0 +1,92 @@
+"""Activations that modules are given as functions and modules."""
+
+import functools
+import math
+
+import pytest
+import torch
+from cases import ACTIVATIONS
+from torch import nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.nn.activations import recognised
+
+
+class NewGELU(nn.Module):
+    """As in transformers."""
+
+    def forward(self, z):
+        return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * torch.pow(z, 3.0))))
+
+
+class Swish(nn.Module):
+    """silu for as long as beta is 1."""
+
+    def __init__(self, kind):
+        super().__init__()
+        one = torch.ones(())
+        self.beta = nn.Parameter(one) if kind == "parameter" else one.requires_grad_() if kind == "attribute" else 1.0
+        if kind == "buffer":
+            self.register_buffer("gain", one)
+
+    def forward(self, z):
+        return z * torch.sigmoid(self.beta * z)
+
+
+def hooked():
+    module = nn.Sequential(nn.ReLU())
+    module[0].register_forward_hook(lambda *_: None)
+    return module
+
+
+KNOWN = {
+    "relu": [
+        F.relu,
+        nn.ReLU(inplace=True),
+        torch.relu_,
+        torch.Tensor.relu,
+        nn.Threshold(0.0, 0.0),
+        nn.Sequential(nn.ReLU()),
+    ],
+    "relu2": [lambda z: F.relu(z) ** 2],
+    "gelu": [F.gelu, nn.GELU(), lambda z: z * 0.5 * (1 + torch.erf(z / 2**0.5))],
+    "gelu_tanh": [nn.GELU("tanh"), functools.partial(F.gelu, approximate="tanh"), NewGELU()],
+    "quick_gelu": [lambda z: z * torch.sigmoid(1.702 * z)],
+    "silu": [F.silu, nn.SiLU(inplace=True), Swish("number")],
+    "identity": [nn.Identity()],
+}
+UNKNOWN = [
+    nn.ReLU6(), nn.LeakyReLU(0.01), nn.Tanh(), nn.PReLU(1, 0.0), nn.Softmax(-1), nn.GLU(), nn.RReLU(), nn.Dropout(), hooked(),
+    Swish("parameter"), Swish("attribute"), Swish("buffer"), lambda z: F.gelu(z).clamp(-10, 10), lambda z: F.relu(z).detach(),
+    lambda z: z.sum(), lambda z: None, lambda: None, lambda z: F.silu(z.detach()) + z - z.detach(), nn.MultiheadAttention,
+]  # fmt: skip
+
+
+def test_functions_and_modules_are_recognised():
+    assert set(KNOWN) == set(ACTIVATIONS)
+    before = torch.get_rng_state()
+    for name, functions in KNOWN.items():
+        assert [recognised(one) for one in functions] == [name] * len(functions)
+    assert [recognised(one) for one in UNKNOWN] == [None] * len(UNKNOWN)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+MODULES = {
+    "Linear": lambda **o: ckptkern.nn.Linear(6, 6, **o),
+    "LinearStack": lambda **o: ckptkern.nn.LinearStack([6, 6], **o),
+    "MLP": lambda **o: ckptkern.nn.MLP(6, **o),
+    "GatedMLP": lambda **o: ckptkern.nn.GatedMLP(6, 6, **o),
+    "LlamaDecoderLayer": lambda **o: ckptkern.nn.LlamaDecoderLayer(8, 2, **o),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_take_them(name):
+    with torch.no_grad(), torch.device("meta"):
+        module = MODULES[name](activation=NewGELU())
+    assert "activation='gelu_tanh'" in repr(module)
+    with pytest.raises(ValueError, match=rf"^{name}: activation must be one of 'relu', .* which Tanh\(\) does not$"):
+        MODULES[name](activation=nn.Tanh())
+    with pytest.raises(ValueError, match=f"^{name}: activation must be one of 'relu', .*, not 3$"):
+        MODULES[name](activation=3)
