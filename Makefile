@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format gate bench bench-host docs test-matrix test-cpus gpu clean
+.PHONY: help install demo test quick lint format gate bench bench-host convert-families convert-sweep docs test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -50,6 +50,12 @@ bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --ca
 
 bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, with its bound
 	$(PY) -m ckptkern.benchmarks.host $(ARGS)
+
+convert-families: $(STAMP) ## convert on 37 families of models of transformers and timm, which it needs. ARGS="--only llama"
+	$(PY) -m ckptkern.benchmarks.conversion.families $(ARGS)
+
+convert-sweep: $(STAMP) ## convert on every class of transformers that builds small. ARGS="--out sweep.csv"
+	$(PY) -m ckptkern.benchmarks.conversion.sweep $(ARGS)
 
 docs: $(STAMP) ## build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)

@@ -33,6 +33,13 @@ def functions() -> None:
     ckptkern.dropout(x, "half")  # type: ignore[arg-type]
 
 
+def conversion(model: nn.Module) -> None:
+    assert_type(ckptkern.convert(model, x, recompute="full", include=["*.mlp", nn.Linear]), ckptkern.Conversion)
+    assert_type([row.served_by for row in ckptkern.convert(model)], list[str | None])
+    assert_type(ckptkern.revert(model), nn.Module)
+    ckptkern.convert(model, exclude=3)  # type: ignore[arg-type]
+
+
 def segments() -> None:
     layer, layers = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     ckptkern.checkpoint(layer, x, use_reentrant=False, determinism_check="values")

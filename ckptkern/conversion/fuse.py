@@ -86,7 +86,10 @@ def prove(module: nn.Module, reading: Reading, result, args: tuple, kwargs: dict
             return segment([x if i == reading.x else value for i, value in enumerate(flat)], "full")
 
         try:
-            error = difference(results(fused, x, parameters), theirs)
+            with torch.no_grad():  # most choices show in the output
+                error = difference([fused(x)], theirs[:1])
+            if error <= TOLERANCE:
+                error = difference(results(fused, x, parameters), theirs)
         except (ValueError, TypeError, RuntimeError) as refusal:
             reason = f"ckptkern.{reading.op} refuses it: {refusal}"
             continue

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import eager
+from ..nn.activations import recognised
 from ..nn.dropout import Dropout
 from .trace import Node, Unreadable
 
@@ -130,8 +130,8 @@ class Leaves:
 
     def activation(self, node: Node) -> str | None:
         if node.kind == "function" and len(node.inputs) == 1:
-            return _activation_of(functools.partial(_called, node))
-        return self.once("activation", node, lambda _, leaf, __: None if _parameters(leaf) else _activation_of(leaf))
+            return recognised(functools.partial(_called, node))
+        return self.once("activation", node, lambda _, leaf, __: recognised(leaf))
 
     # -- dropout
 
@@ -221,15 +221,6 @@ def _called(node: Node, x: Tensor) -> Tensor:
     args = [x if isinstance(one, Node) else one for one in node.args]
     kwargs = {name: x if isinstance(one, Node) else one for name, one in (node.kwargs or {}).items()}
     return function(*args, **kwargs)
-
-
-def _activation_of(function: Callable[[Tensor], Tensor]) -> str | None:
-    x = torch.linspace(-8, 8, 257)
-    y = _outcome(function, x.clone())
-    if y is None or y.shape != x.shape:
-        return None
-    names = (name for name in eager.ACTIVATIONS if name != "identity")
-    return next((name for name in names if torch.allclose(eager.act(x, name), y, rtol=1e-5, atol=3e-6)), None)
 
 
 def _find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
