@@ -199,11 +199,43 @@ def rows(names: list[str]) -> Iterator[measure.Result]:
             yield measure.Result(name, "CRASHED", reasons=[f"{type(error).__name__}: {error}"])
 
 
+def draw(rows: list[dict[str, str]], path: Path) -> None:
+    """Bars of what each family keeps: plain, with torch.utils.checkpoint round each layer, converted."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    ways = (("kept_plain", "plain", "#c8c8c8"), ("kept_checkpoint", "torch.utils.checkpoint", "#e08214"),
+            ("kept_converted", "converted, \"selective\"", "#2166ac"))  # fmt: skip
+    figure, axes = pyplot.subplots(figsize=(7.5, 0.32 * len(rows) + 1))
+    for i, (key, label, colour) in enumerate(ways):
+        shares = [100 * int(row[key]) / int(row["kept_plain"]) for row in rows]
+        places = [k + 0.27 * (i - 1) for k in range(len(rows))]
+        axes.barh(places, shares, 0.25, label=label, color=colour)
+    names = [row["name"] + ("" if row["verdict"] == "whole" else f" ({row['verdict']})") for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel("bytes kept for backward, % of the plain model's")
+    axes.legend(fontsize=8, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.conversion.families", description=__doc__)
     parser.add_argument("--out", type=Path, help="write a row for each family to this file")
     parser.add_argument("--only", default="", help="families whose names have this in them")
+    parser.add_argument("--figure", type=Path, help="draw what --out holds, from an earlier run, to this file")
     args = parser.parse_args()
+    if args.figure:
+        if args.out is None:
+            parser.error("--figure needs --out, the file of an earlier run")
+        with args.out.open(newline="") as file:
+            return draw(list(csv.DictReader(file)), args.figure)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     results = []

@@ -98,6 +98,18 @@ def wide(inputs: Any) -> Any:
     return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in inputs.items()}
 
 
+def called(model: nn.Module, inputs: dict[str, Any]) -> set[nn.Module]:
+    """The modules that a call of the model calls."""
+    seen: set[nn.Module] = set()
+    hooks = [m.register_forward_pre_hook(lambda m, _: seen.add(m)) for m in model.modules()]
+    try:
+        kept(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
 def blocks(model: nn.Module) -> list[str]:
     """Names of the members of lists of modules of one class that have linear layers in them: what is called a layer."""
     found = []
@@ -137,7 +149,8 @@ def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any]
     result.seconds = time.perf_counter() - start
     result.served = dict(Counter(row.served_by for row in conversion.converted))
     result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion.left))
-    layers, whole = blocks(model), {row.name for row in conversion.converted}
+    ran, whole = called(model, inputs), {row.name for row in conversion.converted}
+    layers = [name for name in blocks(model) if model.get_submodule(name) in ran]
     result.layers, result.whole = len(layers), sum(layer in whole for layer in layers)
     ours, result.kept_converted = step(model, inputs), kept(model, inputs)
     result.loss_error = abs(float(ours[""]) - float(theirs[""])) / max(abs(float(theirs[""])), 1e-30)

@@ -193,7 +193,7 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
     y = _outcome(leaf, x)
     if y is None or y.shape != x.shape:
         return None
-    for eps in (*epsilons, _default_eps(None)):
+    for eps in dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, _default_eps(None))):
         layer = F.layer_norm(x, (features,), eps=eps)
         rms = F.rms_norm(x, (features,), eps=eps)
         for names in itertools.permutations([None, *own], 2):
