@@ -1,0 +1,60 @@
+"""What the benchmark of convert on other libraries' models says of a model, on models that need no library."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import torch
+from architectures import ARCHITECTURES, ids
+from torch import nn
+
+from ckptkern.benchmarks.conversion import families, measure
+
+
+def test_a_sound_conversion() -> None:
+    model, result = ARCHITECTURES["llama"].model(), measure.Result("llama")
+    inputs = {"ids": ids()}
+    result.kept_checkpoint = measure.kept(measure.checkpointed(model), inputs)
+    measure.convert_and_compare(result, model, inputs)
+    assert (result.verdict, result.served, result.whole, result.layers) == ("whole", {"transformer_layer": 2}, 2, 2)
+    assert result.kept_checkpoint < result.kept_converted < result.kept_plain
+    assert max(result.loss_error, result.gradient_error) < 1e-5
+    curves = [measure.curve(one, inputs, 3) for one in (model, model)]
+    assert curves[0][-1] > curves[1][-1], "it trains"
+
+
+def test_a_wrong_one_shows() -> None:
+    model = ARCHITECTURES["gpt"].model()
+    right = measure.step(model, {"ids": ids()})
+    model.layers[1].c_attn.weight.data[0] *= 1.01
+    assert measure.error(measure.step(model, {"ids": ids()}), right) > 1e-4
+    assert measure.error({"": right[""]}, right) == float("inf"), "a gradient that is missing"
+    nan = {name: g * float("nan") for name, g in right.items()}
+    assert measure.error(nan, right) == float("inf")
+
+
+def test_layers_that_are_not_called_do_not_count() -> None:
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = ARCHITECTURES["llama"].model(), ARCHITECTURES["llama"].model()
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.used(ids)
+
+    model, result = Half(), measure.Result("half")
+    assert len(measure.blocks(model)) == 4
+    measure.convert_and_compare(result, model, {"ids": ids()})
+    assert (result.verdict, result.layers) == ("whole", 2)
+
+
+def test_the_figure(tmp_path: Path) -> None:
+    rows = [measure.Result("a", "whole", kept_plain=100, kept_checkpoint=10, kept_converted=20)]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0].row()))
+        writer.writeheader()
+        writer.writerows(row.row() for row in rows)
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        families.draw(list(csv.DictReader(file)), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
