@@ -2,7 +2,9 @@
 
 import copy
 
+import pytest
 import torch
+from architectures import ARCHITECTURES, ids
 from ranks import run_on_two
 from torch import nn
 
@@ -77,3 +79,46 @@ def gradients_of_function(network, forward, x) -> list[torch.Tensor]:
 
 def test_ddp_and_fsdp2_over_two_processes(tmp_path):
     run_on_two(_check_rank, tmp_path)
+
+
+def converted(fuse: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["llama"].model()
+    if fuse:
+        assert len(ckptkern.convert(model, ids()).converted) == 2
+    return model
+
+
+def step(network, given) -> list[torch.Tensor]:
+    for _ in range(2):
+        network.zero_grad()
+        network(given).square().mean().backward()
+    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in network.parameters()]
+
+
+def _check_converted(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mine = ids(rank)
+    expected = step(converted(False), torch.cat([ids(0), ids(1)]))
+    network = DistributedDataParallel(converted(True))
+    for ours, plain in zip(step(network, mine), expected, strict=True):
+        torch.testing.assert_close(ours, plain)
+    network = converted(True)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in network.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    with ckptkern.memory.kept_tensors() as kept:
+        network(mine)
+    assert not any(shape[-1:] == (48,) for shape, _, _ in kept.tensors if len(shape) == 3), "no hidden layer is kept"
+    for ours, plain in zip(step(network, mine), expected, strict=True):
+        torch.testing.assert_close(ours, plain)
+    with pytest.raises(ValueError, match="convert first, then shard"):
+        ckptkern.convert(network, mine)
+
+
+def test_a_converted_model_under_ddp_and_fsdp2(tmp_path):
+    run_on_two(_check_converted, tmp_path)
