@@ -63,13 +63,17 @@ def plain_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((torch.view_as_real(pairs * turns).flatten(-2), x[..., R:]), -1)
 
 
-def plain_attention(q, k, v, *, scale=None, slopes=None, causal=False, hidden=None, p=0.0, drawn=None) -> Tensor:
-    """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j|)) v; slopes: [H] or [B, H].
+def plain_attention(
+    q, k, v, *, scale=None, softcap=None, slopes=None, causal=False, hidden=None, p=0.0, drawn=None
+) -> Tensor:
+    """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j|)) v; slopes: [H] or [B, H]; softcap: as Gemma 2 caps the scores.
 
     hidden: bool, broadcast to the scores, True = not seen.
     """
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        s = torch.tanh(s / softcap) * softcap
     if slopes is not None:
         i, j = (torch.arange(size) for size in s.shape[-2:])
         s = s - slopes.to(s.dtype)[..., None, None] * (i[:, None] - j).abs()
@@ -160,6 +164,7 @@ class Attention(Half):
     interleaved: bool = False
     slopes: tuple[int, ...] = ()  # their shape
     scale: float | None = None
+    softcap: float | None = None
     qk_norm: str = ""  # rms or layer, of one head, or followed by " rows" (one for each head) or " all" (heads at once)
     dropout_p: float = P
     out: int = FEATURES
@@ -207,7 +212,8 @@ class Attention(Half):
             qkv_layout=self.layout,
             qk_norm=tuple((t[f"{n}_gain"], t.get(f"{n}_shift")) for n in "qk") if self.qk_norm else None,
             qk_norm_kind=self.qk_norm.partition(" ")[0] or "rms", qk_norm_eps=1e-5, rotary=self.tables(),
-            rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale, is_causal=self.causal,
+            rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale,
+            softcap=self.softcap, is_causal=self.causal,
             key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
         )  # fmt: skip
 
@@ -229,8 +235,9 @@ class Attention(Half):
             q, k = (turn(heads, *self.tables()) for heads in (q, k))
         hidden = self.padding()
         o = plain_attention(
-            *(heads.transpose(-3, -2) for heads in (q, k, v)), scale=self.scale, slopes=self.alibi(), causal=self.causal,
-            p=self.dropout_p, drawn=drawn, hidden=None if hidden is None else hidden[:, None, None],
+            *(heads.transpose(-3, -2) for heads in (q, k, v)), scale=self.scale, softcap=self.softcap,
+            slopes=self.alibi(), causal=self.causal, p=self.dropout_p, drawn=drawn,
+            hidden=None if hidden is None else hidden[:, None, None],
         )  # fmt: skip
         return F.linear(o.transpose(-3, -2).flatten(-2), t["out_weight"], t.get("out_bias"))
 
@@ -428,7 +435,7 @@ VARIANTS = (
     Block("parallel", Attention(layout="heads", rotary=True, dropout_p=0.0), MLP(post_norm="rms"), parallel=True),
     Block("normed heads", Attention(norm=None, kv_heads=2, packed=False, qk_norm="layer all", rotary=True)),
     Block("normed heads in groups", Attention(norm=None, kv_heads=2, layout="heads", qk_norm="layer rows", rotary=True)),
-    Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", qk_norm="rms all", post_norm="rms", resid_p=0.0),
+    Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", qk_norm="rms all", softcap=0.7, post_norm="rms", resid_p=0.0),
           MLP(**LLAMA, gated=True, activation="silu", post_norm="rms", resid_p=0.0)),
 )  # fmt: skip
 

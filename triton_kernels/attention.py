@@ -1,8 +1,9 @@
 """Flash attention that can be run again: forward with LSE, and a deterministic backward from q, k, v and LSE.
 
-    s_ij = scale q_i k_j [- slope |i - j|] [+ mask_ij];  p = softmax_j(s);  o = dropout(p) v;  lse_i = log sum_j exp(s_ij)
+    s_ij = scale q_i k_j, or c tanh(scale q_i k_j / c) with softcap c [- slope |i - j|] [+ mask_ij]
+    p = softmax_j(s);  o = dropout(p) v;  lse_i = log sum_j exp(s_ij)
     dv = dropout(p)^T do;  dp = dropout'(do v^T);  ds = p (dp - delta);  delta_i = sum_d o_id do_id
-    dq = scale ds k;  dk = scale ds^T q
+    with softcap ds *= 1 - tanh^2;  dq = scale ds k;  dk = scale ds^T q
 
 Row i may see column j where i - LEFT <= j <= i + RIGHT; causal is RIGHT = 0, aligned top-left as in torch's
 scaled_dot_product_attention. Packed sequences align bottom-right, as in torch's varlen_attn: i + Sk - Sq for i.
@@ -23,6 +24,7 @@ import triton.language as tl
 from .attention_backward import _attn_dkdv_kernel, _attn_dq_kernel
 from .attention_scores import (
     DYNAMIC,
+    capped_tile,
     column_phases,
     first_block_of,
     load_rows,
@@ -143,8 +145,9 @@ def _fwd_steps(
         offs_n = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_rows, offs_n, Sk, D, HEAD_D)
         qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
+        qk, factor = capped_tile(qk, scale)
         s = score_tile(
-            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask, mask_offset, window,
+            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask, mask_offset, window,
             LEFT, RIGHT, EDGE, MASK_STEP,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(s, axis=1))
@@ -258,6 +261,10 @@ def _mask(mask) -> tuple:
     return mask, b, h, row or None, col
 
 
+def _scale(core) -> tuple:
+    return core.scale, core.softcap or None
+
+
 def _slopes(slopes) -> tuple:
     return slopes, 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0)
 
@@ -321,7 +328,7 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
         launch(
             _attn_fwd_kernel, (B * H * tiles,), _heads(q, packed), _heads(k, packed), _heads(v, packed), _mask(core.mask),
             _slopes(core.slopes), core.dropout[0], core.cu_q, core.cu_k, _heads(do, packed), _heads(o, packed), lse, delta,
-            Sq, Sk, H, tiles, core.scale, core.dropout[1], core.dropout[2], core.plane_base, left, right,
+            Sq, Sk, H, tiles, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, left, right,
             0 if packed else lse.stride(0), lse.stride(1), **flags, **tile.launch_options(),
         )  # fmt: skip
     return o, lse, delta
@@ -375,7 +382,7 @@ def attn_bwd(
 
     def scalars(count):
         return (
-            Sq, Sk, H, count, core.scale, core.dropout[1], core.dropout[2], core.plane_base, left, right,
+            Sq, Sk, H, count, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, left, right,
             0 if packed else lse.stride(0), lse.stride(1),
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from .attention_scores import (
     DYNAMIC,
     LOG2E,
+    capped_tile,
     column_phases,
     first_block_of,
     load_rows,
@@ -68,8 +69,9 @@ def _dkdv_step(
     do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
     lse = _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))
     qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
+    qk, factor = capped_tile(qk, scale)
     s = score_tile(
-        qk, offs_m[None, :], offs_n[:, None], Sq, Sk, scale, slope, mask, mask_offset, window,
+        qk, offs_m[None, :], offs_n[:, None], Sq, Sk, factor, slope, mask, mask_offset, window,
         LEFT, RIGHT, True, MASK_STEP,
     )  # fmt: skip
     p = probability_tile(s, lse[None, :])
@@ -80,6 +82,8 @@ def _dkdv_step(
         signed = p.to(tl.int32, bitcast=True) | ((values - threshold) & -(2**31))
         p = signed.to(tl.float32, bitcast=True)
         dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if scale[1] is not None:
+        p *= 1.0 - qk * qk  # here, where tanh is at hand; the sign stays
     dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
     dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
     if state_ptr is not None:
@@ -117,11 +121,14 @@ def _dq_steps(
         k = load_rows(k_rows, offs_n, Sk, D, HEAD_D)
         v = load_rows(v_rows, offs_n, Sk, D, HEAD_D)
         qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
+        qk, factor = capped_tile(qk, scale)
         s = score_tile(
-            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, scale, slope, mask, mask_offset, window,
+            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask, mask_offset, window,
             LEFT, RIGHT, True, MASK_STEP,
         )  # fmt: skip
         p = probability_tile(s, lse[:, None])
+        if scale[1] is not None:
+            p *= 1.0 - qk * qk
         dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
         if state_ptr is not None:
             values = score_values(state_ptr, first_block, m0, start, q.shape[0], BLOCK_N, False)
@@ -174,10 +181,11 @@ def _attn_dkdv_kernel(
                 (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq)),
                 D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M,
             )  # fmt: skip
+        factor = scale[0]
         if state_ptr is not None:
-            scale *= keep_scale
+            factor *= keep_scale
             dv *= keep_scale
-        store_rows(rows_at(dk_heads, b, h_kv, col0, STRIDE_STEP), offs_n, Sk_b, D, HEAD_D, dk * scale)
+        store_rows(rows_at(dk_heads, b, h_kv, col0, STRIDE_STEP), offs_n, Sk_b, D, HEAD_D, dk * factor)
         store_rows(rows_at(dv_heads, b, h_kv, col0, STRIDE_STEP), offs_n, Sk_b, D, HEAD_D, dv)
 
 
@@ -217,6 +225,7 @@ def _attn_dq_kernel(
             dq, q, do, lse, delta, k_rows, v_rows, m0, lo, hi, Sq_b, Sk_b, scale, slope, mask, mask_offset, window, dropout,
             D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N,
         )  # fmt: skip
+        factor = scale[0]
         if state_ptr is not None:
-            scale *= keep_scale
-        store_rows(rows_at(dq_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D, dq * scale)
+            factor *= keep_scale
+        store_rows(rows_at(dq_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D, dq * factor)

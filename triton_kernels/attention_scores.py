@@ -6,6 +6,7 @@ Kernels take tensors in tuples, whose strides count elements:
 The ptr of what is absent is None. Within a kernel
     window  (left, right): row i sees columns i - left <= j <= i + right
     dropout (state_ptr, threshold, first_block): as in philox.py
+    scale   (scale, softcap): softcap None is none
 """
 
 from __future__ import annotations
@@ -63,6 +64,29 @@ def mask_offset_of(mask, b, h):
     """Where the mask of head h of batch b starts."""
     _, stride_b, stride_h, _, _ = mask
     return b * stride_b + h * stride_h
+
+
+@triton.jit
+def tanh_tile(u):
+    """tanh(u) to 2 units in the last place: the polynomial of Cephes' tanhf near 0, where 1 - exp(-2u) loses its digits.
+
+    The interpreter has no tanh, and the hardware's has 11 bits.
+    """
+    z = u * u
+    near = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+    near = u + u * (z * (near - 3.33332819422e-1))
+    far = 1.0 - 2.0 / (tl.exp2(tl.abs(u) * (2 * LOG2E)) + 1.0)
+    return tl.where(z < 0.390625, near, tl.where(u < 0.0, -far, far))
+
+
+@triton.jit
+def capped_tile(qk, scale):
+    """(t, factor): the score before masks is their product. t = tanh(scale qk / softcap), or qk without a softcap."""
+    factor, softcap = scale
+    if softcap is not None:
+        return tanh_tile(qk * (factor / softcap)), softcap
+    else:
+        return qk, factor
 
 
 @triton.jit

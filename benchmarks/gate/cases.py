@@ -324,6 +324,7 @@ def _launch_attention(case: AttentionCase):
         "additive": lambda: {"mask": meta(1, H, S, S)},
         "keys": lambda: {"mask": meta(B, 1, 1, S, dtype=torch.int8)},
         "alibi": lambda: {"slopes": meta(1, H, dtype=torch.float32)},
+        "softcap": lambda: {"softcap": 50.0},
         "varlen": lambda: dict.fromkeys(("cu_q", "cu_k"), meta(B + 1, dtype=torch.int32)) | {"max_q": S, "max_k": S},
     }.get("additive" if case.kind == "small" else case.kind, dict)()
     core = AttentionCore(0.125, _precision(case), window, dropout=dropout, **options)
@@ -340,7 +341,14 @@ ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")
 HEAD_DIMS = (32, 64, 96, 128, 256)
 RAGGED_DIMS = (40, 80)  # not powers of two, yet loads are 16 bytes wide
 MASKS = ("bool", "additive", "keys")
-ATTENTION_KINDS = (*MASKS, "window", "alibi", "gqa", "varlen")  # and "ieee", float32 without tf32: torch's default
+ATTENTION_KINDS = (
+    *MASKS,
+    "window",
+    "alibi",
+    "gqa",
+    "varlen",
+    "softcap",
+)  # and "ieee", float32 without tf32: torch's default
 PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {

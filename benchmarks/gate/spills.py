@@ -13,6 +13,7 @@ SHIPPED_SPILLS: dict[str, int] = {
     r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": 48,
     r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": 8,
     r"attn_bwd/sm_90/bfloat16/d128\+gqa(\+causal)?\+dropout _attn_dkdv_kernel": 64,
+    r"attn_bwd/sm_90/bfloat16/d128\+softcap(\+causal)?\+dropout _attn_dkdv_kernel": 40,
     r"attn_bwd/sm_90/b?float16/d256\S* _attn_dq_kernel": 144,
     r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+(bool|additive)(\+causal)?\+dropout _attn_fwd_kernel": 40,
     r"attn_\w+/sm_80/b?float16/d256\S* \w+": 48,
@@ -26,7 +27,7 @@ SHIPPED_SPILLS: dict[str, int] = {
 # flag or head dim. The 176 bytes are float32 at IEEE precision, 96 dims, on the ordinary cores.
 OTHER_SPILLS: dict[str, int] = {
     r"stack_bwd/sm_90/float16/gelu\+ragged\+extras _stack_bwd_kernel": 16,
-    r"attn_bwd/sm_90/bfloat16/d(80|96)\+(additive|alibi|bool|gqa|keys|varlen|window).* _attn_dkdv_kernel": 72,
+    r"attn_bwd/sm_90/bfloat16/d(80|96)\+(additive|alibi|bool|gqa|keys|varlen|window|softcap).* _attn_dkdv_kernel": 72,
     r"attn_bwd/sm_80/bfloat16/d32\+varlen _attn_dq_kernel": 8,
     r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+gqa(\+causal)?(\+dropout)? _attn_fwd_kernel": 40,
     r"attn_bwd/sm_\d+/float32/d\d+\+ieee.* _attn_(dkdv|dq)_kernel": 16,

@@ -24,7 +24,7 @@ class AttentionCore(NamedTuple):
     dropout = (state, threshold, scale); window = (left, right), None for no bound; causal is (None, 0).
     cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D]. The window then counts rows
     from i = Sk - Sq, which aligns a sequence's last row with its last column.
-    fused: torch's own kernel that computes this core on a GPU ("cudnn", "flash"), "" for none.
+    fused: torch's own kernel that computes this core on a GPU ("cudnn", "flash"), "" for none. softcap: 0 for none.
     """
 
     scale: float
@@ -39,6 +39,7 @@ class AttentionCore(NamedTuple):
     max_q: int = 0
     max_k: int = 0
     fused: str = ""
+    softcap: float = 0.0
 
 
 def empty_heads(q: Tensor) -> Tensor:
@@ -69,7 +70,17 @@ def _heads(x: Tensor, H: int) -> Tensor:
 
 def attention_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
     """s [B, H, Sq, Sk] in float32 (float64 for float64), -inf where row i may not see column j."""
+    return masked_scores(capped_scores(q, k, core), q, k, core)
+
+
+def capped_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
+    """The scores that every column would have if it were seen: scale q k^T, or softcap tanh(scale q k^T / softcap)."""
     s = torch.matmul(_wide(q), _wide(_heads(k, q.shape[1])).transpose(-1, -2)) * core.scale
+    return torch.tanh(s / core.softcap) * core.softcap if core.softcap else s
+
+
+def masked_scores(s: Tensor, q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
+    """s with slopes, mask and window."""
     i = torch.arange(q.shape[2], device=q.device)[:, None]
     j = torch.arange(k.shape[2], device=q.device)[None, :]
     if core.slopes is not None:
@@ -122,8 +133,8 @@ def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) ->
 def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """o by torch's scaled_dot_product_attention, the only attention that a tensor subclass may implement."""
     causal = core.window == (None, 0)
-    if core.slopes is not None or core.cu_q is not None or not (causal or core.window == (None, None)):
-        raise TypeError(f"attention of a {kind.__name__} takes no window, slopes or packed sequences")
+    if core.slopes is not None or core.cu_q is not None or core.softcap or not (causal or core.window == (None, None)):
+        raise TypeError(f"attention of a {kind.__name__} takes no window, slopes, softcap or packed sequences")
     mask = core.mask.bool() if core.mask is not None and core.mask.dtype == torch.int8 else core.mask
     if causal and mask is not None:
         raise TypeError(f"attention of a {kind.__name__} takes no mask together with is_causal")
@@ -204,7 +215,7 @@ def fused_kernel(q: Tensor, k: Tensor, core: AttentionCore) -> str:
     covered = (
         q.device.type == "cpu"
         and q.dtype != torch.float16 and core.cu_q is None
-        and core.mask is None and core.slopes is None and core.dropout[0] is None
+        and core.mask is None and core.slopes is None and core.dropout[0] is None and not core.softcap
         and core.window in ((None, None), (None, 0))
         and (core.scale > 0 or core.window == (None, None))  # torch's hides a score by -inf before it scales
         and 0 not in (*q.shape, *k.shape)
@@ -342,13 +353,16 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
         outs = zip(made, (q, k, v), (dq, dk, dv), strict=True)
         return tuple(None if value is None else written(value, like, out) for value, like, out in outs)
     H, H_kv = q.shape[1], k.shape[1]
-    p = _probabilities(attention_scores(q, k, core), lse)
+    s = capped_scores(q, k, core)
+    p = _probabilities(masked_scores(s, q, k, core), lse)
     dp = torch.matmul(_wide(do), _wide(_heads(v, H)).transpose(-1, -2))
     keep = _attention_keep(q, k, core)
     dropped = p
     if keep is not None:
         dropped, dp = torch.where(keep, p * core.dropout[2], 0.0), torch.where(keep, dp * core.dropout[2], 0.0)
     ds = p * (dp - delta[..., None])
+    if core.softcap:
+        ds = ds * (1 - (s / core.softcap).square())
     if need_dq:
         dq = written(torch.matmul(ds, _wide(_heads(k, H))) * core.scale, q, dq)
     if need_dkv:

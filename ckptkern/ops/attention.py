@@ -24,7 +24,16 @@ from ._choices import (
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
 from ._needs import needed
 from ._op import Op, build, schema_of
-from .attention_core import CoreOptions, CoreTensors, attend, attention_flops, attention_grads, core_of, fused_core
+from .attention_core import (
+    CoreOptions,
+    CoreTensors,
+    attend,
+    attention_flops,
+    attention_grads,
+    check_softcap,
+    core_of,
+    fused_core,
+)
 from .dropout import draw_state
 
 Q, K, V = range(3)
@@ -121,6 +130,7 @@ def scaled_dot_product_attention(
     *,
     window_size: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
 
@@ -132,7 +142,8 @@ def scaled_dot_product_attention(
     gradient, if wanted, is formed in PyTorch ops. torch.nn.attention.bias.causal_lower_right(Sq, Sk) and
     causal_upper_left(Sq, Sk) set a bound and are not read. window_size = (left, right): row i sees i - left <= j <= i + right,
     and -1 is no bound. is_causal is (-1, 0); with an attn_mask pass the window instead. Both align top-left.
-    alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as in torch.
+    alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as in torch. softcap: scores before masks are
+    softcap tanh(scale q k^T / softcap) (Gemma 2).
     A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
     gives the mean of the values, as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size),
@@ -151,15 +162,17 @@ def scaled_dot_product_attention(
         if tensor.dim() < 2:
             raise ShapeError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
     left, right = check_window(op, window_size)
+    softcap = check_softcap(op, softcap)
     diagonal = diagonal_of(op, attn_mask, query.shape[-2], key.shape[-2])
     if kind := foreign((query, key, value, attn_mask if diagonal is None else None, alibi_slopes)):
         if (
             left is not None
             or right not in (None, 0)
             or alibi_slopes is not None
+            or softcap
             or (right == 0 and attn_mask is not None)
         ):
-            raise TypeError(f"{op}: window_size and alibi_slopes do not go with a {kind.__name__}")
+            raise TypeError(f"{op}: window_size, alibi_slopes and softcap do not go with a {kind.__name__}")
         compose_of(op, kind)
         is_causal = is_causal or right == 0
         return F.scaled_dot_product_attention(
@@ -178,7 +191,7 @@ def scaled_dot_product_attention(
     right = within(right, 0 if is_causal else diagonal)
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
-    out = _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right)
+    out = _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap)
     out = out[..., :D_v] if D_v != D else out
     return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
 
@@ -187,16 +200,18 @@ def _scale(scale: float | None, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if scale is None and head_dim else 1.0 if scale is None else scale
 
 
-def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right) -> Tensor:
+def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap) -> Tensor:
     """Calls the op, or PyTorch ops if a mask or slopes train, because these form their gradient."""
     learned = any(t is not None and t.requires_grad for t in (mask, slopes)) and torch.is_grad_enabled()
     reason = "the kernels form no gradient of attn_mask or alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
     tensors = CoreTensors(mask, slopes, draw_state(query, dropout_p, True))
-    fused = fused_core(backend, query, query.dtype, query.shape, key.shape, left, right, scale, *tensors)
+    fused = fused_core(
+        backend, query, query.dtype, query.shape, key.shape, left, right, scale, *tensors, softcap or None
+    )
     options = CoreOptions(
         dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,
-        precision=matmul_precision(query), fused=fused,
+        precision=matmul_precision(query), fused=fused, softcap=softcap,
     )  # fmt: skip
     if learned:
         return Attention.composite(query, key, value, *tensors, *options)

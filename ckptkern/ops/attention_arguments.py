@@ -22,7 +22,7 @@ from ._checks import (
 from ._choices import choose_backend, choose_level, compute_dtype, head_dim_not_covered, matmul_precision
 from ._half import NORMS, around
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
-from .attention_core import fused_core
+from .attention_core import check_softcap, fused_core
 from .attention_half import AttentionOptions, AttentionTensors, batch_and_rows
 from .rotary import check_rotary
 
@@ -147,7 +147,7 @@ def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, qkv_layout="qkv", qk_norm=None,
     qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
     mask_hides=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
-    scale=None, dropout_p=0.0, residual=False, training=True, recompute="selective", **others,
+    scale=None, softcap=None, dropout_p=0.0, residual=False, training=True, recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_level(op, recompute)
@@ -158,6 +158,7 @@ def gather(
     )  # fmt: skip
     check_number(op, "qk_norm_eps", qk_norm_eps)
     check_number(op, "scale", 1.0 if scale is None else scale)
+    softcap = check_softcap(op, softcap)
     check_input(op, x)
     if x.dim() not in (2, 3):
         raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
@@ -183,7 +184,7 @@ def gather(
     backend = choose_backend(op, probe, head_dim_not_covered(D))
     fused = fused_core(
         backend, x, dtype, (B, H, S, D), (B, H_kv, S, D), left, right, scale, mask, padding, slopes, cu_seqlens,
-        "dropout" if training and dropout_p > 0.0 else None,
+        "dropout" if training and dropout_p > 0.0 else None, softcap or None,
     )  # fmt: skip
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]
@@ -195,7 +196,7 @@ def gather(
     o = AttentionOptions(
         num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
         theta=theta, interleaved=rotary_interleaved, mask_hides=mask_hides, left=left, right=right, max_len=max_len,
-        scale=scale, dropout_p=float(dropout_p), recompute=choose_level(recompute), backend=backend,
+        scale=scale, softcap=softcap, dropout_p=float(dropout_p), recompute=choose_level(recompute), backend=backend,
         precision=matmul_precision(probe), fused=fused, dtype=dtype, **options,
     )  # fmt: skip
     return t, o

@@ -106,7 +106,7 @@ def attention_block(
     rotary: tuple[Tensor, Tensor] | float | None = None, rotary_interleaved: bool = False, is_causal: bool = False,
     attn_mask: Tensor | None = None, mask_hides: bool = False, key_padding_mask: Tensor | None = None,
     window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, scale: float | None = None, dropout_p: float = 0.0,
+    max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, dropout_p: float = 0.0,
     branch_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
     residual: bool = False, training: bool = True, recompute: str = "selective",
 ) -> Tensor:  # fmt: skip
@@ -138,8 +138,8 @@ def attention_block(
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
     to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or
     additive.
-    The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes: as in
-    scaled_dot_product_attention.
+    The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap: as
+    in scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic
@@ -160,7 +160,7 @@ def attention_block(
         post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
         rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_hides=mask_hides,
         key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, scale=scale, dropout_p=dropout_p, branch_scale=branch_scale,
+        max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, branch_scale=branch_scale,
         resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, training=training,
         recompute=recompute,
     )  # fmt: skip

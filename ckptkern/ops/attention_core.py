@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -14,6 +15,7 @@ from torch.types import IntLikeType
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import eager
+from ._checks import check_number
 from ._choices import kernels_alone
 from .dropout import dropout_arguments
 
@@ -31,7 +33,7 @@ class CoreTensors(NamedTuple):
 
 class CoreOptions(NamedTuple):
     """The core's other arguments. left, right: visible columns, None for no bound; max_q, max_k: the longest packed sequences;
-    fused: torch's own kernel, or ""."""
+    fused: torch's own kernel, or ""; softcap: 0 for none."""
 
     dropout_p: float
     scale: float
@@ -42,6 +44,7 @@ class CoreOptions(NamedTuple):
     backend: str
     precision: str
     fused: str
+    softcap: float = 0.0
 
 
 def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
@@ -53,7 +56,7 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     return eager.AttentionCore(
         scale=o.scale, precision=o.precision, window=(o.left, o.right), mask=mask, slopes=t.slopes,
         dropout=dropout_arguments(t.rng, o.dropout_p), cu_q=t.cu_q, cu_k=t.cu_k, max_q=o.max_q, max_k=o.max_k,
-        fused=o.fused,
+        fused=o.fused, softcap=o.softcap,
     )  # fmt: skip
 
 
@@ -98,7 +101,7 @@ def fused_core(
 ) -> str:  # fmt: skip
     """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
 
-    others: masks, slopes, dropout, cu_seqlens. The backend's kernel runs
+    others: masks, slopes, dropout, cu_seqlens, softcap. The backend's kernel runs
     - if any of these is not None;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernel;
@@ -144,6 +147,16 @@ def attention_grads(
     delta = p.attn_delta(o, do, core) if delta is None else delta
     dq, dk, dv = out
     return p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
+
+
+def check_softcap(op: str, softcap: float | None) -> float:
+    """softcap, 0 for none."""
+    if softcap is None:
+        return 0.0
+    check_number(op, "softcap", softcap)
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"{op}: softcap must be above 0 and finite, not {softcap!r}")
+    return float(softcap)
 
 
 def attention_flops(q_shape, k_shape, products: int) -> int:

@@ -78,6 +78,7 @@ class AttentionOptions(NamedTuple):
     right: IntLikeType | None
     max_len: IntLikeType
     scale: float
+    softcap: float
     dropout_p: float
     resid_p: float
     path_p: float
@@ -136,7 +137,9 @@ def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
     mask = merged_mask(t.mask, t.padding, o.mask_hides)
     return core_of(
         CoreTensors(mask, t.slopes, t.rng, t.cu, t.cu),
-        CoreOptions(o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused),
+        CoreOptions(
+            o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused, o.softcap
+        ),
     )
 
 

@@ -146,7 +146,7 @@ class TransformerLayer(Op):
             f = half.branch(out)
             mid = unflattened(half.output(f), x.shape[:-1])
             f = f if reads_branch(oa, needed_names(AttentionTensors, attention_needs)) else None
-        mlp_grads = mlp_half_backward(rows_2d(dy), mid, tm, om, hidden, mlp_needs)
+        mlp_grads = mlp_half_backward(rows_2d(dy), mid, tm, om, hidden, mlp_needs) if mlp_needs else {}
         grads = in_order(mlp_grads, MLPTensors, mlp_needs)[1:]
         made = {}
         if attention_needs:
@@ -178,7 +178,7 @@ class TransformerLayer(Op):
         oa, om = _options(statics_and_needs)
         parallel = statics_and_needs[-2]
         attention_needs, mlp_needs = _needs_of_halves(needs, parallel)
-        flops = mlp_half_backward_flops(dy, x, tm, om, hidden, mlp_needs)
+        flops = mlp_half_backward_flops(dy, x, tm, om, hidden, mlp_needs) if mlp_needs else 0
         mid = x if parallel else mid
         f = None if mid is not None else x
         if mid is None and out is None:

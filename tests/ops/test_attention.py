@@ -85,6 +85,28 @@ def test_like_torchs(mask, scale, kv_heads):
     assert_same_within_rounding(gradients(ours(**options), tensors), gradients(torchs(**options), tensors))
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("mask", [None, "causal", "additive"])
+def test_softcap(mask, backend):
+    """As the formula of Gemma 2; no kernel of torch's has one, so none runs. A large cap caps nothing."""
+    options = {"is_causal": True} if mask == "causal" else {"attn_mask": MASKS.get(mask)}
+    tensors = qkv()
+
+    def capped(t):
+        s = 0.7 * torch.tanh(t["q"] @ t["k"].mT * 6**-0.5 / 0.7)
+        if mask == "causal":
+            s = s.masked_fill(torch.ones(7, 5, dtype=torch.bool).triu(1), -math.inf)
+        return (s if options.get("attn_mask") is None else s + MASKS[mask]).softmax(-1) @ t["v"]
+
+    with ckptkern.backend(backend):
+        assert_same_within_rounding(gradients(ours(softcap=0.7, **options), tensors), gradients(capped, tensors))
+        assert_same_within_rounding(
+            gradients(ours(softcap=1e4, **options), tensors), gradients(torchs(**options), tensors)
+        )
+    with pytest.raises(ValueError, match="softcap must be above 0 and finite, not 0"):
+        ours(softcap=0)(tensors)
+
+
 @pytest.mark.parametrize("shapes", [
     ((7, 6), (5, 6), (5, 6)), ((3, 7, 6), (3, 5, 6), (3, 5, 6)), ((2, 3, 4, 7, 6),) * 3,
     ((2, 4, 7, 6), (1, 4, 5, 6), (1, 4, 5, 6)), ((2, 4, 7, 6), (2, 1, 5, 6), (2, 1, 5, 6)),

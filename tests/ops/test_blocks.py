@@ -523,6 +523,15 @@ def test_forward_mode_is_refused_and_nodes_are_named(block):
             block.fused({**tensors, "x": dual})
 
 
+def test_parallel_halves_run_no_backward_of_each_other():
+    """With one weight of the attention half trained, its own product is all that backward runs."""
+    (block,) = (one.values[0] for one in variants(("none",), ("parallel",)))
+    with torch.no_grad():
+        forward = watched(block, block.make(frozen=block.make()))
+    seen = watched(block, block.make(frozen=set(block.make()) - {"out_weight"}))
+    assert seen.flops - forward.flops == 2 * BATCH * LENGTH * block.attention.products()["out"]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_parallel_halves_share_a_norm(compiled):
     """Its tensors are given twice: autograd adds what the two halves return for them."""

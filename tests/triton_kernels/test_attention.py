@@ -29,6 +29,7 @@ OPTIONS = {
     "slopes": (None, "heads", "batch"),
     "dropout": (0.0, 0.3),
     "layout": ("dense", "views of one tensor", "expanded gradient"),
+    "softcap": (0.0, 0.7),
 }
 
 
@@ -43,12 +44,14 @@ class Case:
     slopes: str | None = None
     dropout: float = 0.0
     layout: str = "dense"
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         parts = [str(self.dtype)[6:], f"d{self.head_dim}", "{}of{}heads".format(*self.heads)]
         parts += [self.lengths if self.packed else "{}x{}".format(*self.lengths)]
         parts += [] if self.window == (None, None) else ["window{}to{}".format(*self.window)]
         parts += [self.mask or "", f"slopes by {self.slopes}" if self.slopes else "", "dropout" if self.dropout else ""]
+        parts += ["softcap"] if self.softcap else []
         return "-".join([*filter(None, parts), self.layout]).replace(" ", "_")
 
     @property
@@ -101,7 +104,7 @@ def core_of(case: Case, device: str) -> AttentionCore:
     if case.slopes:
         slopes = torch.rand(B if case.slopes == "batch" else 1, H, device=device)
     dropout = dropout_of(case.dropout, device) if case.dropout else eager.NO_DROPOUT
-    return AttentionCore(0.3, "ieee", case.window, mask, slopes, dropout, 5, **lengths)
+    return AttentionCore(0.3, "ieee", case.window, mask, slopes, dropout, 5, softcap=case.softcap, **lengths)
 
 
 def inputs_of(case: Case, device: str) -> dict[str, torch.Tensor]:
@@ -168,7 +171,10 @@ WIDE_HEADS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*pairwise(OPTIONS), *WIDE_HEADS], ids=str)
+LARGE_CAP = Case(softcap=200.0)  # an error of tanh near 0 grows by so much
+
+
+@pytest.mark.parametrize("case", [*pairwise(OPTIONS), *WIDE_HEADS, LARGE_CAP], ids=str)
 def test_like_eager_and_as_exact(case, device):
     check(case, device)
 
@@ -351,7 +357,7 @@ def test_everything_dropped(device):
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 
-HEAVY = Case(torch.bfloat16, 24, (2, 1), (33, 41), (20, 3), "bool all", "heads", 0.3)
+HEAVY = Case(torch.bfloat16, 24, (2, 1), (33, 41), (20, 3), "bool all", "heads", 0.3, softcap=0.7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
