@@ -137,8 +137,9 @@ class GPT(nn.Module):
 class Bert(nn.Module):
     """Norms after the sum; scores, softmax and mask written out."""
 
-    def __init__(self, p: float = 0.0):
+    def __init__(self, p: float = 0.0, softcap: float | None = None):
         super().__init__()
+        self.softcap = softcap
         self.query, self.key, self.value, self.dense = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.norm, self.out_norm = nn.LayerNorm(WIDTH, 1e-12), nn.LayerNorm(WIDTH, 1e-12)
@@ -149,6 +150,8 @@ class Bert(nn.Module):
             layer(x).view(*x.shape[:2], HEADS, D).permute(0, 2, 1, 3) for layer in (self.query, self.key, self.value)
         )
         scores = torch.matmul(q, k.transpose(-1, -2)) / D**0.5
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
         if attention_mask is not None:
             scores = scores + attention_mask
         o = torch.matmul(self.dropout(F.softmax(scores, -1)), v).permute(0, 2, 1, 3).contiguous().flatten(2)
@@ -344,6 +347,7 @@ ARCHITECTURES = {
     "gate second": Architecture(lambda: Llama(mlp=GatedByHalves(1))),
     "gpt": Architecture(GPT),
     "bert": Architecture(Bert, with_mask),
+    "softcap": Architecture(lambda: Bert(softcap=2.0), with_mask),
     "buffers": Architecture(Buffers),
     "torch attention": Architecture(Torchs),
     "sandwich": Architecture(Sandwich, with_tables),

@@ -16,9 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import eager
 from ..nn.activations import recognised
 from ..nn.dropout import Dropout
 from .trace import Node, Unreadable
+
+FUNCTIONS = frozenset(
+    one.__name__ for entry in eager.ACTIVATIONS.values() for one in entry.torchs if not isinstance(one, type)
+)  # torch's, that are activations of ours
 
 
 class Weight(NamedTuple):
@@ -129,7 +134,7 @@ class Leaves:
     # -- activations
 
     def activation(self, node: Node) -> str | None:
-        if node.kind == "function" and len(node.inputs) == 1:
+        if node.kind == "function" and node.source.rstrip("_") in FUNCTIONS:
             return recognised(functools.partial(_called, node))
         return self.once("activation", node, lambda _, leaf, __: recognised(leaf))
 
