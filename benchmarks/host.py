@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ..conversion import convert
-from ..conversion.binding import pattern_of
+from ..conversion.calls import pattern_of
 from . import cases, measure, models
 
 
@@ -69,7 +69,8 @@ def guard() -> float:
     }  # as many as others pass
 
     def decide() -> None:
-        forward.segment_of(pattern_of((x,), given, []))
+        forward.form.takes(given)
+        forward.segment_of(pattern_of(forward.form.counting((x,), given), []))
         forward.watch.unchanged()
 
     start = time.process_time()

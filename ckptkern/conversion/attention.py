@@ -17,6 +17,8 @@ SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale",
 MHA = (
     "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
 )  # fmt: skip
+# What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a proof.
+ROTATING = (*ADD, *MULTIPLY, *DIVIDE, "sub", "__sub__", "neg", "__neg__", "cat", "stack", "concat", "roll")
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Projection:
     linears: list[Node] = field(default_factory=list)
     norms: list[Node] = field(default_factory=list)
     outside: list[Node] = field(default_factory=list)  # arguments and other tensors that meet it: rotary tables
+    tables: list[Node] = field(default_factory=list)  # the same as they are used, views of them
     factor: float = 1.0
 
 
@@ -92,12 +95,13 @@ def _written_out(steps: Steps, node: Node) -> Core:
     scores, masks, scale, softcap = steps.strip(weights.inputs[0]), [], 1.0, None
     while not scores.is_function(*PRODUCT):
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
-            a, b = (steps.strip(one) for one in scores.inputs)
-            scores, mask = (a, b) if b.kind in ("argument", "parameter", "constant") else (b, a)
-            masks.append(mask)
+            a, b = scores.inputs
+            a, b = (a, b) if steps.strip(b).kind in ("argument", "parameter", "constant") else (b, a)
+            scores = steps.strip(a)
+            masks.append(b)
         elif scores.is_function("masked_fill", "masked_fill_") and len(scores.inputs) == 2:
-            scores, mask = (steps.strip(one) for one in scores.inputs)
-            masks.append(mask)
+            masks.append(scores.inputs[1])
+            scores = steps.strip(scores.inputs[0])
         elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
             number = _number(steps, scores)
             if softcap is None and (inner := steps.strip(scores.inputs[0])).is_function("tanh"):
@@ -129,7 +133,7 @@ def _number(steps: Steps, node: Node) -> float:
 def projection(steps: Steps, node: Node, found: Projection | None = None) -> Projection:
     """All linear layers behind a node, and the norms, outside tensors and factors on the way."""
     found = Projection() if found is None else found
-    node = steps.strip(node)
+    view, node = node, steps.strip(node)
     if steps.leaves.linear(node) is not None:
         if node not in found.linears:
             steps.layers_read += 1
@@ -138,11 +142,12 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     if node.kind in ("argument", "constant", "parameter"):
         if node not in found.outside:
             found.outside.append(node)
+        found.tables.append(view)
         return found
     if steps.leaves.norm(node) is not None:
         if node not in found.norms:
             found.norms.append(node)
-    elif node.kind == "module":
+    elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
         found.factor *= _number(steps, node)
@@ -208,6 +213,8 @@ def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     if len(q.outside) != 2 or any(one.kind not in ("argument", "parameter") for one in q.outside):
         kinds = ", ".join(map(steps.leaves.describe, q.outside))
         raise Unreadable(f"what q and k meet is no (cos, sin) among arguments and buffers: {kinds}")
+    if not all(map(_from_first_row, [*q.tables, *k.tables])):
+        raise Unreadable("rotary tables of which other rows than the first are taken")
     kinds = [Argument if one.kind == "argument" else Table for one in q.outside]
     forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("halves", True))
     choices = [
@@ -218,6 +225,19 @@ def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
         for form, interleaved in forms
     ]
     return choices[0]["rotary"], [choices]
+
+
+def _from_first_row(view: Node) -> bool:
+    """Is it made by views that begin at the first row?"""
+    while view.inputs:
+        if view.is_function("__getitem__"):
+            keys = view.args[1] if isinstance(view.args[1], tuple) else (view.args[1],)
+            if any(isinstance(key, int) or (isinstance(key, slice) and key.start not in (None, 0)) for key in keys):
+                return False
+        elif view.is_function("narrow", "select", "chunk", "split", "unbind", "tensor_split", "roll"):
+            return False
+        view = view.inputs[0]
+    return True
 
 
 def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
@@ -236,13 +256,23 @@ def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
     return bool((hidden == later).all() or (hidden == ~later).all())
 
 
-def _mask(steps: Steps, mask: Node | None) -> Argument | None:
-    if mask is None:
+def _mask(steps: Steps, seen: Node | None) -> Argument | None:
+    """The argument that the core's mask is, and how it is viewed."""
+    if seen is None:
         return None
-    mask = steps.strip(mask)
+    mask = steps.strip(seen)
     if mask.kind != "argument":
         raise steps.refuse("the mask is no argument but", mask)
-    return Argument(mask.source)
+    shape = tuple(mask.shape)
+    wanted = tuple(seen.shape)
+    if (1,) * (len(wanted) - len(shape)) + shape == wanted and (len(shape) != 2 or shape[0] != 1):
+        return Argument(mask.source)
+    if len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:  # more columns than there are keys
+        return Argument(mask.source, "columns")
+    for form, viewed in (("keys", (shape[0], 1, 1, shape[-1])), ("rows", (shape[0], 1, *shape[1:]))):
+        if viewed == wanted and len(shape) == (2 if form == "keys" else 3):
+            return Argument(mask.source, form)
+    raise Unreadable(f"a mask {list(shape)} that is viewed as {list(wanted)}")
 
 
 # -- torch's own module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -10,59 +11,24 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .. import ops
+from ..errors import ShapeError
 from ..nn.plain import untouched
 from ..segments.checkpoint import checkpoint
 from ..subclasses import PLAIN
+from .calls import Form, pattern_of, regardless_of_precision
 from .leaves import Probability, Weight
 from .reading import Argument, Rows, Table
 from .trace import PLAIN_VALUES, plain_attributes
 
 UNSEEN = object()
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
-
-
-def pattern_of(args: tuple, kwargs: dict[str, Any], flat: list[Any]) -> tuple:
-    """What a call's arguments must have in common with those that were proven: structure, dims, dtypes and plain values.
-
-    Their leaves are appended to `flat`, in the order of trace.leaves_of. This runs in each call, so tensors come first.
-    """
-    key: list[Any] = [*kwargs]
-    for value in (*args, *kwargs.values()):
-        kind = type(value)
-        if kind is Tensor:
-            flat.append(value)
-            key.append(value.dtype)
-            key.append(value.dim())
-        elif kind in PLAIN_VALUES:
-            flat.append(value)
-            key.append(value)
-        elif kind is tuple or kind is list:
-            key.append((kind, pattern_of(value, {}, flat)))
-        elif kind is dict:
-            key.append((kind, pattern_of((), value, flat)))
-        else:
-            flat.append(value)
-            key.append(kind if not isinstance(value, Tensor) else (kind, value.dtype, value.dim()))
-    return tuple(key)
-
-
-def regardless_of_precision(pattern: tuple) -> tuple:
-    """The pattern with one dtype for all that are floating point: autocast changes them, and no proof depends on them."""
-    return tuple(
-        regardless_of_precision(one)
-        if isinstance(one, tuple)
-        else torch.float32
-        if isinstance(one, torch.dtype) and one.is_floating_point
-        else one
-        for one in pattern
-    )
 
 
 def level_of(op: str, activation: str | None, level: str) -> str:
@@ -126,7 +92,7 @@ class CallArgument:
     argument: Argument
 
     def __call__(self, call: Call) -> Any:
-        return in_form(call.flat[self.argument.index], self.argument.form)
+        return in_form(call.flat[self.argument.index], self.argument.form, call.length)
 
 
 @dataclass
@@ -136,8 +102,7 @@ class TableRows:
     form: str
 
     def __call__(self, call: Call) -> Tensor:
-        table = self.buffers[self.name]
-        return in_form(table[..., : call.length, :] if table.shape[-2] > 1 else table, self.form)
+        return in_form(self.buffers[self.name], self.form, call.length)
 
 
 @dataclass
@@ -204,14 +169,22 @@ def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Arguments:
     return Arguments({name: template[name] for name, get in getters.items() if get is None}, live)
 
 
-def in_form(tensor: Tensor, form: str) -> Tensor:
-    """An argument as the op reads it. "" as it is; the others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet
-    heads: "table", and "twice", "each twice" and "halves", whose columns stand once, or in another order than the op's.
+def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
+    """An argument as the op reads it: "" as it is.
+
+    A mask: "columns", of which the first `length` count; "keys" [B, S] and "rows" [B, S, S], without an axis of heads. The
+    others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more: "table", and
+    "twice", "each twice" and "halves", whose columns stand once, or in another order than the op's.
     """
     if not form:
         return tensor
+    if form == "columns":
+        return tensor[..., :length]
+    if form in ("keys", "rows"):
+        return tensor[:, None, None] if form == "keys" else tensor[:, None]
     if tensor.dim() == 4:
         tensor = tensor.squeeze(1 if tensor.shape[1] == 1 else 2)
+    tensor = tensor[..., :length, :]
     if form == "twice":
         return torch.cat((tensor, tensor), -1)
     if form == "each twice":
@@ -261,12 +234,49 @@ def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: 
 # -- the guard
 
 
-class Watch:
-    """Whether the inside of a module is still what was proven: its submodules, their classes, hooks and plain attributes, and
-    parameters that are plain memory.
+def inside(value: object) -> list | dict | set | None:
+    """What a container or an object holds, to be compared later; None if it holds tensors, whose == has no truth value."""
+    held = value if isinstance(value, (list, dict, set)) else getattr(value, "__dict__", None)
+    if not isinstance(held, (list, dict, set)):
+        return None
+    items = held.values() if isinstance(held, dict) else held
+    return None if any(isinstance(one, Tensor) for one in items) else held
 
-    A call pays for seven comparisons of lists whose elements are looked up beforehand. A change that does not matter, such as
-    another attribute, is compared in full once.
+
+def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
+    """(module, name, value) of attributes that are neither plain nor tensors: functions, lists, configurations."""
+    return [
+        (m, name, value)
+        for m in module.modules()
+        for name, value in m.__dict__.items()
+        if not (name.startswith("_") or name == "forward" or type(value) in PLAIN_VALUES or isinstance(value, Tensor))
+    ]
+
+
+class Compared(NamedTuple):
+    """What a call of Watch.unchanged compares, looked up beforehand: views of live things, and what they were."""
+
+    hooks: list[dict]  # all empty
+    children: list[Any]  # views of each parent's children
+    below: list[nn.Module]  # what they were, in one list
+    classes: list[type]  # of these
+    settings: list[tuple[Callable, dict]]  # getters of plain attributes, and the dicts that they read
+    values: list[Any]
+    parameters: list[Any]  # views of each module's
+    modes: list[dict]  # that hold `training`, of modules with children
+    attributes: list[dict]
+    counts: list[int]  # of the attributes
+    objects: list[tuple[dict, str, object]]
+    contents: list[Any]  # what containers and configurations hold
+    held: list[Any]
+
+
+class Watch:
+    """Whether the inside of a module is still what was proven: its submodules, their classes, hooks and attributes, what
+    configurations and lists among these hold, and parameters that are plain memory.
+
+    A call pays for a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full
+    once.
     """
 
     def __init__(self, module: nn.Module, live: Collection[tuple[str, str]]):
@@ -275,7 +285,11 @@ class Watch:
         self.structure = [
             (m, type(m), tuple(m._modules.items()), self.settings(path, m, live)) for path, m in module.named_modules()
         ]
-        self.lists: tuple | None = None
+        self.objects = objects_of(module)
+        # a configuration that several modules share is compared once
+        held = {id(value): (value, inside(value)) for _, _, value in self.objects}
+        self.contents = [(value, copy.copy(now)) for value, now in held.values() if now]
+        self.compared: Compared | None = None
 
     @staticmethod
     def settings(path: str, module: nn.Module, live: Collection[tuple[str, str]]) -> dict[str, Any]:
@@ -285,45 +299,56 @@ class Watch:
         return {name: value for name, value in plain if name != "training" and (path, name) not in live}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"lists": None}
+        return self.__dict__ | {"compared": None}
 
-    def prepare(self) -> None:
-        """Builds the lists, of the module as it was proven."""
+    def prepared(self) -> Compared:
         modules = [m for m, *_ in self.structure]
         inner = modules[1:]
-        hooks = [
-            d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-        ]
-        views = [m._modules.values() for m, _, children, _ in self.structure if children]
         below = [child for _, _, children, _ in self.structure for _, child in children]
         kinds = {id(m): kind for m, kind, *_ in self.structure}
-        with_settings = [(m.__dict__, settings) for m, _, _, settings in self.structure if settings]
-        getters = [(operator.itemgetter(*settings), d) for d, settings in with_settings]
-        values = [get(settings) for (get, _), (_, settings) in zip(getters, with_settings, strict=True)]
+        plain = [(m.__dict__, settings) for m, _, _, settings in self.structure if settings]
+        settings = [(operator.itemgetter(*names), d) for d, names in plain]
         attributes = [m.__dict__ for m in inner]
-        self.lists = (
-            hooks, views, below, [kinds[id(m)] for m in below], getters, values,
-            [m._parameters.values() for m in modules if m._parameters],
-            [m.__dict__ for m, _, children, _ in self.structure[1:] if children], attributes, list(map(len, attributes)),
-        )  # fmt: skip
+        self.compared = Compared(
+            hooks=[
+                d
+                for m in inner
+                for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+            ],
+            children=[m._modules.values() for m, _, children, _ in self.structure if children],
+            below=below,
+            classes=[kinds[id(m)] for m in below],
+            settings=settings,
+            values=[get(names) for (get, _), (_, names) in zip(settings, plain, strict=True)],
+            parameters=[m._parameters.values() for m in modules if m._parameters],
+            modes=[m.__dict__ for m, _, children, _ in self.structure[1:] if children],
+            attributes=attributes,
+            counts=list(map(len, attributes)),
+            objects=[(m.__dict__, name, value) for m, name, value in self.objects],
+            contents=[inside(value) for value, _ in self.contents],
+            held=[was for _, was in self.contents],
+        )
+        return self.compared
 
     def unchanged(self) -> bool:
-        if self.lists is None:
-            self.prepare()
-        hooks, views, below, classes, getters, values, parameters, modes, attributes, counts = self.lists
+        (
+            hooks, children, below, classes, settings, values, parameters, modes, attributes, counts, objects, contents, held
+        ) = self.compared or self.prepared()  # fmt: skip
         training, flat = self.module.training, itertools.chain.from_iterable
         if list(map(len, attributes)) != counts:
-            if not all(map(untouched, below)):
+            if not all(map(untouched, below)) or any(names.keys() - m.__dict__ for m, *_, names in self.structure):
                 return False
             counts[:] = map(len, attributes)
-        now = list(flat(views))
+        live = list(flat(children))
         return (
-            now == below
-            and list(map(type, now)) == classes
+            live == below
+            and list(map(type, live)) == classes
             and not any(hooks)
-            and [get(d) for get, d in getters] == values
+            and [get(d) for get, d in settings] == values
             and PLAIN.issuperset(map(type, flat(parameters)))
             and all(mode["training"] is training for mode in modes)
+            and all(d.get(name) is value for d, name, value in objects)
+            and contents == held
         )
 
 
@@ -355,9 +380,9 @@ class Fused(Forward):
     which keeps its inputs alone.
     """
 
-    def __init__(self, module: nn.Module, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
-        super().__init__(module, recompute)
-        self.segments, self.watch = segments, watch
+    def __init__(self, form: Form, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
+        super().__init__(form.module, recompute)
+        self.form, self.segments, self.watch = form, segments, watch
 
     def segment_of(self, pattern: tuple) -> Segment | None:
         segment = self.segments.get(pattern, UNSEEN)
@@ -368,15 +393,20 @@ class Fused(Forward):
         return segment
 
     def __call__(self, *args, **kwargs):
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self.form.takes(kwargs):
             return self.original(*args, **kwargs)
         flat: list[Any] = []
-        segment = self.segment_of(pattern_of(args, kwargs, flat))
+        segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat))
         if segment is None or (segment.caches and not self.leaves_empty(segment.caches, flat)):
             return self.original(*args, **kwargs)
-        if self.watch.unchanged() and not any(_requires_grad(flat[i]) for i in segment.constants):
+        if not self.watch.unchanged() or any(_requires_grad(flat[i]) for i in segment.constants):
+            return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
+        if torch.compiler.is_compiling():
             return segment(flat, self.recompute)
-        return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
+        try:
+            return segment(flat, self.recompute)
+        except ShapeError:  # sizes that the module takes in another way than the op, or not at all
+            return self.original(*args, **kwargs)
 
     def leaves_empty(self, caches: list[int], flat: list[Any]) -> bool:
         """Is this training, with caches that nothing is in? They stay empty then, as under any checkpointing."""

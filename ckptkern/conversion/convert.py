@@ -17,8 +17,9 @@ from ..extras import missing
 from ..nn.plain import untouched
 from ..ops._checks import check_level
 from ..subclasses import foreign
-from .binding import Forward, General, Runs, pattern_of, regardless_of_precision
-from .fuse import calls_of, fuse, kept_bytes, runs_of, without_caches
+from .binding import Forward, General, Runs
+from .calls import Call, pattern_of
+from .fuse import calls_of, fuse, kept_bytes, runs_of
 from .proof import unmoved
 from .report import Conversion, Row
 from .trace import Unreadable, is_leaf, leaves_of
@@ -45,13 +46,13 @@ def _detached(value: Any) -> Any:
     return {name: _detached(one) for name, one in value.items()} if type(value) is dict else value
 
 
-def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, dict[Any, tuple]]:
-    """The arguments (args, kwargs) of each pattern with which the model's call called each submodule."""
-    calls: dict[nn.Module, dict[Any, tuple]] = {}
+def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Call]]:
+    """The calls, one of each pattern, that the model's call made of each submodule."""
+    calls: dict[nn.Module, dict[tuple, Call]] = {}
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         own = calls.setdefault(module, {})
-        pattern = regardless_of_precision(pattern_of(args, kwargs, []))
+        pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
         if len(own) < PATTERNS and pattern not in own:
             own[pattern] = _detached((args, kwargs))
 
@@ -63,7 +64,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[nn.Mo
     finally:
         for hook in hooks:
             hook.remove()
-    return calls
+    return {module: list(own.values()) for module, own in calls.items()}
 
 
 # -- the model
@@ -86,7 +87,9 @@ def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module)
 class _Conversion:
     """One call of convert."""
 
-    def __init__(self, recompute: str, include, exclude, calls: dict[nn.Module, dict], shown: Callable[[str], None]):
+    def __init__(
+        self, recompute: str, include, exclude, calls: dict[nn.Module, list[Call]], shown: Callable[[str], None]
+    ):
         self.recompute, self.include, self.exclude, self.calls = recompute, include, exclude, calls
         self.shown = shown  # is told the name of each module that is tried
         self.rows: list[Row] = []
@@ -122,7 +125,7 @@ class _Conversion:
 
     def fused(self, name: str, module: nn.Module) -> Row | None:
         """A row of what was done; None for a module that the model did not call, or that has no layers in it."""
-        calls = self.calls.get(module, {})
+        calls = self.calls.get(module, [])
         if type(module) is nn.Linear and self.include is not None:
             calls = calls_of(module)
         elif not calls and type(module) is nn.Sequential and len(module) and type(module[0]) is nn.Linear:
@@ -131,46 +134,38 @@ class _Conversion:
             return None
         row = Row(name, type(module).__name__, None)
         try:
-            forward, row.error = fuse(module, calls, self.recompute)
+            forward, row.error, call = fuse(module, calls, self.recompute)
         except Unreadable as reason:
             row.reason = str(reason)
             if type(module) is nn.Sequential and (rows := self.runs(name, module)):
                 self.rows += rows
                 return Row(name, row.kind, "runs")
             if is_block(name, module) and (why := why_general(module)):
-                return self.general(row, module, calls, why)
+                row.served_by, row.reason = "checkpoint", why
+                self.bind(row, General(module, self.recompute), calls[0])
             return row
-        pattern, segment = next(iter(forward.segments.items()))
-        self.bind(row, module, forward, calls[pattern], segment.x)
+        segment = next(iter(forward.segments.values()))
         row.served_by = segment.op
+        self.bind(row, forward, call, leaves_of(forward.form.counting(*call))[segment.x])
         return row
 
-    def bind(self, row: Row, module: nn.Module, forward: Forward, call: tuple, x: int) -> None:
-        args, kwargs, _ = without_caches(*call)
+    def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
+        module, given = forward.module, leaves_of(call)
+        x = next((v for v in given if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
         with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
-            row.kept_before = kept_bytes(module, module.forward, args, kwargs, x)
+            row.kept_before = kept_bytes(forward, module.forward, *call, x)
         module.forward = forward
         with contextlib.suppress(Exception):
-            row.kept_after = kept_bytes(module, forward, args, kwargs, x)
-
-    def general(self, row: Row, module: nn.Module, calls: dict, why: str) -> Row:
-        args, kwargs = next(iter(calls.values()))
-        tensors = [
-            i for i, v in enumerate(leaves_of((args, kwargs))) if isinstance(v, Tensor) and v.is_floating_point()
-        ]
-        self.bind(row, module, General(module, self.recompute), (args, kwargs), tensors[0] if tensors else -1)
-        row.served_by, row.reason = "checkpoint", why
-        return row
+            row.kept_after = kept_bytes(forward, forward, *call, x)
 
     def runs(self, name: str, module: nn.Sequential) -> list[Row]:
-        found = runs_of(module, self.recompute)
-        rows = []
+        found, rows = runs_of(module, self.recompute), []
         for start, stop, run, error in found:
             segment = next(iter(run.segments.values()))
             row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
-            call = list(calls_of(module[start]).values())[1]
-            row.kept_before = kept_bytes(run.module, run.original, *call, 0)
-            row.kept_after = kept_bytes(run.module, run, *call, 0)
+            call = calls_of(module[start])[1]
+            row.kept_before = kept_bytes(run, run.original, *call, call[0][0])
+            row.kept_after = kept_bytes(run, run, *call, call[0][0])
             rows.append(row)
         if found:
             module.forward = Runs(module, [one[:3] for one in found], self.recompute)

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten
 from .. import memory
 from ..nn.plain import runs_class_forward, untouched
 from ..subclasses import foreign
-from .binding import Fused, Segment, Watch, pattern_of, regardless_of_precision, templates
+from .binding import Forward, Fused, Segment, Watch, templates
+from .calls import Call, Form, pattern_of, rebuilt, regardless_of_precision
 from .grammar import read
 from .leaves import Probability
 from .proof import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide_arguments
@@ -51,39 +52,42 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
     return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
 
 
-def attempt(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
-    """(the segment that was proven for these arguments, its error). Raises Unreadable."""
+def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
+    """(the segment that was proven for this complete call, its error). Raises Unreadable."""
+    module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be proven")
     with unmoved(module), random_parameters(module):
         args, kwargs = wide_arguments(args, kwargs)
+        flat = leaves_of(form.counting(args, kwargs))
         module.train()  # shows where dropout is
-        output, node = trace(module, args, kwargs)
-        flat = leaves_of((args, kwargs))
-        y, result = result_of(output, flat)
-        reading = read(module, node(y))
+        traced = trace(module, args, kwargs, flat)
+        y, result = result_of(traced.result, flat)
+        reading = read(module, traced.node(y))
         module.eval()
-        return prove(module, reading, result, args, kwargs)
+        return prove(form, reading, result, args, kwargs)
 
 
-def prove(module: nn.Module, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
-    flat = leaves_of((args, kwargs))
-    masks = {one.index for one in _arguments_named(reading.arguments, ("attn_mask", "key_padding_mask"))}
-    flat = [varied(value) if i in masks else value for i, value in enumerate(flat)]
-    x = torch.randn_like(flat[reading.x])
+def prove(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
+    module, masks = form.module, {one.index for one in _masks(reading.arguments)}
+    flat = [varied(value) if i in masks else value for i, value in enumerate(leaves_of(form.counting(args, kwargs)))]
+    flat[reading.x] = torch.randn_like(flat[reading.x])
     parameters = [p for p in module.parameters() if p.requires_grad]
 
-    def original(x: Tensor) -> Tensor:
-        values = iter([x if i == reading.x else value for i, value in enumerate(flat)])
-        args_, kwargs_ = _rebuilt((args, kwargs), values)
+    def with_x(flat: list[Any], x: Tensor) -> list[Any]:
+        return [x if i == reading.x else value for i, value in enumerate(flat)]
+
+    def original(x: Tensor, flat: list[Any] = flat) -> Tensor:
+        args_, kwargs_ = form.call_of(with_x(flat, x), args, kwargs)
         return result_of(type(module).forward(module, *args_, **kwargs_), [])[0]
 
+    x = flat[reading.x]
     theirs, best = results(original, x, parameters), math.inf
     for arguments in reading.candidates():
         segment = Segment(module, reading.op, arguments, reading.x)
 
-        def fused(x: Tensor, segment: Segment = segment) -> Tensor:
-            return segment([x if i == reading.x else value for i, value in enumerate(flat)], "full")
+        def fused(x: Tensor, flat: list[Any] = flat, segment: Segment = segment) -> Tensor:
+            return segment(with_x(flat, x), "full")
 
         try:
             with torch.no_grad():  # most choices show in the output
@@ -94,27 +98,57 @@ def prove(module: nn.Module, reading: Reading, result, args: tuple, kwargs: dict
             reason = f"ckptkern.{reading.op} refuses it: {refusal}"
             continue
         if error <= TOLERANCE:
+            for what, other in enlarged(flat, reading.x, masks):
+                check_enlarged(what, original, fused, other, reading.x)
             segment.result = result
             return segment, error
         best = min(best, error)
     raise Unreadable(reason if best == math.inf else f"the numbers of {reading.op} differ by {best:.1e}")
 
 
-def _arguments_named(template: dict[str, Any], names: tuple[str, ...]) -> Iterator[Argument]:
+def enlarged(flat: list[Any], x: int, masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
+    """The arguments of calls with twice as many tokens, and with two samples in place of one."""
+    given = flat[x]
+    if given.dim() < 2:
+        return
+    length = given.shape[-2]
+
+    def twice(value: Any, i: int) -> Any:
+        if not isinstance(value, Tensor) or i == x:
+            return torch.cat((value, torch.randn_like(value)), -2) if i == x else value
+        for dim in range(value.dim() > 2, value.dim()):
+            if value.shape[dim] == length:
+                value = torch.cat((value, value), dim)
+        return varied(value) if i in masks else value
+
+    yield "another length", [twice(value, i) for i, value in enumerate(flat)]
+    if given.dim() > 2 and given.shape[0] == 1:
+        other = torch.cat((given, torch.randn_like(given)))
+        yield "another batch", [other if i == x else value for i, value in enumerate(flat)]
+
+
+def check_enlarged(what: str, original: Callable, fused: Callable, flat: list[Any], x: int) -> None:
+    """Do both still agree? Some forwards have a window or a scale that depends on sizes, and an example of one sample does
+    not tell a batch from a sequence."""
+    with torch.no_grad():
+        try:
+            theirs = original(flat[x], flat)
+        except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
+            return
+        try:
+            error = difference([fused(flat[x], flat)], [theirs])
+        except (ValueError, TypeError, RuntimeError) as refusal:
+            raise Unreadable(f"with {what} the op refuses it: {refusal}") from None
+    if error > TOLERANCE:
+        raise Unreadable(f"with {what} the numbers differ by {error:.1e}")
+
+
+def _masks(template: dict[str, Any]) -> Iterator[Argument]:
     for name, value in template.items():
         if isinstance(value, dict):
-            yield from _arguments_named(value, names)
-        elif name in names and isinstance(value, Argument):
+            yield from _masks(value)
+        elif name in ("attn_mask", "key_padding_mask") and isinstance(value, Argument):
             yield value
-
-
-def _rebuilt(values: Any, leaves: Iterator[Any]) -> Any:
-    """The same nesting with other leaves."""
-    if type(values) in (tuple, list):
-        return type(values)(_rebuilt(one, leaves) for one in values)
-    if type(values) is dict:
-        return {name: _rebuilt(one, leaves) for name, one in values.items()}
-    return next(leaves)
 
 
 def mask_variants(module: nn.Module, args: tuple, kwargs: dict[str, Any], x: Tensor) -> Iterator[tuple]:
@@ -138,44 +172,68 @@ def is_cache(value: object) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], list[int]]:
-    """(args and kwargs with None in place of caches, the places of these)."""
-    flat = leaves_of((args, kwargs))
+def without_caches(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], list[int]]:
+    """(args and kwargs with None in place of caches, the places of these among the values that count)."""
+    flat = leaves_of(form.counting(args, kwargs))
     caches = [i for i, value in enumerate(flat) if is_cache(value)]
-    args, kwargs = _rebuilt((args, kwargs), iter([None if i in caches else value for i, value in enumerate(flat)]))
+    args, kwargs = form.call_of([None if i in caches else value for i, value in enumerate(flat)], args, kwargs)
     return args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs, caches
 
 
-def fuse(module: nn.Module, calls: dict[Any, tuple], recompute: str) -> tuple[Fused, float]:
-    """(the module's new forward, the largest error of its proofs). Raises Unreadable if no call of it can be read."""
+def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> None:
+    """In 16 bits, too, do both agree as far as rounding lets them? A forward may do another thing there."""
+    module = form.module
+    if all(p.dtype.itemsize >= 4 for p in module.parameters()):
+        return
+    flat = leaves_of(form.counting(args, kwargs))
+    with unmoved(module), torch.no_grad():
+        module.eval()
+        theirs = result_of(type(module).forward(module, *args, **kwargs), flat)[0]
+        ours = result_of(segment(flat, "full"), flat)[0]
+    if (error := difference([ours.float()], [theirs.float()])) > 0.05:
+        raise Unreadable(f"in {theirs.dtype} the numbers differ by {error:.1e}")
+
+
+def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
+    """(the module's new forward, the largest error of its proofs, a call that it takes).
+
+    Raises Unreadable if no call of it can be read.
+    """
     check_candidate(module)
-    segments, worst = {}, 0.0
+    form = Form(module, calls)
+    segments: dict[tuple, Segment | None] = {}
+    worst, proven = 0.0, []
 
-    def add(pattern: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
+    def add(args: tuple, kwargs: dict[str, Any]) -> None:
         nonlocal worst
-        args, kwargs, caches = without_caches(args, kwargs)
-        segments[pattern], error = attempt(module, args, kwargs)
-        segments[pattern].caches = caches
-        worst = max(worst, error)
+        args, kwargs = form.complete(args, kwargs)
+        pattern = regardless_of_precision(pattern_of(form.counting(args, kwargs), []))
+        if pattern in segments:
+            return
+        args, kwargs, caches = without_caches(form, args, kwargs)
+        segment, error = attempt(form, args, kwargs)
+        check_own_dtype(form, segment, args, kwargs)
+        segment.caches = caches
+        segments[pattern], worst = segment, max(worst, error)
+        proven.append((args, kwargs))
 
-    for pattern, call in calls.items():
+    for call in calls:
         try:
-            add(pattern, *call)
+            add(*call)
         except Unreadable as why:
             reason = why
         except Exception as error:  # on random parameters a forward may raise anything
             reason = Unreadable(f"{type(error).__name__} in the probe: {error}")
     if not segments:
         raise reason
-    first, segment = next(iter(segments.items()))
+    segment = next(iter(segments.values()))
     if segment.op in ("attention_block", "transformer_layer"):
-        for call in mask_variants(module, *calls[first], leaves_of(calls[first])[segment.x]):
-            pattern = regardless_of_precision(pattern_of(*call, []))
-            if pattern not in segments:
-                with contextlib.suppress(Exception):  # a mask that this module does not take
-                    add(pattern, *call)
+        args, kwargs = proven[0]
+        for call in mask_variants(module, args, kwargs, leaves_of(form.counting(args, kwargs))[segment.x]):
+            with contextlib.suppress(Exception):  # a mask that this module does not take
+                add(*call)
     live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
-    return Fused(module, segments, Watch(module, live), recompute), worst
+    return Fused(form, segments, Watch(module, live), recompute), worst, proven[0]
 
 
 def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused, float]]:
@@ -186,32 +244,31 @@ def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused
         while stop > start + 1 and isinstance(layers[start], nn.Linear):
             part = nn.Sequential(*layers[start:stop]).train(module.training)
             with contextlib.suppress(Unreadable):
-                found.append((start, stop, *fuse(part, calls_of(layers[start]), recompute)))
+                run, error, _ = fuse(part, calls_of(layers[start]), recompute)
+                found.append((start, stop, run, error))
                 break
             stop -= 1
         start = max(found[-1][1], start + 1) if found else start + 1
     return found
 
 
-def calls_of(linear: nn.Linear) -> dict[Any, tuple]:
+def calls_of(linear: nn.Linear) -> list[Call]:
     """Calls that a linear layer takes, of tokens with and without a batch."""
     weight = linear.weight
     if weight.is_meta or not weight.is_floating_point():
-        return {}
+        return []
     shapes = ((3, linear.in_features), (2, 3, linear.in_features))
-    calls = [((torch.randn(shape, dtype=weight.dtype, device=weight.device),), {}) for shape in shapes]
-    return {regardless_of_precision(pattern_of(*call, [])): call for call in calls}
+    return [((torch.randn(shape, dtype=weight.dtype, device=weight.device),), {}) for shape in shapes]
 
 
-def kept_bytes(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any], x: int) -> int:
-    """What one training call keeps, besides parameters and the arguments that it only reads."""
-    flat = leaves_of((args, kwargs))
-    flat = [v.detach().requires_grad_() if i == x else v for i, v in enumerate(flat)]
-    shared = [v for i, v in enumerate(flat) if isinstance(v, Tensor) and i != x]
-    args, kwargs = _rebuilt((args, kwargs), iter(flat))
+def kept_bytes(forward: Forward, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
+    """What one training call of `run` keeps, besides parameters and the arguments other than x."""
+    module, given = forward.module, leaves_of((args, kwargs))
+    wanted = x.detach().requires_grad_()
+    args, kwargs = rebuilt((args, kwargs), iter([wanted if value is x else value for value in given]))
+    shared = [value for value in given if isinstance(value, Tensor) and value is not x]
     with unmoved(module), torch.enable_grad():
         module.train()
-        exclude = [*module.parameters(), *module.buffers(), *shared]
-        with memory.kept_tensors(exclude) as kept:
-            forward(*args, **kwargs)
+        with memory.kept_tensors([*module.parameters(), *module.buffers(), *shared]) as kept:
+            run(*args, **kwargs)
     return kept.bytes

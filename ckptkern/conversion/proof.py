@@ -21,7 +21,7 @@ TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
 def unmoved(module: nn.Module) -> Iterator[None]:
     """Leaves the random state, buffers and plain attributes, `training` among them, as they were."""
     devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    buffers = [(b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_inference()]
     tables = [(m, dict(m._buffers), plain_attributes(m)) for m in module.modules()]
     try:
         with torch.random.fork_rng(list(devices)):
@@ -34,8 +34,8 @@ def unmoved(module: nn.Module) -> Iterator[None]:
                 del m.__dict__[name]
             m.__dict__.update(attributes)
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
+            for buffer, version, before in buffers:
+                if buffer._version != version:
                     buffer.copy_(before)
 
 

@@ -21,6 +21,11 @@ DIVIDE = ("div", "__truediv__", "div_", "true_divide")
 PRODUCT = ("matmul", "__matmul__", "bmm")
 
 
+def is_view(node: Node) -> bool:
+    """Does it show the elements of one tensor, some or all? Not if another tensor chooses them."""
+    return node.is_function(*VIEWS) and (len(node.inputs) == 1 or node.is_function("type_as", "expand_as", "to"))
+
+
 class Argument(NamedTuple):
     """One of the call's flattened arguments, in a form that binding.in_form names."""
 
@@ -92,7 +97,7 @@ class Steps:
     def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
         """What a node shows through views, casts and, if they are collected, dropouts."""
         while True:
-            if node.is_function(*VIEWS) and node.inputs:
+            if is_view(node):
                 node = node.inputs[0]
             elif dropouts is not None and (p := self.leaves.dropout(node)) is not None:
                 dropouts.append(p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Node:
     """A tensor of the call, by what made it.
 
     kind        source
-    "argument"  its index among leaves_of((args, kwargs))
+    "argument"  its index among the flattened arguments
     "parameter" its path; also a buffer's
     "constant"  None: a tensor that was made outside of torch functions, or before the call
     "module"    the path of the leaf module that returned it
@@ -81,20 +82,35 @@ def settings(module: nn.Module) -> list[dict[str, Any]]:
     return [plain_attributes(m) for m in module.modules()]
 
 
+def is_in_place(name: str) -> bool:
+    """Does torch's function of this name change its first argument? __iadd__ does, requires_grad_ does not."""
+    return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or (
+        name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
+    )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.layout == b.layout == torch.strided and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+    )
+
+
 class _Tracer(TorchFunctionMode):
-    def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, module: nn.Module, flat: list[Any]):
         super().__init__()
         self.module = module
         self.paths = {id(m): path for path, m in module.named_modules()}
         self.alive: list[object] = []  # so that no id is given twice
         self.inside = 0  # leaf modules that are running
         self.nodes: dict[int, Node] = {}
+        self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for path, tensor in reversed(named):  # a shared tensor goes by its first path
             self.nodes[id(tensor)] = Node("parameter", path, tensor.shape)
-        for index, value in enumerate(leaves_of((args, kwargs))):
+        for index, value in enumerate(flat):
             if isinstance(value, Tensor):
                 self.nodes[id(value)] = Node("argument", index, value.shape)
+                self.alive.append(value)
 
     def node(self, tensor: Tensor) -> Node:
         if id(tensor) not in self.nodes:
@@ -107,6 +123,8 @@ class _Tracer(TorchFunctionMode):
 
     def record(self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object) -> None:
         args, kwargs = self.with_nodes(args), self.with_nodes(kwargs)
+        given = [one.source if isinstance(one, Node) else one for one in tree_leaves((args, kwargs))]
+        self.log.append((kind, source, *[str(one) for one in given]))
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
                 self.nodes[id(result)] = Node(kind, source, result.shape, args, kwargs, i)
@@ -119,11 +137,17 @@ class _Tracer(TorchFunctionMode):
             raise Unreadable(f"forward reads a tensor's values on the host ({name})")
         result = function(*args, **kwargs)
         if self.inside == 0:
-            if name == "__setitem__":
-                self.record("function", name, args, kwargs, args[0])
-            else:
-                self.record("function", name, args, kwargs, result)
+            changed = args[0] if name == "__setitem__" or is_in_place(name) else kwargs.get("out")
+            if isinstance(changed, Tensor):
+                self.forget_views(changed, name)
+            self.record("function", name, args, kwargs, changed if isinstance(changed, Tensor) else result)
         return result
+
+    def forget_views(self, changed: Tensor, name: str) -> None:
+        """Other tensors of the memory that was changed are not what made them any more."""
+        for other in self.alive:
+            if isinstance(other, Tensor) and other is not changed and _overlap(other, changed):
+                self.nodes[id(other)] = Node("function", f"{name} of a view", other.shape)
 
     def _is_inner_leaf(self, module: nn.Module) -> bool:
         return module is not self.module and id(module) in self.paths and is_leaf(module)
@@ -140,13 +164,22 @@ class _Tracer(TorchFunctionMode):
             self.record("module", self.paths[id(module)], args, kwargs, result)
 
 
-def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[object, Callable[[Tensor], Node]]:
-    """(what module.forward(*args, **kwargs) returns, the Node of any tensor in it).
+@dataclass
+class Trace:
+    """One call of a module: what it returned, the node of every tensor in it, and what was called."""
 
-    The call runs without gradients in the module's present mode. Raises Unreadable for a forward that reads tensors on the
-    host or changes plain attributes of its modules.
+    result: object
+    node: Callable[[Tensor], Node]
+    log: list[tuple]
+
+
+def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any] | None = None) -> Trace:
+    """Calls module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
+
+    Raises Unreadable for a forward that reads tensors on the host or changes plain attributes of its modules.
     """
-    tracer, before = _Tracer(module, args, kwargs), settings(module)
+    flat = leaves_of((args, kwargs)) if flat is None else flat
+    tracer, before, drawn = _Tracer(module, flat), settings(module), random.getstate()
     hooks = [nn.modules.module.register_module_forward_pre_hook(tracer.before)]
     hooks.append(nn.modules.module.register_module_forward_hook(tracer.after, with_kwargs=True))
     try:
@@ -157,4 +190,7 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[objec
             hook.remove()
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")
-    return result, tracer.node
+    if random.getstate() != drawn:
+        random.setstate(drawn)
+        raise Unreadable("forward draws from Python's random numbers")
+    return Trace(result, tracer.node, tracer.log)

@@ -1,0 +1,177 @@
+"""How a module is called: the arguments that its forward looks at, in one order, and the pattern that a proof is about."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .proof import unmoved
+from .trace import PLAIN_VALUES, trace
+
+Call = tuple[tuple, dict[str, Any]]
+
+
+def pattern_of(values: Iterable[Any], flat: list[Any]) -> tuple:
+    """What arguments must have in common with those that were proven: structure, dims, dtypes and plain values.
+
+    Their leaves are appended to `flat`, in the order of trace.leaves_of. This runs in each call, so tensors come first.
+    """
+    key: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor:
+            flat.append(value)
+            key.append(value.dtype)
+            key.append(value.dim())
+        elif kind in PLAIN_VALUES:
+            flat.append(value)
+            key.append(value)
+        elif kind is tuple or kind is list:
+            key.append((kind, pattern_of(value, flat)))
+        elif kind is dict:
+            key.append((*value, pattern_of(value.values(), flat)))
+        else:
+            flat.append(value)
+            key.append(kind if not isinstance(value, Tensor) else (kind, value.dtype, value.dim()))
+    return tuple(key)
+
+
+def regardless_of_precision(pattern: tuple) -> tuple:
+    """The pattern with one dtype for all that are floating point: autocast changes them, and no proof depends on them."""
+    return tuple(
+        regardless_of_precision(one)
+        if isinstance(one, tuple)
+        else torch.float32
+        if isinstance(one, torch.dtype) and one.is_floating_point
+        else one
+        for one in pattern
+    )
+
+
+class LookedAt(Exception):
+    """A forward looked at the argument of this name."""
+
+
+class Untouched:
+    """Stands for an argument. Everything that looks at it raises."""
+
+    def __init__(self, name: str):
+        self.__dict__["name"] = name
+
+    def _looked_at(self, *_, **__):
+        raise LookedAt(self.__dict__["name"])
+
+    __getattr__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _looked_at
+    __iter__ = __len__ = __contains__ = __getitem__ = __call__ = __int__ = __float__ = __index__ = __str__ = _looked_at
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _looked_at
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __enter__ = __exit__ = _looked_at
+
+
+def rebuilt(values: Any, leaves: Iterator[Any]) -> Any:
+    """The same nesting with other leaves."""
+    if type(values) in (tuple, list):
+        return type(values)(rebuilt(one, leaves) for one in values)
+    if type(values) is dict:
+        return {name: rebuilt(one, leaves) for name, one in values.items()}
+    return next(leaves)
+
+
+def not_looked_at(module: nn.Module, args: tuple, kwargs: dict[str, Any], names: Iterable[str]) -> set[str]:
+    """Those of these keyword arguments on which the call does not depend: it does the same with things that raise if they
+    are looked at."""
+    names = set(names)
+
+    def log(blind: Iterable[str]) -> list[tuple]:
+        hidden = {name: rebuilt(kwargs.get(name), itertools.repeat(Untouched(name))) for name in blind}
+        return trace(module, args, kwargs | hidden).log
+
+    def same(blind: Iterable[str]) -> bool:
+        try:
+            return log(blind) == usual
+        except Exception:  # torch's own error for what is no tensor, among others
+            return False
+
+    with unmoved(module):
+        module.train()
+        try:
+            usual = log(())
+            while names:  # one by one, those at which it looks are left out
+                try:
+                    if log(names) == usual:
+                        return names
+                    break
+                except LookedAt as at:
+                    names.remove(str(at))
+        except Exception:  # whatever a forward makes of it
+            pass
+        return {name for name in names if same([name])}
+
+
+class Form:
+    """Which arguments of a module count, and their order.
+
+    positions: the parameters of its forward by name, with their places; defaults: theirs. ignored: names of keyword arguments
+    that forward hands on to functions that do not look at them, as libraries do (a step's number of tokens, say).
+    """
+
+    def __init__(self, module: nn.Module, calls: list[Call]):
+        self.module = module
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        usual = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.defaults = {p.name: p.default for p in usual if p.default is not p.empty}
+        self.places = {p.name: i for i, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD}
+        self.example = calls[0]
+        self.ignored: frozenset[str] = frozenset()
+        self.refused: frozenset[str] = frozenset()
+        names: dict[str, None] = dict.fromkeys(p.name for p in usual)
+        names |= dict.fromkeys(name for _, kwargs in calls for name in kwargs)
+        full = [self.complete(args, kwargs) for args, kwargs in calls]
+        ignored = set(names)
+        for args, kwargs in full:
+            ignored &= not_looked_at(module, args, kwargs, ignored & kwargs.keys())
+        self.ignored = frozenset(ignored)
+        self.keywords = [(name, self.places.get(name, len(names))) for name in names if name not in self.ignored]
+        self.known = frozenset(names)
+
+    def complete(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+        """The call with the defaults of what is not given; those that count first, in their order."""
+        given = {name: value for name, value in self.defaults.items() if self.places.get(name, len(args)) >= len(args)}
+        given |= kwargs
+        return args, {name: value for name, value in given.items() if name not in self.ignored} | given
+
+    def counting(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        """The values that count, in their order."""
+        defaults, count = self.defaults, len(args)
+        return [
+            count, *args,
+            *[kwargs.get(name, defaults.get(name)) for name, place in self.keywords if place >= count],
+        ]  # fmt: skip
+
+    def call_of(self, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> Call:
+        """(args, kwargs) with these leaves in place of the values that count. kwargs: a complete call's."""
+        count, *values = rebuilt(self.counting(args, kwargs), iter(flat))
+        names = [name for name, place in self.keywords if place >= count]
+        return tuple(values[:count]), kwargs | dict(zip(names, values[count:], strict=True))
+
+    def takes(self, kwargs: dict[str, Any]) -> bool:
+        """Are all names known? One that was never seen is tried once, on the example."""
+        for name in kwargs:
+            if name not in self.known:
+                return not torch.compiler.is_compiling() and self.learns(kwargs)
+        return True
+
+    def learns(self, kwargs: dict[str, Any]) -> bool:
+        new = kwargs.keys() - self.known
+        if not self.refused.isdisjoint(new):
+            return False
+        args, example = self.complete(*self.example)
+        if not_looked_at(self.module, args, example, new) != new:
+            self.refused |= new
+            return False
+        self.known |= new
+        return True
