@@ -253,6 +253,17 @@ def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
     ]
 
 
+def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """(module, name, module, name) of parameters that are one: the fused call takes the first."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    ties = []
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None and first.setdefault(id(p), (m, name)) != (m, name):
+                ties.append((*first[id(p)], m, name))
+    return ties
+
+
 class Compared(NamedTuple):
     """What a call of Watch.unchanged compares, looked up beforehand: views of live things, and what they were."""
 
@@ -289,6 +300,7 @@ class Watch:
         # a configuration that several modules share is compared once
         held = {id(value): (value, inside(value)) for _, _, value in self.objects}
         self.contents = [(value, copy.copy(now)) for value, now in held.values() if now]
+        self.ties = ties_of(module)
         self.compared: Compared | None = None
 
     @staticmethod
@@ -349,6 +361,7 @@ class Watch:
             and all(mode["training"] is training for mode in modes)
             and all(d.get(name) is value for d, name, value in objects)
             and contents == held
+            and all(one._parameters[name] is other._parameters[as_] for one, name, other, as_ in self.ties)
         )
 
 
