@@ -221,11 +221,12 @@ def _second_order(op, dy, saved, statics, needs, cotangents):
     return results[0], grads
 
 
-def _with_precision(args: tuple, from_end: int) -> tuple:
-    """args, in which a precision of "auto" (a compiled graph's) is replaced by torch's current setting."""
-    if args[-from_end] != "auto":
-        return args
-    return (*args[:-from_end], read_precision(), *args[len(args) - from_end + 1 :])
+def _with_precision(args: tuple, from_end: tuple[int, ...]) -> tuple:
+    """args, in which a precision of "auto" (a compiled graph's; a layer has two) is replaced by torch's current setting."""
+    for n in from_end:
+        if args[-n] == "auto":
+            args = (*args[:-n], read_precision(), *args[len(args) - n + 1 :])
+    return args
 
 
 class _Registered(NamedTuple):
@@ -258,15 +259,16 @@ def _register(op: type[Op]) -> _Registered:
     LIBRARY.define(f"{backward_name}(Tensor dy, {optional}, {kept}{op.statics}, int[] needs) -> {op.grads}")
     packets = getattr(torch.ops.ckptkern, forward_name), getattr(torch.ops.ckptkern, backward_name)
     fwd, bwd = (packet.default for packet in packets)
-    precision_from_end = statics[::-1].index("precision") + 1
+    precisions = tuple(n for n, static in enumerate(reversed(statics), 1) if static.endswith("precision"))
+    precisions_before_needs = tuple(n + 1 for n in precisions)
 
     def forward(*args):
         with torch._C._DisableAutocast():
-            return _filled(op.forward(*_with_precision(args, precision_from_end)), args[0])
+            return _filled(op.forward(*_with_precision(args, precisions)), args[0])
 
     def backward(*args):
         with torch._C._DisableAutocast():
-            return _filled(op.backward(*_with_precision(joined(args), precision_from_end + 1)), args[0])
+            return _filled(op.backward(*_with_precision(joined(args), precisions_before_needs)), args[0])
 
     def backward_fake(*args):
         return op.backward_fake(*joined(args))

@@ -658,7 +658,7 @@ BLOCKS = {
     "slopes by batch": {"slopes": (2, 4), "causal": False, "kv_heads": 2},
     "pairs": {"rotary": True, "interleaved": True},
     "tables by batch": {"rotary": True, "batched_tables": True, "kv_heads": 1},
-    "pairs by batch": {"rotary": True, "batched_tables": True, "interleaved": True, "qk_norm": True},
+    "pairs by batch": {"rotary": True, "batched_tables": True, "interleaved": True, "qk_norm": "rms"},
     "scale": {"scale": 0.9},
 }
 

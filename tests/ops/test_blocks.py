@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern.memory import kept_tensors
+from ckptkern.ops.transformer_layer import TransformerLayer
 
 
 def seeded(function):
@@ -283,6 +284,23 @@ def test_compiled_equals_eager(block):
     torch._dynamo.reset()
     tensors, call = block.make(), torch.compile(block.call, backend="aot_eager", fullgraph=True)
     assert_same(gradients(seeded(call), tensors), gradients(block.fused, tensors))
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
+    """A compiled graph of CUDA tensors carries "auto", which no kernel knows; a layer has one for each half."""
+    (block,) = (one.values[0] for one in variants(("selective",), ("parallel",)))
+    op, args = op_samples(block, block.make())[way == "backward"]
+    body, seen = getattr(TransformerLayer, way), []
+
+    def watching(*arguments):
+        seen.extend(one for one in arguments if isinstance(one, str))
+        return body(*arguments)
+
+    monkeypatch.setattr(TransformerLayer, way, staticmethod(watching))
+    op(*("auto" if isinstance(one, str) and one == "ieee" else one for one in args))
+    assert seen.count("ieee") == 2
+    assert "auto" not in seen
 
 
 @pytest.mark.parametrize("block", blocks(("selective",), names=("llama",)))
