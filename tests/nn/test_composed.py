@@ -262,3 +262,29 @@ def _check_parallel(rank: int) -> None:
 
 def test_tensor_parallelism_over_two_processes(tmp_path):
     run_on_two(_check_parallel, tmp_path)
+
+
+def _check_sharded(rank: int) -> None:
+    """FSDP2 around the segment, and around modules inside it, whose parameters it exchanges between the two runs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(B, S, E, generator=torch.Generator().manual_seed(5))
+    for kind, keep in (("layer", True), ("layer", False), ("parts", True), ("parts", False)):
+        whole, sharded = (build("LlamaDecoderLayer", "LoRA", "full").eval() for _ in range(2))
+        for part in [sharded] if kind == "layer" else [one for one in sharded.modules() if isinstance(one, LoRA)]:
+            fully_shard(part, mesh=mesh, reshard_after_forward=not keep)
+        network = nn.Sequential(sharded, sharded)
+        fully_shard(network, mesh=mesh)
+        for _ in range(2):  # the second step starts with what the first left
+            network.zero_grad()
+            whole.zero_grad()
+            network(x).square().sum().backward()
+            whole(whole(x)).square().sum().backward()
+            for mine, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+                if theirs.grad is not None:
+                    torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, atol=1e-3, rtol=1e-4)
+
+
+def test_fsdp2_over_two_processes(tmp_path):
+    run_on_two(_check_sharded, tmp_path)
