@@ -406,7 +406,8 @@ class Fused(Forward):
         return segment
 
     def __call__(self, *args, **kwargs):
-        if not torch.is_grad_enabled() or not self.form.takes(kwargs):
+        # in training also without gradients: a reentrant checkpoint draws in such a forward what its recompute draws again
+        if not (torch.is_grad_enabled() or self.module.training) or not self.form.takes(kwargs):
             return self.original(*args, **kwargs)
         flat: list[Any] = []
         segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat))
@@ -446,7 +447,7 @@ class Runs(Forward):
         self.runs, self.layers = runs, tuple(module)
 
     def __call__(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or tuple(self.module._modules.values()) != self.layers:
+        if tuple(self.module._modules.values()) != self.layers:
             return self.original(input)
         done = 0
         for start, stop, run in self.runs:

@@ -411,8 +411,19 @@ def test_a_later_change_counts_and_memory_stays_low(what: str) -> None:
     assert kept(converted) < 6 * inputs < kept(model), "the layers keep their input"
 
 
+def test_a_reentrant_checkpoint_draws_the_same_masks_twice() -> None:
+    layer, outputs = ARCHITECTURES["gpt"].layer().train(), []
+    layer.resid_dropout.p = 0.4
+    assert fused_of(ckptkern.convert(layer, torch.randn(2, 6, WIDTH))) == ["transformer_layer"]
+    layer.register_forward_hook(lambda module, args, y: outputs.append(y[0].detach()))
+    x = torch.randn(2, 6, WIDTH, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)[0].sum().backward()
+    first, again = outputs
+    assert torch.equal(first, again)
+
+
 def test_without_gradients_the_original_runs() -> None:
-    model = ARCHITECTURES["llama"].model()
+    model = ARCHITECTURES["llama"].model().eval()
     with torch.no_grad():
         theirs = model(ids())
         ckptkern.convert(model, ids())
