@@ -112,66 +112,86 @@ def not_looked_at(module: nn.Module, args: tuple, kwargs: dict[str, Any], names:
         return {name for name in names if same([name])}
 
 
+def same_log(module: nn.Module, args: tuple, kwargs: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Does the module do the same with these arguments as without them?"""
+    with unmoved(module):
+        module.train()
+        try:
+            return trace(module, args, kwargs | new).log == trace(module, args, kwargs).log
+        except Exception:  # whatever a forward makes of it
+            return False
+
+
 class Form:
     """Which arguments of a module count, and their order.
 
-    positions: the parameters of its forward by name, with their places; defaults: theirs. ignored: names of keyword arguments
-    that forward hands on to functions that do not look at them, as libraries do (a step's number of tokens, say).
+    by_place: the names of its positional parameters; defaults: those that have one; ignored: names that forward does not look
+    at, as libraries hand a step's numbers from function to function; keywords: the names that count.
     """
 
     def __init__(self, module: nn.Module, calls: list[Call]):
         self.module = module
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         usual = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.by_place = [p.name for p in usual if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
+            self.by_place = []  # these stay where they are
         self.defaults = {p.name: p.default for p in usual if p.default is not p.empty}
-        self.places = {p.name: i for i, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD}
-        self.example = calls[0]
         self.ignored: frozenset[str] = frozenset()
-        self.refused: frozenset[str] = frozenset()
-        names: dict[str, None] = dict.fromkeys(p.name for p in usual)
-        names |= dict.fromkeys(name for _, kwargs in calls for name in kwargs)
-        full = [self.complete(args, kwargs) for args, kwargs in calls]
+        calls = [self.complete(args, kwargs) for args, kwargs in calls]
+        names = dict.fromkeys(name for _, kwargs in calls for name in kwargs)
         ignored = set(names)
-        for args, kwargs in full:
+        for args, kwargs in calls:
             ignored &= not_looked_at(module, args, kwargs, ignored & kwargs.keys())
         self.ignored = frozenset(ignored)
-        self.keywords = [(name, self.places.get(name, len(names))) for name in names if name not in self.ignored]
-        self.known = frozenset(names)
+        self.keywords = [name for name in names if name not in ignored]
+        self.known = frozenset((*names, *self.by_place, *self.defaults))
+        self.refused: set[tuple[str, Any]] = set()
+        self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
+        self.example = self.complete(*calls[0])
 
     def complete(self, args: tuple, kwargs: dict[str, Any]) -> Call:
-        """The call with the defaults of what is not given; those that count first, in their order."""
-        given = {name: value for name, value in self.defaults.items() if self.places.get(name, len(args)) >= len(args)}
-        given |= kwargs
-        return args, {name: value for name, value in given.items() if name not in self.ignored} | given
+        """The call by keywords, with the defaults of what is not given; those that count first, in their order."""
+        given = dict(zip(self.by_place, args, strict=False)) | kwargs
+        left = args[len(self.by_place) :]
+        given = {name: value for name, value in self.defaults.items() if name not in given} | given
+        order = [name for name in (*self.by_place, *given) if name in given and name not in self.ignored]
+        return left, {name: given[name] for name in order} | given
 
     def counting(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         """The values that count, in their order."""
-        defaults, count = self.defaults, len(args)
-        return [
-            count, *args,
-            *[kwargs.get(name, defaults.get(name)) for name, place in self.keywords if place >= count],
-        ]  # fmt: skip
+        if args:
+            kwargs = dict(zip(self.by_place, args, strict=False)) | kwargs
+        defaults = self.defaults
+        return [*args[len(self.by_place) :], *[kwargs.get(name, defaults.get(name)) for name in self.keywords]]
 
     def call_of(self, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> Call:
-        """(args, kwargs) with these leaves in place of the values that count. kwargs: a complete call's."""
-        count, *values = rebuilt(self.counting(args, kwargs), iter(flat))
-        names = [name for name, place in self.keywords if place >= count]
-        return tuple(values[:count]), kwargs | dict(zip(names, values[count:], strict=True))
+        """A complete call with these leaves in place of the values that count."""
+        values = rebuilt(self.counting(args, kwargs), iter(flat))
+        return tuple(values[: len(args)]), kwargs | dict(zip(self.keywords, values[len(args) :], strict=True))
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Are all names known? One that was never seen is tried once, on the example."""
+        """Are all names known, or known to do nothing?"""
         for name in kwargs:
             if name not in self.known:
                 return not torch.compiler.is_compiling() and self.learns(kwargs)
         return True
 
     def learns(self, kwargs: dict[str, Any]) -> bool:
-        new = kwargs.keys() - self.known
-        if not self.refused.isdisjoint(new):
+        """Tries new names once, on the example: does it not look at them, or do the same with these plain values?"""
+        new = {name: value for name, value in kwargs.items() if name not in self.known}
+        plain = all(type(value) in PLAIN_VALUES for value in new.values())
+        if plain and self.harmless.issuperset(new.items()):
+            return True
+        refused = {(name, value if plain else type(value)) for name, value in new.items()}
+        if not self.refused.isdisjoint(refused):
             return False
-        args, example = self.complete(*self.example)
-        if not_looked_at(self.module, args, example, new) != new:
-            self.refused |= new
-            return False
-        self.known |= new
-        return True
+        args, example = self.example
+        if not_looked_at(self.module, args, example, new) == new.keys():
+            self.known |= new.keys()
+            return True
+        if plain and same_log(self.module, args, example, new):
+            self.harmless |= new.items()
+            return True
+        self.refused |= refused
+        return False

@@ -225,6 +225,8 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, not {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("convert: the model is compiled: convert first, then compile")
     check_level("convert", recompute)
     check_not_sharded(model)
     revert(model)

@@ -241,7 +241,7 @@ def _find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
 def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | None:
     if _parameters(leaf) or leaf._buffers:
         return None
-    x = torch.ones(512, 2, 3)
+    x = torch.ones(4096, 2, 2)
     was = leaf.training
     try:
         leaf.training = False
@@ -258,7 +258,12 @@ def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | Non
             is_zero = samples == 0
             scaled = torch.where(is_zero, 0.0, 1 / (1 - p))
             share = float(is_zero.float().mean())
-            if torch.equal(dropped, samples.expand_as(dropped)) and same(samples, scaled) and abs(share - p) < 0.15:
+            if (
+                torch.equal(dropped, samples.expand_as(dropped))
+                and same(samples, scaled)
+                and 0 < share < 1
+                and abs(share - p) < 0.1
+            ):
                 return Probability(path, attribute, p)
     return None
 

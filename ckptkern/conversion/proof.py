@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,14 +20,19 @@ TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
 
 @contextlib.contextmanager
 def unmoved(module: nn.Module) -> Iterator[None]:
-    """Leaves the random state, buffers and plain attributes, `training` among them, as they were."""
+    """Leaves the random states, buffers, lists and plain attributes, `training` among them, as they were."""
     devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
     buffers = [(b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_inference()]
     tables = [(m, dict(m._buffers), plain_attributes(m)) for m in module.modules()]
+    lists = [(one, list(one)) for m in module.modules() for one in m.__dict__.values() if type(one) is list]
+    drawn = random.getstate()
     try:
         with torch.random.fork_rng(list(devices)):
             yield
     finally:
+        random.setstate(drawn)
+        for one, before in lists:
+            one[:] = before
         for m, own, attributes in tables:
             m._buffers.clear()
             m._buffers.update(own)

@@ -149,19 +149,14 @@ class _Tracer(TorchFunctionMode):
             if isinstance(other, Tensor) and other is not changed and _overlap(other, changed):
                 self.nodes[id(other)] = Node("function", f"{name} of a view", other.shape)
 
-    def _is_inner_leaf(self, module: nn.Module) -> bool:
-        return module is not self.module and id(module) in self.paths and is_leaf(module)
+    def before(self, leaf: nn.Module, args: tuple) -> None:
+        self.inside += 1
 
-    def before(self, module: nn.Module, args: tuple) -> None:
-        self.inside += self._is_inner_leaf(module)
-
-    def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        if not self._is_inner_leaf(module):
-            return
+    def after(self, leaf: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         self.inside -= 1
         given = {id(value) for value in tree_leaves((args, kwargs))}
         if self.inside == 0 and id(result) not in given:  # an identity leaves no node
-            self.record("module", self.paths[id(module)], args, kwargs, result)
+            self.record("module", self.paths[id(leaf)], args, kwargs, result)
 
 
 @dataclass
@@ -179,18 +174,19 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
     Raises Unreadable for a forward that reads tensors on the host or changes plain attributes of its modules.
     """
     flat = leaves_of((args, kwargs)) if flat is None else flat
-    tracer, before, drawn = _Tracer(module, flat), settings(module), random.getstate()
-    hooks = [nn.modules.module.register_module_forward_pre_hook(tracer.before)]
-    hooks.append(nn.modules.module.register_module_forward_hook(tracer.after, with_kwargs=True))
+    tracer, before, drawn = _Tracer(module, flat), settings(module), random.getstate()  # of Python's own
+    hooks = []
+    for leaf in {m for m in module.modules() if m is not module and is_leaf(m)}:
+        hooks.append(leaf.register_forward_pre_hook(tracer.before))
+        hooks.append(leaf.register_forward_hook(tracer.after, with_kwargs=True))
     try:
         with tracer, torch.no_grad():
-            result = module.forward(*args, **kwargs)
+            result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
     finally:
         for hook in hooks:
             hook.remove()
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
-        random.setstate(drawn)
         raise Unreadable("forward draws from Python's random numbers")
     return Trace(result, tracer.node, tracer.log)

@@ -1,0 +1,230 @@
+"""What a proof on one example does not show: other sizes, numbers and settings than the example's. Such a layer is left, or
+served rightly."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from architectures import HEADS, WIDTH, D, rotary, rotated
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+
+class Layer(nn.Module):
+    """A plain layer with a packed projection, in which each impostor changes one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.act = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH), F.gelu
+        self.config, self.scales = SimpleNamespace(factor=1.0), [1.0]
+        cos, sin = rotary(torch.empty(1, 32, 1))
+        self.register_buffer("cos", cos[0])
+        self.register_buffer("sin", sin[0])
+
+    def turned(self, q: Tensor, **kwargs: Any) -> Tensor:
+        return q
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def split(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.qkv(h).view(*h.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        q, k, v = self.split(self.norm1(x))
+        o = self.core(self.turned(q, **kwargs), self.turned(k, **kwargs), v, **kwargs)
+        x = x + self.proj(o.transpose(1, 2).reshape(x.shape)) * self.config.factor
+        return x + self.down(self.act(self.up(self.norm2(x)))) * self.scales[0]
+
+
+class Indexed(Layer):
+    def turned(self, q: Tensor, positions: Tensor) -> Tensor:
+        return q * self.cos[positions][:, None] + rotated(q) * self.sin[positions][:, None]
+
+
+class Shifted(Layer):
+    def turned(self, q: Tensor) -> Tensor:
+        return q * self.cos[2 : 2 + q.shape[2]] + rotated(q) * self.sin[2 : 2 + q.shape[2]]
+
+
+class Clamped(Layer):
+    def turned(self, q: Tensor) -> Tensor:
+        return q.clamp(-8, 8)
+
+
+class ClampedInPlace(Layer):
+    def split(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = self.qkv(h).view(*h.shape[:2], 3, HEADS, D)
+        qkv[:, :, 0].clamp_(-8, 8)
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class Windowed(Layer):
+    """Attends within windows of 6 tokens, of which the example has one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = self.norm1(x).view(-1, 6, WIDTH)
+        q, k, v = self.split(windows)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ScaledByLength(Layer):
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=math.log(q.shape[2]) / 8)
+
+
+class OneSequence(Layer):
+    """Attends over the whole batch, of which the example has one sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.norm1(x).reshape(1, -1, WIDTH))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Padded(Layer):
+    """A mask [B, S] among the arguments."""
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return ((q @ k.transpose(-1, -2)) * D**-0.5 + mask[:, None, None, :]).softmax(-1) @ v
+
+
+class Sliced(Layer):
+    """Rotary tables for more tokens than there are."""
+
+    def turned(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return q * cos[: q.shape[2]] + rotated(q) * sin[: q.shape[2]]
+
+
+class SkippedAtRandom(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.5 else super().forward(x)
+
+
+def tokens(B: int = 2, S: int = 6) -> Tensor:
+    return torch.randn(B, S, WIDTH)
+
+
+def tables(S: int) -> dict[str, Tensor]:
+    return {name: table[0] for name, table in zip(("cos", "sin"), rotary(torch.empty(1, S, 1)), strict=True)}
+
+
+def set_to(name: str, value: Any) -> Callable[[Layer], None]:
+    return lambda layer: setattr(layer, name, value)
+
+
+# The layer; an example; calls that are other than the example; what is changed before these.
+IMPOSTORS: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], Any]]] = {
+    "rows of tables that a tensor chooses": (
+        Indexed, (tokens(), {"positions": torch.arange(6)[None]}),
+        [(tokens(), {"positions": torch.tensor([[0, 1, 2, 0, 1, 2]])})], lambda layer: None,
+    ),
+    "tables from their third row": (Shifted, (tokens(), {}), [(tokens(2, 9), {})], lambda layer: None),
+    "a clamp beyond the example's numbers": (
+        Clamped, (tokens(), {}), [(tokens(), {})], lambda layer: layer.qkv.weight.data.mul_(50),
+    ),
+    "a clamp of a view in place": (
+        ClampedInPlace, (tokens(), {}), [(tokens(), {})], lambda layer: layer.qkv.weight.data.mul_(50),
+    ),
+    "a window as long as the example": (Windowed, (tokens(), {}), [(tokens(2, 12), {})], lambda layer: None),
+    "a scale of the length": (ScaledByLength, (tokens(), {}), [(tokens(2, 12), {})], lambda layer: None),
+    "a batch that is one sequence": (OneSequence, (tokens(1), {}), [(tokens(3), {})], lambda layer: None),
+    "a mask of keys": (
+        Padded, (tokens(1), {"mask": torch.zeros(1, 6)}),
+        [(tokens(2), {"mask": torch.randn(2, 6)}), (tokens(6), {"mask": torch.randn(6, 6)})], lambda layer: None,
+    ),
+    "longer tables": (Sliced, (tokens(2, 12), tables(12)), [(tokens(2, 5), tables(12))], lambda layer: None),
+    "another function": (Layer, (tokens(), {}), [(tokens(), {})], set_to("act", F.relu)),
+    "another configuration": (Layer, (tokens(), {}), [(tokens(), {})], lambda layer: vars(layer.config).update(factor=0.5)),
+    "another list": (Layer, (tokens(), {}), [(tokens(), {})], lambda layer: layer.scales.insert(0, 0.5)),
+    "an untied weight": (
+        Layer, (tokens(), {}), [(tokens(), {})],
+        lambda layer: set_to("proj", nn.Linear(WIDTH, WIDTH))(layer),
+    ),
+}  # fmt: skip
+
+
+def step(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> list[Tensor | None]:
+    x = x.clone().requires_grad_()
+    y = layer(x, **kwargs)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy, allow_unused=True)]
+
+
+@pytest.mark.parametrize("why", IMPOSTORS)
+def test_other_calls_than_the_example_are_right(why: str) -> None:
+    kind, (x, kwargs), calls, change = IMPOSTORS[why]
+    torch.manual_seed(0)
+    layer = kind()
+    original = copy.deepcopy(layer)
+    ckptkern.convert(layer, x, **kwargs)
+    for one in (layer, original):
+        torch.manual_seed(1)
+        change(one)
+    for x, kwargs in calls:
+        for ours, theirs in zip(step(layer, x, kwargs), step(original, x, kwargs), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+SERVED = {"a mask of keys", "longer tables", "another function", "another configuration", "another list"}
+
+
+@pytest.mark.parametrize("why", IMPOSTORS)
+def test_which_of_them_are_served(why: str) -> None:
+    kind, (x, kwargs), _, _ = IMPOSTORS[why]
+    whole = [row.served_by for row in ckptkern.convert(kind(), x, **kwargs).converted] == ["transformer_layer"]
+    assert whole == (why in SERVED or why == "an untied weight")
+
+
+def test_a_layer_that_is_skipped_at_random_is_left() -> None:
+    layer, state = SkippedAtRandom().train(), random.getstate()
+    conversion = ckptkern.convert(layer, tokens())
+    assert "Python's random numbers" in str(conversion)
+    assert random.getstate() == state
+    outputs = [layer(x) is x for x in [tokens()] * 64]
+    assert 0 < sum(outputs) < 64
+
+
+def test_arguments_that_nobody_looks_at_do_not_count() -> None:
+    """Trainers hand a step's numbers to every layer, which hands them on to functions that take any keyword."""
+    layer, x = Layer(), tokens()
+
+    def kept(**kwargs: Any) -> int:
+        with kept_tensors(layer) as kept:
+            layer(x.requires_grad_(), **kwargs)
+        return kept.bytes
+
+    before = kept()
+    ckptkern.convert(layer, x, count=3)
+    after = kept(count=3)
+    assert after < before / 3
+    for kwargs in ({}, {"count": 4}, {"count": torch.tensor(5)}, {"other": 1}, {"other": 2, "count": None}):
+        assert kept(**kwargs) == after, kwargs
+    with pytest.raises(TypeError, match="mask"):
+        Padded()(x)
+
+
+def test_an_argument_that_is_looked_at_counts() -> None:
+    class Doubling(Layer):
+        def forward(self, x: Tensor, double: bool = False) -> Tensor:
+            return super().forward(2 * x if double else x)
+
+    layer, x = Doubling(), tokens()
+    single, twice = layer(x), layer(x, double=True)
+    ckptkern.convert(layer, x)
+    torch.testing.assert_close(layer(x), single)
+    torch.testing.assert_close(layer(x, double=True), twice)
+    torch.testing.assert_close(layer(x, double=False), single)
