@@ -18,7 +18,20 @@ MHA = (
     "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
 )  # fmt: skip
 # What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a proof.
-ROTATING = (*ADD, *MULTIPLY, *DIVIDE, "sub", "__sub__", "neg", "__neg__", "cat", "stack", "concat", "roll")
+ROTATING = (
+    *ADD,
+    *MULTIPLY,
+    *DIVIDE,
+    "sub",
+    "__sub__",
+    "neg",
+    "__neg__",
+    "cat",
+    "stack",
+    "concat",
+    "roll",
+    "repeat_interleave",
+)
 
 
 @dataclass

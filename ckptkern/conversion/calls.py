@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .proof import unmoved
-from .trace import PLAIN_VALUES, trace
+from .trace import PLAIN_VALUES, leaves_of, trace
 
 Call = tuple[tuple, dict[str, Any]]
 
@@ -66,6 +66,10 @@ class Untouched:
     def _looked_at(self, *_, **__):
         raise LookedAt(self.__dict__["name"])
 
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise LookedAt(next(one for one in leaves_of((args, kwargs or {})) if type(one) is cls).__dict__["name"])
+
     __getattr__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _looked_at
     __iter__ = __len__ = __contains__ = __getitem__ = __call__ = __int__ = __float__ = __index__ = __str__ = _looked_at
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _looked_at
@@ -84,7 +88,7 @@ def rebuilt(values: Any, leaves: Iterator[Any]) -> Any:
 def not_looked_at(module: nn.Module, args: tuple, kwargs: dict[str, Any], names: Iterable[str]) -> set[str]:
     """Those of these keyword arguments on which the call does not depend: it does the same with things that raise if they
     are looked at."""
-    names = set(names)
+    names, flat = set(names), leaves_of((args, kwargs))
 
     def log(blind: Iterable[str]) -> list[tuple]:
         hidden = {name: rebuilt(kwargs.get(name), itertools.repeat(Untouched(name))) for name in blind}
@@ -100,6 +104,11 @@ def not_looked_at(module: nn.Module, args: tuple, kwargs: dict[str, Any], names:
         module.train()
         try:
             usual = log(())
+            # tensors that functions take are looked at
+            read = {
+                id(flat[one[1]]) for call in usual for one in call if isinstance(one, tuple) and one[0] == "argument"
+            }
+            names -= {name for name in names if any(id(leaf) in read for leaf in leaves_of(kwargs.get(name)))}
             while names:  # one by one, those at which it looks are left out
                 try:
                     if log(names) == usual:

@@ -207,7 +207,10 @@ def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, f
     Raises Unreadable if no call of it can be read.
     """
     check_candidate(module)
-    form = Form(module, calls)
+    try:
+        form = Form(module, calls)
+    except Exception as error:  # a signature that Python cannot read
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
     segments: dict[tuple, Segment | None] = {}
     worst, proven = 0.0, []
 

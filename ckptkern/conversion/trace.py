@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 # Functions that bring a tensor's values to the host. A forward that branches on them has no one dataflow.
 HOST_READS = frozenset((
@@ -49,7 +49,7 @@ class Node:
 
     @property
     def inputs(self) -> list[Node]:
-        return [one for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, Node)]
+        return [one for one in leaves_of((self.args, self.kwargs)) if isinstance(one, Node)]
 
     def is_function(self, *names: str) -> bool:
         return self.kind == "function" and self.source in names
@@ -119,12 +119,16 @@ class _Tracer(TorchFunctionMode):
         return self.nodes[id(tensor)]
 
     def with_nodes(self, values: Any) -> Any:
-        return tree_map(lambda value: self.node(value) if isinstance(value, Tensor) else value, values)
+        if isinstance(values, Tensor):
+            return self.node(values)
+        if type(values) in (tuple, list):
+            return type(values)([self.with_nodes(one) for one in values])
+        return {name: self.with_nodes(one) for name, one in values.items()} if type(values) is dict else values
 
     def record(self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object) -> None:
         args, kwargs = self.with_nodes(args), self.with_nodes(kwargs)
-        given = [one.source if isinstance(one, Node) else one for one in tree_leaves((args, kwargs))]
-        self.log.append((kind, source, *[str(one) for one in given]))
+        given = [(one.kind, one.source) if isinstance(one, Node) else str(one) for one in leaves_of((args, kwargs))]
+        self.log.append((kind, source, *given))
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
                 self.nodes[id(result)] = Node(kind, source, result.shape, args, kwargs, i)
@@ -154,7 +158,7 @@ class _Tracer(TorchFunctionMode):
 
     def after(self, leaf: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         self.inside -= 1
-        given = {id(value) for value in tree_leaves((args, kwargs))}
+        given = {id(value) for value in leaves_of((args, kwargs))}
         if self.inside == 0 and id(result) not in given:  # an identity leaves no node
             self.record("module", self.paths[id(leaf)], args, kwargs, result)
 
