@@ -358,10 +358,10 @@ class Watch:
             and not any(hooks)
             and [get(d) for get, d in settings] == values
             and PLAIN.issuperset(map(type, flat(parameters)))
-            and all(mode["training"] is training for mode in modes)
-            and all(d.get(name) is value for d, name, value in objects)
+            and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
             and contents == held
-            and all(one._parameters[name] is other._parameters[as_] for one, name, other, as_ in self.ties)
+            and not (objects and any(d.get(name) is not value for d, name, value in objects))
+            and not (self.ties and any(a._parameters[name] is not b._parameters[as_] for a, name, b, as_ in self.ties))
         )
 
 

@@ -134,8 +134,8 @@ def same_log(module: nn.Module, args: tuple, kwargs: dict[str, Any], new: dict[s
 class Form:
     """Which arguments of a module count, and their order.
 
-    by_place: the names of its positional parameters; defaults: those that have one; ignored: names that forward does not look
-    at, as libraries hand a step's numbers from function to function; keywords: the names that count.
+    by_place: the names of its positional parameters; defaults: those that have one; keywords: all names, in their order. Names
+    that forward does not look at, as libraries hand a step's numbers from function to function, are `fixed`.
     """
 
     def __init__(self, module: nn.Module, calls: list[Call]):
@@ -146,38 +146,42 @@ class Form:
         if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
             self.by_place = []  # these stay where they are
         self.defaults = {p.name: p.default for p in usual if p.default is not p.empty}
-        self.ignored: frozenset[str] = frozenset()
         calls = [self.complete(args, kwargs) for args, kwargs in calls]
-        names = dict.fromkeys(name for _, kwargs in calls for name in kwargs)
-        ignored = set(names)
-        for args, kwargs in calls:
-            ignored &= not_looked_at(module, args, kwargs, ignored & kwargs.keys())
-        self.ignored = frozenset(ignored)
-        self.keywords = [name for name in names if name not in ignored]
-        self.known = frozenset((*names, *self.by_place, *self.defaults))
+        self.keywords = list(dict.fromkeys(name for _, kwargs in calls for name in kwargs))
+        self.known = frozenset((*self.keywords, *self.by_place, *self.defaults))
+        self.fixed: dict[str, Any] = {}  # what stands for the arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
-        self.example = self.complete(*calls[0])
+        self.example = calls[0]
+
+    def ignore(self, calls: list[Call]) -> None:
+        """Leaves out the keyword arguments that none of these complete calls looks at."""
+        names = set(self.keywords)
+        for args, kwargs in calls:
+            names &= not_looked_at(self.module, args, kwargs, names & kwargs.keys())
+        args, kwargs = self.example
+        self.fixed = {name: rebuilt(kwargs.get(name), itertools.repeat(None)) for name in names}
 
     def complete(self, args: tuple, kwargs: dict[str, Any]) -> Call:
-        """The call by keywords, with the defaults of what is not given; those that count first, in their order."""
+        """The call by keywords, with the defaults of what is not given."""
         given = dict(zip(self.by_place, args, strict=False)) | kwargs
-        left = args[len(self.by_place) :]
         given = {name: value for name, value in self.defaults.items() if name not in given} | given
-        order = [name for name in (*self.by_place, *given) if name in given and name not in self.ignored]
-        return left, {name: given[name] for name in order} | given
+        order = [name for name in self.by_place if name in given]
+        return args[len(self.by_place) :], {name: given[name] for name in order} | given
 
     def counting(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-        """The values that count, in their order."""
+        """The values that count, in their order, and what stands for the others."""
         if args:
             kwargs = dict(zip(self.by_place, args, strict=False)) | kwargs
-        defaults = self.defaults
-        return [*args[len(self.by_place) :], *[kwargs.get(name, defaults.get(name)) for name in self.keywords]]
+            args = args[len(self.by_place) :]
+        given = self.defaults | kwargs | self.fixed
+        return [*args, *map(given.get, self.keywords)]
 
     def call_of(self, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> Call:
         """A complete call with these leaves in place of the values that count."""
         values = rebuilt(self.counting(args, kwargs), iter(flat))
-        return tuple(values[: len(args)]), kwargs | dict(zip(self.keywords, values[len(args) :], strict=True))
+        named = dict(zip(self.keywords, values[len(args) :], strict=True))
+        return tuple(values[: len(args)]), kwargs | {n: v for n, v in named.items() if n not in self.fixed}
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
         """Are all names known, or known to do nothing?"""

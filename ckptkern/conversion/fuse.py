@@ -212,7 +212,7 @@ def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, f
     except Exception as error:  # a signature that Python cannot read
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     segments: dict[tuple, Segment | None] = {}
-    worst, proven = 0.0, []
+    worst, asked, proven, found = 0.0, [], [], []  # asked: with caches, proven: without
 
     def add(args: tuple, kwargs: dict[str, Any]) -> None:
         nonlocal worst
@@ -220,12 +220,15 @@ def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, f
         pattern = regardless_of_precision(pattern_of(form.counting(args, kwargs), []))
         if pattern in segments:
             return
+        whole = args, kwargs
         args, kwargs, caches = without_caches(form, args, kwargs)
         segment, error = attempt(form, args, kwargs)
         check_own_dtype(form, segment, args, kwargs)
         segment.caches = caches
         segments[pattern], worst = segment, max(worst, error)
         proven.append((args, kwargs))
+        asked.append(whole)
+        found.append(segment)
 
     for call in calls:
         try:
@@ -242,6 +245,11 @@ def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, f
         for call in mask_variants(module, args, kwargs, leaves_of(form.counting(args, kwargs))[segment.x]):
             with contextlib.suppress(Exception):  # a mask that this module does not take
                 add(*call)
+    form.ignore(proven)
+    segments = {
+        regardless_of_precision(pattern_of(form.counting(*call), [])): one
+        for call, one in zip(asked, found, strict=True)
+    }
     live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
     return Fused(form, segments, Watch(module, live), recompute), worst, proven[0]
 
