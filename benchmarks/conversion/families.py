@@ -218,7 +218,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.set_xlabel("bytes kept for backward, % of the plain model's")
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
