@@ -194,7 +194,7 @@ def rows(names: list[str]) -> Iterator[measure.Result]:
     for name in names:
         try:
             yield compare(name)
-        except Exception as error:
+        except Exception as error:  # is printed and counted as CRASHED, and the other families still run
             traceback.print_exc()
             yield measure.Result(name, "CRASHED", reasons=[f"{type(error).__name__}: {error}"])
 

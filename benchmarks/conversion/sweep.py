@@ -49,7 +49,7 @@ def one(name: str, config_class: type, model_class: type, seconds: int) -> measu
                 break
             except TooLong:
                 raise
-            except Exception as error:
+            except Exception as error:  # inputs that this class does not take; the last reason is reported
                 failure = error
         else:
             result.verdict, result.reasons = "does not run", [f"{type(failure).__name__}: {str(failure)[:200]}"]
@@ -67,7 +67,7 @@ def one(name: str, config_class: type, model_class: type, seconds: int) -> measu
             result.verdict = "WRONG"
     except TooLong:
         result.verdict = "too long"
-    except Exception as error:
+    except Exception as error:  # is what the sweep looks for: reported as CRASHED, with its traceback
         result.verdict = "CRASHED"
         result.reasons = [f"{type(error).__name__}: {str(error)[:300]}", traceback.format_exc(limit=-4)]
     finally:
@@ -82,7 +82,7 @@ def classes() -> list[tuple[str, type, type]]:
     for config_class in MODEL_MAPPING:
         try:
             model_class = MODEL_MAPPING[config_class]
-        except Exception:
+        except Exception:  # a class whose own module does not import here (an optional package)
             continue
         for model in model_class if isinstance(model_class, (list, tuple)) else (model_class,):
             found.append((model.__name__, config_class, model))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .. import ops
-from ..errors import ShapeError
+from ..errors import DtypeError, ShapeError
 from ..nn.plain import untouched
 from ..segments.checkpoint import checkpoint
 from ..subclasses import PLAIN
@@ -235,12 +235,13 @@ def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: 
 
 
 def inside(value: object) -> list | dict | set | None:
-    """What a container or an object holds, to be compared later; None if it holds tensors, whose == has no truth value."""
+    """What a container or an object holds, to be compared later; None if it holds tensors or arrays, whose == has no truth
+    value."""
     held = value if isinstance(value, (list, dict, set)) else getattr(value, "__dict__", None)
     if not isinstance(held, (list, dict, set)):
         return None
     items = held.values() if isinstance(held, dict) else held
-    return None if any(isinstance(one, Tensor) for one in items) else held
+    return None if any(hasattr(one, "__array__") for one in items) else held
 
 
 def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
@@ -411,7 +412,7 @@ class Fused(Forward):
             return self.original(*args, **kwargs)
         flat: list[Any] = []
         segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat))
-        if segment is None or (segment.caches and not self.leaves_empty(segment.caches, flat)):
+        if segment is None or (segment.caches and not self.may_leave_empty(segment.caches, flat)):
             return self.original(*args, **kwargs)
         if not self.watch.unchanged() or any(_requires_grad(flat[i]) for i in segment.constants):
             return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
@@ -419,12 +420,15 @@ class Fused(Forward):
             return segment(flat, self.recompute)
         try:
             return segment(flat, self.recompute)
-        except ShapeError:  # sizes that the module takes in another way than the op, or not at all
+        except (ShapeError, DtypeError):  # what the module takes in another way than the op, or not at all
             return self.original(*args, **kwargs)
 
-    def leaves_empty(self, caches: list[int], flat: list[Any]) -> bool:
-        """Is this training, with caches that nothing is in? They stay empty then, as under any checkpointing."""
-        if not self.module.training or any(flat[i].get_seq_length() for i in caches):
+    def may_leave_empty(self, caches: list[int], flat: list[Any]) -> bool:
+        """Is this a training step, with caches that nothing is in? They stay empty then, as under any checkpointing.
+
+        Not without gradients: a model in training mode may generate, and reads its caches.
+        """
+        if not (torch.is_grad_enabled() and self.module.training) or any(flat[i].get_seq_length() for i in caches):
             return False
         _warn_of_cache()
         return True

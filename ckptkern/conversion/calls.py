@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .proof import unmoved
-from .trace import PLAIN_VALUES, leaves_of, trace
+from .trace import PLAIN_VALUES, leaves_of, mapped, rebuilt, trace
 
 Call = tuple[tuple, dict[str, Any]]
 
@@ -76,15 +76,6 @@ class Untouched:
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = __enter__ = __exit__ = _looked_at
 
 
-def rebuilt(values: Any, leaves: Iterator[Any]) -> Any:
-    """The same nesting with other leaves."""
-    if type(values) in (tuple, list):
-        return type(values)(rebuilt(one, leaves) for one in values)
-    if type(values) is dict:
-        return {name: rebuilt(one, leaves) for name, one in values.items()}
-    return next(leaves)
-
-
 def not_looked_at(module: nn.Module, args: tuple, kwargs: dict[str, Any], names: Iterable[str]) -> set[str]:
     """Those of these keyword arguments on which the call does not depend: it does the same with things that raise if they
     are looked at."""
@@ -131,6 +122,17 @@ def same_log(module: nn.Module, args: tuple, kwargs: dict[str, Any], new: dict[s
             return False
 
 
+class Like(NamedTuple):
+    """A tensor of an example by its shape and dtype: the example itself would stay in memory, and in what is pickled."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def like(tensor: Tensor) -> Like:
+    return Like(tensor.shape, tensor.dtype)
+
+
 class Form:
     """Which arguments of a module count, and their order.
 
@@ -152,7 +154,7 @@ class Form:
         self.fixed: dict[str, Any] = {}  # what stands for the arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
-        self.example = calls[0]
+        self.example = mapped(like, calls[0])
 
     def ignore(self, calls: list[Call]) -> None:
         """Leaves out the keyword arguments that none of these complete calls looks at."""
@@ -190,6 +192,18 @@ class Form:
                 return not torch.compiler.is_compiling() and self.learns(kwargs)
         return True
 
+    def made(self) -> Call:
+        """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""
+        parameter = next(self.module.parameters())
+
+        def zeros(value: Any) -> Any:
+            if not isinstance(value, Like):
+                return value
+            dtype = parameter.dtype if value.dtype.is_floating_point else value.dtype
+            return torch.zeros(value.shape, dtype=dtype, device=parameter.device)
+
+        return rebuilt(self.example, map(zeros, leaves_of(self.example)))
+
     def learns(self, kwargs: dict[str, Any]) -> bool:
         """Tries new names once, on the example: does it not look at them, or do the same with these plain values?"""
         new = {name: value for name, value in kwargs.items() if name not in self.known}
@@ -199,7 +213,7 @@ class Form:
         refused = {(name, value if plain else type(value)) for name, value in new.items()}
         if not self.refused.isdisjoint(refused):
             return False
-        args, example = self.example
+        args, example = self.made()
         if not_looked_at(self.module, args, example, new) == new.keys():
             self.known |= new.keys()
             return True

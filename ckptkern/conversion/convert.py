@@ -22,7 +22,7 @@ from .calls import Call, pattern_of
 from .fuse import calls_of, fuse, kept_bytes, runs_of
 from .proof import unmoved
 from .report import Conversion, Row
-from .trace import Unreadable, is_leaf, leaves_of
+from .trace import Unreadable, is_leaf, leaves_of, mapped
 
 TWINS = {
     nn.MultiheadAttention: twins.MultiheadAttention,
@@ -38,14 +38,6 @@ Which = str | type | Callable[[str, nn.Module], bool]
 # -- the probe
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if type(value) in (tuple, list):
-        return type(value)(map(_detached, value))
-    return {name: _detached(one) for name, one in value.items()} if type(value) is dict else value
-
-
 def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Call]]:
     """The calls, one of each pattern, that the model's call made of each submodule."""
     calls: dict[nn.Module, dict[tuple, Call]] = {}
@@ -54,7 +46,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[nn.Mo
         own = calls.setdefault(module, {})
         pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
         if len(own) < PATTERNS and pattern not in own:
-            own[pattern] = _detached((args, kwargs))
+            own[pattern] = mapped(Tensor.detach, (args, kwargs))
 
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules() if not is_leaf(m)]
     try:

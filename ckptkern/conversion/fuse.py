@@ -16,12 +16,12 @@ from .. import memory
 from ..nn.plain import runs_class_forward, untouched
 from ..subclasses import foreign
 from .binding import Forward, Fused, Segment, Watch, templates
-from .calls import Call, Form, pattern_of, rebuilt, regardless_of_precision
+from .calls import Call, Form, pattern_of, regardless_of_precision
 from .grammar import read
 from .leaves import Probability
-from .proof import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide_arguments
+from .proof import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide
 from .reading import Argument, Reading
-from .trace import Unreadable, is_leaf, leaves_of, trace
+from .trace import Unreadable, is_leaf, leaves_of, mapped, rebuilt, trace
 
 
 def check_candidate(module: nn.Module) -> None:
@@ -58,7 +58,7 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be proven")
     with unmoved(module), random_parameters(module):
-        args, kwargs = wide_arguments(args, kwargs)
+        args, kwargs = mapped(wide, (args, kwargs))
         flat = leaves_of(form.counting(args, kwargs))
         module.train()  # shows where dropout is
         traced = trace(module, args, kwargs, flat)

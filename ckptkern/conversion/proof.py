@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from .trace import plain_attributes
 
@@ -54,11 +53,11 @@ def _random_like(parameter: Tensor) -> Tensor:
     return made * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5 + 0.5 * made
 
 
-def wide(value: Any) -> Any:
-    """float16 and bfloat16 tensors as float32."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(torch.promote_types(value.dtype, torch.float32))
-    return value
+def wide(tensor: Tensor | None) -> Tensor | None:
+    """A float16 or bfloat16 tensor as float32."""
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @contextlib.contextmanager
@@ -120,7 +119,3 @@ def difference(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
             return math.inf
         worst = max(worst, error / max(rms(b) + (floor if i else 0.0), 1e-30))
     return worst
-
-
-def wide_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return tree_map(wide, (args, kwargs))

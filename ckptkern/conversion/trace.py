@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,20 @@ def leaves_of(values: Any) -> list[Any]:
     return [values]
 
 
+def rebuilt(values: Any, leaves: Iterator[Any]) -> Any:
+    """The same nesting with other leaves."""
+    if type(values) in (tuple, list):
+        return type(values)([rebuilt(one, leaves) for one in values])
+    if type(values) is dict:
+        return {name: rebuilt(one, leaves) for name, one in values.items()}
+    return next(leaves)
+
+
+def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """The same nesting with function(tensor) in place of each tensor."""
+    return rebuilt(values, (function(one) if isinstance(one, Tensor) else one for one in leaves_of(values)))
+
+
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Those that its forward may branch on, or change."""
     return {name: value for name, value in module.__dict__.items() if type(value) in PLAIN_VALUES}
@@ -118,15 +132,8 @@ class _Tracer(TorchFunctionMode):
             self.alive.append(tensor)
         return self.nodes[id(tensor)]
 
-    def with_nodes(self, values: Any) -> Any:
-        if isinstance(values, Tensor):
-            return self.node(values)
-        if type(values) in (tuple, list):
-            return type(values)([self.with_nodes(one) for one in values])
-        return {name: self.with_nodes(one) for name, one in values.items()} if type(values) is dict else values
-
     def record(self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object) -> None:
-        args, kwargs = self.with_nodes(args), self.with_nodes(kwargs)
+        args, kwargs = mapped(self.node, (args, kwargs))
         given = [(one.kind, one.source) if isinstance(one, Node) else str(one) for one in leaves_of((args, kwargs))]
         self.log.append((kind, source, *given))
         for i, result in enumerate(tree_leaves(results)):
@@ -175,10 +182,11 @@ class Trace:
 def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any] | None = None) -> Trace:
     """Calls module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
 
-    Raises Unreadable for a forward that reads tensors on the host or changes plain attributes of its modules.
+    Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """
     flat = leaves_of((args, kwargs)) if flat is None else flat
     tracer, before, drawn = _Tracer(module, flat), settings(module), random.getstate()  # of Python's own
+    versions = [value._version for value in flat if isinstance(value, Tensor) and not value.is_inference()]
     hooks = []
     for leaf in {m for m in module.modules() if m is not module and is_leaf(m)}:
         hooks.append(leaf.register_forward_pre_hook(tracer.before))
@@ -189,6 +197,8 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
     finally:
         for hook in hooks:
             hook.remove()
+    if versions != [value._version for value in flat if isinstance(value, Tensor) and not value.is_inference()]:
+        raise Unreadable("forward changes its arguments in place")
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.conversion import binding
 from ckptkern.memory import kept_tensors
 
 by_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
@@ -433,6 +434,16 @@ def test_without_gradients_the_original_runs() -> None:
 # -- the front
 
 
+def test_nothing_of_the_example_stays_in_memory() -> None:
+    model, file = ARCHITECTURES["llama"].model(), io.BytesIO()
+    example = torch.randint(0, 20, (16, 64))
+    converted = ckptkern.convert(model, example).converted
+    assert len(converted) == 2
+    torch.save(model, file)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert file.tell() < parameters + example.numel() * WIDTH * 4 / 4, "less than a quarter of one layer's input"
+
+
 def test_include_and_exclude() -> None:
     model = ARCHITECTURES["llama"].model()
     assert fused_of(ckptkern.convert(model, ids(), include="layers.1")) == ["transformer_layer"]
@@ -616,6 +627,11 @@ def test_a_cache_is_filled_in_evaluation_and_not_in_training() -> None:
     evaluated, trained = Cache(), Cache()
     layer.eval()(x, **with_tables(x), cache=evaluated)
     assert len(evaluated.keys) == 1
+    with torch.no_grad():
+        generated = Cache()
+        layer.train()(x, **with_tables(x), cache=generated)
+    assert len(generated.keys) == 1, "a model in training mode may generate"
+    binding._warn_of_cache.cache_clear()  # which warns once
     with pytest.warns(UserWarning, match="use_cache=False"):
         layer.train()(x, **with_tables(x), cache=trained)
     assert not trained.keys
