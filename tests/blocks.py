@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import ckptkern
 from ckptkern import state
 
 HEADS, HEAD_DIM, FEATURES, HIDDEN = 4, 6, 10, 12
-BATCH, LENGTH = 2, 7
+BATCH, LENGTH, KEY_LENGTH = 2, 7, 5
 P, RESID_P, PATH_P = 0.3, 0.2, 0.3
 
 Draws = Iterator[Tensor]
@@ -168,11 +169,24 @@ class Attention(Half):
     qk_norm: str = ""  # rms or layer, of one head, or followed by " rows" (one for each head) or " all" (heads at once)
     dropout_p: float = P
     out: int = FEATURES
+    key_features: int = 0  # of key_value; 0 is self-attention
+
+    @property
+    def prefix(self) -> str:
+        return "cross_" if self.key_features else ""
+
+    def own(self, t: Tensors) -> Tensors:
+        """The half's tensors by its own names."""
+        return {name.removeprefix(self.prefix): value for name, value in t.items() if name.startswith(self.prefix)}
+
+    def columns(self) -> int:
+        return KEY_LENGTH if self.key_features else LENGTH
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         rows = {"q": HEADS * HEAD_DIM, "k": self.kv_heads * HEAD_DIM, "v": self.kv_heads * HEAD_DIM}
         rows = {"qkv": sum(rows.values())} if self.packed else rows
-        shapes = {f"{name}_weight": (n, FEATURES) for name, n in rows.items()}
+        features = {"q": FEATURES, "qkv": FEATURES}
+        shapes = {f"{name}_weight": (n, features.get(name, self.key_features or FEATURES)) for name, n in rows.items()}
         shapes |= {"out_weight": (self.out, HEADS * HEAD_DIM)}
         if self.bias:
             shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
@@ -180,7 +194,9 @@ class Attention(Half):
             shapes |= {"q_gain": self.qk_shape(HEADS), "k_gain": self.qk_shape(self.kv_heads)}
         if self.qk_norm.startswith("layer"):
             shapes |= {"q_shift": self.qk_shape(HEADS), "k_shift": self.qk_shape(self.kv_heads)}
-        return shapes | self.norm_shapes()
+        shapes = {f"{self.prefix}{name}": shape for name, shape in shapes.items()}
+        memory = {"key_value": (BATCH, KEY_LENGTH, self.key_features)} if self.key_features else {}
+        return memory | shapes | self.norm_shapes()
 
     def qk_shape(self, heads: int) -> tuple[int, ...]:
         return {"rows": (heads, HEAD_DIM), "all": (heads * HEAD_DIM,)}.get(self.qk_norm.partition(" ")[2], (HEAD_DIM,))
@@ -201,12 +217,13 @@ class Attention(Half):
         return 2.0 ** -torch.arange(1, 1 + math.prod(self.slopes)).view(self.slopes) if self.slopes else None
 
     def padding(self) -> Tensor | None:
-        return torch.arange(LENGTH) >= torch.tensor([[LENGTH], [4]]) if self.padded else None
+        return torch.arange(self.columns()) >= torch.tensor([[self.columns()], [4]]) if self.padded else None
 
     def arguments(self, t: Tensors) -> dict:
+        around, key_value, t = self.options(t), t.get("key_value"), self.own(t)
         weights, biases = ([t.get(f"{name}_{kind}") for name in "qkv"] for kind in ("weight", "bias"))
         return dict(
-            qkv_weight=t["qkv_weight"] if self.packed else weights,
+            key_value=key_value if self.key_features else None, qkv_weight=t["qkv_weight"] if self.packed else weights,
             qkv_bias=None if not self.bias else t["qkv_bias"] if self.packed else biases,
             out_weight=t["out_weight"], out_bias=t.get("out_bias"), num_heads=HEADS, num_kv_heads=self.kv_heads,
             qkv_layout=self.layout,
@@ -214,15 +231,26 @@ class Attention(Half):
             qk_norm_kind=self.qk_norm.partition(" ")[0] or "rms", qk_norm_eps=1e-5, rotary=self.tables(),
             rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale,
             softcap=self.softcap, is_causal=self.causal,
-            key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
+            key_padding_mask=self.padding(), dropout_p=self.dropout_p, **around,
         )  # fmt: skip
 
     def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
-        if self.packed:
+        key_value, t = t.get("key_value"), self.own(t)
+        if self.key_features:
+            weights, biases = ([t.get(f"{name}_{kind}") for name in "qkv"] for kind in ("weight", "bias"))
+            if self.packed:
+                weights = t["qkv_weight"].unflatten(0, (-1, HEAD_DIM)).split([HEADS, self.kv_heads, self.kv_heads])
+                weights = [w.flatten(0, 1) for w in weights]
+                biases = t["qkv_bias"].split([len(w) for w in weights]) if self.bias else biases
+            rows = zip((h, key_value, key_value), weights, biases, strict=True)
+            q, k, v = (F.linear(*one).unflatten(-1, (-1, HEAD_DIM)) for one in rows)
+        elif self.packed:
             qkv = F.linear(h, t["qkv_weight"], t.get("qkv_bias"))
         else:
             qkv = torch.cat([F.linear(h, t[f"{name}_weight"], t.get(f"{name}_bias")) for name in "qkv"], -1)
-        if self.layout == "qkv":
+        if self.key_features:
+            pass
+        elif self.layout == "qkv":
             q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, self.kv_heads, self.kv_heads], -2)
         else:  # as GPT-NeoX and Falcon take them apart
             groups = qkv.unflatten(-1, (self.kv_heads, -1, HEAD_DIM))
@@ -243,15 +271,16 @@ class Attention(Half):
 
     def kept(self, level: str) -> tuple[int, int]:
         """(elements in the compute dtype, bytes) per token, without x."""
-        core = HEADS * HEAD_DIM
-        elements = {"full": 0, "selective": core, "none": 2 * core + 2 * self.kv_heads * HEAD_DIM}[level]
+        core, keys = HEADS * HEAD_DIM, 2 * self.kv_heads * HEAD_DIM * Fraction(self.columns(), LENGTH)
+        elements = {"full": 0, "selective": core, "none": 2 * core + keys}[level]
         return elements, 0 if level == "full" else 4 * HEADS
 
     def products(self) -> dict[str, int]:
         """Multiply-adds per token of each product, and of one [S, D] x [D, S] of all heads."""
         core = HEADS * HEAD_DIM
-        qkv = FEATURES * (core + 2 * self.kv_heads * HEAD_DIM)
-        return {"qkv": qkv, "out": core * self.out, "core": core * LENGTH}
+        keys = Fraction(self.columns(), LENGTH) * (self.key_features or FEATURES)
+        qkv = FEATURES * core + keys * 2 * self.kv_heads * HEAD_DIM
+        return {"qkv": qkv, "out": core * self.out, "core": core * self.columns()}
 
     def multiply_adds(self, level: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
@@ -310,11 +339,12 @@ class MLP(Half):
 
 @dataclass(frozen=True)
 class Block:
-    """One op with its options: a half, or both as a layer."""
+    """One op with its options: a half, or both as a layer, with cross-attention between them if there is `cross`."""
 
     name: str
     attention: Attention | None = None
     mlp: MLP | None = None
+    cross: Attention | None = None
     parallel: bool = False
     recompute: str = "selective"
 
@@ -323,30 +353,31 @@ class Block:
 
     @property
     def op(self) -> str:
-        return "transformer_layer" if len(self.halves) == 2 else "attention_block" if self.attention else "mlp_block"
+        return "transformer_layer" if len(self.halves) > 1 else "attention_block" if self.attention else "mlp_block"
 
     @property
     def halves(self) -> list[Half]:
-        return [half for half in (self.attention, self.mlp) if half is not None]
+        return [half for half in (self.attention, self.cross, self.mlp) if half is not None]
 
     def with_(self, **options) -> Block:
         return replace(self, **options)
 
     def without_dropout(self) -> Block:
         off = {"dropout_p": 0.0, "resid_p": 0.0, "path_p": 0.0}
-        return self.with_(
-            attention=self.attention and replace(self.attention, **off), mlp=self.mlp and replace(self.mlp, **off)
-        )
+        parts = {name: getattr(self, name) for name in ("attention", "cross", "mlp")}
+        return self.with_(**{name: part and replace(part, **off) for name, part in parts.items()})
 
     def make(self, dtype: torch.dtype = torch.float32, *, lead=(BATCH, LENGTH), frozen=(), seed: int = 0) -> Tensors:
         generator = torch.Generator().manual_seed(seed)
         shapes = {"x": (*lead, FEATURES)}
         for half in self.halves:
             shapes |= half.shapes()
+        if "key_value" in shapes:
+            shapes["key_value"] = (*lead[:-1], *shapes["key_value"][1:])
         tensors = {}
         for name, shape in shapes.items():
             value = torch.randn(shape, generator=generator, dtype=torch.float64)
-            if name != "x" and len(shape) == 2:
+            if name not in ("x", "key_value") and len(shape) == 2:
                 value = value * (2 / shape[1]) ** 0.5
             if name.endswith(("norm_weight", "gain")):
                 value = 1 + value / 4
@@ -357,8 +388,9 @@ class Block:
         x = t["x"]
         if self.op == "transformer_layer":
             return ckptkern.transformer_layer(
-                x, self.attention.arguments(t), self.mlp.arguments(t), parallel=self.parallel, recompute=self.recompute
-            )
+                x, self.attention.arguments(t), self.mlp.arguments(t), parallel=self.parallel, recompute=self.recompute,
+                cross_attention_arguments=self.cross.arguments(t) if self.cross else None,
+            )  # fmt: skip
         if self.attention:
             return ckptkern.attention_block(x, **self.attention.arguments(t), recompute=self.recompute)
         return ckptkern.mlp_block(x, **self.mlp.arguments(t), recompute=self.recompute)
@@ -386,7 +418,7 @@ class Block:
             elements, more = half.kept(level)
             total += tokens * (elements * itemsize + more)
         if self.op == "transformer_layer" and self.recompute == "none" and not self.parallel:
-            total += tokens * FEATURES * x_itemsize  # what passes between the halves
+            total += (len(self.halves) - 1) * tokens * FEATURES * x_itemsize  # what passes between the halves
         return total
 
     def multiply_adds(self) -> int:
@@ -401,11 +433,13 @@ class Block:
             return sum(self.attention.multiply_adds(level)) + sum(
                 self.mlp.multiply_adds("none" if level == "none" else "full")
             )
-        halves = self.attention.multiply_adds("none" if level == "full" else level)
-        halves += self.mlp.multiply_adds("none" if level == "none" else "full")
-        out = self.attention.products()["out"]
-        between = {"none": 0, "selective": out, "full": halves[0]}[level]
-        return sum(halves) + between - (out if level != "none" and self.attention.reads_branch() else 0)
+        total = sum(self.mlp.multiply_adds("none" if level == "none" else "full"))
+        for half in self.halves[:-1]:
+            forward, backward = half.multiply_adds("none" if level == "full" else level)
+            out = half.products()["out"]
+            between = {"none": 0, "selective": out, "full": forward}[level]
+            total += forward + backward + between - (out if level != "none" and half.reads_branch() else 0)
+        return total
 
 
 LLAMA = dict(norm="rms", bias=False)
@@ -437,6 +471,12 @@ VARIANTS = (
     Block("normed heads in groups", Attention(norm=None, kv_heads=2, layout="heads", qk_norm="layer rows", rotary=True)),
     Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", qk_norm="rms all", softcap=0.7, post_norm="rms", resid_p=0.0),
           MLP(**LLAMA, gated=True, activation="silu", post_norm="rms", resid_p=0.0)),
+    Block("crossing", Attention(causal=False, key_features=FEATURES, norm_first=False, kv_heads=2)),
+    Block("crossing padded", Attention(causal=False, key_features=8, packed=False, padded=True, qk_norm="rms all",
+                                       branch_scale="vector", resid_p=0.0)),
+    Block("decoder", Attention(dropout_p=0.0), MLP(), Attention(causal=False, padded=True, key_features=8, packed=False)),
+    Block("post-norm decoder", Attention(norm_first=False), MLP(norm_first=False, dropout_p=0.0),
+          Attention(causal=False, key_features=FEATURES, norm_first=False, scale=0.3, kv_heads=1)),
 )  # fmt: skip
 
 

@@ -78,9 +78,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added. attn_mask
     may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
-    Self-attention without need_weights is one ckptkern.attention_block at level `recompute`. Everything else keeps the
-    inputs, q, k, v, o and the logsumexp at every level, because projections and core are separate ops. need_weights=True,
-    the default, computes o from the weights in PyTorch ops and keeps them: pass False if the weights are not needed.
+    Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block at level
+    `recompute`. Everything else keeps the inputs, q, k, v, o and the logsumexp at every level, because projections and core
+    are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and keeps them: pass False if
+    the weights are not needed.
     Dropout of the weights keeps 16 bytes and draws the same mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
@@ -188,11 +189,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return attn_mask is not None or not is_causal
 
     def one_segment(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None) -> bool:
-        """Is this self-attention that ckptkern.attention_block computes? The block forms no gradient of a mask."""
+        """Does ckptkern.attention_block compute this? It has one input for k and v, and forms no gradient of a mask."""
         return (
-            query is key is value
+            key is value
             and self._dense()
-            and self._qkv_same_embed_dim
             and self.bias_k is None
             and not self.add_zero_attn
             and not (torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks))
@@ -202,13 +202,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return dense(self) and dense(self.out_proj)
 
     def block_arguments(
-        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
+        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
     ) -> dict[str, object]:
-        """The arguments of ckptkern.attention_block, by name, that this module stands for. With the is_causal hint
-        attn_mask must be the causal mask and is not read."""
+        """The arguments of ckptkern.attention_block, by name, that this module stands for, besides query [B, L, E]. With the
+        is_causal hint attn_mask must be the causal mask and is not read."""
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if not self._qkv_same_embed_dim:
+            weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            bias = None if bias is None else bias.chunk(3)
+        swapped = key.dim() == 3 and not self.batch_first
         return {
-            "qkv_weight": self.in_proj_weight,
-            "qkv_bias": self.in_proj_bias,
+            "key_value": None if key is query else key.transpose(0, 1) if swapped else key,
+            "qkv_weight": weight,
+            "qkv_bias": bias,
             "out_weight": self.out_proj.weight,
             "out_bias": self.out_proj.bias,
             "num_heads": self.num_heads,
@@ -244,7 +250,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         swapped = query.dim() == 3 and not self.batch_first
         if not need_weights and self.one_segment(query, key, value, key_padding_mask, attn_mask):
             x = query.transpose(0, 1) if swapped else query
-            arguments = self.block_arguments(key_padding_mask, attn_mask, is_causal)
+            arguments = self.block_arguments(query, key, key_padding_mask, attn_mask, is_causal)
             y = ops.attention_block(x, **arguments, recompute=self.recompute)
             return y.transpose(0, 1) if swapped else y, None
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)

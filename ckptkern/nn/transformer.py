@@ -80,21 +80,35 @@ class _Layer:
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> dict[str, Any] | None:
         """norm1, self-attention, dropout1 and residual as the arguments of ckptkern.attention_block."""
-        attention = self.self_attn
+        if not self._is_torchs("_sa_block"):
+            return None
+        masks = (key_padding_mask, attn_mask, is_causal)
+        return self._attended(self.self_attn, self.norm1, self.dropout1, x, x, *masks)
+
+    def _attended(
+        self,
+        attention: torch.nn.Module,
+        norm: torch.nn.Module,
+        dropout: torch.nn.Module,
+        x: Tensor,
+        memory: Tensor,
+        *masks: Any,
+    ) -> dict[str, Any] | None:
+        """A norm, attention of x to memory, a dropout and a residual as the arguments of ckptkern.attention_block. masks: key
+        padding, the mask of the scores, and the is_causal hint."""
         if (
-            not self._is_torchs("_sa_block")
-            or type(attention).forward is not MultiheadAttention.forward
+            type(attention).forward is not MultiheadAttention.forward
             or not untouched(attention)
-            or not plain(torch.nn.LayerNorm, self.norm1)
-            or not _drops(self.dropout1)
-            or not attention.fits(x, x, x, key_padding_mask, attn_mask, is_causal)
-            or not attention.one_segment(x, x, x, key_padding_mask, attn_mask)
-        ):  # fmt: skip
+            or not plain(torch.nn.LayerNorm, norm)
+            or not _drops(dropout)
+            or not attention.fits(x, memory, memory, *masks)
+            or not attention.one_segment(x, memory, memory, *masks[:2])
+        ):
             return None
         return {
-            **attention.block_arguments(key_padding_mask, attn_mask, is_causal),
-            **_norm_arguments(self.norm1, self.norm_first),
-            "resid_dropout_p": _probability(self.dropout1),
+            **attention.block_arguments(x, memory, *masks),
+            **_norm_arguments(norm, self.norm_first),
+            "resid_dropout_p": _probability(dropout),
             "residual": True,
         }
 
@@ -216,10 +230,9 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer: the same arguments, parameters and results, in training and evaluation.
 
-    Self-attention and the feed-forward network are an attention_block at level `recompute` and an mlp_block that keeps
-    its input ("none": everything), each with its norm, dropout and residual. Between them cross-attention is a
-    MultiheadAttention, which keeps its inputs, q, k, v, o and the logsumexp at every level. Where TransformerEncoderLayer
-    is one ckptkern.checkpoint, this layer is too, and keeps tgt and memory.
+    The whole layer, cross-attention too, is one ckptkern.transformer_layer that keeps, besides parameters and memory, tgt at
+    recompute="full"; tgt, o and the logsumexp of both attentions at "selective"; everything at "none". Where
+    TransformerEncoderLayer is one ckptkern.checkpoint, this layer is too, and keeps tgt and memory.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. Masks: as in MultiheadAttention.
     Dtypes under autocast: as in TransformerEncoderLayer.
@@ -264,17 +277,28 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         masks = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
         attention, mlp = self._attention_arguments(tgt, *masks), self._mlp_arguments(self.norm3, self.dropout3)
-        if (
-            attention is None
-            or mlp is None
-            or not self._is_torchs("_mha_block")
-            or type(self.multihead_attn).forward is not MultiheadAttention.forward
-            or not untouched(self.multihead_attn)
-            or not plain(torch.nn.LayerNorm, self.norm2)
-            or not _drops(self.dropout2)
-        ):
+        crossing = self._cross_arguments(tgt, *cross)
+        if attention is None or mlp is None or crossing is None:
             return composed(self._halves, tgt, masks, cross, attention, mlp)
-        return self._halves(tgt, masks, cross, attention, mlp)
+        swapped = tgt.dim() == 3 and not self.self_attn.batch_first
+        x = tgt.transpose(0, 1) if swapped else tgt
+        y = ops.transformer_layer(x, attention, mlp, cross_attention_arguments=crossing, recompute=self.recompute)
+        return y.transpose(0, 1) if swapped else y
+
+    def _cross_arguments(
+        self, x: Tensor, memory: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> dict[str, Any] | None:
+        """norm2, cross-attention, dropout2 and residual as the arguments of ckptkern.attention_block."""
+        if not self._is_torchs("_mha_block") or memory is x:
+            return None
+        attention = self.multihead_attn
+        if getattr(attention, "batch_first", None) != getattr(self.self_attn, "batch_first", None):
+            return None
+        if attn_mask is not None and type(attn_mask) not in PLAIN:
+            attn_mask, is_causal = without_bias(
+                type(self).__name__, attn_mask, is_causal, x, memory, attention.batch_first
+            )
+        return self._attended(attention, self.norm2, self.dropout2, x, memory, key_padding_mask, attn_mask, is_causal)
 
     def _halves(self, tgt: Tensor, masks: tuple, cross: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
         x = self._half(self._attention_half(tgt, attention, *masks), self.norm2, lambda h: self._mha_block(h, *cross))

@@ -23,7 +23,7 @@ from ._choices import choose_backend, choose_level, compute_dtype, head_dim_not_
 from ._half import NORMS, around
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
 from .attention_core import check_softcap, fused_core
-from .attention_half import AttentionOptions, AttentionTensors, batch_and_rows
+from .attention_tensors import AttentionOptions, AttentionTensors, batch_and_rows
 from .rotary import check_rotary
 
 
@@ -39,8 +39,23 @@ def one_or_three(op: str, name: str, given) -> tuple:
 LAYOUTS = ("qkv", "heads")
 
 
+def check_key_value(op: str, x: Tensor, key_value: Tensor | None, **self_attention_only) -> None:
+    """self_attention_only: arguments that have no meaning for rows of two kinds, by name."""
+    if key_value is None:
+        return
+    check_tensor(op, "key_value", key_value, x)
+    if key_value.dim() != x.dim() or key_value.shape[:-2] != x.shape[:-2]:
+        raise ShapeError(
+            f"{op}: key_value must be {'[B, S_k, d_k]' if x.dim() == 3 else '[S_k, d_k]'} with the samples of the input "
+            f"{tuple(x.shape)}, but has shape {tuple(key_value.shape)}"
+        )
+    for name, value in self_attention_only.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} is for self-attention and does not go with key_value")
+
+
 def check_projections(
-    op: str, x: Tensor, qkv_weight, qkv_bias, layout: str, H: int, H_kv: int
+    op: str, x: Tensor, key_value: Tensor | None, qkv_weight, qkv_bias, layout: str, H: int, H_kv: int
 ) -> tuple[tuple, tuple, int]:
     """(weights, biases, head dim): one packed projection, or those of q, k and v."""
     weights = one_or_three(op, "qkv_weight", qkv_weight)
@@ -51,8 +66,15 @@ def check_projections(
     if layout != "qkv" and len(weights) == 3:
         raise ValueError(f"{op}: qkv_layout={layout!r} needs q, k and v in one qkv_weight, not three")
     names = ("qkv_weight",) if len(weights) == 1 else ("q_weight", "k_weight", "v_weight")
+    features = x.shape[-1] if key_value is None else key_value.shape[-1]
+    if len(weights) == 1 and features != x.shape[-1]:
+        raise ShapeError(
+            f"{op}: key_value has {features} features but the input {x.shape[-1]}; qkv_weight must then be three weights "
+            "(q, k, v)"
+        )
     for name, w, b in zip(names, weights, biases, strict=True):
-        check_weight(op, name, w, b, x, x.shape[-1], "input")
+        of_x = key_value is None or name in ("qkv_weight", "q_weight")
+        check_weight(op, name, w, b, x, x.shape[-1] if of_x else features, "input" if of_x else "key_value")
     D, remainder = divmod(weights[0].shape[0], H + 2 * H_kv if len(weights) == 1 else H)
     if remainder or any(w.shape[0] != H_kv * D for w in weights[1:]):
         raise ShapeError(
@@ -105,12 +127,12 @@ def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: 
     return q_norm, k_norm, q_bias, k_bias
 
 
-def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
-    """[B, S], or None."""
+def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None, S: int) -> Tensor | None:
+    """[B, S] for S keys, or None."""
     if key_padding_mask is None:
         return None
     check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
-    B, S = batch_and_rows(x)
+    B, _ = batch_and_rows(x)
     padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
     if padding.dtype == torch.float64 != x.dtype:
         raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which needs input of that dtype, not {x.dtype}")
@@ -144,8 +166,8 @@ def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int
 
 
 def gather(
-    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, qkv_layout="qkv", qk_norm=None,
-    qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
+    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
+    qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
     mask_hides=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
     scale=None, softcap=None, dropout_p=0.0, residual=False, training=True, recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
@@ -164,32 +186,35 @@ def gather(
         raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
     B, S = batch_and_rows(x)
     H, H_kv = check_heads(op, num_heads, num_kv_heads)
-    weights, biases, D = check_projections(op, x, qkv_weight, qkv_bias, qkv_layout, H, H_kv)
+    layout = None if qkv_layout == "qkv" else qkv_layout
+    check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
+    S_k = S if key_value is None else key_value.shape[-2]
+    weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv)
     check_output(op, x, out_weight, out_bias, H * D, residual)
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, D)
-    diagonal = diagonal_of(op, attn_mask, S, S)
+    diagonal = diagonal_of(op, attn_mask, S, S_k)
     attn_mask = attn_mask if diagonal is None else None
-    mask = None if attn_mask is None else as_mask(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S)
-    padding = check_padding(op, x, key_padding_mask)
+    mask = None if attn_mask is None else as_mask(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
+    padding = check_padding(op, x, key_padding_mask, S_k)
     left, right = check_window(op, window_size)
     right = within(within(right, diagonal), 0 if is_causal else None)
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
     for name, tensor in (("masks", mask), ("masks", padding), ("alibi_slopes", alibi_slopes)):
         check_no_gradient(op, name, tensor)
     max_len = check_packing(op, x, cu_seqlens, max_seqlen, (mask, padding))
-    dtype = compute_dtype(op, x, *weights, out_weight)
+    dtype = compute_dtype(op, x, *weights, out_weight, key_value)
     probe, scale = x.new_empty(0, dtype=dtype), float(max(D, 1) ** -0.5 if scale is None else scale)
     backend = choose_backend(op, probe, head_dim_not_covered(D))
     fused = fused_core(
-        backend, x, dtype, (B, H, S, D), (B, H_kv, S, D), left, right, scale, mask, padding, slopes, cu_seqlens,
+        backend, x, dtype, (B, H, S, D), (B, H_kv, S_k, D), left, right, scale, mask, padding, slopes, cu_seqlens,
         "dropout" if training and dropout_p > 0.0 else None, softcap or None,
     )  # fmt: skip
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]
     t = AttentionTensors(
-        wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm,
+        key_value=key_value, wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm,
         q_norm_bias=q_norm_bias, k_norm_bias=k_norm_bias, cos=cos, sin=sin, mask=mask, padding=padding, slopes=slopes,
         cu=cu_seqlens, **tensors,
     )  # fmt: skip

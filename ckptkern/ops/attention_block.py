@@ -13,9 +13,6 @@ from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
 from .attention_arguments import gather
 from .attention_half import (
-    CONSTANTS,
-    AttentionOptions,
-    AttentionTensors,
     attention_composite,
     attention_half,
     attention_half_backward,
@@ -23,6 +20,7 @@ from .attention_half import (
     attention_half_fake,
     attention_half_flops,
 )
+from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors
 
 TENSORS = len(AttentionTensors._fields)
 
@@ -99,7 +97,7 @@ _apply = build(AttentionBlock)
 def attention_block(
     x: Tensor, qkv_weight: Tensor | Sequence[Tensor], qkv_bias: Tensor | Sequence[Tensor | None] | None,
     out_weight: Tensor, out_bias: Tensor | None, num_heads: int, num_kv_heads: int | None = None, *,
-    qkv_layout: str = "qkv", norm: str | None = None, norm_weight: Tensor | None = None,
+    key_value: Tensor | None = None, qkv_layout: str = "qkv", norm: str | None = None, norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True, post_norm: str | None = None,
     post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None, post_norm_eps: float = 1e-5,
     qk_norm: tuple | None = None, qk_norm_kind: str = "rms", qk_norm_eps: float = 1e-6,
@@ -110,7 +108,7 @@ def attention_block(
     branch_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
     residual: bool = False, training: bool = True, recompute: str = "selective",
 ) -> Tensor:  # fmt: skip
-    """Self-attention with everything around it, as one segment.
+    """Self-attention or cross-attention with everything around it, as one segment.
 
         h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
         z = drop_path(branch_scale * post_norm(dropout(o Wo^T + bo)))
@@ -118,6 +116,9 @@ def attention_block(
 
     x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
     qkv_weight: one tensor [(H + 2 H_kv) D, d], or three (q, k, v); biases alike. out_weight [e, H D].
+    key_value [B, S_k, d_k] ([S_k, d_k]): cross-attention, whose k, v = key_value Wkv^T + b, without the norm of x (a decoder
+    layer's memory: BART, T5, Whisper, nn.TransformerDecoderLayer). Its masks are [B, H, S, S_k] and [B, S_k]; it takes neither
+    rotary, nor cu_seqlens, nor qkv_layout="heads", and k and v have weights of their own if d_k is not d.
     qkv_layout, of one tensor's rows: "qkv", all heads of q, then of k, then of v; or "heads", [H_kv, H / H_kv + 2, D], which
     is for each head of k its heads of q, itself, and its head of v (GPT-NeoX, BLOOM, Falcon).
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. post_norm alike, of what the branch gives
@@ -150,12 +151,13 @@ def attention_block(
         "selective"  x, o, lse: the core is not run again
         "full"       x: as many products as torch.utils.checkpoint
 
+    and key_value itself, which the layers of a decoder share.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
     RuntimeError (backend).
     """
     t, o = gather(
         "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads,
-        qkv_layout=qkv_layout, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
+        key_value=key_value, qkv_layout=qkv_layout, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
         norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
         post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
         rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_hides=mask_hides,

@@ -4,125 +4,33 @@ and what is around it (`_half`). `attention_block` and `transformer_layer` are m
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.types import IntLikeType
 
 from .. import eager
 from ._gradients import weight_grad
 from ._half import Half, after_branch, composite_inputs, composite_norm, composite_output, output_dtype, reads_branch
 from ._masks import merged_mask
 from ._needs import needed_names
-from ._rows import cast_parameter
+from ._rows import cast_parameter, rows_2d
 from .attention_core import CoreOptions, CoreTensors, attend, attention_flops, attention_grads, core_of
+from .attention_tensors import (
+    AttentionOptions,
+    AttentionTensors,
+    Projection,
+    batch_and_rows,
+    head_dim,
+    key_rows,
+    out_projection,
+    over_all_heads,
+    projected_shape,
+    projections,
+    split_heads,
+)
 from .rotary import composite_rotary, positions_of, rotary_tables
-
-
-class AttentionTensors(NamedTuple):
-    """The tensors of an attention half. wq is the packed q, k, v weight where wk and wv are None; biases alike.
-
-    q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
-    """
-
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    post_norm_weight: Tensor | None
-    post_norm_bias: Tensor | None
-    branch_scale: Tensor | None
-    wq: Tensor
-    wk: Tensor | None
-    wv: Tensor | None
-    bq: Tensor | None
-    bk: Tensor | None
-    bv: Tensor | None
-    wo: Tensor
-    bo: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    q_norm_bias: Tensor | None
-    k_norm_bias: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    mask: Tensor | None
-    padding: Tensor | None
-    slopes: Tensor | None
-    cu: Tensor | None
-    rng: Tensor | None = None
-    resid_rng: Tensor | None = None
-    path_rng: Tensor | None = None
-
-
-class AttentionOptions(NamedTuple):
-    """The half's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none; left,
-    right: visible columns, None for no bound; max_len: the longest packed sequence."""
-
-    num_heads: int
-    num_kv_heads: int
-    qkv_layout: str
-    norm: str
-    norm_eps: float
-    norm_first: bool
-    post_norm: str
-    post_norm_eps: float
-    branch_factor: float
-    qk_norm: str
-    qk_norm_eps: float
-    theta: float
-    interleaved: bool
-    mask_hides: bool
-    left: IntLikeType | None
-    right: IntLikeType | None
-    max_len: IntLikeType
-    scale: float
-    softcap: float
-    dropout_p: float
-    resid_p: float
-    path_p: float
-    residual: bool
-    recompute: str
-    backend: str
-    precision: str
-    fused: str
-    dtype: torch.dtype
-
-
-# Places, among the op's inputs with x first, of those without a gradient: all from cos on.
-CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + len(AttentionTensors._fields)))
-
-
-def batch_and_rows(x: Tensor) -> tuple[int, int]:
-    """(B, S) of x [B, S, d] or [S, d]."""
-    return (x.shape[0] if x.dim() == 3 else 1), x.shape[-2]
-
-
-def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
-    return t.wo.shape[1] // o.num_heads
-
-
-def projections(t: AttentionTensors) -> list[tuple[Tensor, Tensor | None]]:
-    """(weight, bias) of q, k, v, or of the packed projection alone."""
-    return [(t.wq, t.bq)] if t.wk is None else [(t.wq, t.bq), (t.wk, t.bk), (t.wv, t.bv)]
-
-
-def split_heads(qkv: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D].
-
-    Views, except q where several heads of q lie before each of several heads of k: no one stride leads from head to head.
-    """
-    H, H_kv = o.num_heads, o.num_kv_heads
-    if o.qkv_layout == "qkv":
-        return qkv.unflatten(-1, (H + 2 * H_kv, -1)).split([H, H_kv, H_kv], 2)
-    q, k, v = qkv.unflatten(-1, (H_kv, H // H_kv + 2, -1)).split([H // H_kv, 1, 1], 3)
-    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-
-
-def over_all_heads(weight: Tensor | None, D: int) -> bool:
-    """Is this the weight of a norm over all heads at once?"""
-    return weight is not None and weight.dim() == 1 and weight.shape[0] != D
 
 
 def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
@@ -150,6 +58,7 @@ class AttentionHalf(Half):
         super().__init__(x, t, o)
         self.B, self.S = batch_and_rows(x)
         self.D = head_dim(t, o)
+        self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
 
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
@@ -161,23 +70,40 @@ class AttentionHalf(Half):
 
     # -- forward
 
+    def blocks(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of x and rows of key_value in qkv, which has `projected_shape`; twice all rows without a key_value."""
+        if self.key_value is None:
+            return qkv, qkv
+        rows, width = self.x.shape[0], self.o.num_heads * self.D
+        of_key_value = qkv[rows * width :].view(self.key_value.shape[0], 2 * self.o.num_kv_heads * self.D)
+        return qkv[: rows * width].view(rows, width), of_key_value
+
+    def parts(self, qkv: Tensor) -> Iterator[tuple[Projection, Tensor]]:
+        """Every projection with its result in qkv, or its gradient in dqkv: [rows, outputs]."""
+        starts = [0, 0]
+        for part in projections(self.t, self.o):
+            block, width = self.blocks(qkv)[part.of_key_value], part.weight.shape[0]
+            start = starts[part.of_key_value]
+            yield part, block[:, start : start + width]
+            starts[part.of_key_value] += width
+
     def project(self, h: Tensor) -> Tensor:
-        """qkv [tokens, (H + 2 H_kv) D]: three weights write into one buffer, none is copied."""
-        parts = projections(self.t)
-        if len(parts) == 1:
-            return eager.product(h, self.cast(parts[0][0]), self.cast(parts[0][1]))
-        qkv = h.new_empty((h.shape[0], sum(w.shape[0] for w, _ in parts)))
-        start = 0
-        for w, b in parts:
-            out = qkv[:, start : start + w.shape[0]]
-            w, b = self.cast(w), self.cast(b)
-            torch.mm(h, w.t(), out=out) if b is None else torch.addmm(b, h, w.t(), out=out)
-            start += w.shape[0]
+        """q, k and v: all weights write into one buffer, none is copied."""
+        if self.key_value is None and self.t.wk is None:
+            return eager.product(h, self.cast(self.t.wq), self.cast(self.t.bq))
+        qkv = h.new_empty(projected_shape(self.B, self.S, self.t, self.o))
+        for part, out in self.parts(qkv):
+            rows, w, b = self.key_value if part.of_key_value else h, self.cast(part.weight), self.cast(part.bias)
+            torch.mm(rows, w.t(), out=out) if b is None else torch.addmm(b, rows, w.t(), out=out)
         return qkv
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [B, S, heads, D] of qkv [tokens, (H + 2 H_kv) D]."""
-        return split_heads(qkv.view(self.B, self.S, qkv.shape[1]), self.o)
+        """q, k and v [B, S, heads, D] of the projections."""
+        if self.key_value is None:
+            return split_heads(qkv.view(self.B, self.S, qkv.shape[1]), self.o)
+        q, kv = self.blocks(qkv)
+        kv = kv.view(self.B, key_rows(self.S, self.t), 2 * self.o.num_kv_heads, self.D)
+        return q.view(self.B, self.S, self.o.num_heads, self.D), *kv.split(self.o.num_kv_heads, 2)
 
     def turns(self) -> bool:
         """Is there a norm or a rotation between the projections and the core?"""
@@ -210,7 +136,7 @@ class AttentionHalf(Half):
 
     def in_rows(self, heads: Tensor) -> Tensor:
         """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
-        return heads.reshape(self.x.shape[0], heads.shape[2] * self.D)
+        return heads.reshape(heads.shape[0] * heads.shape[1], heads.shape[2] * self.D)
 
     def heads(self, qkv: Tensor, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `keep_raw`.
@@ -242,12 +168,12 @@ class AttentionHalf(Half):
     # -- backward
 
     def core_gradients(self, heads, do, out, lse, delta, raw, inner: Collection[str]) -> tuple[Tensor, dict]:
-        """(dqkv [tokens, (H + 2 H_kv) D], gradients of the q/k norms' weights) from do."""
+        """(gradients of the projections, those of the q/k norms' weights) from do."""
         t, o, p = self.t, self.o, self.p
         dqkv = torch.empty_like(raw, memory_format=torch.contiguous_format)
         places = self.split(dqkv)
         outs = [place.transpose(1, 2) for place in places]
-        need_dq, need_dkv = core_needs(inner, packed=t.wk is None)
+        need_dq, need_dkv = core_needs(inner, t)
         made = attention_grads(
             p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv, out=outs
         )
@@ -274,19 +200,23 @@ class AttentionHalf(Half):
         return dqkv, grads
 
     def projection_gradients(self, dqkv: Tensor, h: Tensor, need: Collection[str]) -> tuple[Tensor | None, dict]:
-        """(dh [tokens, d] or None, gradients of the projections' weights and biases)."""
-        grads, dh, start = {}, None, 0
-        for (w, _), suffix in zip(projections(self.t), "qkv", strict=False):
-            part = dqkv[:, start : start + w.shape[0]]
-            start += w.shape[0]
-            if f"w{suffix}" in need:
-                grads[f"w{suffix}"] = weight_grad(part, h, w.dtype)
-            if f"b{suffix}" in need:
-                grads[f"b{suffix}"] = eager.column_sum(part)
-            if self.needs_dh(need):
-                w = self.cast(w)
-                dh = torch.mm(part, w) if dh is None else dh.addmm_(part, w)
-        return dh, grads
+        """(dh [tokens, d] or None, gradients of key_value and of the projections' weights and biases)."""
+        grads: dict[str, list[Tensor]] = {}
+        inputs = {False: (h, self.needs_dh(need), []), True: (self.key_value, "key_value" in need, [])}
+        for part, d in self.parts(dqkv):
+            rows, wanted, total = inputs[part.of_key_value]
+            if f"w{part.letter}" in need:
+                grads.setdefault(f"w{part.letter}", []).append(weight_grad(d, rows, part.weight.dtype))
+            if f"b{part.letter}" in need:
+                grads.setdefault(f"b{part.letter}", []).append(eager.column_sum(d))
+            if wanted:
+                w = self.cast(part.weight)
+                total[:] = [total[0].addmm_(d, w) if total else torch.mm(d, w)]
+        joined = {name: made[0] if len(made) == 1 else torch.cat(made) for name, made in grads.items()}
+        (_, _, dh), (_, _, dkey_value) = inputs.values()
+        if dkey_value:
+            joined["key_value"] = dkey_value[0].view(self.t.key_value.shape)
+        return dh[0] if dh else None, joined
 
 
 def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
@@ -301,11 +231,14 @@ def behind_core(need: Collection[str], o: AttentionOptions) -> set[str]:
     return set(need) - {"wo", "bo"} - after_branch(o)
 
 
-def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
-    """(need dq, need dk and dv) for the gradients of `inner`. packed: q, k, v are one projection."""
-    if packed or {"x", "norm_weight", "norm_bias"} & set(inner):
-        return bool(inner), bool(inner)
-    behind_q = {"wq", "bq", "q_norm", "q_norm_bias"}
+def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]:
+    """(need dq, need dk and dv) for the gradients of `inner`."""
+    behind_q, packed = {"q_norm", "q_norm_bias"}, {"wq", "bq"} if t.wk is None else set()
+    read_by_q = {"x", "norm_weight", "norm_bias"}
+    behind_both = packed if t.key_value is not None else packed | read_by_q
+    behind_q |= ({"wq", "bq"} | read_by_q) - behind_both
+    if behind_both & set(inner):
+        return True, True
     return bool(behind_q & set(inner)), bool(set(inner) - behind_q)
 
 
@@ -366,8 +299,13 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(rows, cast_parameter(w, o.dtype), cast_parameter(b, o.dtype))
 
-    qkv = torch.cat([linear(h, w, b) for w, b in projections(t)], -1)
-    q, k, v = split_heads(qkv.view(B, S, qkv.shape[-1]), o)
+    sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
+    qkv = [linear(sources[part.of_key_value], part.weight, part.bias) for part in projections(t, o)]
+    if t.key_value is None:
+        q, k, v = split_heads(torch.cat(qkv, -1).view(B, S, projected_shape(B, S, t, o)[1]), o)
+    else:
+        q, kv = qkv[0].view(B, S, H, D), torch.cat(qkv[1:], -1).view(B, key_rows(S, t), 2 * o.num_kv_heads, D)
+        k, v = kv.split(o.num_kv_heads, 2)
     if t.q_norm is not None:
         q, k = composite_qk_norm(q, t.q_norm, t.q_norm_bias, o), composite_qk_norm(k, t.k_norm, t.k_norm_bias, o)
     cos, sin = rotary_of(S, t, o)
@@ -388,19 +326,20 @@ def attention_half_fake(x: Tensor, t: AttentionTensors, o: AttentionOptions):
         out = like.new_empty_strided((B, o.num_heads, S, D), (S * t.wo.shape[1], D, t.wo.shape[1], 1))
         lse = like.new_empty((B, o.num_heads, S), dtype=torch.promote_types(o.dtype, torch.float32))
     if o.recompute == "none":
-        qkv = like.new_empty((B * S, sum(w.shape[0] for w, _ in projections(t))))
+        qkv = like.new_empty(projected_shape(B, S, t, o))
     return x.new_empty((*x.shape[:-1], t.wo.shape[0]), dtype=output_dtype(x, o)), out, lse, qkv
 
 
-def _flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, elements: int, core: int) -> int:
-    """FLOPs of products with weights of `elements` elements in all, and of `core` products of attention's core."""
+def _flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, products: Collection[Projection], core: int) -> int:
+    """FLOPs of products with weights, and of `core` products of attention's core."""
     B, S = batch_and_rows(x)
-    shape = (B, o.num_heads, S, head_dim(t, o))
-    return 2 * B * S * elements + attention_flops(shape, shape, core)
+    D, S_k = head_dim(t, o), key_rows(S, t)
+    rows = sum(2 * B * (S_k if one.of_key_value else S) * one.weight.numel() for one in products)
+    return rows + attention_flops((B, o.num_heads, S, D), (B, o.num_kv_heads, S_k, D), core)
 
 
 def attention_half_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> int:
-    return _flops(x, t, o, t.wo.numel() + sum(w.numel() for w, _ in projections(t)), 2)
+    return _flops(x, t, o, [*projections(t, o), out_projection(t)], 2)
 
 
 def attention_half_backward_flops(
@@ -409,15 +348,14 @@ def attention_half_backward_flops(
     need = needed_names(AttentionTensors, needs)
     inner, reads = behind_core(need, o), reads_branch(o, need)
     rebuilt = out is None and (bool(inner) or reads or "wo" in need)
-    weights = [w for w, _ in projections(t)]
-    qkv_elements = sum(w.numel() for w in weights)
+    parts = projections(t, o)
     # do, dWo, and the branch's result
-    elements = t.wo.numel() * (bool(inner) + ("wo" in need) + (reads and f is None))
-    if inner or rebuilt:
-        elements += qkv_elements if qkv is None else 0
-    if inner & {"x", "norm_weight", "norm_bias"}:
-        elements += qkv_elements
-    elements += sum(w.numel() for w, name in zip(weights, ("wq", "wk", "wv"), strict=False) if name in need)
-    need_dq, need_dkv = core_needs(inner, packed=t.wk is None)
+    products = [out_projection(t)] * (bool(inner) + ("wo" in need) + (reads and f is None))
+    if (inner or rebuilt) and qkv is None:
+        products += parts
+    for part in parts:
+        wanted = {"key_value"} if part.of_key_value else {"x", "norm_weight", "norm_bias"}
+        products += [part] * (bool(inner & wanted) + (f"w{part.letter}" in need))
+    need_dq, need_dkv = core_needs(inner, t)
     core = 2 * rebuilt + (2 + need_dq + 2 * need_dkv) * bool(inner)
-    return _flops(x, t, o, elements, core)
+    return _flops(x, t, o, products, core)

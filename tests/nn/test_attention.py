@@ -381,6 +381,18 @@ def test_kept_bytes_of_self_attention(layout, recompute, kept):
     assert found.bytes == 8 * B * L * kept, found.tensors
 
 
+@pytest.mark.parametrize(
+    ("recompute", "kept", "of_keys"), [("none", 3 * E + H, 2 * E), ("selective", 2 * E + H, 0), ("full", E, 0)]
+)
+@pytest.mark.parametrize("kdim", [E, 5])
+def test_kept_bytes_of_cross_attention(kdim, recompute, kept, of_keys):
+    module = ckptkern.nn.MultiheadAttention(E, H, kdim=kdim, vdim=kdim, dtype=torch.float64, recompute=recompute)
+    x, memory = tokens("seq_first", L), torch.randn(S, B, kdim, dtype=torch.float64, requires_grad=True)
+    with kept_tensors(exclude=module.parameters()) as found:
+        module(x, memory, memory, need_weights=False)
+    assert found.bytes == 8 * B * (L * kept + S * (kdim + of_keys)), found.tensors
+
+
 def test_the_weights_are_computed_once():
     """The output is computed from the returned weights: no fused core runs as well, and no second copy is kept."""
     ours, _ = build()

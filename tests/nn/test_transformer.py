@@ -341,6 +341,19 @@ def test_kept_bytes_of_an_encoder_layer(batch_first, norm_first, dropout, recomp
     assert found.bytes == 8 * B * T * kept + (64 if dropout else 0), found.tensors
 
 
+@pytest.mark.parametrize(("recompute", "kept"), [("selective", E + 2 * (E + H)), ("full", E)])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_kept_bytes_of_a_decoder_layer(batch_first, dropout, recompute, kept):
+    """tgt, memory, and at "selective" o and the logsumexp of both attentions; 16 bytes for each of six dropouts."""
+    layer, _ = build("decoder", batch_first=batch_first, dropout=dropout, recompute=recompute)
+    layout = "batch_first" if batch_first else "seq_first"
+    tgt, memory = tokens(layout, T), tokens(layout, S)
+    with kept_tensors(exclude=layer.parameters()) as found:
+        layer(tgt, memory)
+    assert found.bytes == 8 * B * (T * kept + S * E) + (96 if dropout else 0), found.tensors
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
 def test_copies(copied, kind):

@@ -53,7 +53,8 @@ def kept_by(block, tensors) -> int:
     extra = 0
     if block.attention is not None:
         extra += sum(t.numel() * t.element_size() for t in given(block))
-        extra += BATCH * LENGTH if block.attention.padded else 0  # the mask, inverted
+        halves = [half for half in (block.attention, block.cross) if half]
+        extra += sum(BATCH * half.columns() for half in halves if half.padded)  # the mask, inverted
     return kept.bytes - extra
 
 
@@ -73,7 +74,11 @@ def test_autocast_keeps_no_cast_weight(block):
 def joined_biases(results: dict) -> dict:
     """The biases of q, k and v as one, and of the norms of q and k: a k bias alone does not change softmax, except where rotary
     embedding turns it, and its gradient is rounding only."""
-    for joined, names in (("qkv_bias", ("q_bias", "k_bias", "v_bias")), ("qk_shift", ("q_shift", "k_shift"))):
+    for joined, names in (
+        ("qkv_bias", ("q_bias", "k_bias", "v_bias")),
+        ("cross_qkv_bias", ("cross_q_bias", "cross_k_bias", "cross_v_bias")),
+        ("qk_shift", ("q_shift", "k_shift")),
+    ):
         parts = [results[name].flatten() for name in names if name in results]
         results = {name: t for name, t in results.items() if name not in names}
         results |= {joined: torch.cat(parts)} if parts else {}
@@ -128,15 +133,22 @@ def test_strided_inputs_and_output_gradients(block):
 
 
 @pytest.mark.parametrize("lead", [(0, 5), (2, 0), (LENGTH,), (1, 1)], ids=str)
-@pytest.mark.parametrize("block", blocks(("none", "full"), names=("pre-norm", "bare")))
+@pytest.mark.parametrize(
+    "block",
+    blocks(("none", "full"), names=("pre-norm", "bare"))
+    + variants(("none", "full"), ("crossing", "post-norm decoder")),
+)
 def test_empty_and_unbatched(block, lead):
     """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""
     tensors = block.make(lead=lead)
     if len(lead) == 1:
-        batched = {**tensors, "x": tensors["x"].detach()[None].requires_grad_()}
+        inputs = [name for name in ("x", "key_value") if name in tensors]
+        batched = tensors | {name: tensors[name].detach()[None].requires_grad_() for name in inputs}
         dy = output_gradient(block.fused(tensors))
         expected = gradients(block.fused, batched, dy[None])
-        assert_same(gradients(block.fused, tensors, dy), {**expected, "y": expected["y"][0], "x": expected["x"][0]})
+        assert_same(
+            gradients(block.fused, tensors, dy), expected | {name: expected[name][0] for name in ("y", *inputs)}
+        )
         return
     ours = gradients(block.fused, tensors)
     assert ours["y"].shape[:-1] == lead
@@ -278,7 +290,7 @@ def test_opcheck(block):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma", "parallel")))
+@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma", "parallel", "crossing", "decoder")))
 def test_compiled_equals_eager(block):
     """One graph, the same bits and masks."""
     torch._dynamo.reset()
@@ -640,7 +652,7 @@ def test_tokens_in_no_sequence(block, level, backend):
     assert_same_within_rounding(results, expected)
 
 
-X, QKV, OUT = torch.randn(2, 7, 10), torch.randn(72, 10), torch.randn(10, 24)
+X, QKV, OUT, MEMORY = torch.randn(2, 7, 10), torch.randn(72, 10), torch.randn(10, 24), torch.randn(2, 5, 8)
 ERRORS = {
     "dimensions": (ValueError, "input must be", {"x": X[0, 0]}),
     "an array": (TypeError, "rotary must be a pair of tensors or a number", {"rotary": torch.ones(3).numpy()}),
@@ -704,6 +716,22 @@ ERRORS = {
     "no branch scale": (TypeError, "branch_scale must be a number, not 'a'", {"branch_scale": "a"}),
     "path's probability": (ValueError, "dropout probability has to be", {"drop_path_p": 1.5}),
     "another probability": (ValueError, "dropout probability has to be", {"resid_dropout_p": "0.1"}),
+    "another number of samples": (ValueError, r"key_value must be \[B, S_k, d_k\] with the samples of the input", {
+        "key_value": MEMORY[:1]}),
+    "no memory": (TypeError, "key_value must be a Tensor, not list", {"key_value": [1.0]}),
+    "features of the memory": (ValueError, "key_value has 8 features but the input 10; qkv_weight must then be three weights", {
+        "key_value": MEMORY}),
+    "rows of the memory's weight": (ValueError, "key_value has 8 features but k_weight has in_features=10", {
+        "key_value": MEMORY, "qkv_weight": QKV.chunk(3)}),
+    "dtype of the memory": (TypeError, "use one dtype", {"key_value": X.double()}),
+    "rotary of two kinds": (ValueError, "rotary is for self-attention and does not go with key_value", {
+        "key_value": X, "rotary": 1e4}),
+    "packed memory": (ValueError, "cu_seqlens is for self-attention", {"x": X[0], "key_value": X[1], "cu_seqlens": CU}),
+    "memory by head": (ValueError, "qkv_layout is for self-attention", {"key_value": X, "qkv_layout": "heads"}),
+    "padding of the memory": (ValueError, r"of shape \(2, 5\), but is torch.bool of shape \(2, 7\)", {
+        "key_value": X[:, :5], "key_padding_mask": torch.zeros(2, 7, dtype=torch.bool)}),
+    "mask of the memory": (ValueError, r"attn_mask of shape \(7, 7\) does not broadcast to \(2, 4, 7, 5\)", {
+        "key_value": X[:, :5], "attn_mask": torch.zeros(7, 7)}),
 }  # fmt: skip
 
 
@@ -758,6 +786,12 @@ LAYER_ERRORS = {
     "parallel rows": (ValueError, "down_weight must have 10 rows, but it has 9", {"parallel": True}, {"down_weight": DOWN[:9]}),
     "parallel no flag": (TypeError, "parallel must be a bool, not 1", {"parallel": 1}, {}),
     "dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"down_weight": DOWN.double()}),
+    "no memory": (TypeError, "cross_attention_arguments must have key_value", {"cross": {}}, {}),
+    "unknown to the cross-attention": (TypeError, "cross_attention_arguments has 'heads'", {"cross": {"heads": 1}}, {}),
+    "parallel memory": (
+        ValueError, "parallel halves take no cross_attention_arguments", {"parallel": True, "cross": {"key_value": X}}, {}),
+    "rows of the cross-attention": (
+        ValueError, "out_weight must have 10 rows", {"cross": {"key_value": X, "out_weight": OUT[:5], "residual": False}}, {}),
     "half a dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"up_weight": UP.bfloat16()}),
     "learned slopes": (
         ValueError, "no gradient is formed for alibi_slopes", {"alibi_slopes": torch.ones(4, requires_grad=True)}, {}
@@ -770,6 +804,9 @@ def test_errors_of_the_layer(error, message, attention, mlp):
     """No error moves the generator, even if the attention half, which is checked first, has dropout."""
     attention = ATTENTION_HALF | attention if isinstance(attention, dict) else attention
     options = {"parallel": attention.pop("parallel")} if "parallel" in attention else {}
+    if "cross" in attention:
+        own = {name: value for name, value in ATTENTION_HALF.items() if name in attention}
+        options["cross_attention_arguments"] = own | attention.pop("cross")
     before = torch.get_rng_state()
     with pytest.raises(error, match=f"transformer_layer: .*{message}"):
         ckptkern.transformer_layer(X, attention, {} if mlp is None else MLP_HALF | mlp, **options)
@@ -808,11 +845,13 @@ def test_errors_leave_the_generator_alone(call):
 
 KERNEL_BLOCKS = [
     block for block in blocks(("full",))
-    if block.id.startswith(("attention_block-pre-norm", "mlp_block", "transformer_layer-llama", "transformer_layer-post-norm"))
+    if block.id.startswith(("attention_block-pre-norm", "mlp_block", "transformer_layer-llama"))
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), ("normed branch", "normed heads in groups"))[1:])
+@pytest.mark.parametrize(
+    "block", KERNEL_BLOCKS + variants(("full",), ("normed branch", "normed heads in groups", "post-norm decoder"))[1:]
+)
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)

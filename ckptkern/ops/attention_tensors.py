@@ -1,0 +1,154 @@
+"""What an attention half is made of: its tensors, its options, and its projections."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.types import IntLikeType
+
+
+class AttentionTensors(NamedTuple):
+    """The tensors of an attention half. wq is the packed q, k, v weight where wk and wv are None; biases alike.
+
+    key_value: what k and v are projected from, None where it is what q is projected from.
+    q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
+    """
+
+    key_value: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    post_norm_weight: Tensor | None
+    post_norm_bias: Tensor | None
+    branch_scale: Tensor | None
+    wq: Tensor
+    wk: Tensor | None
+    wv: Tensor | None
+    bq: Tensor | None
+    bk: Tensor | None
+    bv: Tensor | None
+    wo: Tensor
+    bo: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    q_norm_bias: Tensor | None
+    k_norm_bias: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    padding: Tensor | None
+    slopes: Tensor | None
+    cu: Tensor | None
+    rng: Tensor | None = None
+    resid_rng: Tensor | None = None
+    path_rng: Tensor | None = None
+
+
+class AttentionOptions(NamedTuple):
+    """The half's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none; left,
+    right: visible columns, None for no bound; max_len: the longest packed sequence."""
+
+    num_heads: int
+    num_kv_heads: int
+    qkv_layout: str
+    norm: str
+    norm_eps: float
+    norm_first: bool
+    post_norm: str
+    post_norm_eps: float
+    branch_factor: float
+    qk_norm: str
+    qk_norm_eps: float
+    theta: float
+    interleaved: bool
+    mask_hides: bool
+    left: IntLikeType | None
+    right: IntLikeType | None
+    max_len: IntLikeType
+    scale: float
+    softcap: float
+    dropout_p: float
+    resid_p: float
+    path_p: float
+    residual: bool
+    recompute: str
+    backend: str
+    precision: str
+    fused: str
+    dtype: torch.dtype
+
+
+# Places, among the op's inputs with x first, of those without a gradient: all from cos on.
+CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + len(AttentionTensors._fields)))
+
+
+def batch_and_rows(x: Tensor) -> tuple[int, int]:
+    """(B, S) of x [B, S, d] or [S, d]."""
+    return (x.shape[0] if x.dim() == 3 else 1), x.shape[-2]
+
+
+def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
+    return t.wo.shape[1] // o.num_heads
+
+
+class Projection(NamedTuple):
+    """A product with a weight, or with the rows of one: letter names it, as "q" names wq and bq."""
+
+    letter: str
+    weight: Tensor
+    bias: Tensor | None
+    of_key_value: bool
+
+
+def projections(t: AttentionTensors, o: AttentionOptions) -> list[Projection]:
+    """Those of q, k and v, or of what is packed. A packed weight has rows for x and rows for key_value, if there is one."""
+    crosses = t.key_value is not None
+    if t.wk is not None:
+        return [
+            Projection("q", t.wq, t.bq, False),
+            Projection("k", t.wk, t.bk, crosses),
+            Projection("v", t.wv, t.bv, crosses),
+        ]
+    if not crosses:
+        return [Projection("q", t.wq, t.bq, False)]
+    rows = [n * head_dim(t, o) for n in (o.num_heads, 2 * o.num_kv_heads)]
+    biases = (None, None) if t.bq is None else t.bq.split(rows)
+    return [
+        Projection("q", w, b, of_key_value)
+        for w, b, of_key_value in zip(t.wq.split(rows), biases, (False, True), strict=True)
+    ]
+
+
+def out_projection(t: AttentionTensors) -> Projection:
+    return Projection("o", t.wo, t.bo, False)
+
+
+def key_rows(S: int, t: AttentionTensors) -> int:
+    """S_k of k and v [B, H_kv, S_k, D], for S rows of x."""
+    return S if t.key_value is None else t.key_value.shape[-2]
+
+
+def projected_shape(B: int, S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[int, ...]:
+    """Of the projections' buffer: [B S, (H + 2 H_kv) D]; or, because a key_value has other rows, [B S H D + B S_k 2 H_kv D]."""
+    D = head_dim(t, o)
+    if t.key_value is None:
+        return B * S, (o.num_heads + 2 * o.num_kv_heads) * D
+    return (B * (S * o.num_heads + 2 * key_rows(S, t) * o.num_kv_heads) * D,)
+
+
+def split_heads(qkv: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D].
+
+    Views, except q where several heads of q lie before each of several heads of k: no one stride leads from head to head.
+    """
+    H, H_kv = o.num_heads, o.num_kv_heads
+    if o.qkv_layout == "qkv":
+        return qkv.unflatten(-1, (H + 2 * H_kv, -1)).split([H, H_kv, H_kv], 2)
+    q, k, v = qkv.unflatten(-1, (H_kv, H // H_kv + 2, -1)).split([H // H_kv, 1, 1], 3)
+    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+def over_all_heads(weight: Tensor | None, D: int) -> bool:
+    """Is this the weight of a norm over all heads at once?"""
+    return weight is not None and weight.dim() == 1 and weight.shape[0] != D
