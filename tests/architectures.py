@@ -201,6 +201,37 @@ class Torchs(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Decoder(Llama):
+    """Cross-attention between self-attention and MLP, of fewer heads of k and v, with a mask of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.cross_norm, self.cross = RMSNorm(WIDTH), Attention(kv_heads=2, bias=True)
+
+    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))[0]
+        cross, h = self.cross, self.cross_norm(x)
+        heads = map(cross.heads, (cross.q_proj(h), cross.k_proj(memory), cross.v_proj(memory)))
+        o = F.scaled_dot_product_attention(*heads, memory_mask, enable_gqa=True)
+        x = x + cross.o_proj(o.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class TorchsDecoder(nn.Module):
+    """Norms after the sum, around nn.MultiheadAttention and what it attends to, whose padding is hidden."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.cross = (nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+        x = self.norms[0](x + self.attention(x, x, x, need_weights=False)[0])
+        x = self.norms[1](x + self.cross(x, memory, memory, padding, need_weights=False)[0])
+        return self.norms[2](x + self.down(F.relu(self.up(x))))
+
+
 class Sandwich(Llama):
     """Norms before and after each branch; q and k normed over all heads."""
 
@@ -319,6 +350,14 @@ def with_part_of_tables(x: Tensor) -> dict[str, Any]:
     return {"tables": (angles.cos(), angles.sin())}
 
 
+def with_memory(x: Tensor) -> dict[str, Any]:
+    return {"memory": 2 * x[:, :4].flip(1)}
+
+
+def with_padded_memory(x: Tensor) -> dict[str, Any]:
+    return with_memory(x) | {"padding": torch.arange(4) >= torch.tensor([4, 2])[:, None]}
+
+
 def with_mask(x: Tensor) -> dict[str, Any]:
     padding = torch.zeros(x.shape[0], 1, 1, x.shape[1])
     padding[0, ..., -2:] = -1e4
@@ -350,6 +389,8 @@ ARCHITECTURES = {
     "softcap": Architecture(lambda: Bert(softcap=2.0), with_mask),
     "buffers": Architecture(Buffers),
     "torch attention": Architecture(Torchs),
+    "decoder": Architecture(Decoder, with_memory),
+    "torch decoder": Architecture(TorchsDecoder, with_padded_memory),
     "sandwich": Architecture(Sandwich, with_tables),
     "vision": Architecture(Vision),
     "parallel": Architecture(lambda: Parallel(2), with_part_of_tables),

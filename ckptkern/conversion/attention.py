@@ -77,7 +77,10 @@ def read_attention(steps: Steps, node: Node) -> Part:
         "scale": core.scale * q.factor * k.factor, "dropout_p": core.dropout_p,
         "resid_dropout_p": steps.probability(after),
     }  # fmt: skip
-    arguments |= {"is_causal": True} if is_causal_buffer(steps, core.mask) else {"attn_mask": _mask(steps, core.mask)}
+    if is_causal_buffer(steps, core.mask):
+        arguments["is_causal"] = True
+    else:
+        arguments["attn_mask"] = _mask(steps, core.mask, sliced="key_value" not in arguments)
     if core.softcap is not None:
         arguments["softcap"] = core.softcap
     return Part(arguments, x, choices + rotary_choices)
@@ -175,9 +178,8 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
         raise Unreadable("q, k and v do not come from one linear layer each")
     nodes = [one.linears[0] for one in (q, k, v)]
     layers: list[Linear] = [steps.leaves.linear(one) for one in nodes]
-    sources = {id(steps.strip(one.inputs[0])): one.inputs[0] for one in nodes}
-    if len(sources) > 1:
-        raise Unreadable("cross-attention: q and k, v read different tensors")
+    x_source, *sources = (steps.strip(one.inputs[0]) for one in nodes)
+    crossing = _crossing(x_source, *sources)
     x, D, rows = nodes[0].inputs[0], core.query.shape[-1], layers[0].out_features
     if nodes[0] is nodes[1] is nodes[2]:
         # a product of [B H, S, D] does not tell the number of heads
@@ -197,9 +199,20 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     k_rows = layers[1].out_features // (2 if nodes[1] is nodes[2] else 1)
     arguments = {
         "qkv_weight": weights, "qkv_bias": biases if any(b is not None for b in biases) else None,
-        "num_heads": rows // D, "num_kv_heads": k_rows // D,
+        "num_heads": rows // D, "num_kv_heads": k_rows // D, **crossing,
     }  # fmt: skip
     return arguments, x, []
+
+
+def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
+    """What the projections of k and v read, if it is not what that of q reads."""
+    if query is key is value:
+        return {}
+    if key is not value:
+        raise Unreadable("k and v are projected from different tensors")
+    if key.kind != "argument":
+        raise Unreadable("cross-attention to what is made inside")
+    return {"key_value": Argument(key.source)}
 
 
 def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
@@ -269,8 +282,8 @@ def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
     return bool((hidden == later).all() or (hidden == ~later).all())
 
 
-def _mask(steps: Steps, seen: Node | None) -> Argument | None:
-    """The argument that the core's mask is, and how it is viewed."""
+def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | None:
+    """The argument that the core's mask is, and how it is viewed. sliced: it may have more columns than there are keys."""
     if seen is None:
         return None
     mask = steps.strip(seen)
@@ -280,7 +293,7 @@ def _mask(steps: Steps, seen: Node | None) -> Argument | None:
     wanted = tuple(seen.shape)
     if (1,) * (len(wanted) - len(shape)) + shape == wanted and (len(shape) != 2 or shape[0] != 1):
         return Argument(mask.source)
-    if len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:  # more columns than there are keys
+    if sliced and len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:
         return Argument(mask.source, "columns")
     for form, viewed in (("keys", (shape[0], 1, 1, shape[-1])), ("rows", (shape[0], 1, *shape[1:]))):
         if viewed == wanted and len(shape) == (2 if form == "keys" else 3):
@@ -292,16 +305,17 @@ def _mask(steps: Steps, seen: Node | None) -> Argument | None:
 
 
 def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
-    """Self-attention by an nn.MultiheadAttention inside the module."""
+    """Attention by an nn.MultiheadAttention inside the module."""
     module: nn.MultiheadAttention = steps.leaves.leaf(node)
     call, path = node.called_with(*MHA), node.source
     if node.output or call.get("need_weights", True) or not module.batch_first:
         raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         raise Unreadable("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn")
-    if not call["query"] is call["key"] is call["value"]:
-        raise Unreadable("cross-attention")
-    masks = {name: _mask(steps, call.get(name)) for name in ("key_padding_mask", "attn_mask")}
+    crossing = _crossing(*(steps.strip(call[name]) for name in ("query", "key", "value")))
+    masks = {
+        name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")
+    }  # fmt: skip
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
     if isinstance(call.get("attn_mask"), Node) and len(call["attn_mask"].shape) != 2:
@@ -312,6 +326,6 @@ def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
         "out_weight": Weight(f"{path}.out_proj.weight"), "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
         "num_heads": module.num_heads, "scale": 1 / math.sqrt(module.head_dim), "mask_hides": True,
         "is_causal": bool(call.get("is_causal", False)), "dropout_p": in_training(module.dropout),
-        "resid_dropout_p": resid_dropout_p, **masks,
+        "resid_dropout_p": resid_dropout_p, **masks, **crossing,
     }  # fmt: skip
     return Part(arguments, call["query"])

@@ -56,7 +56,7 @@ class Call:
     flat: list[Any]
     training: bool
     length: int
-    parts: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    parts: dict[tuple, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 # Each of these gets one argument's value in each call. They are objects, not closures, so that deepcopy and pickle take them;
@@ -81,10 +81,10 @@ class ParameterRows:
     count: int
 
     def __call__(self, call: Call) -> Tensor:
-        whole = self.parameter(call)
-        if id(whole) not in call.parts:
-            call.parts[id(whole)] = whole.chunk(self.count)
-        return call.parts[id(whole)][self.part]
+        key = id(self.parameter.parameters), self.parameter.name, self.count
+        if key not in call.parts:
+            call.parts[key] = self.parameter(call).chunk(self.count)
+        return call.parts[key][self.part]
 
 
 @dataclass
@@ -203,9 +203,10 @@ class Segment:
     def __init__(self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None):
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
         self.arguments = arguments_getter(module, template)
+        self.inputs = [x, *(one.index for one in named(template, "key_value"))]
         found = {one.index for one in templates(template, Argument)}
         self.caches: list[int] = []  # arguments that collect keys and values, which a fused call does not fill
-        self.constants = sorted(found - {x})  # the arguments besides x that the op reads, and forms no gradient of
+        self.constants = sorted(found - set(self.inputs))  # the arguments that the op forms no gradient of
 
     def __call__(self, flat: list[Any], level: str) -> object:
         arguments = self.arguments(Call(flat, self.module.training, flat[self.x].shape[-2]))
@@ -222,6 +223,15 @@ def templates(template: Any, kind: type) -> Iterator[Any]:
     elif isinstance(template, (dict, tuple, list)):
         for one in template.values() if isinstance(template, dict) else template:
             yield from templates(one, kind)
+
+
+def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
+    """The call's arguments that are among an op's, or its halves', under one of these names."""
+    for name, value in template.items():
+        if isinstance(value, dict):
+            yield from named(value, *names)
+        elif name in names and isinstance(value, Argument):
+            yield value
 
 
 def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: int) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from .. import memory
 from ..nn.plain import runs_class_forward, untouched
 from ..subclasses import foreign
-from .binding import Forward, Fused, Segment, Watch, templates
+from .binding import Forward, Fused, Segment, Watch, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .grammar import read
 from .leaves import Probability
@@ -52,13 +53,26 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
     return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
 
 
+def distinct(call: Any) -> Any:
+    """A call whose tensors are each given once. Where an example gives one tensor twice, other calls may give two."""
+    seen: set[int] = set()
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) in seen:
+            return tensor.clone()
+        seen.add(id(tensor))
+        return tensor
+
+    return mapped(once, call)
+
+
 def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
     """(the segment that was proven for this complete call, its error). Raises Unreadable."""
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be proven")
     with unmoved(module), random_parameters(module):
-        args, kwargs = mapped(wide, (args, kwargs))
+        args, kwargs = distinct(mapped(wide, (args, kwargs)))
         flat = leaves_of(form.counting(args, kwargs))
         module.train()  # shows where dropout is
         traced = trace(module, args, kwargs, flat)
@@ -69,106 +83,111 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
 
 
 def prove(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
-    module, masks = form.module, {one.index for one in _masks(reading.arguments)}
+    module = form.module
+    inputs = Segment(module, reading.op, reading.arguments, reading.x).inputs
+    masks = {one.index for one in named(reading.arguments, "attn_mask", "key_padding_mask")}
     flat = [varied(value) if i in masks else value for i, value in enumerate(leaves_of(form.counting(args, kwargs)))]
-    flat[reading.x] = torch.randn_like(flat[reading.x])
+    flat = [torch.randn_like(value) if i in inputs else value for i, value in enumerate(flat)]
     parameters = [p for p in module.parameters() if p.requires_grad]
 
-    def with_x(flat: list[Any], x: Tensor) -> list[Any]:
-        return [x if i == reading.x else value for i, value in enumerate(flat)]
-
-    def original(x: Tensor, flat: list[Any] = flat) -> Tensor:
-        args_, kwargs_ = form.call_of(with_x(flat, x), args, kwargs)
+    def original(flat: list[Any]) -> Tensor:
+        args_, kwargs_ = form.call_of(flat, args, kwargs)
         return result_of(type(module).forward(module, *args_, **kwargs_), [])[0]
 
-    x = flat[reading.x]
-    theirs, best = results(original, x, parameters), math.inf
+    theirs, best = results(original, flat, inputs, parameters), math.inf
     for arguments in reading.candidates():
         segment = Segment(module, reading.op, arguments, reading.x)
 
-        def fused(x: Tensor, flat: list[Any] = flat, segment: Segment = segment) -> Tensor:
-            return segment(with_x(flat, x), "full")
+        def fused(flat: list[Any], segment: Segment = segment) -> Tensor:
+            return segment(flat, "full")
 
         try:
             with torch.no_grad():  # most choices show in the output
-                error = difference([fused(x)], theirs[:1])
+                error = difference([fused(flat)], theirs[:1])
             if error <= TOLERANCE:
-                error = difference(results(fused, x, parameters), theirs)
+                error = difference(results(fused, flat, inputs, parameters), theirs)
         except (ValueError, TypeError, RuntimeError) as refusal:
             reason = f"ckptkern.{reading.op} refuses it: {refusal}"
             continue
         if error <= TOLERANCE:
             if not any(p.value for p in templates(arguments, Probability)):  # some forwards differ in training alone
                 module.train()
-                check_enlarged("training", original, fused, flat, reading.x)
+                check_enlarged("training", original, fused, flat)
                 module.eval()
-            for what, other in enlarged(flat, reading.x, masks):
-                check_enlarged(what, original, fused, other, reading.x)
+            for what, other in enlarged(flat, inputs, masks):
+                check_enlarged(what, original, fused, other)
             segment.result = result
             return segment, error
         best = min(best, error)
     raise Unreadable(reason if best == math.inf else f"the numbers of {reading.op} differ by {best:.1e}")
 
 
-def enlarged(flat: list[Any], x: int, masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
-    """The arguments of calls with twice as many tokens, and with two samples in place of one."""
-    given = flat[x]
-    if given.dim() < 2:
+def enlarged(flat: list[Any], inputs: list[int], masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
+    """The arguments of calls with twice as many tokens of each input, and with two samples in place of one."""
+    if flat[inputs[0]].dim() < 2:
         return
-    length = given.shape[-2]
 
-    def twice(value: Any, i: int) -> Any:
-        if not isinstance(value, Tensor) or i == x:
-            return torch.cat((value, torch.randn_like(value)), -2) if i == x else value
+    def twice(value: Any, i: int, length: int) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if i in inputs:
+            return torch.cat((value, torch.randn_like(value)), -2) if value.shape[-2] == length else value
         for dim in range(value.dim() > 2, value.dim()):
             if value.shape[dim] == length:
                 value = torch.cat((value, value), dim)
         return varied(value) if i in masks else value
 
-    yield "another length", [twice(value, i) for i, value in enumerate(flat)]
-    if given.dim() > 2 and given.shape[0] == 1:
-        other = torch.cat((given, torch.randn_like(given)))
-        yield "another batch", [other if i == x else value for i, value in enumerate(flat)]
+    for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
+        yield "another length", [twice(value, i, length) for i, value in enumerate(flat)]
+    if flat[inputs[0]].dim() > 2 and flat[inputs[0]].shape[0] == 1:
+        others = {i: torch.cat((flat[i], torch.randn_like(flat[i]))) for i in inputs}
+        yield "another batch", [others.get(i, value) for i, value in enumerate(flat)]
 
 
-def check_enlarged(what: str, original: Callable, fused: Callable, flat: list[Any], x: int) -> None:
+def check_enlarged(what: str, original: Callable, fused: Callable, flat: list[Any]) -> None:
     """Do both still agree in what they return? Some forwards have a window or a scale that depends on sizes, and an example
     of one sample does not tell a batch from a sequence."""
     with torch.no_grad():
         try:
-            theirs = original(flat[x], flat)
+            theirs = original(flat)
         except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
             return
         try:
-            error = difference([fused(flat[x], flat)], [theirs])
+            error = difference([fused(flat)], [theirs])
         except (ValueError, TypeError, RuntimeError) as refusal:
             raise Unreadable(f"with {what} the op refuses it: {refusal}") from None
     if error > TOLERANCE:
         raise Unreadable(f"with {what} the numbers differ by {error:.1e}")
 
 
-def _masks(template: dict[str, Any]) -> Iterator[Argument]:
-    for name, value in template.items():
-        if isinstance(value, dict):
-            yield from _masks(value)
-        elif name in ("attn_mask", "key_padding_mask") and isinstance(value, Argument):
-            yield value
-
-
-def mask_variants(module: nn.Module, args: tuple, kwargs: dict[str, Any], x: Tensor) -> Iterator[tuple]:
-    """The same call without a mask, with a bool one and with an added one: libraries decide from call to call which they
-    hand on."""
+def mask_variants(module: nn.Module, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor]) -> Iterator[tuple]:
+    """The same call without masks, with bool ones and with added ones: libraries decide from call to call which they hand on.
+    With a key_value, whose masks have its columns, in all combinations."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     places = {name: i for i, name in enumerate(names) if "mask" in name}
+    x = inputs[0]
     B, S = (x.shape[0], x.shape[1]) if x.dim() == 3 else (1, x.shape[0])
-    seen = torch.ones(B, 1, S, S, dtype=torch.bool, device=x.device).tril()
-    added = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, torch.finfo(x.dtype).min)
-    for mask in (None, seen, added):
-        for name, i in places.items():
-            if i < len(args):
-                yield (*args[:i], mask, *args[i + 1 :]), kwargs
-            elif name in kwargs or mask is not None:
-                yield args, kwargs | {name: mask}
+    seen = [torch.ones(B, 1, S, one.shape[-2], dtype=torch.bool, device=x.device).tril() for one in inputs]
+    least = torch.finfo(x.dtype).min
+    added = [torch.zeros(m.shape, dtype=x.dtype, device=x.device).masked_fill(~m, least) for m in seen]
+
+    def changed(masks: dict[str, Tensor | None]) -> tuple:
+        values = list(args)
+        for name, mask in masks.items():
+            if places[name] < len(args):
+                values[places[name]] = mask
+        named = {name: mask for name, mask in masks.items() if places[name] >= len(args)}
+        return tuple(values), kwargs | {
+            name: mask for name, mask in named.items() if name in kwargs or mask is not None
+        }
+
+    if len(inputs) == 1:
+        for mask in (None, *seen, *added):
+            yield from (changed({name: mask}) for name in places)
+        return
+    for masks in (seen, added):
+        for combination in itertools.product((None, *masks), repeat=len(places)):
+            yield changed(dict(zip(places, combination, strict=True)))
 
 
 def is_cache(value: object) -> bool:
@@ -242,7 +261,8 @@ def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, f
     segment = next(iter(segments.values()))
     if segment.op in ("attention_block", "transformer_layer"):
         args, kwargs = proven[0]
-        for call in mask_variants(module, args, kwargs, leaves_of(form.counting(args, kwargs))[segment.x]):
+        flat = leaves_of(form.counting(args, kwargs))
+        for call in mask_variants(module, args, kwargs, [flat[i] for i in segment.inputs]):
             with contextlib.suppress(Exception):  # a mask that this module does not take
                 add(*call)
     form.ignore(proven)

@@ -2,7 +2,7 @@
 
     branch  = [drop path] [scale] [norm] core         core = attention | MLP | gated MLP
     half    = [norm] branch of [norm] x [+ x]
-    layer   = MLP half of attention half | x + attention branch + MLP branch
+    layer   = MLP half of [cross-attention half of] attention half | x + attention branch + MLP branch
 
 Views and casts are passed over, and so is what rotates q and k: this is a guess at what the module computes, and proof.py
 decides. Where the graph does not tell, for example which half of a fused weight is the gate, a reading lists all choices.
@@ -168,10 +168,12 @@ class Grammar(Steps):
         mlp = self.half(node, self.mlp)
         if mlp.input.kind == "argument":
             return Reading("mlp_block", mlp.arguments, mlp.input.source, mlp.at())
-        attention = self.half(mlp.input, self.attention)
+        attention, cross = self.half(mlp.input, self.attention), None
+        if attention.input.kind != "argument" and "key_value" in attention.arguments:
+            attention, cross = self.half(attention.input, self.attention), attention
         if attention.input.kind != "argument":
             raise self.refuse("the attention half reads", attention.input)
-        return layer_of(attention, mlp, attention.input)
+        return layer_of(attention, mlp, attention.input, cross)
 
     def attention_alone(self, node: Node) -> Reading:
         part = self.half(node, self.attention)
@@ -207,12 +209,12 @@ class Grammar(Steps):
         return Reading("linear_stack", arguments, node.source)
 
 
-def layer_of(attention: Part, mlp: Part, x: Node, parallel: bool = False) -> Reading:
-    names = ("attention_arguments", "mlp_arguments")
-    arguments = dict(zip(names, (attention.arguments, mlp.arguments), strict=True))
-    if parallel:
-        arguments["parallel"] = True
-    return Reading("transformer_layer", arguments, x.source, attention.at(names[0]) + mlp.at(names[1]))
+def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, parallel: bool = False) -> Reading:
+    parts = {"attention_arguments": attention, "cross_attention_arguments": cross, "mlp_arguments": mlp}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    arguments = {name: part.arguments for name, part in parts.items()} | ({"parallel": True} if parallel else {})
+    choices = [choice for name, part in parts.items() for choice in part.at(name)]
+    return Reading("transformer_layer", arguments, x.source, choices)
 
 
 def read(module: nn.Module, output: Node) -> Reading:

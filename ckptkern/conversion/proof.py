@@ -96,14 +96,16 @@ def rms(tensor: Tensor | None) -> float:
     return float(tensor.double().square().mean().sqrt()) if tensor is not None and tensor.numel() else 0.0
 
 
-def results(run: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    """y, and the gradients of x and the parameters for one fixed gradient of y."""
-    x = x.detach().requires_grad_()
+def results(
+    run: Callable[[list[Any]], Tensor], flat: list[Any], inputs: list[int], parameters: list[nn.Parameter]
+) -> list[Tensor | None]:
+    """y, and the gradients of the arguments `inputs` and of the parameters for one fixed gradient of y."""
+    given = {i: flat[i].detach().requires_grad_() for i in inputs}
     with torch.enable_grad():
-        y = run(x)
+        y = run([given.get(i, value) for i, value in enumerate(flat)])
     seed = torch.Generator(y.device).manual_seed(0)
     dy = torch.randn(y.shape, generator=seed, dtype=y.dtype, device=y.device)
-    return [y.detach(), *torch.autograd.grad(y, [x, *parameters], dy, allow_unused=True)]
+    return [y.detach(), *torch.autograd.grad(y, [*given.values(), *parameters], dy, allow_unused=True)]
 
 
 def difference(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from architectures import ARCHITECTURES, HEADS, WIDTH, Buffers, Llama, Stack, ids, with_mask, with_tables
-from cases import assert_as_exact
+from cases import DRAWS, assert_as_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,20 +22,22 @@ by_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
 def results(model: nn.Module, dtype: torch.dtype | None = None, seed: int = 1, **kwargs) -> dict[str, Tensor]:
-    """Loss and gradients of a training step."""
+    """Loss, logits and gradients of a training step."""
     model.zero_grad()
     given = ids(seed)
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         y = model(given, **kwargs)
     loss = F.cross_entropy(y.float().flatten(0, 1) if y.dtype.itemsize < 4 else y.flatten(0, 1), given.flatten())
     loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "logits": y.detach()} | {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def over_inputs(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The results of several inputs as one: a single gradient of a bias in bfloat16 is too few numbers to compare errors."""
-    drawn = [results(model, dtype, seed) for seed in range(8 if dtype else 1)]
-    return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0]}
+    """The results of several inputs as one, without the loss: few numbers, whose errors may be small by chance."""
+    drawn = [results(model, dtype, seed) for seed in range(DRAWS)]
+    return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0] if name != "loss"}
 
 
 def kept(model: nn.Module, **kwargs) -> int:
@@ -57,13 +59,14 @@ def test_loss_and_gradients_are_those_of_the_original(name: str, autocast: torch
     architecture = ARCHITECTURES[name]
     model = architecture.model().train()
     theirs, before = over_inputs(model, autocast), kept(model)
-    wide = copy.deepcopy(model).double()
-    drawn = [results(wide, seed=seed) for seed in range(8 if autocast else 1)]
-    reference = {key: torch.stack([one[key] for one in drawn]) for key in drawn[0]}
+    reference = over_inputs(copy.deepcopy(model).double())
     conversion = ckptkern.convert(model, ids())
     assert fused_of(conversion) == [*architecture.served_by] * 2
     ours = over_inputs(model, autocast)
-    assert_as_exact(ours, theirs, reference)
+    norms = {key: value.norm() for key, value in reference.items()}
+    zeros = [key for key, norm in norms.items() if norm < 1e-12 * max(norms.values())]  # of a key's bias without rotary
+    assert all(ours[key].norm() < 1e-2 * max(norms.values()) for key in zeros)
+    assert_as_exact(*({key: t for key, t in one.items() if key not in zeros} for one in (ours, theirs, reference)))
     after = kept(model)
     saved = conversion.kept_before - conversion.kept_after
     assert 0 < after < before, str(conversion)

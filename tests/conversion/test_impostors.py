@@ -122,12 +122,46 @@ class InPlace(Layer):
         return x.add_(y) - x + y
 
 
+class Decoder(Layer):
+    """With cross-attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm3, self.q, self.kv, self.out = nn.LayerNorm(WIDTH), *(nn.Linear(WIDTH, n * WIDTH) for n in (1, 2, 1))
+
+    def remembered(self, memory: Tensor) -> Tensor:
+        return memory
+
+    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.split(self.norm1(x))
+        x = x + self.proj(self.core(q, k, v).transpose(1, 2).reshape(x.shape))
+        memory = self.remembered(memory)
+        q = self.q(self.norm3(x)).view(*x.shape[:2], HEADS, D).transpose(1, 2)
+        k, v = self.kv(memory).view(*memory.shape[:2], 2, HEADS, D).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, memory_mask)
+        x = x + self.out(o.transpose(1, 2).reshape(x.shape))
+        return x + self.down(self.act(self.up(self.norm2(x))))
+
+
+class Forgetful(Decoder):
+    def remembered(self, memory: Tensor) -> Tensor:
+        return memory[:, :5]
+
+
+class Attached(Decoder):
+    def remembered(self, memory: Tensor) -> Tensor:
+        return memory.detach()
+
+
 def tokens(B: int = 2, S: int = 6) -> Tensor:
     return torch.randn(B, S, WIDTH)
 
 
 def tables(S: int) -> dict[str, Tensor]:
     return {name: table[0] for name, table in zip(("cos", "sin"), rotary(torch.empty(1, S, 1)), strict=True)}
+
+
+X = torch.randn(2, 6, WIDTH)
 
 
 def set_to(name: str, value: Any) -> Callable[[Layer], None]:
@@ -155,6 +189,26 @@ IMPOSTORS: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], An
         [(tokens(2), {"mask": torch.randn(2, 6)}), (tokens(6), {"mask": torch.randn(6, 6)})], lambda layer: None,
     ),
     "longer tables": (Sliced, (tokens(2, 12), tables(12)), [(tokens(2, 5), tables(12))], lambda layer: None),
+    "a memory that was the input": (
+        Decoder, (X, {"memory": X}), [(tokens(), {"memory": tokens(2, 5)}), (tokens(), {"memory": tokens(2, 6)})],
+        lambda layer: None,
+    ),
+    "a mask of the memory": (
+        Decoder, (tokens(), {"memory": tokens(2, 5)}), [
+            (tokens(), {"memory": tokens(2, 5), "memory_mask": torch.rand(2, 1, 6, 5) > 0.3}),
+            (tokens(3), {"memory": tokens(3, 9), "memory_mask": torch.randn(1, 1, 6, 9)}),
+            (tokens(), {"memory": tokens(1, 5)}),
+        ], lambda layer: None,
+    ),
+    "one memory for all": (
+        Decoder, (tokens(1), {"memory": tokens(1, 5)}), [(tokens(3), {"memory": tokens(3, 4)})], lambda layer: None,
+    ),
+    "a memory that is cut": (
+        Forgetful, (tokens(), {"memory": tokens(2, 5)}), [(tokens(), {"memory": tokens(2, 9)})], lambda layer: None,
+    ),
+    "a memory without a gradient": (
+        Attached, (tokens(), {"memory": tokens(2, 5)}), [(tokens(), {"memory": tokens(2, 5)})], lambda layer: None,
+    ),
     "another function": (Layer, (tokens(), {}), [(tokens(), {})], set_to("act", F.relu)),
     "another configuration": (Layer, (tokens(), {}), [(tokens(), {})], lambda layer: vars(layer.config).update(factor=0.5)),
     "another list": (Layer, (tokens(), {}), [(tokens(), {})], lambda layer: layer.scales.insert(0, 0.5)),
@@ -167,9 +221,10 @@ IMPOSTORS: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], An
 
 def step(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> list[Tensor | None]:
     x = x.clone().requires_grad_()
-    y = layer(x, **kwargs)
+    inputs = {name: value.clone().requires_grad_() for name, value in kwargs.items() if name == "memory"}
+    y = layer(x, **kwargs | inputs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
-    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy, allow_unused=True)]
+    return [y, *torch.autograd.grad(y, [x, *inputs.values(), *layer.parameters()], dy, allow_unused=True)]
 
 
 @pytest.mark.parametrize("why", IMPOSTORS)
@@ -187,7 +242,10 @@ def test_other_calls_than_the_example_are_right(why: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-SERVED = {"a mask of keys", "longer tables", "another function", "another configuration", "another list"}
+SERVED = {
+    "a mask of keys", "longer tables", "another function", "another configuration", "another list",
+    "a memory that was the input", "a mask of the memory", "one memory for all",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", IMPOSTORS)
