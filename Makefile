@@ -42,8 +42,8 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i csrc/*
 
-gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, memory and instructions
-	$(PY) -m ckptkern.benchmarks.gate --all
+gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, memory and instructions. ARGS="--all"
+	$(PY) -m ckptkern.benchmarks.gate $(ARGS)
 
 bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
 	$(PY) -m ckptkern bench $(ARGS)

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 from . import __doc__ as description
-from .cases import all_cases, shipped_cases
+from .cases import all_cases, sample_cases, shipped_cases
 from .machine_code import ATTENTION_LOOPS, Report, run
+from .spills import misplaced
 
+DROPOUT_LIMIT = 35  # instructions per element; tl.rand costs 52, and registers spill
 DROPOUT_HEADER = ("case", "kernel", "instructions per element", "Philox calls for 8 elements")
 
 
@@ -52,15 +54,24 @@ def write_csv(reports: list[Report], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.gate", description=description.split("\n")[0])
-    parser.add_argument("--all", action="store_true", help="every activation and flag, not only the shipped tiles")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--all", action="store_true", help="every activation and flag, not only the shipped tiles")
+    kind.add_argument("--sample", action="store_true", help="one case of every kernel and architecture, in a minute")
     parser.add_argument("--only", default="", help="regular expression on case names, e.g. 'mlp_bwd/sm_90'")
     parser.add_argument("--workers", type=int, default=2, help="compiling processes (default: 2)")
     parser.add_argument("--csv", type=Path, help="write the table here")
     args = parser.parse_args()
-    cases = [case for case in (all_cases() if args.all else shipped_cases()) if re.search(args.only, case.name)]
+    chosen = all_cases() if args.all else sample_cases() if args.sample else shipped_cases()
+    cases = [case for case in chosen if re.search(args.only, case.name)]
     if not cases:
         parser.error(f"--only {args.only!r} matches no case")
     reports, faults = run(cases, args.workers)
+    dropout = dropout_table(reports)
+    faults += [
+        f"{name} ({kernel}): dropout costs {n:.1f} instructions" for name, kernel, n, _ in dropout if n >= DROPOUT_LIMIT
+    ]
+    if not (args.all or args.sample or args.only):
+        faults += misplaced([f"{report.case} {report.kernel}" for report in reports if report.stack])
     if args.csv:
         write_csv(reports, args.csv)
     for report in reports:
@@ -68,9 +79,9 @@ def main() -> int:
             f"{report.case:64} {report.kernel:24} {report.tile:24} reg {report.registers:3} stack {report.stack:4} "
             f"smem {report.shared:6}"
         )
-    if table := dropout_table(reports):
+    if dropout:
         print("dropout, per element of the scores:")
-    for name, kernel, instructions, calls in table:
+    for name, kernel, instructions, calls in dropout:
         print(f"{name:64} {kernel:24} {instructions:5.1f} instructions, {calls:4.2f} Philox calls for 8")
     print("\n".join(faults) or f"compile gate: {len(reports)} kernels, no fault")
     return 1 if faults else 0

@@ -138,6 +138,15 @@ def shipped_cases() -> list[Case | AttentionCase]:
     return cases + shipped_attention()
 
 
+def sample_cases() -> list[Case | AttentionCase]:
+    """The first shipped case, in bfloat16 where there is one, of every kernel and architecture; of attention with dropout and
+    without."""
+    chosen: dict[tuple, Case | AttentionCase] = {}
+    for case in sorted(shipped_cases(), key=lambda case: (bool(case.kind), case.dtype != "bfloat16")):
+        chosen.setdefault((case.op, case.arch, isinstance(case, AttentionCase) and case.dropout), case)
+    return list(chosen.values())
+
+
 def all_cases() -> list[Case | AttentionCase]:
     from ...eager import ACTIVATIONS
 

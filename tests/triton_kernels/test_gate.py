@@ -26,9 +26,8 @@ def learned(what: str) -> dict:
     return json.loads(out)
 
 
-@pytest.mark.long
-def test_shipped_tiles_pass():
-    """No spill, tensor cores, asynchronous copies: every kernel, tile row, architecture, dtype, aligned and ragged."""
+def test_the_shipped_cases():
+    """Every kernel, tile row, architecture and dtype, aligned and ragged: what `make gate` compiles."""
     shipped = cases.shipped_cases()
     assert len(shipped) <= 360
     other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
@@ -39,31 +38,41 @@ def test_shipped_tiles_pass():
         for arch in cases.ARCHS:
             kinds = {case.ragged for case in shipped if (case.op, case.arch, case.dtype) == (op, arch, "bfloat16")}
             assert kinds == {False, True}, (op, arch)
-    attention = {(case.arch, case.kind) for case in shipped if isinstance(case, cases.AttentionCase)}
-    assert attention >= set(itertools.product(cases.ARCHS, ("", "ieee", *cases.ATTENTION_KINDS))) | {(80, "small")}
+    attention = [case for case in shipped if isinstance(case, cases.AttentionCase)]
+    kinds = {(case.arch, case.kind) for case in attention}
+    assert kinds >= set(itertools.product(cases.ARCHS, ("", "ieee", *cases.ATTENTION_KINDS))) | {(80, "small")}
+    plain = {case.name for case in attention if not case.dropout}
+    compared = {case.head_dim for case in attention if case.dropout and case.name.removesuffix("+dropout") in plain}
+    assert compared == set(cases.HEAD_DIMS)
+
+
+def test_a_shipped_tile_of_every_kernel_passes():
+    """No spill, tensor cores, asynchronous copies. `make gate` compiles all shipped tiles, four minutes of two cores."""
+    sample = cases.sample_cases()
+    assert {(case.op, case.arch) for case in sample} == {(case.op, case.arch) for case in cases.shipped_cases()}
     beside_others = "PYTEST_XDIST_WORKER" in os.environ  # which keep the other cores busy
-    status, out, error = outcome("-m", "ckptkern.benchmarks.gate", "--workers", "1" if beside_others else "2")
-    assert out, error[-4000:]
+    status, out, error = outcome(
+        "-m", "ckptkern.benchmarks.gate", "--sample", "--workers", "1" if beside_others else "2"
+    )
+    assert status == 0, f"{out[-4000:]}\n{error[-4000:]}"
     *table, verdict = out.splitlines()
-    stacks = [
-        (" ".join(line.split()[:2]), int(stack[1])) for line in table if (stack := re.search(r"stack +(\d+) ", line))
+    compiled = {line.split()[0] for line in table if re.search(r" reg +\d+ stack +\d+ smem ", line)}
+    assert compiled == {case.name for case in sample}
+    assert re.fullmatch(r"compile gate: \d+ kernels, no fault", verdict)
+    dropout = [line.split() for line in table if " Philox calls for 8" in line]
+    assert {kernel for _, kernel, *_ in dropout} == machine_code.ATTENTION_LOOPS.keys()
+
+
+def test_spills_that_the_tables_name_wrongly():
+    spilling = [
+        "attn_bwd/sm_90/bfloat16/d256+causal _attn_dq_kernel",
+        "act_grad/sm_80/float32/gelu+aligned _act_grad_kernel",
     ]
-    assert {launch.split()[0] for launch, _ in stacks} == {case.name for case in shipped}, out[-4000:]
-    if not metadata.version("triton").startswith(spills.TRITON):  # another compiler, other registers
-        faults = [line for line in out.splitlines() if re.match(r"\w+/sm_\d+/\S+ \(\w+\): ", line)]
-        assert [line for line in faults if ": spills: " not in line] == []
-        return
-    assert status == 0, f"{out[-4000:]}\n{error[-2000:]}"
-    assert verdict == f"compile gate: {len(stacks)} kernels, no fault"
-    spilling = [launch for launch, stack in stacks if stack]
-    for pattern in spills.SHIPPED_SPILLS:  # none fixed and still excused
-        assert any(re.fullmatch(pattern, launch) for launch in spilling), pattern
-    assert not [pattern for pattern in spills.OTHER_SPILLS for launch in spilling if re.fullmatch(pattern, launch)]
-    dropout = [line.split() for line in out.splitlines() if " Philox calls for 8" in line]
-    assert {case.split("/d")[1].split("+")[0] for case, *_ in dropout} == set(map(str, cases.HEAD_DIMS))
-    heaviest = {kernel: max(float(n) for _, k, n, *_ in dropout if k == kernel) for _, kernel, *_ in dropout}
-    assert heaviest.keys() == machine_code.ATTENTION_LOOPS.keys()
-    assert max(heaviest.values()) < 35, heaviest  # tl.rand costs 52 and spills
+    found = spills.misplaced(spilling)
+    if metadata.version("triton").startswith(spills.TRITON):
+        assert len(found) == len(spills.SHIPPED_SPILLS)  # all patterns but one, and the second launch
+        assert any("belongs to SHIPPED_SPILLS, because of act_grad/sm_80/" in line for line in found)
+        assert not any("_attn_dq_kernel excuses" in line and "sm_90/b?float16/d256" in line for line in found)
 
 
 FAULTS = {
