@@ -146,18 +146,22 @@ UNEVEN = {
 
 
 def uneven() -> dict[str, list[str]]:
-    """Which of them spill, with the tile that their launcher chooses."""
-    spills = {}
-    for kind, options in UNEVEN.items():
-        found = spills[kind] = []
-        for name in ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd"):
-            call = launches(activation="gelu", **options)[name]
-            for arch in cases.ARCHS:
-                (launch,) = machine_code.catch_launches(call, arch)
-                read = machine_code.read_cubin(machine_code.compile_launch(*launch, arch))
-                if read["stack"] or read["local"]:
-                    found.append(f"{name} on sm_{arch}: {read['stack']} B of stack, {read['local']} local instructions")
-    return spills
+    """The launches of each of these that get another tile than one that is ragged in all respects."""
+    products = ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd")
+
+    def tiles(**options) -> dict[str, dict]:
+        found = {}
+        for name, arch in itertools.product(products, cases.ARCHS):
+            ((_, _, arguments),) = machine_code.catch_launches(launches(activation="gelu", **options)[name], arch)
+            found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in machine_code.TILE_KEYS}
+        return found
+
+    ragged, aligned = tiles(N=4095, K=1023, D=1023), tiles()
+    assert not any(aligned[launch] == ragged[launch] for launch in ragged)
+    return {
+        kind: [launch for launch, tile in tiles(**options).items() if tile != ragged[launch]]
+        for kind, options in UNEVEN.items()
+    }
 
 
 def maxima() -> dict[str, list[str]]:

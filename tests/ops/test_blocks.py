@@ -290,7 +290,12 @@ def test_opcheck(block):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma", "parallel", "crossing", "decoder")))
+# Every block at one level, one of each op at the others.
+COMPILED = blocks(("selective",)) + blocks(("none", "full"), names=("pre-norm",))
+COMPILED += variants(("selective",), ("gemma", "parallel", "crossing", "decoder"))
+
+
+@pytest.mark.parametrize("block", COMPILED)
 def test_compiled_equals_eager(block):
     """One graph, the same bits and masks."""
     torch._dynamo.reset()
@@ -476,7 +481,7 @@ def test_nothing_given_is_overwritten(block):
 @pytest.mark.parametrize("block", blocks())
 def test_memory_is_flat_without_the_garbage_collector(block):
     """Steps leave no tensor behind, not even with the garbage collector off (pytorch#5569, pytorch#84413)."""
-    assert_flat_memory(block.call, block.make(), "x")
+    assert_flat_memory(block.call, block.make(), "x", steps=12)
 
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))

@@ -23,7 +23,7 @@ OPTIONS = {
     "dtype": DTYPES,
     "head_dim": (40, 64, 96, 1, 3),
     "heads": ((1, 1), (4, 2), (2, 1)),  # query heads, key and value heads
-    "lengths": ((37, 41), (70, 5), (5, 70), (64, 64), "packed"),
+    "lengths": ((37, 41), (50, 5), (5, 50), (32, 64), "packed"),
     "window": ((None, None), (None, 0), (3, 5), (40, None), (None, -20)),
     "mask": (None, "bool keys", "bool all", "additive", "additive keys"),
     "slopes": (None, "heads", "batch"),

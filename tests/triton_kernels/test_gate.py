@@ -129,11 +129,11 @@ def test_no_multiply_add_is_fused(name, specialized):
     assert all("'enable_fp_fusion': False" in key for key in specialized[name])
 
 
-def test_what_is_ragged_in_one_respect_gets_a_tile_that_does_not_spill():
+def test_what_is_ragged_in_one_respect_gets_the_ragged_tile():
     """An aligned tile spilled where the rows were aligned in length alone, or only the output's were not."""
-    spills = learned("uneven")
-    assert len(spills) == 4
-    assert not any(spills.values()), spills
+    others = learned("uneven")
+    assert len(others) == 4
+    assert not any(others.values()), others
 
 
 @pytest.fixture(scope="module")
