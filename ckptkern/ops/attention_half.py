@@ -18,7 +18,15 @@ from ._half import Half, after_branch, composite_inputs, composite_norm, composi
 from ._masks import merged_mask
 from ._needs import needed_names
 from ._rows import cast_parameter
-from .attention_core import CoreOptions, CoreTensors, attend, attention_flops, attention_grads, core_of
+from .attention_core import (
+    CoreOptions,
+    CoreTensors,
+    attend,
+    attention_flops,
+    attention_grads,
+    core_of,
+    gradient_products,
+)
 from .rotary import composite_rotary, positions_of, rotary_tables
 
 
@@ -90,8 +98,9 @@ class AttentionOptions(NamedTuple):
     dtype: torch.dtype
 
 
-# Places, among the op's inputs with x first, of those without a gradient: all from cos on.
+# Places, among the op's inputs with x first, of those without a gradient: all from cos on, except the mask.
 CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + len(AttentionTensors._fields)))
+CONSTANTS -= {1 + AttentionTensors._fields.index("mask")}
 
 
 def batch_and_rows(x: Tensor) -> tuple[int, int]:
@@ -242,20 +251,21 @@ class AttentionHalf(Half):
     # -- backward
 
     def core_gradients(self, heads, do, out, lse, delta, raw, inner: Collection[str]) -> tuple[Tensor, dict]:
-        """(dqkv [tokens, (H + 2 H_kv) D], gradients of the q/k norms' weights) from do."""
+        """(dqkv [tokens, (H + 2 H_kv) D], gradients of the q/k norms' weights and of the mask) from do."""
         t, o, p = self.t, self.o, self.p
         dqkv = torch.empty_like(raw, memory_format=torch.contiguous_format)
         places = self.split(dqkv)
         outs = [place.transpose(1, 2) for place in places]
         need_dq, need_dkv = core_needs(inner, packed=t.wk is None)
-        made = attention_grads(
-            p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv, out=outs
-        )
+        *made, dmask = attention_grads(
+            p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
+            dmask_shape=t.mask.shape if "mask" in inner else None, out=outs,
+        )  # fmt: skip
         made = [
             place if grad is view or grad is None else grad.transpose(1, 2)
             for grad, view, place in zip(made, outs, places, strict=True)
         ]
-        grads = {}
+        grads = {"mask": dmask}
         if self.turns():
             raw_q, raw_k, _ = self.split(raw)
             formed = (("q_norm", raw_q, need_dq), ("k_norm", raw_k, need_dkv))
@@ -303,10 +313,11 @@ def behind_core(need: Collection[str], o: AttentionOptions) -> set[str]:
 
 def core_needs(inner: Collection[str], packed: bool) -> tuple[bool, bool]:
     """(need dq, need dk and dv) for the gradients of `inner`. packed: q, k, v are one projection."""
-    if packed or {"x", "norm_weight", "norm_bias"} & set(inner):
+    inner = set(inner) - {"mask"}
+    if packed or {"x", "norm_weight", "norm_bias"} & inner:
         return bool(inner), bool(inner)
     behind_q = {"wq", "bq", "q_norm", "q_norm_bias"}
-    return bool(behind_q & set(inner)), bool(set(inner) - behind_q)
+    return bool(behind_q & inner), bool(inner - behind_q)
 
 
 def attention_half_backward(
@@ -419,5 +430,5 @@ def attention_half_backward_flops(
         elements += qkv_elements
     elements += sum(w.numel() for w, name in zip(weights, ("wq", "wk", "wv"), strict=False) if name in need)
     need_dq, need_dkv = core_needs(inner, packed=t.wk is None)
-    core = 2 * rebuilt + (2 + need_dq + 2 * need_dkv) * bool(inner)
+    core = 2 * rebuilt + gradient_products(need_dq, need_dkv, "mask" in inner)
     return _flops(x, t, o, elements, core)
