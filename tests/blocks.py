@@ -64,9 +64,10 @@ def plain_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def plain_attention(
-    q, k, v, *, scale=None, softcap=None, slopes=None, causal=False, hidden=None, p=0.0, drawn=None
+    q, k, v, *, scale=None, softcap=None, slopes=None, added=None, causal=False, hidden=None, p=0.0, drawn=None
 ) -> Tensor:
-    """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j|)) v; slopes: [H] or [B, H]; softcap: as Gemma 2 caps the scores.
+    """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j| + added)) v; slopes: [H] or [B, H]; softcap: as Gemma 2 caps the
+    scores.
 
     hidden: bool, broadcast to the scores, True = not seen.
     """
@@ -77,6 +78,7 @@ def plain_attention(
     if slopes is not None:
         i, j = (torch.arange(size) for size in s.shape[-2:])
         s = s - slopes.to(s.dtype)[..., None, None] * (i[:, None] - j).abs()
+    s = s if added is None else s + added
     if causal:
         later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
         hidden = later if hidden is None else later | hidden
@@ -163,6 +165,7 @@ class Attention(Half):
     batched_tables: bool = False  # [B, S, R]; else [S, R]
     interleaved: bool = False
     slopes: tuple[int, ...] = ()  # their shape
+    mask: tuple[int, ...] = ()  # the shape of one that is trained
     scale: float | None = None
     softcap: float | None = None
     qk_norm: str = ""  # rms or layer, of one head, or followed by " rows" (one for each head) or " all" (heads at once)
@@ -180,6 +183,7 @@ class Attention(Half):
             shapes |= {"q_gain": self.qk_shape(HEADS), "k_gain": self.qk_shape(self.kv_heads)}
         if self.qk_norm.startswith("layer"):
             shapes |= {"q_shift": self.qk_shape(HEADS), "k_shift": self.qk_shape(self.kv_heads)}
+        shapes |= {"mask": self.mask} if self.mask else {}
         return shapes | self.norm_shapes()
 
     def qk_shape(self, heads: int) -> tuple[int, ...]:
@@ -214,7 +218,7 @@ class Attention(Half):
             qk_norm_kind=self.qk_norm.partition(" ")[0] or "rms", qk_norm_eps=1e-5, rotary=self.tables(),
             rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale,
             softcap=self.softcap, is_causal=self.causal,
-            key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
+            attn_mask=t.get("mask"), key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
         )  # fmt: skip
 
     def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
@@ -236,7 +240,7 @@ class Attention(Half):
         hidden = self.padding()
         o = plain_attention(
             *(heads.transpose(-3, -2) for heads in (q, k, v)), scale=self.scale, softcap=self.softcap,
-            slopes=self.alibi(), causal=self.causal, p=self.dropout_p, drawn=drawn,
+            slopes=self.alibi(), added=t.get("mask"), causal=self.causal, p=self.dropout_p, drawn=drawn,
             hidden=None if hidden is None else hidden[:, None, None],
         )  # fmt: skip
         return F.linear(o.transpose(-3, -2).flatten(-2), t["out_weight"], t.get("out_bias"))
@@ -256,7 +260,7 @@ class Attention(Half):
     def multiply_adds(self, level: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
         qkv, out, core = self.products().values()
-        backward = 2 * (qkv + out) + 5 * core
+        backward = 2 * (qkv + out) + (7 if self.mask else 5) * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
         return qkv + out + 2 * core, backward + (out if self.reads_branch() else 0)
 
@@ -437,6 +441,9 @@ VARIANTS = (
     Block("normed heads in groups", Attention(norm=None, kv_heads=2, layout="heads", qk_norm="layer rows", rotary=True)),
     Block("gemma", Attention(**LLAMA, kv_heads=2, layout="heads", qk_norm="rms all", softcap=0.7, post_norm="rms", resid_p=0.0),
           MLP(**LLAMA, gated=True, activation="silu", post_norm="rms", resid_p=0.0)),
+    Block("learned bias", Attention(**LLAMA, kv_heads=2, packed=False, causal=False, padded=True, softcap=2.0, resid_p=0.0,
+                                    mask=(HEADS, LENGTH, LENGTH))),
+    Block("learned bias", Attention(mask=(BATCH, 1, LENGTH, LENGTH), resid_p=0.0), MLP(dropout_p=0.0)),
 )  # fmt: skip
 
 

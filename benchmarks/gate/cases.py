@@ -363,7 +363,7 @@ ATTENTION_KINDS = (
     "softcap",
 )  # and "ieee", float32 without tf32: torch's default
 DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
-SMALL_DMASK = ()
+SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32", 128), ("float32", 256))
 PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {

@@ -258,6 +258,42 @@ def test_the_core_forms_what_leads_to_a_trained_weight():
     assert head_products["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
 
 
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_a_bias_of_several_layers(level):
+    """As in T5 all layers add one mask. It is kept once, and nothing else of its size; gradients of the layers add up."""
+    (block,) = (one.values[0] for one in variants((level,), ("learned bias",)) if one.values[0].mlp is None)
+    block = block.without_dropout()
+    tensors = block.make()
+
+    def layers(run):
+        return lambda t: run({**t, "x": run(t)})
+
+    assert_same_within_rounding(gradients(layers(block.fused), tensors), gradients(layers(block.plain), tensors))
+    with kept_tensors(exclude=[t for name, t in tensors.items() if name not in ("x", "mask")]) as kept:
+        layers(block.fused)(tensors)
+    padding = BATCH * LENGTH
+    assert kept.bytes == 2 * block.kept_bytes(4, 4) + tensors["mask"].nbytes + 2 * padding
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_bias_alone(backend):
+    """Nothing else is trained, and -inf hides keys and whole rows: gradients there are 0, never NaN."""
+    (block,) = (one.values[0] for one in variants(("full",), ("learned bias",)) if one.values[0].mlp is None)
+    names, results = list(block.make()), {}
+    for frozen in ((), [name for name in names if name != "mask"]):
+        tensors = block.make(frozen=frozen)
+        with torch.no_grad():
+            tensors["mask"][:, 2] = tensors["mask"][1, :, 3] = -torch.inf
+        with ckptkern.backend(backend):
+            results[bool(frozen)] = gradients(block.fused, tensors)
+    assert_same(results[True], {name: results[False][name] for name in ("y", "mask")})
+    dmask = results[True]["mask"]
+    assert dmask.isfinite().all()
+    assert not dmask[:, 2].any()
+    assert not dmask[1, :, 3].any()
+    assert (dmask != 0).sum() == 4 * 6 * 7 - 6
+
+
 @pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
 def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
     """Their gradients read what the last half's branch gave, one product from what is kept."""
@@ -278,7 +314,7 @@ def test_opcheck(block):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma", "parallel")))
+@pytest.mark.parametrize("block", blocks() + variants(("selective",), ("gemma", "parallel", "learned bias")))
 def test_compiled_equals_eager(block):
     """One graph, the same bits and masks."""
     torch._dynamo.reset()
@@ -382,7 +418,7 @@ def test_two_masks_of_one_graph_differ(block):
     assert not torch.equal(*ours["y"])
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("full",), ("learned bias",)))
 def test_torch_func_grad(block):
     tensors = block.make()
     dy = output_gradient(block.fused(tensors))
@@ -409,7 +445,7 @@ def test_per_sample_gradients(block):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("full",), ("learned bias",)))
 def test_inside_a_checkpoint(block, reentrant):
     tensors = block.make()
 
@@ -678,6 +714,8 @@ ERRORS = {
     "level": (ValueError, "recompute must be one of", {"recompute": "some"}),
     "learned slopes": (ValueError, "no gradient is formed for alibi_slopes", {
         "alibi_slopes": torch.ones(4, requires_grad=True)}),
+    "learned padding": (ValueError, "no gradient is formed for key_padding_mask", {
+        "key_padding_mask": torch.zeros(2, 7, requires_grad=True)}),
     "heads": (ValueError, "num_heads must be an integer of at least 1, not 0", {"num_heads": 0}),
     "heads in words": (ValueError, "num_heads must be an integer of at least 1, not '4'", {"num_heads": "4"}),
     "heads of a kind": (ValueError, "num_kv_heads must be an integer of at least 1, not 2.0", {"num_kv_heads": 2.0}),
@@ -812,7 +850,10 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), ("normed branch", "normed heads in groups"))[1:])
+KERNEL_VARIANTS = ("normed branch", "normed heads in groups", "learned bias")
+
+
+@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), KERNEL_VARIANTS)[1:])
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
