@@ -292,6 +292,10 @@ def test_a_bias_alone(backend):
     assert not dmask[:, 2].any()
     assert not dmask[1, :, 3].any()
     assert (dmask != 0).sum() == 4 * 6 * 7 - 6
+    qkv, out, core = block.attention.products().values()
+    forward, backward = qkv + out + 2 * core, qkv + out + 4 * core  # o again, its gradient, the scores and theirs
+    if backend == "eager":
+        assert watched(block, tensors).flops == 2 * BATCH * LENGTH * (forward + backward)
 
 
 @pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
