@@ -65,9 +65,10 @@ def plain_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def plain_attention(
-    q, k, v, *, scale=None, softcap=None, slopes=None, causal=False, hidden=None, p=0.0, drawn=None
+    q, k, v, *, scale=None, softcap=None, slopes=None, added=None, causal=False, hidden=None, p=0.0, drawn=None
 ) -> Tensor:
-    """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j|)) v; slopes: [H] or [B, H]; softcap: as Gemma 2 caps the scores.
+    """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j| + added)) v; slopes: [H] or [B, H]; softcap: as Gemma 2 caps the
+    scores.
 
     hidden: bool, broadcast to the scores, True = not seen.
     """
@@ -78,6 +79,7 @@ def plain_attention(
     if slopes is not None:
         i, j = (torch.arange(size) for size in s.shape[-2:])
         s = s - slopes.to(s.dtype)[..., None, None] * (i[:, None] - j).abs()
+    s = s if added is None else s + added
     if causal:
         later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
         hidden = later if hidden is None else later | hidden
@@ -164,6 +166,7 @@ class Attention(Half):
     batched_tables: bool = False  # [B, S, R]; else [S, R]
     interleaved: bool = False
     slopes: tuple[int, ...] = ()  # their shape
+    mask: tuple[int, ...] = ()  # the shape of one that is trained
     scale: float | None = None
     softcap: float | None = None
     qk_norm: str = ""  # rms or layer, of one head, or followed by " rows" (one for each head) or " all" (heads at once)
@@ -194,6 +197,7 @@ class Attention(Half):
             shapes |= {"q_gain": self.qk_shape(HEADS), "k_gain": self.qk_shape(self.kv_heads)}
         if self.qk_norm.startswith("layer"):
             shapes |= {"q_shift": self.qk_shape(HEADS), "k_shift": self.qk_shape(self.kv_heads)}
+        shapes |= {"mask": self.mask} if self.mask else {}
         shapes = {f"{self.prefix}{name}": shape for name, shape in shapes.items()}
         memory = {"key_value": (BATCH, KEY_LENGTH, self.key_features)} if self.key_features else {}
         return memory | shapes | self.norm_shapes()
@@ -231,7 +235,7 @@ class Attention(Half):
             qk_norm_kind=self.qk_norm.partition(" ")[0] or "rms", qk_norm_eps=1e-5, rotary=self.tables(),
             rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale,
             softcap=self.softcap, is_causal=self.causal,
-            key_padding_mask=self.padding(), dropout_p=self.dropout_p, **around,
+            attn_mask=t.get("mask"), key_padding_mask=self.padding(), dropout_p=self.dropout_p, **around,
         )  # fmt: skip
 
     def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
@@ -264,7 +268,7 @@ class Attention(Half):
         hidden = self.padding()
         o = plain_attention(
             *(heads.transpose(-3, -2) for heads in (q, k, v)), scale=self.scale, softcap=self.softcap,
-            slopes=self.alibi(), causal=self.causal, p=self.dropout_p, drawn=drawn,
+            slopes=self.alibi(), added=t.get("mask"), causal=self.causal, p=self.dropout_p, drawn=drawn,
             hidden=None if hidden is None else hidden[:, None, None],
         )  # fmt: skip
         return F.linear(o.transpose(-3, -2).flatten(-2), t["out_weight"], t.get("out_bias"))
@@ -285,7 +289,7 @@ class Attention(Half):
     def multiply_adds(self, level: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
         qkv, out, core = self.products().values()
-        backward = 2 * (qkv + out) + 5 * core
+        backward = 2 * (qkv + out) + (7 if self.mask else 5) * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
         return qkv + out + 2 * core, backward + (out if self.reads_branch() else 0)
 
@@ -474,9 +478,13 @@ VARIANTS = (
     Block("crossing", Attention(causal=False, key_features=FEATURES, norm_first=False, kv_heads=2)),
     Block("crossing padded", Attention(causal=False, key_features=8, packed=False, padded=True, qk_norm="rms all",
                                        branch_scale="vector", resid_p=0.0)),
-    Block("decoder", Attention(dropout_p=0.0), MLP(), Attention(causal=False, padded=True, key_features=8, packed=False)),
+    Block("decoder", Attention(dropout_p=0.0), MLP(), Attention(causal=False, padded=True, key_features=8, packed=False,
+                                                                mask=(HEADS, LENGTH, KEY_LENGTH))),
     Block("post-norm decoder", Attention(norm_first=False), MLP(norm_first=False, dropout_p=0.0),
           Attention(causal=False, key_features=FEATURES, norm_first=False, scale=0.3, kv_heads=1)),
+    Block("learned bias", Attention(**LLAMA, kv_heads=2, packed=False, causal=False, padded=True, softcap=2.0, resid_p=0.0,
+                                    mask=(HEADS, LENGTH, LENGTH))),
+    Block("learned bias", Attention(mask=(BATCH, 1, LENGTH, LENGTH), resid_p=0.0), MLP(dropout_p=0.0)),
 )  # fmt: skip
 
 

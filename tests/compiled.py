@@ -120,6 +120,7 @@ def launches(
         "attn_fwd_delta": lambda: t.attn_fwd(*heads, core, do=heads[0]),
         "attn_delta": lambda: t.attn_delta(*heads[:2], core),
         "attn_dkdv": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dq=False),
+        "attn_dmask": lambda: t.attn_dmask(*heads, heads[0], lse, lse, core, (1, 4, 1, 1)),
         "attn_dq": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dkv=False),
         "stack_fwd": lambda: t.stack_fwd(view(M, 64), *narrow, 64, *how, keep_bits=activation == "relu"),
         "stack_bwd": lambda: t.stack_bwd(view(M, 64), *narrow, view(M, 64), bits[:, :8], "relu", "ieee"),

@@ -5,7 +5,7 @@ Reading order: tile.py (tiles, dot, cast), elementwise.py (activations), philox.
 attention_scores.py and attention_backward.py). Kernels import nothing of ckptkern but kernels.
 """
 
-from .attention import attn_bwd, attn_delta, attn_fwd
+from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd
 from .elementwise import act_bwd, act_fwd, dropout
 from .linear import act_grad, linear_bwd, linear_fwd
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, mlp_bwd
@@ -14,7 +14,7 @@ from .rotary import heads_bwd, heads_fwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
 __all__ = [
-    "act_bwd", "act_fwd", "act_grad", "attn_bwd", "attn_delta", "attn_fwd", "dropout", "gated_act_grad", "gated_bwd",
-    "gated_fwd", "heads_bwd", "heads_fwd", "linear_bwd", "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd", "pack_stack",
-    "stack_bwd", "stack_fwd", "stack_width",
+    "act_bwd", "act_fwd", "act_grad", "attn_bwd", "attn_delta", "attn_dmask", "attn_fwd", "dropout", "gated_act_grad",
+    "gated_bwd", "gated_fwd", "heads_bwd", "heads_fwd", "linear_bwd", "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
+    "pack_stack", "stack_bwd", "stack_fwd", "stack_width",
 ]  # fmt: skip

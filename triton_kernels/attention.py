@@ -3,13 +3,14 @@
     s_ij = scale q_i k_j, or c tanh(scale q_i k_j / c) with softcap c [- slope |i - j|] [+ mask_ij]
     p = softmax_j(s);  o = dropout(p) v;  lse_i = log sum_j exp(s_ij)
     dv = dropout(p)^T do;  dp = dropout'(do v^T);  ds = p (dp - delta);  delta_i = sum_d o_id do_id
+    dmask = ds, summed over what the mask is broadcast to
     with softcap ds *= 1 - tanh^2;  dq = scale ds k;  dk = scale ds^T q
 
 Row i may see column j where i - LEFT <= j <= i + RIGHT; causal is RIGHT = 0, aligned top-left as in torch's
 scaled_dot_product_attention. Packed sequences align bottom-right, as in torch's varlen_attn: i + Sk - Sq for i.
 A row that sees nothing gives o = 0, lse = -inf, and zero gradients.
 At recompute="full" backward runs the forward kernel again, which also writes delta: the same tile function, the same
-bits. No atomics: dk and dv belong to one program, dq to another, so ten runs give ten times the same bits.
+bits. No atomics: dk and dv belong to one program, dq to another, dmask to a third, so ten runs give ten times the same bits.
 Sources: Dao, arXiv 2307.08691 (the algorithm); Press et al., arXiv 2108.12409 (ALiBi).
 """
 
@@ -21,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_backward import _attn_dkdv_kernel, _attn_dq_kernel
+from .attention_backward import _attn_dkdv_kernel, _attn_dmask_kernel, _attn_dq_kernel
 from .attention_scores import (
     DYNAMIC,
     capped_tile,
@@ -85,6 +86,12 @@ TILES = {
                  ("16 masked", 64): (128, 32, 8, 2), ("16 masked", 128): (64, 64, 8, 2),
                  ("32", 64): (128, 32, 8, 1), ("32", 128): (64, 64, 8, 1), ("32", 256): (16, 64, 8, 1),
                  ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
+    ("dmask", 90): {("16", 64): (128, 64, 8, 3), ("16", 128): (128, 64, 8, 2), ("16", 256): (128, 64, 8, 1),
+                    ("32", 64): (128, 64, 8, 2), ("32", 128): (128, 64, 8, 1), ("32", 256): (16, 32, 4, 2),
+                    ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
+    ("dmask", 80): {("16", 64): (128, 64, 8, 2), ("16", 128): (128, 32, 8, 2), ("16", 256): (64, 64, 4, 2),
+                    ("32", 64): (128, 32, 8, 2), ("32", 128): (64, 32, 4, 2), ("32", 256): (16, 32, 4, 2),
+                    ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (16, 32, 8, 1)},
 }  # fmt: skip
 # Cards that take the rows of sm_80 with less shared memory than its 163 KiB (99 KiB: sm_86, sm_89, sm_120):
 # (kernel, class, padded head dim) -> (KiB that the row above needs, the tile instead if there is one).
@@ -95,6 +102,7 @@ LARGE_TILES = {
     ("dq", "32", 128): (128, (16, 64, 8, 1)),
     ("fwd", "32", 256): (104, (32, 32, 8, 1)), ("dkdv", "32", 256): (160, None),
     ("dq", "32", 256): (160, (16, 32, 8, 1)),
+    ("dmask", "16", 256): (136, (32, 32, 2, 2)), ("dmask", "32", 128): (104, (32, 32, 2, 2)),
 }  # fmt: skip
 INTERPRETED_TILE = AttentionTile(32, 32, 4, 1)
 
@@ -399,3 +407,25 @@ def attn_bwd(
             **flags, **tile_q.launch_options(),
         )  # fmt: skip
     return dq, dk, dv
+
+
+def attn_dmask(q, k, v, do, lse, delta, core, shape, *, tile: AttentionTile | None = None):
+    """The gradient float32 [B or 1, H or 1, Sq or 1, Sk or 1] of what was added to the scores.
+
+    shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks.
+    """
+    q, k, v, do, core = rows_of(q), rows_of(k), rows_of(v), rows_of(do), _with_plain_vectors(core)
+    lse, delta = lse.contiguous(), delta.contiguous()  # both are read with lse's strides
+    dmask = torch.empty(shape, dtype=torch.float32, device=q.device)
+    B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, do)
+    tile = tile or _tile("dmask", q, core)
+    rows, columns = (size > 1 for size in shape[2:])
+    tiles = (triton.cdiv(Sq, tile.BLOCK_M) if rows else 1) * (triton.cdiv(Sk, tile.BLOCK_N) if columns else 1)
+    if dmask.numel():
+        launch(
+            _attn_dmask_kernel, (shape[0] * shape[1] * tiles,), _heads(q, False), _heads(k, False), _heads(v, False),
+            _mask(core.mask), _slopes(core.slopes), core.dropout[0], _heads(do, False), lse, delta, dmask, Sq, Sk, H, tiles,
+            _scale(core), core.dropout[1], core.dropout[2], core.plane_base, left, right, lse.stride(0), lse.stride(1),
+            B // shape[0], H // shape[1], **flags, ROWS=rows, COLUMNS=columns, **tile.launch_options(),
+        )  # fmt: skip
+    return dmask

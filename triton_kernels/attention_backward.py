@@ -1,7 +1,7 @@
 """Attention's backward kernels; the mathematics, the tiles and the launcher are in attention.py.
 
-`_attn_dkdv_kernel` walks the rows that see its columns, `_attn_dq_kernel` the columns that its rows see. Both rebuild p from
-q, k and lse.
+`_attn_dkdv_kernel` walks the rows that see its columns, `_attn_dq_kernel` the columns that its rows see, `_attn_dmask_kernel`
+the samples, heads, rows and columns in which the mask is broadcast. All rebuild p from q, k and lse.
 """
 
 from __future__ import annotations
@@ -138,6 +138,34 @@ def _dq_steps(
     return dq
 
 
+@triton.jit
+def _ds_tile(
+    q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, m0, n0, Sq, Sk, scale, slope, mask, mask_offset, window, dropout,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """ds / keep_scale [BLOCK_M, BLOCK_N] behind the softcap, where the mask is added; 0 outside of [Sq, Sk]."""
+    state_ptr, threshold, first_block = dropout
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    q = load_rows(q_rows, offs_m, Sq, D, HEAD_D)
+    k = load_rows(k_rows, offs_n, Sk, D, HEAD_D)
+    qk = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
+    qk, factor = capped_tile(qk, scale)
+    s = score_tile(
+        qk, offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask, mask_offset, window,
+        LEFT, RIGHT, True, MASK_STEP,
+    )  # fmt: skip
+    p = probability_tile(s, _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))[:, None])
+    do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
+    v = load_rows(v_rows, offs_n, Sk, D, HEAD_D)
+    dp = dot(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
+    if state_ptr is not None:
+        values = score_values(state_ptr, first_block, m0, n0, BLOCK_M, BLOCK_N, False)
+        dp = tl.where(values >= threshold, dp, 0.0)
+    return p * (dp - _load_delta(delta_ptr, offs_m, Sq, state_ptr, threshold)[:, None])
+
+
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dkdv_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dk_heads, dv_heads,
@@ -229,3 +257,71 @@ def _attn_dq_kernel(
         if state_ptr is not None:
             factor *= keep_scale
         store_rows(rows_at(dq_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D, dq * factor)
+
+
+@triton.jit(do_not_specialize=[*DYNAMIC, "samples", "heads"])
+def _attn_dmask_kernel(
+    q_heads, k_heads, v_heads, mask, slopes, state_ptr, do_heads, lse_ptr, delta_ptr, dmask_ptr,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right, stride_lseb, stride_lseh, samples, heads,
+    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of dmask [B / samples, H / heads, Sq or 1, Sk or 1]: it owns the sum of ds over what the mask is broadcast to.
+
+    ROWS, COLUMNS: has the mask rows and columns of its own? If not, a program visits all, adds their tiles and sums these last.
+    tiles: those of a plane of dmask.
+    """
+    slopes_ptr, stride_slopeb = slopes
+    window = (left, right)
+    pid = tl.program_id(0)
+    plane = pid // tiles
+    tile = pid % tiles
+    across = tl.cdiv(Sk, BLOCK_N) if COLUMNS else 1
+    m0 = tile // across * BLOCK_M
+    n0 = tile % across * BLOCK_N
+    lo = 0
+    hi = Sq
+    first = 0
+    last = Sk
+    if COLUMNS:
+        lo, hi = row_range(n0, Sq, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+    if ROWS:
+        first, _, _, last = column_phases(m0, Sk, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+        lo = tl.maximum(lo, m0)
+        hi = tl.minimum(hi, m0 + BLOCK_M)
+    if COLUMNS:
+        first = tl.maximum(first, n0)
+        last = tl.minimum(last, n0 + BLOCK_N)
+    down = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
+    along = tl.cdiv(tl.maximum(last - first, 0), BLOCK_N)
+    dmask = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # One loop over all that is summed: a loop inside a loop needs more registers. So would a tile's place that the compiler
+    # knew to be the same in every step: it would compute the addresses and masks once, and keep them.
+    for step in range(samples * heads * down * along):
+        n = (first // BLOCK_N + step % along) * BLOCK_N
+        m = (lo // BLOCK_M + step // along % down) * BLOCK_M
+        member = step // (down * along)
+        # where samples (or heads) are summed, the plane's own is the only one: 0
+        b = (plane // (H // heads) + member // heads).to(tl.int64)
+        h = (plane % (H // heads) + member % heads).to(tl.int64)
+        dmask += _ds_tile(
+            rows_at(q_heads, b, h, 0, STRIDE_STEP), rows_at(k_heads, b, h // GROUP, 0, STRIDE_STEP),
+            rows_at(v_heads, b, h // GROUP, 0, STRIDE_STEP), rows_at(do_heads, b, h, 0, STRIDE_STEP),
+            lse_ptr + b * stride_lseb + h * stride_lseh, delta_ptr + b * stride_lseb + h * stride_lseh, m, n, Sq, Sk, scale,
+            slopes_ptr if slopes_ptr is None else tl.load(slopes_ptr + b * stride_slopeb + h), mask,
+            mask_offset_of(mask, b, h), window, (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq)),
+            D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    if state_ptr is not None:
+        dmask *= keep_scale
+    if not ROWS:
+        dmask = tl.sum(dmask, axis=0, keep_dims=True)
+    if not COLUMNS:
+        dmask = tl.sum(dmask, axis=1, keep_dims=True)
+    i = m0 + tl.arange(0, dmask.shape[0])[:, None]
+    j = n0 + tl.arange(0, dmask.shape[1])[None, :]
+    rows = Sq if ROWS else 1
+    columns = Sk if COLUMNS else 1
+    offsets = (plane.to(tl.int64) * rows + i) * columns + j
+    tl.store(dmask_ptr + offsets, dmask, mask=(i < rows) & (j < columns))

@@ -45,7 +45,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCase:
-    """The attention launches of one kind: fwd, fwd_delta (the recompute), or bwd (dkdv and dq)."""
+    """The attention launches of one kind: fwd, fwd_delta (the recompute), bwd (dkdv and dq), or dmask."""
 
     op: str
     arch: int
@@ -90,13 +90,16 @@ def shipped_attention() -> list[AttentionCase]:
     The recompute, which is the forward kernel with delta, stands for forward too.
     """
     heavy = ("attn_fwd_delta", "attn_bwd")
-    cases = [case for case in attention_cases({"bfloat16": HEAD_DIMS}, ops=heavy) if case.causal]
+    cases = [case for case in attention_cases({"bfloat16": HEAD_DIMS}, ops=(*heavy, "attn_dmask")) if case.causal]
     others = attention_cases({"bfloat16": (128,)}, ops=("attn_fwd",))
     others += attention_cases({"bfloat16": (128,)}, ATTENTION_KINDS, heavy)
     others += attention_cases({"bfloat16": (64, 256)}, ("additive",), heavy)
     others += attention_cases({"bfloat16": RAGGED_DIMS[:1]}, ops=heavy)
     others += attention_cases({"float32": (128,)}, ("ieee",), heavy)
     others += attention_cases({"float32": (64, 128, 256)}, ("additive",), heavy)
+    others += attention_cases({"bfloat16": (128,)}, DMASK_KINDS, ("attn_dmask",))
+    others += attention_cases({"float32": (64, 128, 256)}, ops=("attn_dmask",))
+    others += attention_cases({"float32": (128,)}, ("ieee",), ("attn_dmask",))
     cases += [case for case in others if case.causal and case.dropout]
     return cases + small_cases()
 
@@ -105,6 +108,7 @@ def small_cases() -> list[AttentionCase]:
     """Every tile that only cards with less shared memory take, with an additive mask, which needs some of that memory."""
     cases = [("attn_fwd_delta", "bfloat16", 256), ("attn_bwd", "bfloat16", 256), ("attn_fwd_delta", "float32", 128)]
     cases += [("attn_bwd", "float32", 128), ("attn_fwd_delta", "float32", 256)]
+    cases += [("attn_dmask", dtype, head_dim) for dtype, head_dim in SMALL_DMASK]
     return [AttentionCase(op, 80, dtype, head_dim, True, True, "small") for op, dtype, head_dim in cases]
 
 
@@ -162,6 +166,11 @@ def all_cases() -> list[Case | AttentionCase]:
         *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
         *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
         *attention_cases({"float32": HEAD_DIMS}, ("ieee",)),
+        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS)), ops=("attn_dmask",)),
+        *attention_cases(
+            {"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, DMASK_KINDS, ("attn_dmask",)
+        ),
+        *attention_cases({"float32": HEAD_DIMS}, ("ieee",), ("attn_dmask",)),
         *small_cases(),
     ]
 
@@ -328,6 +337,7 @@ def _launch_attention(case: AttentionCase):
     lse = torch.empty_like(do[..., 0], dtype=torch.float32)
     dropout = (meta(2, dtype=torch.int64), 6554, 1.1111) if case.dropout else (None, 0, 1.0)
     window = (512 if case.kind == "window" else None, 0 if case.causal else 512 if case.kind == "window" else None)
+    shape = (1, H, 1 if case.kind == "keys" else S, S)  # of a mask that trains
     options = {
         "bool": lambda: {"mask": meta(B, 1, S, S, dtype=torch.int8)},
         "additive": lambda: {"mask": meta(1, H, S, S)},
@@ -336,9 +346,12 @@ def _launch_attention(case: AttentionCase):
         "softcap": lambda: {"softcap": 50.0},
         "varlen": lambda: dict.fromkeys(("cu_q", "cu_k"), meta(B + 1, dtype=torch.int32)) | {"max_q": S, "max_k": S},
     }.get("additive" if case.kind == "small" else case.kind, dict)()
+    options |= {"mask": meta(*shape)} if case.op == "attn_dmask" else {}
     core = AttentionCore(0.125, _precision(case), window, dropout=dropout, **options)
     with mock.patch.object(attention, "shared_memory_of", return_value=case.shared):
-        if case.op == "attn_bwd":
+        if case.op == "attn_dmask":
+            attention.attn_dmask(q, k, v, do, lse, lse, core, shape)
+        elif case.op == "attn_bwd":
             attention.attn_bwd(q, k, v, do, lse, lse, core)
             if not case.kind:  # delta depends on neither kind, causal nor dropout: compiled once per head dim
                 attention.attn_delta(do, do, core)
@@ -358,6 +371,8 @@ ATTENTION_KINDS = (
     "varlen",
     "softcap",
 )  # and "ieee", float32 without tf32: torch's default
+DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
+SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32", 128), ("float32", 256))
 PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {

@@ -27,11 +27,12 @@ TILE_KEYS = (
     "num_stages", "SUB",
 )  # fmt: skip
 # attention kernel -> copies of the loop in its machine code: forward has one with an edge mask and one without
-ATTENTION_LOOPS = {"_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 1, "_attn_dq_kernel": 1}
+ATTENTION_LOOPS = {"_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 1, "_attn_dq_kernel": 1, "_attn_dmask_kernel": 1}
 # kernel -> products of a tile (M x N x K, or M x N x head dim) in one pass of a loop
 PRODUCTS = {
     "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
     "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
+    "_attn_dmask_kernel": 2,
 }  # fmt: skip
 
 
@@ -166,6 +167,7 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
     stages = options.get("num_stages", 1)
     if kernel in ATTENTION_LOOPS:  # two operands of one shape stream by: k and v, or q and do
         rows = options["BLOCK_M" if kernel == "_attn_dkdv_kernel" else "BLOCK_N"]
+        rows += options["BLOCK_M"] if kernel == "_attn_dmask_kernel" else 0  # q and do, too
         return 2 * rows * options["HEAD_D"] * itemsize * (stages - 1)
     if "BLOCK_K" in options:
         return (options["BLOCK_M"] + options["BLOCK_N"]) * options["BLOCK_K"] * itemsize * (stages - 1)

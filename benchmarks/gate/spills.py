@@ -21,6 +21,10 @@ SHIPPED_SPILLS: dict[str, int] = {
     r"attn_\w+/sm_80/float32/d(40|64|128)(?!\+ieee)\S* _attn_(fwd|dkdv)_kernel": 64,
     r"attn_fwd(_delta)?/sm_90/float32/d(128|256)(?!\+ieee)\S* _attn_fwd_kernel": 24,
     r"attn_bwd/sm_90/float32/d\d+(?!\d|\+ieee)\S* _attn_(dkdv|dq)_kernel": 128,
+    r"attn_dmask/sm_90/b?float16/d256\S* _attn_dmask_kernel": 72,
+    r"attn_dmask/sm_90/bfloat16/d128\+alibi\+causal\+dropout _attn_dmask_kernel": 8,
+    r"attn_dmask/sm_90/float32/d128(?!\+ieee)\S* _attn_dmask_kernel": 80,
+    r"attn_dmask/sm_80/float32/d128\+ieee\+causal\+dropout _attn_dmask_kernel": 8,
     r"stack_bwd/sm_80/bfloat16/gelu\+narrow\+aligned\+extras _stack_bwd_kernel": 8,
     r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": 16,
 }

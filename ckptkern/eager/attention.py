@@ -338,6 +338,18 @@ def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore, fused: str, *, need
     return (dq if need_dq else None), *dkv
 
 
+def _score_gradients(q, k, v, do, lse, delta, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores before masks, dropout(p), ds) [B, H, Sq, Sk]; ds is the gradient of the scores after softcap and masks."""
+    s = capped_scores(q, k, core)
+    p = _probabilities(masked_scores(s, q, k, core), lse)
+    dp = torch.matmul(_wide(do), _wide(_heads(v, q.shape[1])).transpose(-1, -2))
+    keep = _attention_keep(q, k, core)
+    dropped = p
+    if keep is not None:
+        dropped, dp = torch.where(keep, p * core.dropout[2], 0.0), torch.where(keep, dp * core.dropout[2], 0.0)
+    return s, dropped, p * (dp - delta[..., None])
+
+
 def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None):
     """(dq, dk, dv) from lse and delta, written into the given tensors or into new ones."""
 
@@ -353,14 +365,7 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
         outs = zip(made, (q, k, v), (dq, dk, dv), strict=True)
         return tuple(None if value is None else written(value, like, out) for value, like, out in outs)
     H, H_kv = q.shape[1], k.shape[1]
-    s = capped_scores(q, k, core)
-    p = _probabilities(masked_scores(s, q, k, core), lse)
-    dp = torch.matmul(_wide(do), _wide(_heads(v, H)).transpose(-1, -2))
-    keep = _attention_keep(q, k, core)
-    dropped = p
-    if keep is not None:
-        dropped, dp = torch.where(keep, p * core.dropout[2], 0.0), torch.where(keep, dp * core.dropout[2], 0.0)
-    ds = p * (dp - delta[..., None])
+    s, dropped, ds = _score_gradients(q, k, v, do, lse, delta, core)
     if core.softcap:
         ds = ds * (1 - (s / core.softcap).square())
     if need_dq:
@@ -369,3 +374,11 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
         dk = written(_summed_by_group(torch.matmul(ds.transpose(-1, -2), _wide(q)) * core.scale, H_kv), k, dk)
         dv = written(_summed_by_group(torch.matmul(dropped.transpose(-1, -2), _wide(do)), H_kv), v, dv)
     return (dq if need_dq else None), *((dk, dv) if need_dkv else (None, None))
+
+
+def attn_dmask(q, k, v, do, lse, delta, core: AttentionCore, shape):
+    """The gradient [B or 1, H or 1, Sq or 1, Sk or 1] of what was added to the scores, in float32 (float64 for float64).
+
+    shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks.
+    """
+    return _score_gradients(q, k, v, do, lse, delta, core)[2].sum_to_size(shape)

@@ -188,14 +188,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return False
         return attn_mask is not None or not is_causal
 
-    def one_segment(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None) -> bool:
-        """Does ckptkern.attention_block compute this? It has one input for k and v, and forms no gradient of a mask."""
+    def one_segment(self, query: Tensor, key: Tensor, value: Tensor, *unread: Tensor | None) -> bool:
+        """Does ckptkern.attention_block compute this? It has one input for k and v.
+
+        unread: masks that it forms no gradient of: key_padding_mask, and an attn_mask that the is_causal hint stands for.
+        """
         return (
             key is value
             and self._dense()
             and self.bias_k is None
             and not self.add_zero_attn
-            and not (torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks))
+            and not (torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in unread))
         )
 
     def _dense(self) -> bool:
@@ -248,7 +251,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 is_causal,
             )  # fmt: skip
         swapped = query.dim() == 3 and not self.batch_first
-        if not need_weights and self.one_segment(query, key, value, key_padding_mask, attn_mask):
+        if not need_weights and self.one_segment(query, key, value, key_padding_mask, attn_mask if is_causal else None):
             x = query.transpose(0, 1) if swapped else query
             arguments = self.block_arguments(query, key, key_padding_mask, attn_mask, is_causal)
             y = ops.attention_block(x, **arguments, recompute=self.recompute)

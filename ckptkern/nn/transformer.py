@@ -102,7 +102,7 @@ class _Layer:
             or not plain(torch.nn.LayerNorm, norm)
             or not _drops(dropout)
             or not attention.fits(x, memory, memory, *masks)
-            or not attention.one_segment(x, memory, memory, *masks[:2])
+            or not attention.one_segment(x, memory, memory, masks[0], masks[1] if masks[2] else None)
         ):
             return None
         return {
@@ -166,9 +166,9 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 
     The whole layer is one ckptkern.transformer_layer that keeps, besides parameters, src at recompute="full"; src, o
     and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule
-    has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a mask needs a
-    gradient, the layer is one ckptkern.checkpoint that calls it, and keeps src as "full" does ("none": what its modules
-    keep). Global module hooks see the layer, not the submodules that its segments stand for.
+    has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a key padding mask
+    needs a gradient, the layer is one ckptkern.checkpoint that calls it, and keeps src as "full" does ("none": what its
+    modules keep). Global module hooks see the layer, not the submodules that its segments stand for.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
     torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.

@@ -33,10 +33,11 @@ from .attention_core import (
     check_softcap,
     core_of,
     fused_core,
+    gradient_products,
 )
 from .dropout import draw_state
 
-Q, K, V = range(3)
+Q, K, V, MASK = range(4)
 OTHERS = len(CoreTensors._fields)
 
 
@@ -52,7 +53,7 @@ class Attention(Op):
     statics = schema_of(CoreOptions)
     results = "(Tensor out, Tensor lse)"
     grads = "Tensor[]"
-    constants = frozenset(range(3, 3 + OTHERS))  # a mask or slopes that train go through PyTorch ops
+    constants = frozenset(range(MASK + 1, V + 1 + OTHERS))  # slopes that train go through PyTorch ops
 
     @staticmethod
     def forward(q, k, v, *args):
@@ -72,16 +73,20 @@ class Attention(Op):
         *others, needs = args
         out, lse = others[OTHERS : OTHERS + 2]
         t, o = _core((*others[:OTHERS], *others[OTHERS + 2 :]))
-        grads = attention_grads(
+        need_dmask = needed(needs, MASK)
+        *grads, dmask = attention_grads(
             primitives(o.backend), q, k, v, do, out, lse, core_of(t, o), need_dq=needed(needs, Q),
-            need_dkv=needed(needs, K) or needed(needs, V),
+            need_dkv=needed(needs, K) or needed(needs, V), dmask_shape=t.mask.shape if need_dmask else None,
         )  # fmt: skip
-        return [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)] + [None] * OTHERS
+        heads = [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)]
+        return [*heads, dmask.to(t.mask.dtype) if need_dmask else None] + [None] * (OTHERS - 1)
 
     @staticmethod
     def backward_fake(do, q, k, v, *args):
         like = [eager.empty_heads(t) if needed(args[-1], i) else do.new_empty(0) for i, t in enumerate((q, k, v))]
-        return like + [do.new_empty(0) for _ in range(OTHERS)]
+        mask = args[0]
+        like.append(mask.new_empty(mask.shape) if needed(args[-1], MASK) else do.new_empty(0))
+        return like + [do.new_empty(0) for _ in range(OTHERS - 1)]
 
     @staticmethod
     def composite(q, k, v, *args):
@@ -94,8 +99,8 @@ class Attention(Op):
 
     @staticmethod
     def backward_flops(do, q, k, v, *args, out_val=None):
-        needs = args[-1]
-        return attention_flops(q.shape, k.shape, 5 if needs & 0b111 == 0b111 else 3 if needs & 0b110 == 0 else 4)
+        need_q, need_k, need_v, need_mask = (needed(args[-1], i) for i in (Q, K, V, MASK))
+        return attention_flops(q.shape, k.shape, gradient_products(need_q, need_k or need_v, need_mask))
 
 
 _apply = build(Attention)
@@ -138,12 +143,13 @@ def scaled_dot_product_attention(
     dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Kept for backward:
     q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
 
-    attn_mask: bool (True = keep) or additive (float64 only with float64 inputs), broadcastable to [B, H, Sq, Sk]. Its
-    gradient, if wanted, is formed in PyTorch ops. torch.nn.attention.bias.causal_lower_right(Sq, Sk) and
-    causal_upper_left(Sq, Sk) set a bound and are not read. window_size = (left, right): row i sees i - left <= j <= i + right,
-    and -1 is no bound. is_causal is (-1, 0); with an attn_mask pass the window instead. Both align top-left.
-    alibi_slopes [H] or [B, H]: adds -slope |i - j|. dropout_p always applies, as in torch. softcap: scores before masks are
-    softcap tanh(scale q k^T / softcap) (Gemma 2).
+    attn_mask: bool (True = keep) or additive (float64 only with float64 inputs), broadcastable to [B, H, Sq, Sk]. Additive
+    ones may be trained (T5's and Swin's biases), which costs two more products in backward and keeps nothing but the mask.
+    torch.nn.attention.bias.causal_lower_right(Sq, Sk) and causal_upper_left(Sq, Sk) set a bound and are not read.
+    window_size = (left, right): row i sees i - left <= j <= i + right, and -1 is no bound. is_causal is (-1, 0); with an
+    attn_mask pass the window instead. Both align top-left.
+    alibi_slopes [H] or [B, H]: adds -slope |i - j|. Their gradient, if wanted, is formed in PyTorch ops. dropout_p always
+    applies, as in torch. softcap: scores before masks are softcap tanh(scale q k^T / softcap) (Gemma 2).
     A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
     gives the mean of the values, as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size),
@@ -201,9 +207,9 @@ def _scale(scale: float | None, head_dim: int) -> float:
 
 
 def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap) -> Tensor:
-    """Calls the op, or PyTorch ops if a mask or slopes train, because these form their gradient."""
-    learned = any(t is not None and t.requires_grad for t in (mask, slopes)) and torch.is_grad_enabled()
-    reason = "the kernels form no gradient of attn_mask or alibi_slopes" if learned else None
+    """Calls the op, or PyTorch ops if slopes train, because these form their gradient."""
+    learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
+    reason = "the kernels form no gradient of alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
     tensors = CoreTensors(mask, slopes, draw_state(query, dropout_p, True))
     fused = fused_core(

@@ -201,7 +201,7 @@ def gather(
     left, right = check_window(op, window_size)
     right = within(within(right, diagonal), 0 if is_causal else None)
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
-    for name, tensor in (("masks", mask), ("masks", padding), ("alibi_slopes", alibi_slopes)):
+    for name, tensor in (("key_padding_mask", padding), ("alibi_slopes", alibi_slopes)):
         check_no_gradient(op, name, tensor)
     max_len = check_packing(op, x, cu_seqlens, max_seqlen, (mask, padding))
     dtype = compute_dtype(op, x, *weights, out_weight, key_value)

@@ -138,7 +138,7 @@ def attention_block(
     not kept but made again in backward.
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
     to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or
-    additive.
+    additive. An additive attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may not.
     The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap: as
     in scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for

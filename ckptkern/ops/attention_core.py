@@ -134,19 +134,23 @@ def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.Attention
 
 
 def attention_grads(
-    p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, out=(None,) * 3
+    p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, dmask_shape=None,
+    out=(None,) * 3,
 ) -> tuple:  # fmt: skip
-    """(dq, dk, dv) from o and lse, by the kernel that ran forward.
+    """(dq, dk, dv, dmask) from o and lse, by the kernel that ran forward.
 
-    out: tensors that they are written to; torch's own kernels make new ones instead. delta: from `attend`, if at hand.
+    out: tensors that dq, dk, dv are written to; torch's own kernels make new ones instead. delta: from `attend`, if at hand.
+    dmask_shape: of the mask that trains, None if none does; core.mask is it, or its sum with others.
     """
     p = eager if core.fused else p
     needs = dict(need_dq=need_dq, need_dkv=need_dkv)
     if p is eager and (fused := eager.fused_kernel(q, k, core)):
-        return eager.fused_attn_bwd(q, k, v, do, o, lse, core, fused, **needs)
+        return *eager.fused_attn_bwd(q, k, v, do, o, lse, core, fused, **needs), None
     delta = p.attn_delta(o, do, core) if delta is None else delta
     dq, dk, dv = out
-    return p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
+    if need_dq or need_dkv:
+        dq, dk, dv = p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv, None if dmask_shape is None else p.attn_dmask(q, k, v, do, lse, delta, core, dmask_shape)
 
 
 def check_softcap(op: str, softcap: float | None) -> float:
@@ -157,6 +161,11 @@ def check_softcap(op: str, softcap: float | None) -> float:
     if not 0 < softcap < math.inf:
         raise ValueError(f"{op}: softcap must be above 0 and finite, not {softcap!r}")
     return float(softcap)
+
+
+def gradient_products(need_dq: bool, need_dkv: bool, need_dmask: bool) -> int:
+    """Products of [Sq, D] x [D, Sk] per head in `attention_grads`: s and dp, then dq, dk and dv; for dmask s and dp again."""
+    return (2 + need_dq + 2 * need_dkv) * (need_dq or need_dkv) + 2 * need_dmask
 
 
 def attention_flops(q_shape, k_shape, products: int) -> int:

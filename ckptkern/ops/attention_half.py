@@ -16,7 +16,15 @@ from ._half import Half, after_branch, composite_inputs, composite_norm, composi
 from ._masks import merged_mask
 from ._needs import needed_names
 from ._rows import cast_parameter, rows_2d
-from .attention_core import CoreOptions, CoreTensors, attend, attention_flops, attention_grads, core_of
+from .attention_core import (
+    CoreOptions,
+    CoreTensors,
+    attend,
+    attention_flops,
+    attention_grads,
+    core_of,
+    gradient_products,
+)
 from .attention_tensors import (
     AttentionOptions,
     AttentionTensors,
@@ -168,20 +176,21 @@ class AttentionHalf(Half):
     # -- backward
 
     def core_gradients(self, heads, do, out, lse, delta, raw, inner: Collection[str]) -> tuple[Tensor, dict]:
-        """(gradients of the projections, those of the q/k norms' weights) from do."""
+        """(gradients of the projections, those of the q/k norms' weights and of the mask) from do."""
         t, o, p = self.t, self.o, self.p
         dqkv = torch.empty_like(raw, memory_format=torch.contiguous_format)
         places = self.split(dqkv)
         outs = [place.transpose(1, 2) for place in places]
         need_dq, need_dkv = core_needs(inner, t)
-        made = attention_grads(
-            p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv, out=outs
-        )
+        *made, dmask = attention_grads(
+            p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
+            dmask_shape=t.mask.shape if "mask" in inner else None, out=outs,
+        )  # fmt: skip
         made = [
             place if grad is view or grad is None else grad.transpose(1, 2)
             for grad, view, place in zip(made, outs, places, strict=True)
         ]
-        grads = {}
+        grads = {"mask": dmask}
         if self.turns():
             raw_q, raw_k, _ = self.split(raw)
             formed = (("q_norm", raw_q, need_dq), ("k_norm", raw_k, need_dkv))
@@ -233,13 +242,14 @@ def behind_core(need: Collection[str], o: AttentionOptions) -> set[str]:
 
 def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]:
     """(need dq, need dk and dv) for the gradients of `inner`."""
+    inner = set(inner) - {"mask"}
     behind_q, packed = {"q_norm", "q_norm_bias"}, {"wq", "bq"} if t.wk is None else set()
     read_by_q = {"x", "norm_weight", "norm_bias"}
     behind_both = packed if t.key_value is not None else packed | read_by_q
     behind_q |= ({"wq", "bq"} | read_by_q) - behind_both
-    if behind_both & set(inner):
+    if behind_both & inner:
         return True, True
-    return bool(behind_q & set(inner)), bool(set(inner) - behind_q)
+    return bool(behind_q & inner), bool(inner - behind_q)
 
 
 def attention_half_backward(
@@ -357,5 +367,5 @@ def attention_half_backward_flops(
         wanted = {"key_value"} if part.of_key_value else {"x", "norm_weight", "norm_bias"}
         products += [part] * (bool(inner & wanted) + (f"w{part.letter}" in need))
     need_dq, need_dkv = core_needs(inner, t)
-    core = 2 * rebuilt + (2 + need_dq + 2 * need_dkv) * bool(inner)
+    core = 2 * rebuilt + gradient_products(need_dq, need_dkv, "mask" in inner)
     return _flops(x, t, o, products, core)

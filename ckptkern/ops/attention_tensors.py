@@ -79,8 +79,9 @@ class AttentionOptions(NamedTuple):
     dtype: torch.dtype
 
 
-# Places, among the op's inputs with x first, of those without a gradient: all from cos on.
+# Places, among the op's inputs with x first, of those without a gradient: all from cos on, except the mask.
 CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + len(AttentionTensors._fields)))
+CONSTANTS -= {1 + AttentionTensors._fields.index("mask")}
 
 
 def batch_and_rows(x: Tensor) -> tuple[int, int]:

@@ -91,11 +91,21 @@ def test_levels_equal_torch(recompute):
     assert_twins(ours, theirs, lambda m, x: m(x, x, x, need_weights=False), {"x": tokens("seq_first", L)})
 
 
-def test_the_mask_gets_a_gradient():
-    ours, theirs = build()
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_mask_gets_a_gradient(padded, recompute):
+    """In one segment, unless weights are needed or a hint stands for the mask, which a padding mask overrules."""
+    ours, theirs = build(recompute=recompute)
     inputs = {"x": tokens("seq_first", L), "attn_mask": torch.randn(B * H, L, L).double().requires_grad_()}
-    for need_weights in (False, True):
-        assert_twins(ours, theirs, lambda m, x, attn_mask: m(x, x, x, None, need_weights, attn_mask), inputs)  # noqa: B023
+    padding = torch.zeros(B, L).double().index_fill(1, torch.tensor([L - 1]), -torch.inf) if padded else None
+
+    def call(m, x, attn_mask, need_weights=False, is_causal=False):
+        return m(x, x, x, padding, need_weights, attn_mask, is_causal=is_causal)
+
+    y, _ = call(ours, **inputs)
+    assert type(y.grad_fn.next_functions[0][0]).__name__ == "AttentionBlockFunctionBackward"
+    for options in ({}, {"need_weights": True}, *([{"is_causal": True}] if padded else [])):
+        assert_twins(ours, theirs, lambda m, x, attn_mask: call(m, x, attn_mask, **options), inputs)  # noqa: B023
     with torch.no_grad():
         x, attn_mask = inputs.values()
         torch.testing.assert_close(

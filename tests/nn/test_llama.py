@@ -327,16 +327,21 @@ def test_masks_reach_a_composed_layer(kind):
     elif kind == "padding":
         masks = {
             "key_padding_mask": torch.arange(S).expand(B, S) > 2,
-            "attn_mask": torch.randn(S, S, dtype=torch.float64),
+            "attn_mask": torch.randn(S, S, dtype=torch.float64, requires_grad=True),
         }
     elif kind == "window":
         masks = {"window_size": (1, -1)}
     elif kind == "packed":
         x, masks = x.flatten(0, 1), {"cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32), "max_seqlen": 6}
+    trained = [t for t in masks.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     expected = module(x, **masks)
+    grads = torch.autograd.grad(expected.square().sum(), trained) if trained else ()
     module.self_attn.q_proj = Adapter(module.self_attn.q_proj)
     module.self_attn.q_proj.gain.data.fill_(1.0)
-    torch.testing.assert_close(module(x, **masks), expected, rtol=1e-5, atol=1e-6)
+    y = module(x, **masks)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    composed = torch.autograd.grad(y.square().sum(), trained) if trained else ()
+    torch.testing.assert_close(composed, grads, rtol=1e-4, atol=1e-5)
 
 
 def test_a_missing_bias_among_others():

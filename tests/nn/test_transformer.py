@@ -490,6 +490,8 @@ def test_a_half_of_the_instances_own_is_called(kind, name, norm_first, masked):
 def test_the_mask_gets_a_gradient():
     ours, theirs = build("encoder")
     inputs = {"src": tokens("seq_first", T), "mask": torch.randn(T, T).double().requires_grad_()}
+    y = ours(*inputs.values())
+    assert type(y.grad_fn.next_functions[0][0]).__name__ == "TransformerLayerFunctionBackward"
     assert_twins(ours, theirs, lambda m, src, mask: m(src, mask), inputs)
 
 

@@ -60,6 +60,11 @@ def ours(**options):
     return run
 
 
+def learned(function, **options):
+    """One of the two functions, of tensors that hold a mask."""
+    return lambda t: function(attn_mask=t["mask"], **options)(t)
+
+
 def torchs(**options):
     return lambda t: F.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
 
@@ -121,8 +126,8 @@ def test_shapes_like_torchs(shapes):
 
 @pytest.mark.parametrize("shape", [(3, 1, 7, 7), (4, 7, 7), (1, 1, 7, 7), (2, 3, 4, 7, 7), (2, 1, 1, 1, 7)], ids=str)
 def test_masks_of_five_dimensions_like_torchs(shape):
-    tensors, mask = heads(*((2, 3, 4, 7, 6),) * 3), torch.randn(shape)
-    assert_same_within_rounding(gradients(ours(attn_mask=mask), tensors), gradients(torchs(attn_mask=mask), tensors))
+    tensors = heads(*((2, 3, 4, 7, 6),) * 3) | {"mask": torch.randn(shape).requires_grad_()}
+    assert_same_within_rounding(gradients(learned(ours), tensors), gradients(learned(torchs), tensors))
 
 
 WIDE, NARROW, CU = torch.randn(1, 3, 1, 257), torch.randn(1, 3, 1, 16), torch.tensor([0, 3], dtype=torch.int32)
@@ -146,15 +151,14 @@ def test_head_dims_that_no_kernel_covers(call):
 
 
 def test_what_only_eager_computes_is_no_secret():
-    """A gradient of the mask or slopes, and the weights: an error where kernels are asked for."""
-    q, mask = torch.randn(1, 2, 5, 6), torch.randn(5, 5, requires_grad=True)
+    """A gradient of slopes, and the weights: an error where kernels are asked for."""
+    q, slopes = torch.randn(1, 2, 5, 6), torch.ones(2, requires_grad=True)
     attention = ckptkern.nn.MultiheadAttention(6, 2)
     with ckptkern.backend("triton"):
-        for options in ({"attn_mask": mask}, {"alibi_slopes": torch.ones(2, requires_grad=True)}):
-            with pytest.raises(RuntimeError, match="the kernels form no gradient of attn_mask or alibi_slopes"):
-                ckptkern.scaled_dot_product_attention(q, q, q, **options)
+        with pytest.raises(RuntimeError, match="the kernels form no gradient of alibi_slopes"):
+            ckptkern.scaled_dot_product_attention(q, q, q, alibi_slopes=slopes)
         with torch.no_grad():
-            ckptkern.scaled_dot_product_attention(q, q, q, mask)
+            ckptkern.scaled_dot_product_attention(q, q, q, alibi_slopes=slopes)
         x = torch.randn(5, 6)
         with pytest.raises(RuntimeError, match="the kernels do not return the weights: pass need_weights=False"):
             attention(x, x, x)
@@ -280,6 +284,11 @@ class Call:
 
     options: dict
     shapes: tuple = ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 6))
+    mask: tuple = ()  # the shape of one that is trained
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*"qkv", "mask") if self.mask else (*"qkv",)
 
     @property
     def packed(self) -> bool:
@@ -289,13 +298,17 @@ class Call:
     def drops(self) -> bool:
         return "dropout_p" in self.options
 
-    def make(self, dtype=torch.float32, trained="qkv"):
-        return {name: t.requires_grad_(name in trained) for name, t in heads(*self.shapes, dtype=dtype).items()}
+    def make(self, dtype=torch.float32, trained=("q", "k", "v", "mask")):
+        tensors = heads(*self.shapes, dtype=dtype)
+        if self.mask:
+            tensors["mask"] = torch.randn(self.mask, generator=torch.Generator().manual_seed(8)).to(dtype)
+        return {name: t.requires_grad_(name in trained) for name, t in tensors.items()}
 
     def call(self, t):
         if self.packed:
             return ckptkern.varlen_attn(t["q"], t["k"], t["v"], CU_Q, CU_K, 5, 6, **self.options)
-        return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **self.options)
+        options = self.options | ({"attn_mask": t["mask"]} if self.mask else {})
+        return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
 
     def fused(self, t):
         torch.manual_seed(SEED)
@@ -318,6 +331,7 @@ CALLS = {
     "causal": Call({"is_causal": True}),
     "dropout": Call({"dropout_p": P}),
     "mask": Call({"attn_mask": MASKS["all"], "dropout_p": P}),
+    "learned mask": Call({"dropout_p": P, "window_size": (5, 3)}, mask=(4, 1, 5)),
     "packed": Call({}, ((11, 4, 6), (14, 4, 6), (14, 4, 6))),
     "packed grouped": Call({"window_size": (2, 1), "enable_gqa": True}, ((11, 4, 6), (14, 2, 6), (14, 2, 6))),
 }
@@ -332,7 +346,8 @@ class TestSegment:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"), kept_tensors() as kept:
             call.fused(tensors)
         queries, keys = tensors["q"].numel(), tensors["k"].numel()
-        given = CU_Q.nbytes + CU_K.nbytes if call.packed else call.options.get("attn_mask", torch.empty(0)).nbytes
+        mask = tensors.get("mask", call.options.get("attn_mask", torch.empty(0)))
+        given = CU_Q.nbytes + CU_K.nbytes if call.packed else mask.nbytes
         itemsize = 4 if how == "float32" else 2
         assert kept.bytes == 2 * (queries + keys) * itemsize + queries // 6 * 4 + 16 * call.drops + given
 
@@ -340,14 +355,14 @@ class TestSegment:
         tensors = call.make(torch.float64)
 
         def function(*values):
-            return call.fused(dict(zip("qkv", values, strict=True)))
+            return call.fused(dict(zip(tensors, values, strict=True)))
 
         assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
         assert torch.autograd.gradgradcheck(function, tuple(tensors.values()), fast_mode=True)
 
     def test_subsets(self, call):
         everything = gradients(call.fused, call.make())
-        for trained in itertools.chain(*(itertools.combinations("qkv", n) for n in (0, 1, 2))):
+        for trained in itertools.chain(*(itertools.combinations(call.names, n) for n in (0, 1, 2, 3))):
             expected = {name: everything[name] for name in ("y", *trained)}
             assert_same(gradients(call.fused, call.make(trained=trained)), expected)
 
@@ -379,7 +394,7 @@ class TestSegment:
     def test_per_sample_gradients(self, call):
         """vmap(grad) is a loop over the samples; with dropout under one mask, under one for each, or an error."""
         samples = [{name: t.detach() + n for name, t in call.make().items()} for n in range(3)]
-        batch = {name: torch.stack([sample[name] for sample in samples]) for name in "qkv"}
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in call.names}
         grad = torch.func.grad(lambda t: call.call(t).square().sum())
 
         def batched(randomness, t):
@@ -411,7 +426,7 @@ class TestSegment:
 
         def checkpointed(t):
             torch.manual_seed(SEED)
-            return wrap(lambda *v: call.call(dict(zip("qkv", v, strict=True))).sin(), *t.values())
+            return wrap(lambda *v: call.call(dict(zip(t, v, strict=True))).sin(), *t.values())
 
         expected = gradients(lambda t: call.fused(t).sin(), tensors)
         after = torch.get_rng_state()
@@ -440,12 +455,13 @@ class TestSegment:
             assert_same_within_rounding(gradients(call.fused, tensors, expanded), dense)
 
     def test_autocast(self, call):
-        """The result has the bits that bfloat16 inputs give; gradients are float32."""
+        """The result has the bits that bfloat16 q, k and v give; gradients are float32. A mask stays as it is."""
         tensors = call.make()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = call.fused(tensors)
         results = gradients(lambda t: y, tensors)
-        expected = gradients(call.fused, clone(tensors, torch.bfloat16))
+        mask = {name: t for name, t in clone(tensors).items() if name == "mask"}
+        expected = gradients(call.fused, clone(tensors, torch.bfloat16) | mask)
         assert_same(results, {name: t if name == "y" else t.float() for name, t in expected.items()})
 
     def test_retained_graph(self, call):
@@ -483,7 +499,7 @@ class TestSegment:
 
     def test_refusals(self, call):
         """A change between forward and backward, and forward-mode AD."""
-        for name in "qkv":
+        for name in call.names:
             tensors = call.make()
             y = call.fused(tensors)
             with torch.no_grad():
@@ -591,11 +607,41 @@ def test_empty(shapes, backend):
         assert name == "y" or t.shape == tensors[name].shape
 
 
-def test_learned_mask():
-    """A mask or slopes that train get their gradient, from PyTorch ops."""
-    tensors = qkv() | {"mask": MASKS["additive"].clone().requires_grad_()}
-    results = gradients(lambda t: ours(attn_mask=t["mask"])(t), tensors)
-    assert_same_within_rounding(results, gradients(lambda t: torchs(attn_mask=t["mask"])(t), tensors))
+LEARNED = {
+    "all": (2, 4, 7, 5), "three dimensions": (4, 7, 5), "samples": (2, 1, 7, 5), "two dimensions": (7, 5),
+    "keys of samples": (2, 1, 1, 5), "keys": (5,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", LEARNED.values(), ids=LEARNED)
+def test_learned_mask(shape, dtype, backend):
+    """The gradient has the mask's shape and dtype, and at most twice the error of PyTorch's own."""
+    tensors = qkv(H_kv=2, dtype=dtype) | {"mask": torch.randn(shape).to(dtype).requires_grad_()}
+    with ckptkern.backend(backend):
+        check_exactness(learned(ours, enable_gqa=True), learned(torchs, enable_gqa=True), tensors)
+
+
+def test_learned_slopes():
+    """From PyTorch ops."""
+    tensors, (i, j) = qkv() | {"slopes": torch.rand(4).requires_grad_()}, (torch.arange(7)[:, None], torch.arange(5))
+    results = gradients(lambda t: ours(alibi_slopes=t["slopes"])(t), tensors)
+    expected = gradients(lambda t: torchs(attn_mask=-t["slopes"][:, None, None] * (i - j).abs())(t), tensors)
+    assert_same_within_rounding(results, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_learned_mask_that_hides(backend):
+    """-inf hides single keys and a whole row: their gradient is 0, never NaN, and torch's elsewhere."""
+    mask = torch.randn(4, 7, 5)
+    mask[:, 2] = mask[1, :, 3] = -math.inf
+    tensors = qkv() | {"mask": mask.requires_grad_()}
+    with ckptkern.backend(backend):
+        results = gradients(learned(ours), tensors)
+    assert (results["mask"] == 0).sum() == 4 * 5 + 6
+    expected = gradients(learned(torchs), tensors)
+    assert_same_within_rounding(results, {name: t.nan_to_num() for name, t in expected.items()})
 
 
 def test_autocast_mixes_no_float64():

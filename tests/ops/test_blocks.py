@@ -9,6 +9,7 @@ import pytest
 import torch
 from blocks import BATCH, FEATURES, LENGTH, MLP, Attention, Block, blocks, plain_attention, variants
 from cases import (
+    DRAWS,
     DTYPES,
     SEED,
     Kept,
@@ -88,7 +89,6 @@ def joined_biases(results: dict) -> dict:
 @pytest.mark.parametrize("block", blocks() + variants(("full",)))
 def test_autocast(block):
     """Results are float32 if there is a residual, gradients are float32, and the error is not above autocast's own."""
-    tensors = block.make()
 
     def under_autocast(function):
         def run(t):
@@ -97,12 +97,11 @@ def test_autocast(block):
 
         return run
 
-    ours = gradients(under_autocast(block.fused), tensors)
+    draws = [block.make(seed=seed) for seed in range(DRAWS)]
+    ours, theirs, exact = over_draws(under_autocast(block.fused), under_autocast(block.plain), draws)
     residual = all(half.residual for half in block.halves)
     assert ours["y"].dtype == (torch.float32 if residual else torch.bfloat16)
-    assert all(ours[name].dtype == torch.float32 for name in tensors)
-    theirs = gradients(under_autocast(block.plain), tensors)
-    exact = gradients(block.plain, clone(tensors, torch.float64))
+    assert all(ours[name].dtype == torch.float32 for name in draws[0])
     ours, theirs = ({name: t.to(torch.bfloat16) for name, t in results.items()} for results in (ours, theirs))
     assert_as_exact(*map(joined_biases, (ours, theirs, exact)))
 
@@ -110,7 +109,7 @@ def test_autocast(block):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block", blocks() + variants())
 def test_gradients_are_as_exact_as_torchs(block, dtype):
-    draws = [block.make(dtype, seed=seed) for seed in range(12)]
+    draws = [block.make(dtype, seed=seed) for seed in range(DRAWS)]
     assert_as_exact(*map(joined_biases, over_draws(block.fused, block.plain, draws)))
 
 
@@ -270,6 +269,46 @@ def test_the_core_forms_what_leads_to_a_trained_weight():
     assert head_products["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
 
 
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_a_bias_of_several_layers(level):
+    """As in T5 all layers add one mask. It is kept once, and nothing else of its size; gradients of the layers add up."""
+    (block,) = (one.values[0] for one in variants((level,), ("learned bias",)) if one.values[0].mlp is None)
+    block = block.without_dropout()
+    tensors = block.make()
+
+    def layers(run):
+        return lambda t: run({**t, "x": run(t)})
+
+    assert_same_within_rounding(gradients(layers(block.fused), tensors), gradients(layers(block.plain), tensors))
+    with kept_tensors(exclude=[t for name, t in tensors.items() if name not in ("x", "mask")]) as kept:
+        layers(block.fused)(tensors)
+    padding = BATCH * LENGTH
+    assert kept.bytes == 2 * block.kept_bytes(4, 4) + tensors["mask"].nbytes + 2 * padding
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_bias_alone(backend):
+    """Nothing else is trained, and -inf hides keys and whole rows: gradients there are 0, never NaN."""
+    (block,) = (one.values[0] for one in variants(("full",), ("learned bias",)) if one.values[0].mlp is None)
+    names, results = list(block.make()), {}
+    for frozen in ((), [name for name in names if name != "mask"]):
+        tensors = block.make(frozen=frozen)
+        with torch.no_grad():
+            tensors["mask"][:, 2] = tensors["mask"][1, :, 3] = -torch.inf
+        with ckptkern.backend(backend):
+            results[bool(frozen)] = gradients(block.fused, tensors)
+    assert_same(results[True], {name: results[False][name] for name in ("y", "mask")})
+    dmask = results[True]["mask"]
+    assert dmask.isfinite().all()
+    assert not dmask[:, 2].any()
+    assert not dmask[1, :, 3].any()
+    assert (dmask != 0).sum() == 4 * 6 * 7 - 6
+    qkv, out, core = block.attention.products().values()
+    forward, backward = qkv + out + 2 * core, qkv + out + 4 * core  # o again, its gradient, the scores and theirs
+    if backend == "eager":
+        assert watched(block, tensors).flops == 2 * BATCH * LENGTH * (forward + backward)
+
+
 @pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
 def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
     """Their gradients read what the last half's branch gave, one product from what is kept."""
@@ -292,7 +331,7 @@ def test_opcheck(block):
 
 # Every block at one level, one of each op at the others.
 COMPILED = blocks(("selective",)) + blocks(("none", "full"), names=("pre-norm",))
-COMPILED += variants(("selective",), ("gemma", "parallel", "crossing", "decoder"))
+COMPILED += variants(("selective",), ("gemma", "parallel", "crossing", "decoder", "learned bias"))
 
 
 @pytest.mark.parametrize("block", COMPILED)
@@ -399,7 +438,7 @@ def test_two_masks_of_one_graph_differ(block):
     assert not torch.equal(*ours["y"])
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("full",), ("learned bias",)))
 def test_torch_func_grad(block):
     tensors = block.make()
     dy = output_gradient(block.fused(tensors))
@@ -426,7 +465,7 @@ def test_per_sample_gradients(block):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", blocks() + variants(("full",), ("learned bias",)))
 def test_inside_a_checkpoint(block, reentrant):
     tensors = block.make()
 
@@ -695,6 +734,8 @@ ERRORS = {
     "level": (ValueError, "recompute must be one of", {"recompute": "some"}),
     "learned slopes": (ValueError, "no gradient is formed for alibi_slopes", {
         "alibi_slopes": torch.ones(4, requires_grad=True)}),
+    "learned padding": (ValueError, "no gradient is formed for key_padding_mask", {
+        "key_padding_mask": torch.zeros(2, 7, requires_grad=True)}),
     "heads": (ValueError, "num_heads must be an integer of at least 1, not 0", {"num_heads": 0}),
     "heads in words": (ValueError, "num_heads must be an integer of at least 1, not '4'", {"num_heads": "4"}),
     "heads of a kind": (ValueError, "num_kv_heads must be an integer of at least 1, not 2.0", {"num_kv_heads": 2.0}),
@@ -854,9 +895,10 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "block", KERNEL_BLOCKS + variants(("full",), ("normed branch", "normed heads in groups", "post-norm decoder"))[1:]
-)
+KERNEL_VARIANTS = ("normed branch", "normed heads in groups", "learned bias", "post-norm decoder")
+
+
+@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), KERNEL_VARIANTS)[1:])
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""attn_fwd, attn_delta and attn_bwd against their eager twins and float64, over every option of an attention core."""
+"""attn_fwd, attn_delta, attn_bwd, attn_dmask against eager twins and float64, over every option of an attention core."""
 
 import dataclasses
 import itertools
@@ -125,7 +125,10 @@ def inputs_of(case: Case, device: str) -> dict[str, torch.Tensor]:
 
 
 def results_of(backend, tensors: dict, core: AttentionCore, **tiles) -> dict[str, torch.Tensor]:
-    """Everything that forward and backward return, by name; lse with 0 for the rows that see nothing, and which those are."""
+    """Everything that forward and backward return, by name; lse with 0 for the rows that see nothing, and which those are.
+
+    The gradient of an additive mask, too.
+    """
     q, k, v, do = tensors.values()
     own = {"tile": tiles["tile"]} if tiles else {}
     o, lse, delta = backend.attn_fwd(q, k, v, core, do=do, **own)
@@ -142,6 +145,8 @@ def results_of(backend, tensors: dict, core: AttentionCore, **tiles) -> dict[str
         "dk": dk,
         "dv": dv,
     }
+    if core.mask is not None and core.mask.is_floating_point():
+        results["dmask"] = backend.attn_dmask(q, k, v, do, lse, delta, core, core.mask.shape, **own)
     return results | {"empty": empty.to(torch.uint8)}
 
 
@@ -194,9 +199,10 @@ def test_windows_round_tile_edges(left, right, device):
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1), (16, 32), (33, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lengths(lengths, dtype, device):
+@pytest.mark.parametrize("mask", [None, "additive keys"])
+def test_lengths(mask, lengths, dtype, device):
     """No rows, no columns, one of each, whole tiles."""
-    ours = check(Case(dtype, 3, (2, 1), lengths, (None, 0), dropout=0.3), device)
+    ours = check(Case(dtype, 3, (2, 1), lengths, (None, 0), mask, dropout=0.3), device)
     if lengths[1] == 0:
         assert ours["empty"].all()
         assert not ours["o"].any()
@@ -208,6 +214,76 @@ def test_no_batch_and_no_head_dim(device):
         q, core = torch.randn(shape, device=device), AttentionCore(1.0, "ieee")
         o, lse, delta = triton_kernels.attn_fwd(q, q, q, core, do=q)
         assert all(t.shape == shape for t in (o, *triton_kernels.attn_bwd(q, q, q, q, lse, delta, core)))
+        dmask = triton_kernels.attn_dmask(q, q, q, q, lse, delta, core, (1, 2, 5, 1))
+        assert dmask.shape == (1, 2, 5, 1)
+        assert not dmask.any()
+
+
+# -- the gradient of a mask -------------------------------------------------------------------------------------------
+
+# how a mask is broadcast over samples, heads, rows and columns, and what else the core has
+LEARNED = [
+    ("[B, H, Sq, Sk]", Case(torch.float32, 24, (4, 2), (37, 41), (None, 0), dropout=0.3, softcap=0.7)),
+    ("[1, H, Sq, Sk]", Case(torch.bfloat16, 24, (2, 1), (70, 41), (3, 5), None, "batch", 0.3)),
+    ("[B, 1, Sq, Sk]", Case(torch.float16, 24, (4, 2), (37, 41), (20, None))),
+    ("[1, 1, Sq, Sk]", Case(torch.float32, 24, (2, 2), (37, 41), (None, -20), layout="views of one tensor")),
+    ("[B, 1, 1, Sk]", Case(torch.bfloat16, 24, (2, 1), (70, 41), (None, 0), softcap=0.7)),
+    ("[1, H, 1, Sk]", Case(torch.float16, 24, (2, 2), (37, 70), (9, 3), None, "heads", 0.3)),
+    ("[1, H, Sq, 1]", Case(torch.float32, 24, (2, 1), (37, 70), (3, 5))),
+    ("[1, 1, 1, 1]", Case(torch.float32, 24, (2, 1), (37, 70), (None, 0), dropout=0.3)),
+]  # fmt: skip
+
+
+def learned_of(pattern: str, case: Case, device: str) -> tuple[AttentionCore, dict, tuple[int, ...]]:
+    """(core, inputs, the mask's shape). The mask is a view of a larger tensor, and hides some keys."""
+    sizes = {"B": BATCH, "H": case.heads[0], "Sq": case.lengths[0], "Sk": case.lengths[1]}
+    shape = tuple(sizes.get(name, 1) for name in pattern[1:-1].split(", "))
+    mask = torch.randn(*shape[:2], shape[3] + 3, shape[2], device=device).mT[..., 2:-1]
+    mask = mask.masked_fill(mask < -1.5, -math.inf) if mask.numel() > 1 else mask
+    return core_of(case, device)._replace(mask=mask.to(case.dtype)), inputs_of(case, device), shape
+
+
+def dmask_of(backend, tensors: dict, core: AttentionCore, shape: tuple[int, ...], **options) -> torch.Tensor:
+    q, k, v, do = tensors.values()
+    _, lse, delta = backend.attn_fwd(q, k, v, core, do=do)
+    return backend.attn_dmask(q, k, v, do, lse, delta, core, shape, **options)
+
+
+def trained(tensors: dict, core: AttentionCore, shape: tuple[int, ...]) -> torch.Tensor:
+    """The same by autograd, in float64: of zeros that are added to core's mask."""
+    added = torch.zeros(shape, dtype=torch.float64, device=core.mask.device, requires_grad=True)
+    q, k, v, do = wide(tensors).values()
+    eager.attention_composite(q, k, v, core._replace(mask=core.mask.double() + added)).backward(do)
+    return added.grad
+
+
+@pytest.mark.parametrize(("pattern", "case"), LEARNED, ids=lambda one: str(one).replace(" ", ""))
+def test_gradient_of_a_mask(pattern, case, device):
+    """Against autograd, eager and kernel. Of what a whole row shares, it is the rounding of the scores' gradients ds."""
+    core, tensors, shape = learned_of(pattern, case, device)
+    exact = trained(tensors, core, shape)
+    ds = trained(tensors, core, (BATCH, *inputs_of(case, device)["q"].shape[1:3], case.lengths[1]))
+    torch.testing.assert_close(dmask_of(eager, wide(tensors), core, shape), exact)
+    ours, eagers = (dmask_of(backend, tensors, core, shape) for backend in (triton_kernels, eager))
+    assert ours.dtype == torch.float32
+    slack = 8 * EPS if case.dtype == torch.float32 else torch.finfo(case.dtype).eps / 2
+    assert_accurate({"dmask": ours, "ds": ds}, {"dmask": eagers, "ds": ds}, {"dmask": exact, "ds": ds}, slack)
+    if shape == core.mask.shape:
+        assert not ours[core.mask == -math.inf].any()
+
+
+def test_gradient_of_one_of_several_masks(device, repeats):
+    """The core's mask is the sum of one that samples share and one of their own. Runs are equal, tiles within rounding."""
+    case = Case(torch.float32, 24, (2, 1), (37, 41), dropout=0.3)
+    core, tensors, _ = learned_of("[B, H, Sq, Sk]", case, device)
+    shape = (1, 2, *case.lengths)
+    first, *others = (dmask_of(triton_kernels, tensors, core, shape) for _ in range(1 + repeats))
+    assert all(torch.equal(first, other) for other in others)
+    torch.testing.assert_close(first.double(), trained(tensors, core, shape), rtol=1e-5, atol=1e-5)
+    for tile in TILE_SIZES:
+        torch.testing.assert_close(
+            dmask_of(triton_kernels, tensors, core, shape, tile=tile), first, rtol=1e-5, atol=1e-5
+        )
 
 
 # -- rows that see nothing --------------------------------------------------------------------------------------------
@@ -540,7 +616,8 @@ def test_more_heads_than_a_grid_dimension_has_programs(packed):
         triton_kernels.attn_fwd(q, k, k, core)
         triton_kernels.attn_delta(q, q, core)
         triton_kernels.attn_bwd(q, k, k, q, lse, lse, core)
+        triton_kernels.attn_dmask(q, k, k, q, lse, lse, core, (B, H, S, S))
 
     grids = [kwargs["grid"] for kwargs in launched(step, 90, 232448)]
-    assert [grid[0] for grid in grids] == [B * H, B * H, B * H // 2, B * H]
+    assert [grid[0] for grid in grids] == [B * H, B * H, B * H // 2, B * H, B * H]
     assert all(size <= 65535 for grid in grids for size in grid[1:])

@@ -109,7 +109,7 @@ def specialized() -> dict[str, list[str]]:
     return learned("specialized")
 
 
-ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dq")
+ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dmask", "attn_dq")
 
 
 @pytest.mark.parametrize("name", [*cases.OPS, *ATTENTION, "act_bwd of bits"])
