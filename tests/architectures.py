@@ -232,6 +232,16 @@ class TorchsDecoder(nn.Module):
         return self.norms[2](x + self.down(F.relu(self.up(x))))
 
 
+class Relative(Bert):
+    """A trained bias that all layers add to their scores, and a bool mask that replaces it where it hides."""
+
+    def forward(self, x: Tensor, bias: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if attention_mask is None:
+            attention_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None]
+        added = torch.where(attention_mask, bias, torch.finfo(x.dtype).min)
+        return super().forward(x, added), bias
+
+
 class Sandwich(Llama):
     """Norms before and after each branch; q and k normed over all heads."""
 
@@ -340,6 +350,16 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class BiasedStack(Stack):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.bias = nn.Parameter(torch.randn(1, HEADS, 2 * S, 2 * S))
+
+    def forward(self, ids: Tensor, **kwargs) -> Tensor:
+        length = ids.shape[1]
+        return super().forward(ids, bias=self.bias[..., :length, :length], **kwargs)
+
+
 def with_tables(x: Tensor) -> dict[str, Any]:
     return {"tables": rotary(x)}
 
@@ -364,6 +384,10 @@ def with_mask(x: Tensor) -> dict[str, Any]:
     return {"attention_mask": padding}
 
 
+def with_bool_mask(x: Tensor) -> dict[str, Any]:
+    return {"attention_mask": (torch.arange(x.shape[1]) < torch.tensor([x.shape[1], 4])[:, None])[:, None, None]}
+
+
 @dataclass
 class Architecture:
     """layer: makes one; calls: its arguments besides x; served_by: the ops that convert finds in a layer of it."""
@@ -371,9 +395,10 @@ class Architecture:
     layer: Callable[[], nn.Module]
     calls: Callable[[Tensor], dict[str, Any]] = field(default=lambda x: {})
     served_by: tuple[str, ...] = ("transformer_layer",)
+    stack: type[Stack] = Stack
 
     def model(self) -> Stack:
-        return Stack(self.layer, self.calls)
+        return self.stack(self.layer, self.calls)
 
 
 ARCHITECTURES = {
@@ -387,6 +412,8 @@ ARCHITECTURES = {
     "gpt": Architecture(GPT),
     "bert": Architecture(Bert, with_mask),
     "softcap": Architecture(lambda: Bert(softcap=2.0), with_mask),
+    "relative bias": Architecture(Relative, stack=BiasedStack),
+    "padded relative bias": Architecture(Relative, with_bool_mask, stack=BiasedStack),
     "buffers": Architecture(Buffers),
     "torch attention": Architecture(Torchs),
     "decoder": Architecture(Decoder, with_memory),

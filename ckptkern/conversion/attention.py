@@ -41,7 +41,7 @@ class Core:
     query: Node
     key: Node
     value: Node
-    mask: Node | None
+    masks: list[Node]
     dropout_p: Any
     is_causal: bool
     scale: float
@@ -77,10 +77,7 @@ def read_attention(steps: Steps, node: Node) -> Part:
         "scale": core.scale * q.factor * k.factor, "dropout_p": core.dropout_p,
         "resid_dropout_p": steps.probability(after),
     }  # fmt: skip
-    if is_causal_buffer(steps, core.mask):
-        arguments["is_causal"] = True
-    else:
-        arguments["attn_mask"] = _mask(steps, core.mask, sliced="key_value" not in arguments)
+    arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
     if core.softcap is not None:
         arguments["softcap"] = core.softcap
     return Part(arguments, x, choices + rotary_choices)
@@ -92,9 +89,9 @@ def read_attention(steps: Steps, node: Node) -> Part:
 def read_core(steps: Steps, node: Node) -> Core:
     if node.is_function("scaled_dot_product_attention"):
         call = node.called_with(*SDPA)
-        scale, D = call.get("scale"), call["query"].shape[-1]
+        scale, D, mask = call.get("scale"), call["query"].shape[-1], call.get("attn_mask")
         return Core(
-            call["query"], call["key"], call["value"], call.get("attn_mask"), in_training(call.get("dropout_p", 0.0)),
+            call["query"], call["key"], call["value"], [] if mask is None else [mask], in_training(call.get("dropout_p", 0.0)),
             bool(call.get("is_causal", False)), D**-0.5 if scale is None else float(scale),
         )  # fmt: skip
     if node.is_function(*PRODUCT):
@@ -112,9 +109,12 @@ def _written_out(steps: Steps, node: Node) -> Core:
     while not scores.is_function(*PRODUCT):
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
             a, b = scores.inputs
-            a, b = (a, b) if steps.strip(b).kind in ("argument", "parameter", "constant") else (b, a)
+            a, b = (a, b) if _is_of_product(a) else (b, a)
             scores = steps.strip(a)
             masks.append(b)
+        elif scores.is_function("where") and len(scores.args) == 3 and len(scores.inputs) == 2:
+            masks.append(scores.inputs[0])
+            scores = steps.strip(scores.inputs[1])
         elif scores.is_function("masked_fill", "masked_fill_") and len(scores.inputs) == 2:
             masks.append(scores.inputs[1])
             scores = steps.strip(scores.inputs[0])
@@ -126,14 +126,17 @@ def _written_out(steps: Steps, node: Node) -> Core:
                 scale, scores = scale * number, steps.strip(scores.inputs[0])
         else:
             raise steps.refuse("scores are formed by", scores)
-    if len(masks) > 1:
-        raise Unreadable("two masks are added")
     if softcap is not None:
         scale *= softcap  # tanh reads scores / softcap
     query, key = scores.inputs
     return Core(
-        query, key, value, masks[0] if masks else None, steps.probability(dropouts), False, scale, softcap
+        query, key, value, masks, steps.probability(dropouts), False, scale, softcap
     )  # fmt: skip
+
+
+def _is_of_product(node: Node) -> bool:
+    """Is a product behind it, as there is behind scores and not behind masks?"""
+    return node.is_function(*PRODUCT) or any(map(_is_of_product, node.inputs))
 
 
 def _number(steps: Steps, node: Node) -> float:
@@ -280,6 +283,33 @@ def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
     hidden = hidden < -1e4 if hidden.is_floating_point() and hidden.min() < 0 else hidden != 0
     later = torch.ones_like(hidden[0]).triu(1)
     return bool((hidden == later).all() or (hidden == ~later).all())
+
+
+def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
+    """attn_mask and is_causal, from what is added to the scores or hides some."""
+    found, causal, open_ = [], False, list(seen)
+    while open_:
+        one = open_.pop()
+        node = steps.strip(one)
+        if is_causal_buffer(steps, one):
+            causal = True
+        elif node.is_function(*ADD) and len(node.inputs) == 2:
+            open_ += node.inputs
+        elif node.is_function("where") and len(node.args) == 3 and len(node.inputs) == 2:
+            condition, bias = node.inputs
+            open_.append(bias)
+            if steps.strip(condition).kind == "argument":
+                open_.append(condition)
+            else:
+                causal = True  # a guess, which must hold for another length too
+        else:
+            found.append((_mask(steps, one, sliced), node.shape))
+    if len(found) > 2:
+        raise Unreadable(f"{len(found)} masks are added")
+    # of two masks the first may be trained: that is a bias, which differs from head to head
+    masks = [mask for mask, shape in sorted(found, key=lambda one: len(one[1]) < 4 or one[1][1] == 1)]
+    arguments = {"is_causal": True} if causal else {}
+    return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
 
 def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | None:

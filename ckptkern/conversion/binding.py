@@ -206,7 +206,8 @@ class Segment:
         self.inputs = [x, *(one.index for one in named(template, "key_value"))]
         found = {one.index for one in templates(template, Argument)}
         self.caches: list[int] = []  # arguments that collect keys and values, which a fused call does not fill
-        self.constants = sorted(found - set(self.inputs))  # the arguments that the op forms no gradient of
+        self.biases = [one.index for one in named(template, "attn_mask")][:1]  # of two masks, the first may be trained
+        self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
     def __call__(self, flat: list[Any], level: str) -> object:
         arguments = self.arguments(Call(flat, self.module.training, flat[self.x].shape[-2]))
@@ -230,8 +231,8 @@ def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
     for name, value in template.items():
         if isinstance(value, dict):
             yield from named(value, *names)
-        elif name in names and isinstance(value, Argument):
-            yield value
+        elif name in names:
+            yield from templates(value, Argument)
 
 
 def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: int) -> object:

@@ -84,17 +84,19 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
 
 def prove(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
     module = form.module
-    inputs = Segment(module, reading.op, reading.arguments, reading.x).inputs
+    segment = Segment(module, reading.op, reading.arguments, reading.x)
+    inputs = segment.inputs
     masks = {one.index for one in named(reading.arguments, "attn_mask", "key_padding_mask")}
     flat = [varied(value) if i in masks else value for i, value in enumerate(leaves_of(form.counting(args, kwargs)))]
     flat = [torch.randn_like(value) if i in inputs else value for i, value in enumerate(flat)]
+    trained = [*inputs, *(i for i in segment.biases if flat[i].is_floating_point())]
     parameters = [p for p in module.parameters() if p.requires_grad]
 
     def original(flat: list[Any]) -> Tensor:
         args_, kwargs_ = form.call_of(flat, args, kwargs)
-        return result_of(type(module).forward(module, *args_, **kwargs_), [])[0]
+        return result_of(type(module).forward(module, *args_, **kwargs_), flat)[0]
 
-    theirs, best = results(original, flat, inputs, parameters), math.inf
+    theirs, best = results(original, flat, trained, parameters), math.inf
     for arguments in reading.candidates():
         segment = Segment(module, reading.op, arguments, reading.x)
 
@@ -105,7 +107,7 @@ def prove(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, A
             with torch.no_grad():  # most choices show in the output
                 error = difference([fused(flat)], theirs[:1])
             if error <= TOLERANCE:
-                error = difference(results(fused, flat, inputs, parameters), theirs)
+                error = difference(results(fused, flat, trained, parameters), theirs)
         except (ValueError, TypeError, RuntimeError) as refusal:
             reason = f"ckptkern.{reading.op} refuses it: {refusal}"
             continue

@@ -73,13 +73,15 @@ def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tenso
 
 
 def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = False) -> Tensor | None:
-    """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides).
+    """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides) or a second
+    attn_mask.
 
     It is made again in backward. Kept are the masks that were given, which all layers of a model share.
     """
-    padding = None if padding is None else torch.atleast_2d(padding)[:, None, None]
+    pads = padding is not None and padding.dim() < 4
+    padding = torch.atleast_2d(padding)[:, None, None] if pads else padding
     seen = added = None
-    for one, hides in ((mask, mask_hides), (padding, True)):
+    for one, hides in ((mask, mask_hides), (padding, pads or mask_hides)):
         if one is None:
             continue
         if one.is_floating_point():

@@ -144,6 +144,20 @@ def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None, S: int) -
     return padding
 
 
+def check_masks(op: str, attn_mask, q: Tensor, Sk: int) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """(mask, second mask, the diagonal that one of them stands for), for q [B, H, S, 0]."""
+    pair = attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,)
+    if len(pair) > 2:
+        raise TypeError(f"{op}: attn_mask must be one mask or a pair of them, not {len(pair)}")
+    masks, diagonal = [], None
+    for one in pair:
+        bound = diagonal_of(op, one, q.shape[2], Sk)
+        diagonal = within(diagonal, bound)
+        if one is not None and bound is None:
+            masks.append(as_mask(op, one, q, Sk))
+    return *(*masks, None, None)[:2], diagonal
+
+
 def check_no_gradient(op: str, name: str, tensor: Tensor | None) -> None:
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: no gradient is formed for {name}; use ckptkern.scaled_dot_product_attention")
@@ -194,14 +208,18 @@ def gather(
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, D)
-    diagonal = diagonal_of(op, attn_mask, S, S_k)
-    attn_mask = attn_mask if diagonal is None else None
-    mask = None if attn_mask is None else as_mask(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
     padding = check_padding(op, x, key_padding_mask, S_k)
+    mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
+    if second is not None and padding is not None:
+        raise ValueError(
+            f"{op}: key_padding_mask does not go with a pair of masks; make it one of the pair, [B, 1, 1, S]"
+        )
+    padding = padding if second is None else second
     left, right = check_window(op, window_size)
     right = within(within(right, diagonal), 0 if is_causal else None)
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
-    for name, tensor in (("key_padding_mask", padding), ("alibi_slopes", alibi_slopes)):
+    other = "key_padding_mask" if second is None else "the second attn_mask"
+    for name, tensor in ((other, padding), ("alibi_slopes", alibi_slopes)):
         check_no_gradient(op, name, tensor)
     max_len = check_packing(op, x, cu_seqlens, max_seqlen, (mask, padding))
     dtype = compute_dtype(op, x, *weights, out_weight, key_value)

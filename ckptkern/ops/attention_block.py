@@ -102,7 +102,7 @@ def attention_block(
     post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None, post_norm_eps: float = 1e-5,
     qk_norm: tuple | None = None, qk_norm_kind: str = "rms", qk_norm_eps: float = 1e-6,
     rotary: tuple[Tensor, Tensor] | float | None = None, rotary_interleaved: bool = False, is_causal: bool = False,
-    attn_mask: Tensor | None = None, mask_hides: bool = False, key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | tuple[Tensor, Tensor] | None = None, mask_hides: bool = False, key_padding_mask: Tensor | None = None,
     window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, dropout_p: float = 0.0,
     branch_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
@@ -139,6 +139,7 @@ def attention_block(
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
     to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or
     additive. An additive attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may not.
+    A pair of attn_masks both apply, such as a trained bias [1, H, S, S] and a mask [B, 1, S, S]; the first may be trained.
     The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap: as
     in scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for

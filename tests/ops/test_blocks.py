@@ -286,6 +286,32 @@ def test_a_bias_of_several_layers(level):
     assert kept.bytes == 2 * block.kept_bytes(4, 4) + tensors["mask"].nbytes + 2 * padding
 
 
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_a_pair_of_masks(level, hides):
+    """A trained bias and a mask that hides: the sum's numbers, while both are kept as they are."""
+    (block,) = (one.values[0] for one in variants((level,), ("learned bias",)) if one.values[0].mlp is None)
+    block = block.without_dropout().with_(attention=replace(block.attention, dropout_p=0.0, padded=False))
+    seen = torch.rand(BATCH, 1, LENGTH, LENGTH) > 0.4
+    seen[..., 0] = True
+
+    def call(t, mask):
+        arguments = block.attention.arguments(t) | {"attn_mask": mask, "mask_hides": hides}
+        return ckptkern.attention_block(t["x"], **arguments, recompute=level)
+
+    def pair(t):
+        return call(t, (t["mask"], ~seen if hides else seen))
+
+    def whole(t):
+        return call(t, t["mask"].masked_fill(~seen, -torch.inf))
+
+    tensors = block.make()
+    assert_same_within_rounding(gradients(pair, tensors), gradients(whole, tensors))
+    with kept_tensors(exclude=[*tensors.values()]) as kept:
+        pair(tensors)
+    assert kept.bytes == block.kept_bytes(4, 4) - tensors["x"].nbytes + seen.nbytes
+
+
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_bias_alone(backend):
     """Nothing else is trained, and -inf hides keys and whole rows: gradients there are 0, never NaN."""
@@ -762,6 +788,13 @@ ERRORS = {
     "no branch scale": (TypeError, "branch_scale must be a number, not 'a'", {"branch_scale": "a"}),
     "path's probability": (ValueError, "dropout probability has to be", {"drop_path_p": 1.5}),
     "another probability": (ValueError, "dropout probability has to be", {"resid_dropout_p": "0.1"}),
+    "three masks": (TypeError, "attn_mask must be one mask or a pair of them, not 3", {"attn_mask": [X[0, :, :7]] * 3}),
+    "a pair and padding": (ValueError, "key_padding_mask does not go with a pair of masks", {
+        "attn_mask": [torch.zeros(7, 7)] * 2, "key_padding_mask": torch.zeros(2, 7)}),
+    "the second is trained": (ValueError, "no gradient is formed for the second attn_mask", {
+        "attn_mask": (torch.zeros(7, 7), torch.zeros(7, 7, requires_grad=True))}),
+    "the shape of a second": (ValueError, r"attn_mask of shape \(6, 7\) does not broadcast", {
+        "attn_mask": (torch.zeros(7, 7), torch.zeros(6, 7))}),
     "another number of samples": (ValueError, r"key_value must be \[B, S_k, d_k\] with the samples of the input", {
         "key_value": MEMORY[:1]}),
     "no memory": (TypeError, "key_value must be a Tensor, not list", {"key_value": [1.0]}),
