@@ -31,6 +31,12 @@ SHIPPED_SPILLS: dict[str, int] = {
 # The same for what only `--all` compiles. No tile avoids these spills in every case: the same tiles spill nothing with another
 # flag or head dim. The 176 bytes are float32 at IEEE precision, 96 dims, on the ordinary cores.
 OTHER_SPILLS: dict[str, int] = {
+    r"attn_dmask/sm_90/bfloat16/d256\+(keys|window|alibi|gqa|softcap).* _attn_dmask_kernel": 88,
+    r"attn_dmask/sm_90/bfloat16/d(80|96)\+(keys|window|alibi|gqa|softcap).* _attn_dmask_kernel": 32,
+    r"attn_dmask/sm_90/float32/d(80|96)(?!\+ieee)\S* _attn_dmask_kernel": 80,
+    r"attn_dmask/sm_90/float32/d64\+softcap\S* _attn_dmask_kernel": 8,
+    r"attn_dmask/sm_\d+/float32/d(32|64|96)\+ieee\S* _attn_dmask_kernel": 8,
+    r"attn_dmask/sm_80/bfloat16/d256\+alibi\S* _attn_dmask_kernel": 176,
     r"stack_bwd/sm_90/float16/gelu\+ragged\+extras _stack_bwd_kernel": 16,
     r"attn_bwd/sm_90/bfloat16/d(80|96)\+(additive|alibi|bool|gqa|keys|varlen|window|softcap).* _attn_dkdv_kernel": 72,
     r"attn_bwd/sm_80/bfloat16/d32\+varlen _attn_dq_kernel": 8,

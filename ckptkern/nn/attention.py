@@ -75,8 +75,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
 
     query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights)
-    attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added. attn_mask
-    may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
+    attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added, and may be
+    trained. attn_mask may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
     Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block at level
     `recompute`. Everything else keeps the inputs, q, k, v, o and the logsumexp at every level, because projections and core

@@ -230,7 +230,7 @@ LEARNED = [
     ("[B, 1, 1, Sk]", Case(torch.bfloat16, 24, (2, 1), (70, 41), (None, 0), softcap=0.7)),
     ("[1, H, 1, Sk]", Case(torch.float16, 24, (2, 2), (37, 70), (9, 3), None, "heads", 0.3)),
     ("[1, H, Sq, 1]", Case(torch.float32, 24, (2, 1), (37, 70), (3, 5))),
-    ("[1, 1, 1, 1]", Case(torch.float32, 24, (2, 1), (37, 70), (None, 0), dropout=0.3)),
+    ("[1, 1, 1, 1]", Case(torch.float32, 24, (2, 1), (37, 41), dropout=0.3)),  # two row tiles, two column tiles
 ]  # fmt: skip
 
 
