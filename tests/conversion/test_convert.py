@@ -27,7 +27,8 @@ def results(model: nn.Module, dtype: torch.dtype | None = None, seed: int = 1, *
     given = ids(seed)
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         y = model(given, **kwargs)
-    loss = F.cross_entropy(y.float().flatten(0, 1) if y.dtype.itemsize < 4 else y.flatten(0, 1), given.flatten())
+    y, target = y.flatten(0, 1), given.roll(1, 1).flatten()
+    loss = F.cross_entropy(y.float() if y.dtype.itemsize < 4 else y, target)
     loss.backward()
     return {"loss": loss.detach(), "logits": y.detach()} | {
         name: p.grad for name, p in model.named_parameters() if p.grad is not None
