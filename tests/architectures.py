@@ -229,7 +229,7 @@ class TorchsDecoder(nn.Module):
     def forward(self, x: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
         x = self.norms[0](x + self.attention(x, x, x, need_weights=False)[0])
         x = self.norms[1](x + self.cross(x, memory, memory, padding, need_weights=False)[0])
-        return self.norms[2](x + self.down(F.relu(self.up(x))))
+        return self.norms[2](x + self.down(F.gelu(self.up(x))))  # no kink, where rounding decides
 
 
 class Relative(Bert):
