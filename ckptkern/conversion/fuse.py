@@ -29,11 +29,20 @@ def check_candidate(module: nn.Module) -> None:
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
         raise Unreadable("it contains a BatchNorm, whose buffers a second forward would move")
     inner = list(module.modules())[1:]
+    if any(map(is_stack, inner)):  # is not traced, which would take a call of the whole model
+        raise Unreadable("it holds several layers of one class")
     if not (runs_class_forward(module) and all(map(untouched, inner))):
         raise Unreadable("there are hooks inside, or a forward that is not its class's")
     kind = foreign(list(module.parameters()))
     if kind is not None:
         raise Unreadable(f"a parameter is a {kind.__name__}")
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Is it a list of modules of one class that have modules inside, as models hold their layers?"""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+        return False
+    return len({type(one) for one in module}) == 1 and not any(map(is_leaf, module))
 
 
 def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | None]:
