@@ -206,7 +206,9 @@ class Segment:
         self.inputs = [x, *(one.index for one in named(template, "key_value"))]
         found = {one.index for one in templates(template, Argument)}
         self.caches: list[int] = []  # arguments that collect keys and values, which a fused call does not fill
-        self.biases = [one.index for one in named(template, "attn_mask")][:1]  # of two masks, the first may be trained
+        # of two masks of an attention, the first may be trained
+        firsts = (next(templates(value, Argument), None) for value in values_of(template, "attn_mask"))
+        self.biases = [one.index for one in firsts if one is not None]
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
     def __call__(self, flat: list[Any], level: str) -> object:
@@ -226,12 +228,19 @@ def templates(template: Any, kind: type) -> Iterator[Any]:
             yield from templates(one, kind)
 
 
-def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
-    """The call's arguments that are among an op's, or its halves', under one of these names."""
-    for name, value in template.items():
+def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:
+    """What an op, or each of its halves, is given under this name."""
+    for key, value in template.items():
         if isinstance(value, dict):
-            yield from named(value, *names)
-        elif name in names:
+            yield from values_of(value, name)
+        elif key == name:
+            yield value
+
+
+def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
+    """The call's arguments among these."""
+    for name in names:
+        for value in values_of(template, name):
             yield from templates(value, Argument)
 
 
