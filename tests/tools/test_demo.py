@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ckptkern import __main__, eager
+from ckptkern import __main__
 from ckptkern.tools.demo import config, data, model, results, training
 
 TINY = ("--device=cpu", "--dtype=fp32", "--steps=6", "--batch-size=2", "--seq-len=16")
@@ -104,8 +104,8 @@ def test_dropout_is_replayed(tmp_path, capsys):
     assert other["ckptkern"] != losses["full"]["ckptkern"]
 
 
-@pytest.mark.parametrize("activation", sorted(eager.ACTIVATIONS))
-def test_every_activation_agrees(tmp_path, activation):
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "quick_gelu"])
+def test_activations_agree(tmp_path, activation):
     assert run_demo(tmp_path, "--activation", activation, "--ways", "torch", "ckptkern") == 0
     assert set(losses_by_way(tmp_path)) == {"torch", "ckptkern"}
 
