@@ -56,7 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.gate", description=description.split("\n")[0])
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--all", action="store_true", help="every activation and flag, not only the shipped tiles")
-    kind.add_argument("--sample", action="store_true", help="one case of every kernel and architecture, in a minute")
+    kind.add_argument("--sample", action="store_true", help="one case of every kernel, in a minute")
     parser.add_argument("--only", default="", help="regular expression on case names, e.g. 'mlp_bwd/sm_90'")
     parser.add_argument("--workers", type=int, default=2, help="compiling processes (default: 2)")
     parser.add_argument("--csv", type=Path, help="write the table here")

@@ -143,12 +143,14 @@ def shipped_cases() -> list[Case | AttentionCase]:
 
 
 def sample_cases() -> list[Case | AttentionCase]:
-    """The first shipped case, in bfloat16 where there is one, of every kernel and architecture; of attention with dropout and
-    without."""
+    """The first shipped case, in bfloat16 where there is one, of every kernel, for one architecture and then the other; of
+    attention with dropout and without."""
     chosen: dict[tuple, Case | AttentionCase] = {}
     for case in sorted(shipped_cases(), key=lambda case: (bool(case.kind), case.dtype != "bfloat16")):
-        chosen.setdefault((case.op, case.arch, isinstance(case, AttentionCase) and case.dropout), case)
-    return list(chosen.values())
+        chosen.setdefault((case.arch, case.op, isinstance(case, AttentionCase) and case.dropout), case)
+    attention = [case for (arch, *_), case in chosen.items() if isinstance(case, AttentionCase) and arch == 90]
+    others = [case for case in chosen.values() if isinstance(case, Case)]
+    return [case for case in others if case.arch == ARCHS[list(OPS).index(case.op) % len(ARCHS)]] + attention
 
 
 def all_cases() -> list[Case | AttentionCase]:

@@ -241,7 +241,7 @@ def test_subsets_of_frozen_inputs(block):
     """Gradients have the bits that they have if everything is trained, and no product runs besides the registered FLOPs."""
     names = list(block.make())
     everything = watched(block, block.make())
-    subsets = [set(random.Random(i).sample(names, 1 + i % (len(names) - 1))) for i in range(16)]
+    subsets = [set(random.Random(i).sample(names, 1 + i % (len(names) - 1))) for i in range(6)]
     for frozen in [{one} for one in names] + [set(names) - {one} for one in names] + subsets:
         some = watched(block, block.make(frozen=frozen))
         assert_same(some.gradients, {name: g for name, g in everything.gradients.items() if name not in frozen})
@@ -546,7 +546,7 @@ def test_nothing_given_is_overwritten(block):
 @pytest.mark.parametrize("block", blocks())
 def test_memory_is_flat_without_the_garbage_collector(block):
     """Steps leave no tensor behind, not even with the garbage collector off (pytorch#5569, pytorch#84413)."""
-    assert_flat_memory(block.call, block.make(), "x", steps=12)
+    assert_flat_memory(block.call, block.make(), "x", steps=6)
 
 
 @pytest.mark.parametrize("block", blocks(("none", "full")))
@@ -936,14 +936,15 @@ def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
     with ckptkern.backend("triton"):
-        ours = {
-            level: gradients(block.with_(recompute=level).fused, tensors) for level in ("none", "selective", "full")
-        }
+        levels = (
+            ("none", "full") if block.mlp else ("none", "selective", "full")
+        )  # an MLP's levels: triton_kernels/test_ops.py
+        ours = {level: gradients(block.with_(recompute=level).fused, tensors) for level in levels}
     eager = gradients(block.plain, tensors)
     exact = gradients(block.plain, clone(tensors, torch.float64))
     assert_as_exact(*map(joined_biases, (ours["full"], eager, exact)))
-    assert_same(ours["full"], ours["none"])
-    assert_same(ours["selective"], ours["none"])
+    for results in ours.values():
+        assert_same(results, ours["none"])
 
 
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",))[:1])

@@ -69,7 +69,7 @@ def pairwise(options: dict) -> list[Case]:
     }
     chooser, cases = random.Random(0), []
     while wanted:
-        best = max((draw(options, chooser) for _ in range(60)), key=lambda values: len(pairs(values) & wanted))
+        best = max((draw(options, chooser) for _ in range(300)), key=lambda values: len(pairs(values) & wanted))
         wanted -= pairs(best)
         cases.append(Case(**best))
     return cases
@@ -186,15 +186,15 @@ def test_like_eager_and_as_exact(case, device):
 
 # each bound beside none, and those that meet in a tile
 WINDOWS = [
-    *((left, None) for left in (None, 0, 16, 31, 80, 2**31 - 1)), *((None, right) for right in (0, 17, 32, 2**31 - 1)),
-    (0, 0), (16, 17), (31, 32), (80, 0), (16, 2**31 - 1), (2**31 - 1, 17),
+    *((left, None) for left in (None, 0, 16, 31, 60, 2**31 - 1)), *((None, right) for right in (0, 17, 32, 2**31 - 1)),
+    (0, 0), (16, 17), (31, 32), (60, 0), (16, 2**31 - 1), (2**31 - 1, 17),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("left", "right"), WINDOWS, ids=lambda side: str(side))
 def test_windows_round_tile_edges(left, right, device):
     """Which tiles are visited, and which of them without an edge mask."""
-    check(Case(head_dim=8, heads=(1, 1), lengths=(70, 70), window=(left, right)), device, tile=TILE_SIZES[0])
+    check(Case(head_dim=8, heads=(1, 1), lengths=(50, 70), window=(left, right)), device, tile=TILE_SIZES[0])
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1), (16, 32), (33, 64)], ids=str)

@@ -49,7 +49,8 @@ def test_the_shipped_cases():
 def test_a_shipped_tile_of_every_kernel_passes():
     """No spill, tensor cores, asynchronous copies. `make gate` compiles all shipped tiles, four minutes of two cores."""
     sample = cases.sample_cases()
-    assert {(case.op, case.arch) for case in sample} == {(case.op, case.arch) for case in cases.shipped_cases()}
+    assert {case.op for case in sample} == {case.op for case in cases.shipped_cases()}
+    assert {case.arch for case in sample} == set(cases.ARCHS)
     beside_others = "PYTEST_XDIST_WORKER" in os.environ  # which keep the other cores busy
     status, out, error = outcome(
         "-m", "ckptkern.benchmarks.gate", "--sample", "--workers", "1" if beside_others else "2"
