@@ -39,7 +39,10 @@ Which = str | type | Callable[[str, nn.Module], bool]
 
 
 def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Call]]:
-    """The calls, one of each pattern, that the model's call made of each submodule."""
+    """The calls, one of each pattern, that the model's call made of each submodule.
+
+    One tensor that is given twice is two tensors in them: other calls may give two.
+    """
     calls: dict[nn.Module, dict[tuple, Call]] = {}
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

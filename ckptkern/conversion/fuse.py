@@ -62,26 +62,13 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
     return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
 
 
-def distinct(call: Any) -> Any:
-    """A call whose tensors are each given once. Where an example gives one tensor twice, other calls may give two."""
-    seen: set[int] = set()
-
-    def once(tensor: Tensor) -> Tensor:
-        if id(tensor) in seen:
-            return tensor.clone()
-        seen.add(id(tensor))
-        return tensor
-
-    return mapped(once, call)
-
-
 def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
     """(the segment that was proven for this complete call, its error). Raises Unreadable."""
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be proven")
     with unmoved(module), random_parameters(module):
-        args, kwargs = distinct(mapped(wide, (args, kwargs)))
+        args, kwargs = mapped(wide, (args, kwargs))
         flat = leaves_of(form.counting(args, kwargs))
         module.train()  # shows where dropout is
         traced = trace(module, args, kwargs, flat)

@@ -150,7 +150,23 @@ class Forgetful(Decoder):
 
 class Attached(Decoder):
     def remembered(self, memory: Tensor) -> Tensor:
-        return memory.detach()
+        return memory.data
+
+
+class Counting(Layer):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+class Limited(Layer):
+    """Reads on the host whether numbers are large, which those of an example and of the proof are not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y / 2 if y.abs().max() > 1e4 else y
 
 
 def tokens(B: int = 2, S: int = 6) -> Tensor:
@@ -209,6 +225,9 @@ IMPOSTORS: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], An
     "a memory without a gradient": (
         Attached, (tokens(), {"memory": tokens(2, 5)}), [(tokens(), {"memory": tokens(2, 5)})], lambda layer: None,
     ),
+    "numbers that are read on the host": (
+        Limited, (tokens(), {}), [(tokens(), {})], lambda layer: layer.down.weight.data.mul_(1e6),
+    ),
     "another function": (Layer, (tokens(), {}), [(tokens(), {})], set_to("act", F.relu)),
     "another configuration": (Layer, (tokens(), {}), [(tokens(), {})], lambda layer: vars(layer.config).update(factor=0.5)),
     "another list": (Layer, (tokens(), {}), [(tokens(), {})], lambda layer: layer.scales.insert(0, 0.5)),
@@ -262,6 +281,29 @@ def test_a_layer_that_is_skipped_at_random_is_left() -> None:
     assert random.getstate() == state
     outputs = [layer(x) is x for x in [tokens()] * 64]
     assert 0 < sum(outputs) < 64
+
+
+def test_a_layer_that_counts_its_calls_counts_them() -> None:
+    layer = Counting()
+    ckptkern.convert(layer, tokens())
+    for _ in range(3):
+        layer(tokens().requires_grad_()).sum().backward()
+    assert layer.calls == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_a_mask_of_the_memory_that_appears_later_is_served(dtype: torch.dtype) -> None:
+    layer, x, memory = Decoder(), tokens().requires_grad_(), tokens(2, 5)
+    mask = torch.ones(2, 1, 6, 5, dtype=dtype)
+
+    def kept() -> int:
+        with kept_tensors([*layer.parameters(), memory, mask]) as kept:
+            layer(x, memory, mask)
+        return kept.bytes
+
+    before = kept()
+    ckptkern.convert(layer, x, memory)
+    assert kept() < before / 3
 
 
 def test_a_layer_that_changes_its_argument_is_left() -> None:
