@@ -45,7 +45,7 @@ from .mlp_half import (
 )
 
 A, M = len(AttentionTensors._fields), len(MLPTensors._fields)
-assert M < min(CONSTANTS)  # so that no place of a cross-attention's constants is one of the MLP's in a call without it
+assert min(CONSTANTS) > M  # so that no place of a cross-attention's constants is one of the MLP's in a call without it
 KEPT = 4  # of an attention half: o, lse, its projections, and its output where that is kept
 
 # A schema has at most 64 arguments, so the options of cross-attention are lists, one for each type; those are the layer's own.
