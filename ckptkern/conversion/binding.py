@@ -238,7 +238,7 @@ def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:
 
 
 def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
-    """The call's arguments among these."""
+    """The call's arguments that an op, or each of its halves, is given under one of these names."""
     for name in names:
         for value in values_of(template, name):
             yield from templates(value, Argument)

@@ -174,10 +174,9 @@ def mask_variants(module: nn.Module, args: tuple, kwargs: dict[str, Any], inputs
         for name, mask in masks.items():
             if places[name] < len(args):
                 values[places[name]] = mask
-        named = {name: mask for name, mask in masks.items() if places[name] >= len(args)}
-        return tuple(values), kwargs | {
-            name: mask for name, mask in named.items() if name in kwargs or mask is not None
-        }
+        by_name = {name: mask for name, mask in masks.items() if places[name] >= len(args)}
+        given = {name: mask for name, mask in by_name.items() if name in kwargs or mask is not None}
+        return tuple(values), kwargs | given
 
     if len(inputs) == 1:
         for mask in (None, *seen, *added):

@@ -13,6 +13,7 @@ class AttentionTensors(NamedTuple):
     """The tensors of an attention half. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 
     key_value: what k and v are projected from, None where it is what q is projected from.
+    padding: key_padding_mask [B, S_k], or a second attn_mask, which has four dimensions.
     q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
     """
 
