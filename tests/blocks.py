@@ -22,6 +22,17 @@ from ckptkern import state
 HEADS, HEAD_DIM, FEATURES, HIDDEN = 4, 6, 10, 12
 BATCH, LENGTH, KEY_LENGTH = 2, 7, 5
 P, RESID_P, PATH_P = 0.3, 0.2, 0.3
+RANK, LORA_SCALE = 3, 0.5
+LAYERS = {
+    "q": 0,
+    "qkv": 0,
+    "k": 1,
+    "v": 2,
+    "out": 3,
+    "gate": 0,
+    "up": 1,
+    "down": 2,
+}  # and the place of its update's dropout
 
 Draws = Iterator[Tensor]
 
@@ -109,6 +120,8 @@ class Half:
     resid_p: float = RESID_P
     residual: bool = True
     bias: bool = True
+    lora: tuple[str, ...] = ()  # the layers that have a low-rank update
+    lora_p: float = 0.0
 
     prefix = ""
 
@@ -125,8 +138,49 @@ class Half:
             resid_dropout_p=self.resid_p, drop_path_p=self.path_p, residual=self.residual,
         ) | own  # fmt: skip
 
+    def lora_shapes(self, weights: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        given = {name: weights[f"{name}_weight"] for name in self.lora}
+        shapes = {f"{name}_lora_a": (RANK, columns) for name, (_, columns) in given.items()}
+        return shapes | {f"{name}_lora_b": (rows, RANK) for name, (rows, _) in given.items()}
+
+    def lora_arguments(self, t: Tensors) -> dict:
+        updates = {name: (t[f"{name}_lora_a"], t[f"{name}_lora_b"], LORA_SCALE) for name in self.lora}
+        return dict(lora=updates, lora_dropout_p=self.lora_p) if updates else {}
+
+    def lora_state(self, drawn: Draws) -> Tensor | None:
+        return next(drawn) if self.lora_p else None
+
+    def linear(self, name: str, x: Tensor, t: Tensors, drawn: Tensor | None, more_rows: int = 0) -> Tensor:
+        """more_rows: of the half's other input."""
+        y = F.linear(x, t[f"{name}_weight"], t.get(f"{name}_bias"))
+        if name not in self.lora:
+            return y
+        if drawn is not None:
+            rows = math.prod(x.shape[:-1])
+            first = LAYERS[name] * (rows + more_rows)
+            kept = state.keep_mask(drawn, self.lora_p, first + rows, x.shape[-1])[..., first:, :].view(x.shape)
+            x = x * state.threshold_scale(self.lora_p)[1] * kept
+        return y + F.linear(F.linear(x, t[f"{name}_lora_a"]), t[f"{name}_lora_b"]) * LORA_SCALE
+
+    def lora_products(self) -> dict[str, tuple[Fraction, Fraction]]:
+        """Multiply-adds per token of each update's products with A and with B."""
+        shapes = {name.removeprefix(self.prefix): math.prod(shape) for name, shape in self.shapes().items()}
+        return {
+            name: tuple(self.share(name) * shapes[f"{name}_lora_{one}"] for one in "ab") for name in self.lora
+        }  # fmt: skip
+
+    def lora_multiply_adds(self, rebuilt: Iterable[str]) -> tuple[int, int]:
+        """(forward's, backward's) of the updates, per token; rebuilt: the layers that backward runs again."""
+        products = self.lora_products()
+        again = sum(sum(products.get(name, ())) for name in rebuilt)
+        return sum(map(sum, products.values())), sum(3 * a + 2 * b for a, b in products.values()) + again
+
+    def share(self, name: str) -> Fraction | int:
+        """The rows that a layer reads, for each token."""
+        return 1
+
     def drops(self) -> list[float]:
-        return [self.dropout_p, self.resid_p, self.path_p]
+        return [self.lora_p, self.dropout_p, self.resid_p, self.path_p]
 
     def states(self) -> int:
         return sum(p > 0 for p in self.drops())
@@ -182,6 +236,9 @@ class Attention(Half):
         """The half's tensors by its own names."""
         return {name.removeprefix(self.prefix): value for name, value in t.items() if name.startswith(self.prefix)}
 
+    def share(self, name: str) -> Fraction | int:
+        return Fraction(self.columns(), LENGTH) if name in ("k", "v") else 1
+
     def columns(self) -> int:
         return KEY_LENGTH if self.key_features else LENGTH
 
@@ -198,6 +255,7 @@ class Attention(Half):
         if self.qk_norm.startswith("layer"):
             shapes |= {"q_shift": self.qk_shape(HEADS), "k_shift": self.qk_shape(self.kv_heads)}
         shapes |= {"mask": self.mask} if self.mask else {}
+        shapes |= self.lora_shapes(shapes)
         shapes = {f"{self.prefix}{name}": shape for name, shape in shapes.items()}
         memory = {"key_value": (BATCH, KEY_LENGTH, self.key_features)} if self.key_features else {}
         return memory | shapes | self.norm_shapes()
@@ -235,12 +293,18 @@ class Attention(Half):
             qk_norm_kind=self.qk_norm.partition(" ")[0] or "rms", qk_norm_eps=1e-5, rotary=self.tables(),
             rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale,
             softcap=self.softcap, is_causal=self.causal,
-            attn_mask=t.get("mask"), key_padding_mask=self.padding(), dropout_p=self.dropout_p, **around,
+            attn_mask=t.get("mask"), key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.lora_arguments(t),
+            **around,
         )  # fmt: skip
 
     def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
-        key_value, t = t.get("key_value"), self.own(t)
-        if self.key_features:
+        key_value, t, lora = t.get("key_value"), self.own(t), self.lora_state(drawn)
+        if self.key_features and not self.packed:
+            rows = [math.prod(one.shape[:-1]) for one in (h, key_value)]
+            q = self.linear("q", h, t, lora, rows[1])
+            k, v = (self.linear(name, key_value, t, lora, rows[0]) for name in "kv")
+            q, k, v = (one.unflatten(-1, (-1, HEAD_DIM)) for one in (q, k, v))
+        elif self.key_features:
             weights, biases = ([t.get(f"{name}_{kind}") for name in "qkv"] for kind in ("weight", "bias"))
             if self.packed:
                 weights = t["qkv_weight"].unflatten(0, (-1, HEAD_DIM)).split([HEADS, self.kv_heads, self.kv_heads])
@@ -249,9 +313,9 @@ class Attention(Half):
             rows = zip((h, key_value, key_value), weights, biases, strict=True)
             q, k, v = (F.linear(*one).unflatten(-1, (-1, HEAD_DIM)) for one in rows)
         elif self.packed:
-            qkv = F.linear(h, t["qkv_weight"], t.get("qkv_bias"))
+            qkv = self.linear("qkv", h, t, lora)
         else:
-            qkv = torch.cat([F.linear(h, t[f"{name}_weight"], t.get(f"{name}_bias")) for name in "qkv"], -1)
+            qkv = torch.cat([self.linear(name, h, t, lora) for name in "qkv"], -1)
         if self.key_features:
             pass
         elif self.layout == "qkv":
@@ -271,7 +335,8 @@ class Attention(Half):
             slopes=self.alibi(), added=t.get("mask"), causal=self.causal, p=self.dropout_p, drawn=drawn,
             hidden=None if hidden is None else hidden[:, None, None],
         )  # fmt: skip
-        return F.linear(o.transpose(-3, -2).flatten(-2), t["out_weight"], t.get("out_bias"))
+        more_rows = math.prod(key_value.shape[:-1]) if self.key_features else 0
+        return self.linear("out", o.transpose(-3, -2).flatten(-2), t, lora, more_rows)
 
     def kept(self, level: str) -> tuple[int, int]:
         """(elements in the compute dtype, bytes) per token, without x."""
@@ -291,7 +356,9 @@ class Attention(Half):
         qkv, out, core = self.products().values()
         backward = 2 * (qkv + out) + (7 if self.mask else 5) * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
-        return qkv + out + 2 * core, backward + (out if self.reads_branch() else 0)
+        rebuilt = [name for name in ("q", "k", "v", "qkv") if level != "none"] + ["out"] * self.reads_branch()
+        lora = self.lora_multiply_adds(rebuilt)
+        return qkv + out + 2 * core + lora[0], backward + (out if self.reads_branch() else 0) + lora[1]
 
 
 @dataclass(frozen=True)
@@ -307,19 +374,20 @@ class MLP(Half):
         shapes |= {"up_weight": (HIDDEN, FEATURES), "down_weight": (FEATURES, HIDDEN)}
         if self.bias:
             shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
-        return shapes | self.norm_shapes()
+        return shapes | self.lora_shapes(shapes) | self.norm_shapes()
 
     def arguments(self, t: Tensors) -> dict:
         return dict(
             up_weight=t["up_weight"], up_bias=t.get("up_bias"), down_weight=t["down_weight"],
             down_bias=t.get("down_bias"), gate_weight=t.get("gate_weight"), gate_bias=t.get("gate_bias"),
-            activation=self.activation, dropout_p=self.dropout_p, **self.options(t),
+            activation=self.activation, dropout_p=self.dropout_p, **self.lora_arguments(t), **self.options(t),
         )  # fmt: skip
 
     def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
-        act, up = ACTIVATIONS[self.activation], F.linear(h, t["up_weight"], t.get("up_bias"))
-        hidden = act(F.linear(h, t["gate_weight"], t.get("gate_bias"))) * up if self.gated else act(up)
-        return F.linear(dropped(hidden, self.dropout_p, drawn), t["down_weight"], t.get("down_bias"))
+        act, lora = ACTIVATIONS[self.activation], self.lora_state(drawn)
+        up = self.linear("up", h, t, lora)
+        hidden = act(self.linear("gate", h, t, lora)) * up if self.gated else act(up)
+        return self.linear("down", dropped(hidden, self.dropout_p, drawn), t, lora)
 
     def kept(self, level: str) -> tuple[int, int]:
         if self.gated:
@@ -334,8 +402,11 @@ class MLP(Half):
         """(forward's, backward's) per token, everything trained."""
         up, down = self.products().values()
         backward = 2 * (up + down) + (up if level == "full" else 0)
-        rebuilt = down + (up if level == "full" else 0)  # what the branch gave
-        return up + down, backward + (rebuilt if self.reads_branch() else 0)
+        rebuilt = down + (up if level == "full" or self.lora else 0)  # what the branch gave
+        first = ("gate", "up")
+        again = first * (level == "full") + (*first, "down") * self.reads_branch()
+        lora = self.lora_multiply_adds(again)
+        return up + down + lora[0], backward + (rebuilt if self.reads_branch() else 0) + lora[1]
 
 
 # -- the ops ----------------------------------------------------------------------------------------------------------
@@ -367,7 +438,7 @@ class Block:
         return replace(self, **options)
 
     def without_dropout(self) -> Block:
-        off = {"dropout_p": 0.0, "resid_p": 0.0, "path_p": 0.0}
+        off = {"dropout_p": 0.0, "resid_p": 0.0, "path_p": 0.0, "lora_p": 0.0}
         parts = {name: getattr(self, name) for name in ("attention", "cross", "mlp")}
         return self.with_(**{name: part and replace(part, **off) for name, part in parts.items()})
 
@@ -440,7 +511,7 @@ class Block:
         total = sum(self.mlp.multiply_adds("none" if level == "none" else "full"))
         for half in self.halves[:-1]:
             forward, backward = half.multiply_adds("none" if level == "full" else level)
-            out = half.products()["out"]
+            out = half.products()["out"] + sum(half.lora_products().get("out", ()))
             between = {"none": 0, "selective": out, "full": forward}[level]
             total += forward + backward + between - (out if level != "none" and half.reads_branch() else 0)
         return total
@@ -485,6 +556,12 @@ VARIANTS = (
     Block("learned bias", Attention(**LLAMA, kv_heads=2, packed=False, causal=False, padded=True, softcap=2.0, resid_p=0.0,
                                     mask=(HEADS, LENGTH, LENGTH))),
     Block("learned bias", Attention(mask=(BATCH, 1, LENGTH, LENGTH), resid_p=0.0), MLP(dropout_p=0.0)),
+    Block("low-rank", Attention(lora=("qkv",), lora_p=P, resid_p=0.0)),
+    Block("low-rank", mlp=MLP(lora=("up", "down"), lora_p=P, activation="relu", norm_first=False)),
+    Block("low-rank llama", Attention(**LLAMA, kv_heads=2, packed=False, lora=("q", "v", "out"), post_norm="rms"),
+          MLP(**LLAMA, gated=True, activation="silu", lora=("gate", "up", "down"), lora_p=P, resid_p=0.0)),
+    Block("low-rank decoder", Attention(dropout_p=0.0, lora=("out",)), MLP(lora=("down",), dropout_p=0.0, post_norm="layer"),
+          Attention(causal=False, key_features=8, packed=False, lora=("q", "k", "v", "out"), lora_p=P, resid_p=0.0)),
 )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def act_bwd(dy, kept, activation, *, bits=False, db=False):
     return dz, column_sum_if(dz, db)
 
 
-def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
+def composite_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor:
     """Differentiable dropout(h) for h [..., N]: the same mask, for second-order gradients."""
     state, threshold, scale = dropout_
     if state is None:
@@ -160,5 +160,5 @@ def composite_dropout(h: Tensor, dropout_: Dropout) -> Tensor:
     if foreign((h,)):  # only the subclass knows where its elements lie
         return F.dropout(h, threshold / 65536)
     M, N = math.prod(h.shape[:-1]), h.shape[-1]
-    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, 0, 0, M)
+    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, 0, row_base + M)
     return torch.where(mask.view(h.shape), h * scale, 0)

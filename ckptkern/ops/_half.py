@@ -18,6 +18,7 @@ from ._checks import check_choice, check_flags, check_number, check_probability,
 from ._choices import primitives
 from ._rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
+from .low_rank import lora_dropout_p
 
 NORMS = ("layer", "rms")
 AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "branch_scale"))
@@ -26,10 +27,10 @@ LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    if not training or o.dropout_p == o.resid_p == o.path_p == 0.0:
+    probabilities = {"lora_rng": lora_dropout_p(o), "rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
+    if not training or not any(probabilities.values()):
         return t
-    rng, resid_rng, path_rng = (draw_state(x, p, training) for p in (o.dropout_p, o.resid_p, o.path_p))
-    return t._replace(rng=rng, resid_rng=resid_rng, path_rng=path_rng)
+    return t._replace(**{name: draw_state(x, p, training) for name, p in probabilities.items()})
 
 
 def sample_shape(x: Tensor) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ _SCHEMA_TYPES = {
     float: "float",
     str: "str",
     torch.dtype: "ScalarType",
+    tuple[float, ...]: "float[]",
     IntLikeType: "SymInt",
     IntLikeType | None: "SymInt?",
 }

@@ -23,7 +23,8 @@ from ._choices import choose_backend, choose_level, compute_dtype, head_dim_not_
 from ._half import NORMS, around
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
 from .attention_core import check_softcap, fused_core
-from .attention_tensors import AttentionOptions, AttentionTensors, batch_and_rows
+from .attention_tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
+from .low_rank import gather_lora
 from .rotary import check_rotary
 
 
@@ -36,7 +37,7 @@ def one_or_three(op: str, name: str, given) -> tuple:
     return tuple(given)
 
 
-LAYOUTS = ("qkv", "heads")
+QKV_LAYOUTS = ("qkv", "heads")
 
 
 def check_key_value(op: str, x: Tensor, key_value: Tensor | None, **self_attention_only) -> None:
@@ -62,7 +63,7 @@ def check_projections(
     biases = (None,) * len(weights) if qkv_bias is None else one_or_three(op, "qkv_bias", qkv_bias)
     if len(weights) not in (1, 3) or len(biases) != len(weights):
         raise ValueError(f"{op}: qkv_weight must be one tensor or three (q, k, v), and qkv_bias alike")
-    check_choice(op, "qkv_layout", layout, LAYOUTS)
+    check_choice(op, "qkv_layout", layout, QKV_LAYOUTS)
     if layout != "qkv" and len(weights) == 3:
         raise ValueError(f"{op}: qkv_layout={layout!r} needs q, k and v in one qkv_weight, not three")
     names = ("qkv_weight",) if len(weights) == 1 else ("q_weight", "k_weight", "v_weight")
@@ -97,6 +98,15 @@ def check_output(op: str, x: Tensor, out_weight, out_bias, features: int, residu
     check_weight(op, "out_weight", out_weight, out_bias, x, features, "the attention core")
     if residual and out_weight.shape[0] != x.shape[-1]:
         raise ShapeError(f"{op}: residual needs out_weight with {x.shape[-1]} rows, but it has {out_weight.shape[0]}")
+
+
+def check_lora(op: str, x: Tensor, key_value, lora, p: float, weights: Sequence[Tensor], out_weight: Tensor):
+    """Low-rank updates as tensors by field and numbers."""
+    names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
+    if lora is not None and "qkv" in lora and key_value is not None:
+        raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
+    layers = {name: (name[0], weight) for name, weight in zip(names, weights, strict=True)} | {"out": ("o", out_weight)}
+    return gather_lora(op, x, lora, p, layers, LAYERS)
 
 
 def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
@@ -183,11 +193,13 @@ def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
     qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
     mask_hides=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
-    scale=None, softcap=None, dropout_p=0.0, residual=False, training=True, recompute="selective", **others,
+    scale=None, softcap=None, dropout_p=0.0, lora=None, lora_dropout_p=0.0, residual=False, training=True,
+    recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_level(op, recompute)
     check_probability(op, dropout_p)
+    check_probability(op, lora_dropout_p)
     check_flags(
         op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_hides=mask_hides, residual=residual,
         training=training,
@@ -205,6 +217,7 @@ def gather(
     S_k = S if key_value is None else key_value.shape[-2]
     weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv)
     check_output(op, x, out_weight, out_bias, H * D, residual)
+    lora_tensors, lora_numbers = check_lora(op, x, key_value, lora, lora_dropout_p, weights, out_weight)
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, D)
@@ -234,12 +247,12 @@ def gather(
     t = AttentionTensors(
         key_value=key_value, wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm,
         q_norm_bias=q_norm_bias, k_norm_bias=k_norm_bias, cos=cos, sin=sin, mask=mask, padding=padding, slopes=slopes,
-        cu=cu_seqlens, **tensors,
+        cu=cu_seqlens, **lora_tensors, **tensors,
     )  # fmt: skip
     o = AttentionOptions(
         num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
         theta=theta, interleaved=rotary_interleaved, mask_hides=mask_hides, left=left, right=right, max_len=max_len,
         scale=scale, softcap=softcap, dropout_p=float(dropout_p), recompute=choose_level(recompute), backend=backend,
-        precision=matmul_precision(probe), fused=fused, dtype=dtype, **options,
+        precision=matmul_precision(probe), fused=fused, lora=lora_numbers, dtype=dtype, **options,
     )  # fmt: skip
     return t, o

@@ -3,7 +3,7 @@ and what is around them, as one segment."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -25,29 +25,38 @@ from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors
 TENSORS = len(AttentionTensors._fields)
 
 
-def _parts(args: tuple) -> tuple[AttentionTensors, AttentionOptions]:
-    """(tensors, options) of what comes after x in forward."""
-    return AttentionTensors(*args[:TENSORS]), AttentionOptions(*args[TENSORS:])
-
-
-def _backward_parts(args: tuple) -> tuple[AttentionTensors, AttentionOptions, tuple, int]:
-    """(tensors, options, (out, lse, qkv), needs) of what comes after x in backward."""
-    t, o = _parts((*args[:TENSORS], *args[TENSORS + 3 : -1]))
-    return t, o, args[TENSORS : TENSORS + 3], args[-1]
+def _parts(tensors, statics: tuple) -> tuple[AttentionTensors, AttentionOptions]:
+    return AttentionTensors(*tensors), AttentionOptions(*statics)
 
 
 class AttentionBlock(Op):
     name = "attention_block"
-    inputs = f"Tensor x, {schema_of(AttentionTensors)}"
+    inputs = "Tensor x, Tensor?[] tensors"  # a schema has at most 64 arguments
     kept = "Tensor? out, Tensor? lse, Tensor? qkv"
     statics = schema_of(AttentionOptions)
     results = "(Tensor y, Tensor out, Tensor lse, Tensor qkv)"
     grads = "Tensor[]"
     constants = CONSTANTS
 
+    @classmethod
+    def arguments(cls, tensors):
+        return tensors[0], tensors[1:]
+
+    @classmethod
+    def tensors(cls, inputs):
+        return inputs[0], *inputs[1]
+
+    @classmethod
+    def input_count(cls, saved, statics):
+        return 1 + TENSORS
+
+    @classmethod
+    def backward_arguments(cls, saved, statics):
+        return saved[0], list(saved[1 : 1 + TENSORS]), *saved[1 + TENSORS :]
+
     @staticmethod
-    def forward(x, *args):
-        t, o = _parts(args)
+    def forward(x, tensors, *statics):
+        t, o = _parts(tensors, statics)
         y, out, lse, qkv = attention_half(x, t, o)
         keeps_core = o.recompute != "full"
         return (
@@ -58,8 +67,8 @@ class AttentionBlock(Op):
         )
 
     @staticmethod
-    def forward_fake(x, *args):
-        return attention_half_fake(x, *_parts(args))
+    def forward_fake(x, tensors, *statics):
+        return attention_half_fake(x, *_parts(tensors, statics))
 
     @staticmethod
     def saved(tensors, outputs, statics, needs):
@@ -69,26 +78,28 @@ class AttentionBlock(Op):
         return [*tensors, *kept, qkv if recompute == "none" else None]
 
     @staticmethod
-    def backward(dy, x, *args):
-        t, o, kept, needs = _backward_parts(args)
-        return in_order(attention_half_backward(rows_2d(dy), x, t, o, *kept, needs), AttentionTensors, needs)
+    def backward(dy, x, tensors, out, lse, qkv, *statics_and_needs):
+        *statics, needs = statics_and_needs
+        t, o = _parts(tensors, statics)
+        grads = attention_half_backward(rows_2d(dy), x, t, o, out, lse, qkv, needs)
+        return in_order(grads, AttentionTensors, needs)
 
     @staticmethod
-    def backward_fake(dy, x, *args):
-        return fake_gradients(dy, (x, *args[:TENSORS]), args[-1])
+    def backward_fake(dy, x, tensors, *others):
+        return fake_gradients(dy, (x, *tensors), others[-1])
 
     @staticmethod
-    def composite(x, *args):
-        return attention_composite(x, *_parts(args))
+    def composite(x, tensors, *statics):
+        return attention_composite(x, *_parts(tensors, statics))
 
     @staticmethod
-    def forward_flops(x, *args, out_val=None):
-        return attention_half_flops(x, *_parts(args))
+    def forward_flops(x, tensors, *statics, out_val=None):
+        return attention_half_flops(x, *_parts(tensors, statics))
 
     @staticmethod
-    def backward_flops(dy, x, *args, out_val=None):
-        t, o, (out, _, qkv), needs = _backward_parts(args)
-        return attention_half_backward_flops(x, t, o, out, qkv, needs)
+    def backward_flops(dy, x, tensors, out, lse, qkv, *statics_and_needs, out_val=None):
+        *statics, needs = statics_and_needs
+        return attention_half_backward_flops(x, *_parts(tensors, statics), out, qkv, needs)
 
 
 _apply = build(AttentionBlock)
@@ -105,6 +116,7 @@ def attention_block(
     attn_mask: Tensor | tuple[Tensor, Tensor] | None = None, mask_hides: bool = False, key_padding_mask: Tensor | None = None,
     window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, dropout_p: float = 0.0,
+    lora: Mapping[str, tuple[Tensor, Tensor, float]] | None = None, lora_dropout_p: float = 0.0,
     branch_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
     residual: bool = False, training: bool = True, recompute: str = "selective",
 ) -> Tensor:  # fmt: skip
@@ -146,6 +158,9 @@ def attention_block(
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic
     depth; x [S, d] and [tokens, d] is one sample): replayed from 16 bytes each.
+    lora: low-rank updates (LoRA, arXiv 2106.09685) of the layers "q", "k", "v" or "qkv", and "out": (A, B, scale) each, for
+    x W^T + b + scale dropout(x) A^T B^T with A [r, in_features], B [out_features, r] and dropout of lora_dropout_p. What
+    passes through them is rebuilt, and a frozen W gets no gradient.
     recompute: what is kept for backward besides parameters (x itself, not a copy):
 
         "none"       x, q, k, v, o, lse
@@ -163,7 +178,8 @@ def attention_block(
         post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
         rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_hides=mask_hides,
         key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, branch_scale=branch_scale,
+        max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, lora=lora,
+        lora_dropout_p=lora_dropout_p, branch_scale=branch_scale,
         resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, training=training,
         recompute=recompute,
     )  # fmt: skip

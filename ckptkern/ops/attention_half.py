@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import eager
-from ._gradients import weight_grad
+from ._gradients import WeightGrad, weight_grad
 from ._half import Half, after_branch, composite_inputs, composite_norm, composite_output, output_dtype, reads_branch
 from ._masks import merged_mask
 from ._needs import needed_names
@@ -26,6 +26,7 @@ from .attention_core import (
     gradient_products,
 )
 from .attention_tensors import (
+    LAYERS,
     AttentionOptions,
     AttentionTensors,
     Projection,
@@ -38,6 +39,7 @@ from .attention_tensors import (
     projections,
     split_heads,
 )
+from .low_rank import LowRank, gradient_flops, lora_flops, low_rank, names_of
 from .rotary import composite_rotary, positions_of, rotary_tables
 
 
@@ -59,6 +61,11 @@ def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
     )
 
 
+def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) -> LowRank | None:
+    """The low-rank update of wq, wk, wv or wo, for `rows` rows of x."""
+    return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
+
+
 class AttentionHalf(Half):
     """What an attention half computes, for one input: every quantity once, from x and what was kept."""
 
@@ -67,6 +74,10 @@ class AttentionHalf(Half):
         self.B, self.S = batch_and_rows(x)
         self.D = head_dim(t, o)
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
+
+    def low_rank(self, letter: str) -> LowRank | None:
+        pair = update_of(letter, self.x.shape[0], self.t, self.o)
+        return pair if pair is None else pair.cast(self.o.dtype)
 
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
@@ -97,12 +108,12 @@ class AttentionHalf(Half):
 
     def project(self, h: Tensor) -> Tensor:
         """q, k and v: all weights write into one buffer, none is copied."""
-        if self.key_value is None and self.t.wk is None:
-            return eager.product(h, self.cast(self.t.wq), self.cast(self.t.bq))
         qkv = h.new_empty(projected_shape(self.B, self.S, self.t, self.o))
         for part, out in self.parts(qkv):
             rows, w, b = self.key_value if part.of_key_value else h, self.cast(part.weight), self.cast(part.bias)
             torch.mm(rows, w.t(), out=out) if b is None else torch.addmm(b, rows, w.t(), out=out)
+            if (pair := self.low_rank(part.letter)) is not None:
+                pair.add(self.p, out, rows)
         return qkv
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,9 +182,42 @@ class AttentionHalf(Half):
 
     def branch(self, out: Tensor) -> Tensor:
         """dropout(o Wo^T + bo) [tokens, d]."""
-        return self.drop(eager.product(self.out_rows(out), self.cast(self.t.wo), self.cast(self.t.bo)))
+        rows = self.out_rows(out)
+        f = eager.product(rows, self.cast(self.t.wo), self.cast(self.t.bo))
+        if (pair := self.low_rank("o")) is not None:
+            pair.add(self.p, f, rows)
+        return self.drop(f)
 
     # -- backward
+
+    def inner_gradient(self, part: Projection, d: Tensor, need: Collection[str], reads_input: bool) -> Tensor | None:
+        """What a low-rank update's gradients are made of, if there is one and any of them is needed."""
+        pair = self.low_rank(part.letter)
+        if pair is None or not (reads_input or not need.isdisjoint(names_of(part.letter))):
+            return None
+        return pair.inner_gradient(d)
+
+    def add_input_gradient(self, part: Projection, d: Tensor, du: Tensor | None, total: Tensor | None) -> Tensor:
+        """total + the gradient of what a projection reads, in total if there is one."""
+        w = self.cast(part.weight)
+        total = torch.mm(d, w) if total is None else total.addmm_(d, w)
+        if du is not None:
+            self.low_rank(part.letter).add_input_gradient(self.p, du, total)
+        return total
+
+    def weight_gradients(
+        self, part: Projection, d: Tensor, du: Tensor | None, rows: Tensor, need: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Of a projection's weight, bias and low-rank update, from the gradient d of its result and the rows it reads."""
+        (w, b), (lora_a, lora_b), grads = (f"w{part.letter}", f"b{part.letter}"), names_of(part.letter), {}
+        if w in need:
+            grads[w] = weight_grad(d, rows, part.weight.dtype)
+        if b in need:
+            grads[b] = eager.column_sum(d)
+        sums = {name: WeightGrad(getattr(self.t, name).dtype, 1) for name in (lora_a, lora_b) if name in need}
+        if sums:
+            self.low_rank(part.letter).add_gradients(self.p, d, du, rows, sums.get(lora_a), sums.get(lora_b))
+        return grads | {name: total.result() for name, total in sums.items()}
 
     def core_gradients(self, heads, do, out, lse, delta, raw, inner: Collection[str]) -> tuple[Tensor, dict]:
         """(gradients of the projections, those of the q/k norms' weights and of the mask) from do."""
@@ -214,13 +258,11 @@ class AttentionHalf(Half):
         inputs = {False: (h, self.needs_dh(need), []), True: (self.key_value, "key_value" in need, [])}
         for part, d in self.parts(dqkv):
             rows, wanted, total = inputs[part.of_key_value]
-            if f"w{part.letter}" in need:
-                grads.setdefault(f"w{part.letter}", []).append(weight_grad(d, rows, part.weight.dtype))
-            if f"b{part.letter}" in need:
-                grads.setdefault(f"b{part.letter}", []).append(eager.column_sum(d))
+            du = self.inner_gradient(part, d, need, wanted)
+            for name, grad in self.weight_gradients(part, d, du, rows, need).items():
+                grads.setdefault(name, []).append(grad)
             if wanted:
-                w = self.cast(part.weight)
-                total[:] = [total[0].addmm_(d, w) if total else torch.mm(d, w)]
+                total[:] = [self.add_input_gradient(part, d, du, total[0] if total else None)]
         joined = {name: made[0] if len(made) == 1 else torch.cat(made) for name, made in grads.items()}
         (_, _, dh), (_, _, dkey_value) = inputs.values()
         if dkey_value:
@@ -235,18 +277,26 @@ def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
     return half.output(half.branch(out)), out, lse, qkv
 
 
+OF_OUTPUT = frozenset(("wo", "bo", *names_of("o")))
+
+
 def behind_core(need: Collection[str], o: AttentionOptions) -> set[str]:
     """The inputs whose gradients come through the core."""
-    return set(need) - {"wo", "bo"} - after_branch(o)
+    return set(need) - OF_OUTPUT - after_branch(o)
+
+
+def reads_core(need: Collection[str]) -> bool:
+    """Are there gradients of what reads o?"""
+    return not OF_OUTPUT.isdisjoint(need - {"bo"})
 
 
 def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]:
     """(need dq, need dk and dv) for the gradients of `inner`."""
     inner = set(inner) - {"mask"}
-    behind_q, packed = {"q_norm", "q_norm_bias"}, {"wq", "bq"} if t.wk is None else set()
-    read_by_q = {"x", "norm_weight", "norm_bias"}
+    behind_q, of_q = {"q_norm", "q_norm_bias"}, {"wq", "bq", *names_of("q")}
+    packed, read_by_q = of_q if t.wk is None else set(), {"x", "norm_weight", "norm_bias"}
     behind_both = packed if t.key_value is not None else packed | read_by_q
-    behind_q |= ({"wq", "bq"} | read_by_q) - behind_both
+    behind_q |= (of_q | read_by_q) - behind_both
     if behind_both & inner:
         return True, True
     return bool(behind_q & inner), bool(inner - behind_q)
@@ -261,7 +311,7 @@ def attention_half_backward(
     """
     half, need = AttentionHalf(x, t, o), needed_names(AttentionTensors, needs)
     inner, reads = behind_core(need, o), reads_branch(o, need)
-    rebuilt = out is None and (bool(inner) or reads or "wo" in need)
+    rebuilt = out is None and (bool(inner) or reads or reads_core(need))
     if inner or rebuilt:
         h = half.inputs()
         raw = half.project(h) if qkv is None else qkv
@@ -272,14 +322,14 @@ def attention_half_backward(
         f = half.branch(out)
     dy, df, grads = half.branch_gradients(dy, f, need)
     f = do = delta = None
+    last = out_projection(t)
+    du = half.inner_gradient(last, df, need, bool(inner))
     if inner:
-        do = torch.mm(df, half.cast(t.wo)).view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
+        do = half.add_input_gradient(last, df, du, None)
+        do = do.view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
     if rebuilt and not reads:
         out, lse, delta = attend(half.p, *heads, half.core, do)
-    if "wo" in need:
-        grads["wo"] = weight_grad(df, half.out_rows(out), t.wo.dtype)
-    if "bo" in need:
-        grads["bo"] = eager.column_sum(df)
+    grads |= half.weight_gradients(last, df, du, half.out_rows(out) if reads_core(need) else None, need)
     if inner:
         dqkv, made = half.core_gradients(heads, do, out, lse, delta, raw, inner)
         grads |= made
@@ -306,11 +356,13 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     D, H = head_dim(t, o), o.num_heads
     h = composite_inputs(x, t, o)
 
-    def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return F.linear(rows, cast_parameter(w, o.dtype), cast_parameter(b, o.dtype))
+    def linear(rows: Tensor, part: Projection) -> Tensor:
+        y = F.linear(rows, cast_parameter(part.weight, o.dtype), cast_parameter(part.bias, o.dtype))
+        pair = update_of(part.letter, B * S, t, o)
+        return y if pair is None else y + pair.composite(rows)
 
     sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
-    qkv = [linear(sources[part.of_key_value], part.weight, part.bias) for part in projections(t, o)]
+    qkv = [linear(sources[part.of_key_value], part) for part in projections(t, o)]
     if t.key_value is None:
         q, k, v = split_heads(torch.cat(qkv, -1).view(B, S, projected_shape(B, S, t, o)[1]), o)
     else:
@@ -323,7 +375,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         q, k = (composite_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
     core = half_core(t, o)
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
-    f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), t.wo, t.bo)
+    f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), out_projection(t))
     return composite_output(x, f, t, o)
 
 
@@ -340,16 +392,38 @@ def attention_half_fake(x: Tensor, t: AttentionTensors, o: AttentionOptions):
     return x.new_empty((*x.shape[:-1], t.wo.shape[0]), dtype=output_dtype(x, o)), out, lse, qkv
 
 
-def _flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, products: Collection[Projection], core: int) -> int:
-    """FLOPs of products with weights, and of `core` products of attention's core."""
+def products_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, products: Collection[Projection]) -> int:
+    """FLOPs of products with weights, each with its low-rank update."""
+    flops, (B, S) = 0, batch_and_rows(x)
+    for part in products:
+        rows = _rows_of(part, x, t)
+        flops += 2 * rows * part.weight.numel() + lora_flops(rows, update_of(part.letter, B * S, t, o), 1, 1)
+    return flops
+
+
+def core_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, products: int) -> int:
+    """FLOPs of so many products of attention's core."""
+    (B, S), D = batch_and_rows(x), head_dim(t, o)
+    return attention_flops((B, o.num_heads, S, D), (B, o.num_kv_heads, key_rows(S, t), D), products)
+
+
+def _rows_of(part: Projection, x: Tensor, t: AttentionTensors) -> int:
     B, S = batch_and_rows(x)
-    D, S_k = head_dim(t, o), key_rows(S, t)
-    rows = sum(2 * B * (S_k if one.of_key_value else S) * one.weight.numel() for one in products)
-    return rows + attention_flops((B, o.num_heads, S, D), (B, o.num_kv_heads, S_k, D), core)
+    return B * (key_rows(S, t) if part.of_key_value else S)
+
+
+def _gradient_flops(
+    part: Projection, x: Tensor, t: AttentionTensors, o: AttentionOptions, need: Collection[str], reads_input: bool
+) -> int:
+    """FLOPs of a projection's gradients: of what it reads, its weight, and its low-rank update."""
+    rows, pair = _rows_of(part, x, t), update_of(part.letter, rows_2d(x).shape[0], t, o)
+    products = reads_input + (f"w{part.letter}" in need)
+    of_update = gradient_flops(rows, pair, reads_input, *(name in need for name in names_of(part.letter)))
+    return products * 2 * rows * part.weight.numel() + of_update
 
 
 def attention_half_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> int:
-    return _flops(x, t, o, [*projections(t, o), out_projection(t)], 2)
+    return products_flops(x, t, o, [*projections(t, o), out_projection(t)]) + core_flops(x, t, o, 2)
 
 
 def attention_half_backward_flops(
@@ -357,15 +431,15 @@ def attention_half_backward_flops(
 ) -> int:
     need = needed_names(AttentionTensors, needs)
     inner, reads = behind_core(need, o), reads_branch(o, need)
-    rebuilt = out is None and (bool(inner) or reads or "wo" in need)
-    parts = projections(t, o)
-    # do, dWo, and the branch's result
-    products = [out_projection(t)] * (bool(inner) + ("wo" in need) + (reads and f is None))
+    rebuilt = out is None and (bool(inner) or reads or reads_core(need))
+    parts, last = projections(t, o), out_projection(t)
+    products = [last] * (reads and f is None)
     if (inner or rebuilt) and qkv is None:
         products += parts
+    gradients = _gradient_flops(last, x, t, o, need, bool(inner))
     for part in parts:
         wanted = {"key_value"} if part.of_key_value else {"x", "norm_weight", "norm_bias"}
-        products += [part] * (bool(inner & wanted) + (f"w{part.letter}" in need))
+        gradients += _gradient_flops(part, x, t, o, need, bool(inner & wanted))
     need_dq, need_dkv = core_needs(inner, t)
     core = 2 * rebuilt + gradient_products(need_dq, need_dkv, "mask" in inner)
-    return _flops(x, t, o, products, core)
+    return gradients + products_flops(x, t, o, products) + core_flops(x, t, o, core)

@@ -15,6 +15,7 @@ class AttentionTensors(NamedTuple):
     key_value: what k and v are projected from, None where it is what q is projected from.
     padding: key_padding_mask [B, S_k], or a second attn_mask, which has four dimensions.
     q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
+    LAYER_lora_a, LAYER_lora_b: low-rank updates (`low_rank`) of wq, wk, wv and wo.
     """
 
     key_value: Tensor | None
@@ -35,6 +36,14 @@ class AttentionTensors(NamedTuple):
     k_norm: Tensor | None
     q_norm_bias: Tensor | None
     k_norm_bias: Tensor | None
+    q_lora_a: Tensor | None
+    q_lora_b: Tensor | None
+    k_lora_a: Tensor | None
+    k_lora_b: Tensor | None
+    v_lora_a: Tensor | None
+    v_lora_b: Tensor | None
+    o_lora_a: Tensor | None
+    o_lora_b: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
     mask: Tensor | None
@@ -44,11 +53,13 @@ class AttentionTensors(NamedTuple):
     rng: Tensor | None = None
     resid_rng: Tensor | None = None
     path_rng: Tensor | None = None
+    lora_rng: Tensor | None = None
 
 
 class AttentionOptions(NamedTuple):
     """The half's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none; left,
-    right: visible columns, None for no bound; max_len: the longest packed sequence."""
+    right: visible columns, None for no bound; max_len: the longest packed sequence; lora: the probability of the low-rank
+    updates' dropout, and a scale for each of q, k, v and o."""
 
     num_heads: int
     num_kv_heads: int
@@ -77,8 +88,11 @@ class AttentionOptions(NamedTuple):
     backend: str
     precision: str
     fused: str
+    lora: tuple[float, ...]
     dtype: torch.dtype
 
+
+LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
 
 # Places, among the op's inputs with x first, of those without a gradient: all from cos on, except the mask.
 CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + len(AttentionTensors._fields)))

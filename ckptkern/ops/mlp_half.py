@@ -15,11 +15,13 @@ from ._needs import needed, needed_names
 from ._rows import rows_2d
 from .dropout import dropout_arguments, dropped
 from .gated_mlp import GatedMLP
+from .low_rank_mlp import UPDATES, LowRankMLP
 from .mlp import MLP
 
 
 class MLPTensors(NamedTuple):
-    """The tensors of an MLP half. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`."""
+    """The tensors of an MLP half. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`. LAYER_lora_a, LAYER_lora_b:
+    low-rank updates (`low_rank`)."""
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -32,13 +34,21 @@ class MLPTensors(NamedTuple):
     up_bias: Tensor | None
     down_weight: Tensor
     down_bias: Tensor | None
+    gate_lora_a: Tensor | None
+    gate_lora_b: Tensor | None
+    up_lora_a: Tensor | None
+    up_lora_b: Tensor | None
+    down_lora_a: Tensor | None
+    down_lora_b: Tensor | None
     rng: Tensor | None = None
     resid_rng: Tensor | None = None
     path_rng: Tensor | None = None
+    lora_rng: Tensor | None = None
 
 
 class MLPOptions(NamedTuple):
-    """The half's other arguments. norm, post_norm "" is none."""
+    """The half's other arguments. norm, post_norm "" is none; lora: the probability of the low-rank updates' dropout, and a
+    scale for each of gate, up and down."""
 
     norm: str
     norm_eps: float
@@ -55,6 +65,7 @@ class MLPOptions(NamedTuple):
     backend: str
     precision: str
     workspace: int
+    lora: tuple[float, ...]
     dtype: torch.dtype
 
 
@@ -66,7 +77,7 @@ GATED = ("gate_weight", "gate_bias", *PLAIN)
 class Branch(NamedTuple):
     """The MLP op of a half: its description, the names of its weights and biases, its arguments after x, and its statics."""
 
-    op: type[MLP] | type[GatedMLP]
+    op: type[MLP] | type[GatedMLP] | type[LowRankMLP]
     names: tuple[str, ...]
     arguments: tuple[Tensor | None, ...]
     statics: tuple
@@ -78,8 +89,10 @@ class Branch(NamedTuple):
 
 def branch_of(t: MLPTensors, o: MLPOptions) -> Branch:
     op, names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
-    arguments = (*(getattr(t, name) for name in names), t.rng)
-    return Branch(op, names, arguments, (o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace))
+    statics: tuple = (o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace)
+    if o.lora:
+        op, names, statics = LowRankMLP, (*GATED, *UPDATES, "lora_rng"), (*statics, o.lora)
+    return Branch(op, names, (*(getattr(t, name) for name in names), t.rng), statics)
 
 
 class MLPHalf(Half):
@@ -93,10 +106,10 @@ class MLPHalf(Half):
         """The branch's result, which no level keeps: by one product from the hidden layer if that was kept, or all of it."""
         op, _, arguments, statics = self.branch
         t, o, (*before, hidden) = self.t, self.o, kept
-        if hidden is None and before[0] is not None:
+        if hidden is None and before[0] is not None and op is not LowRankMLP:
             made = self.p.act_fwd(before[0], before[1] if op is GatedMLP else None, o.activation)
             hidden = dropped(self.p, made, dropout_arguments(t.rng, o.dropout_p), 0)
-        if hidden is None:
+        if hidden is None or op is LowRankMLP:
             return self.drop(op.forward(h, *arguments, *statics[:2], "full", *statics[3:])[0])
         return self.drop(eager.product(hidden, self.cast(t.down_weight), self.cast(t.down_bias)))
 
@@ -150,7 +163,8 @@ def mlp_half_fake(x: Tensor, t: MLPTensors, o: MLPOptions):
 
 
 def mlp_half_flops(x: Tensor, t: MLPTensors) -> int:
-    weights = sum(w.numel() for w in (t.gate_weight, t.up_weight, t.down_weight) if w is not None)
+    names = ("gate_weight", "up_weight", "down_weight", *UPDATES)
+    weights = sum(getattr(t, name).numel() for name in names if getattr(t, name) is not None)
     return 2 * rows_2d(x).shape[0] * weights
 
 
@@ -160,5 +174,5 @@ def mlp_half_backward_flops(dy, x, t: MLPTensors, o: MLPOptions, kept, needs: in
     flops = branch.op.backward_flops(rows_2d(dy), rows_2d(x), *branch.arguments, *kept, *branch.statics, inner)
     if not reads_branch(o, need):
         return flops
-    hidden_kept = any(k is not None for k in kept)
+    hidden_kept = any(k is not None for k in kept) and branch.op is not LowRankMLP
     return flops + (2 * rows_2d(x).shape[0] * t.down_weight.numel() if hidden_kept else mlp_half_flops(x, t))

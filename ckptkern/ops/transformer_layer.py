@@ -28,8 +28,9 @@ from .attention_half import (
     attention_half_backward_flops,
     attention_half_fake,
     attention_half_flops,
+    products_flops,
 )
-from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors
+from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors, out_projection
 from .mlp_block import gather as gather_mlp
 from .mlp_block import mlp_block
 from .mlp_half import (
@@ -64,12 +65,12 @@ INTS, FLOATS, NAMES, ROWS = (
 
 
 def _as_lists(o: AttentionOptions | None) -> tuple[tuple, tuple, tuple, tuple]:
-    """(ints and which rows are given, floats, names, the given rows); all empty for None."""
+    """(ints and which rows are given, floats and what `lora` has, names, the given rows); all empty for None."""
     if o is None:
         return (), (), (), ()
     ints, floats, names, rows = (tuple(getattr(o, name) for name in kind) for kind in (INTS, FLOATS, NAMES, ROWS))
     given = tuple(row is not None for row in rows)
-    return tuple(map(int, ints + given)), floats, names, tuple(row for row in rows if row is not None)
+    return tuple(map(int, ints + given)), (*floats, *o.lora), names, tuple(row for row in rows if row is not None)
 
 
 def _from_lists(ints, floats, names, rows, layer: AttentionOptions) -> AttentionOptions:
@@ -77,7 +78,8 @@ def _from_lists(ints, floats, names, rows, layer: AttentionOptions) -> Attention
     values = iter(rows)
     bounds = [next(values) if given else None for given in ints[len(INTS) :]]
     return layer._replace(
-        **dict(zip(INTS, ints[: len(INTS)], strict=True)), **dict(zip(FLOATS, floats, strict=True)),
+        lora=tuple(floats[len(FLOATS) :]), **dict(zip(FLOATS, floats[: len(FLOATS)], strict=True)),
+        **dict(zip(INTS, ints[: len(INTS)], strict=True)),
         **dict(zip(NAMES, names, strict=True)), **dict(zip(ROWS, bounds, strict=True)),
     )  # fmt: skip
 
@@ -231,7 +233,7 @@ class TransformerLayer(Op):
                 flops += attention_half_flops(x, t, o)
                 out = qkv = x
             elif rebuilds:
-                flops += 2 * rows_2d(x).shape[0] * t.wo.numel()
+                flops += products_flops(x, t, o, [out_projection(t)])
             if needs[i]:
                 flops += attention_half_backward_flops(x, t, o, out, qkv, needs[i], x if rebuilds else None)
         return flops

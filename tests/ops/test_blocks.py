@@ -357,7 +357,7 @@ def test_opcheck(block):
 
 # Every block at one level, one of each op at the others.
 COMPILED = blocks(("selective",)) + blocks(("none", "full"), names=("pre-norm",))
-COMPILED += variants(("selective",), ("gemma", "parallel", "crossing", "decoder", "learned bias"))
+COMPILED += variants(("selective",), ("gemma", "parallel", "crossing", "decoder", "learned bias", "low-rank decoder"))
 
 
 @pytest.mark.parametrize("block", COMPILED)
@@ -464,7 +464,7 @@ def test_two_masks_of_one_graph_differ(block):
     assert not torch.equal(*ours["y"])
 
 
-@pytest.mark.parametrize("block", blocks() + variants(("full",), ("learned bias",)))
+@pytest.mark.parametrize("block", blocks() + variants(("full",), ("learned bias", "low-rank decoder")))
 def test_torch_func_grad(block):
     tensors = block.make()
     dy = output_gradient(block.fused(tensors))
@@ -491,7 +491,7 @@ def test_per_sample_gradients(block):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("block", blocks() + variants(("full",), ("learned bias",)))
+@pytest.mark.parametrize("block", blocks() + variants(("full",), ("learned bias", "low-rank llama")))
 def test_inside_a_checkpoint(block, reentrant):
     tensors = block.make()
 
@@ -928,7 +928,7 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-KERNEL_VARIANTS = ("normed branch", "normed heads in groups", "learned bias", "post-norm decoder")
+KERNEL_VARIANTS = ("normed branch", "normed heads in groups", "learned bias", "post-norm decoder", "low-rank llama")
 
 
 @pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), KERNEL_VARIANTS)[1:])

@@ -1,0 +1,92 @@
+"""What low-rank updates have besides what test_blocks.py holds of every variant of the halves."""
+
+import pytest
+import torch
+from blocks import MLP, Attention, Block
+from cases import SEED, assert_same, assert_same_within_rounding, gradients
+
+import ckptkern
+from ckptkern.errors import DeviceError, DtypeError, ShapeError
+
+GATED = Block(
+    "gated", mlp=MLP(gated=True, activation="silu", lora=("gate", "up", "down"), lora_p=0.3), recompute="full"
+)
+PLAIN = Block("plain", mlp=MLP(activation="relu", lora=("up", "down"), lora_p=0.3), recompute="full")
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("block", [GATED, PLAIN], ids=str)
+def test_chunks_of_tokens(block, backend):
+    """A workspace too small for 300 tokens; masks and gradients as without."""
+    tensors = block.make(lead=(300,))
+
+    def small(t):
+        torch.manual_seed(SEED)
+        return ckptkern.mlp_block(t["x"], **block.mlp.arguments(t), recompute="full", workspace=1)
+
+    with ckptkern.backend(backend):
+        assert_same_within_rounding(gradients(small, tensors), gradients(block.fused, tensors))
+
+
+def test_levels_of_chunks_have_the_same_bits():
+    """Forward takes the chunks that backward takes."""
+    tensors = GATED.make(lead=(300,))
+
+    def at(level):
+        def small(t):
+            torch.manual_seed(SEED)
+            return ckptkern.mlp_block(t["x"], **GATED.mlp.arguments(t), recompute=level, workspace=1)
+
+        return gradients(small, tensors)
+
+    for level in ("selective", "none"):
+        assert_same(at(level), at("full"))
+
+
+def test_a_frozen_layer_has_gradients_of_its_updates_alone():
+    """As a LoRA fine-tuning has it: no product of a frozen weight's gradient, and the bits of all-trained."""
+    block = Block(
+        "llama", Attention(norm="rms", bias=False, packed=False, lora=("q", "v")), MLP(gated=True, lora=("down",))
+    )
+    frozen = [name for name in block.make() if "lora" not in name]
+    grads = gradients(block.fused, block.make(frozen=frozen))
+    assert sorted(name for name in grads if name != "y") == sorted(name for name in block.make() if "lora" in name)
+    everything = gradients(block.fused, block.make())
+    assert_same(grads, {name: everything[name] for name in grads})
+
+
+def test_without_training_nothing_is_dropped():
+    tensors = GATED.make()
+    y = ckptkern.mlp_block(tensors["x"], **GATED.mlp.arguments(tensors), training=False)
+    torch.testing.assert_close(y, GATED.without_dropout().plain(tensors))
+
+
+X, UP, DOWN = torch.randn(3, 8), torch.randn(12, 8), torch.randn(8, 12)
+A, B = torch.randn(2, 8), torch.randn(12, 2)
+ERRORS = {
+    "no dict": (TypeError, "lora must be a dict", [(A, B, 1.0)]),
+    "another layer": (ValueError, "lora has 'q', but the layers are 'up', 'down'", {"q": (A, B, 1.0)}),
+    "no scale": (TypeError, r"lora\['up'\] must be \(A, B, scale\)", {"up": (A, B)}),
+    "a tensor": (TypeError, r"lora\['up'\] must be \(A, B, scale\)", {"up": A}),
+    "A turned": (ShapeError, r"must be \[r, 8\] and \[12, r\], but have shapes \(8, 2\)", {"up": (A.t(), B, 1.0)}),
+    "another rank": (ShapeError, r"must be \[r, 8\] and \[12, r\]", {"up": (A, B[:, :1], 1.0)}),
+    "a vector": (ShapeError, r"must be \[r, 8\] and \[12, r\]", {"up": (A[0], B, 1.0)}),
+    "integers": (DtypeError, r"B of lora\['up'\] must be floating point", {"up": (A, B.int(), 1.0)}),
+    "no number": (TypeError, r"the scale of lora\['up'\] must be a number", {"up": (A, B, "1")}),
+    "a trained scale": (ValueError, "no gradient is formed for the scale", {"up": (A, B, torch.ones((), requires_grad=True))}),
+    "elsewhere": (DeviceError, r"A of lora\['up'\] is on meta", {"up": (A.to("meta"), B, 1.0)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "lora"), ERRORS.values(), ids=ERRORS)
+def test_errors(error, message, lora):
+    with pytest.raises(error, match=message):
+        ckptkern.mlp_block(X, UP, None, DOWN, None, lora=lora)
+
+
+def test_probability_and_packed_crossing_are_checked():
+    with pytest.raises(ValueError, match="dropout probability"):
+        ckptkern.mlp_block(X, UP, None, DOWN, None, lora={"up": (A, B, 1.0)}, lora_dropout_p=2.0)
+    weight, update = torch.randn(24, 8), (torch.randn(2, 8), torch.randn(24, 2), 1.0)
+    with pytest.raises(ValueError, match="pass three weights"):
+        ckptkern.attention_block(X, weight, None, torch.eye(8), None, 2, key_value=X, lora={"qkv": update})
