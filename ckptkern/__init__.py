@@ -4,6 +4,7 @@ from . import errors, memory, nn, storage
 from .conversion import Conversion, convert, revert
 from .ops import (
     ACTIVATIONS,
+    LoRA,
     attention_block,
     backend,
     dropout,
@@ -22,7 +23,7 @@ from .segments.sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
 __all__ = [
-    "ACTIVATIONS", "Conversion", "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed",
+    "ACTIVATIONS", "Conversion", "LoRA", "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed",
     "convert", "dropout",
     "errors", "gated_mlp", "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch", "revert",
     "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch", "varlen_attn",

@@ -144,8 +144,10 @@ class Half:
         return shapes | {f"{name}_lora_b": (rows, RANK) for name, (rows, _) in given.items()}
 
     def lora_arguments(self, t: Tensors) -> dict:
-        updates = {name: (t[f"{name}_lora_a"], t[f"{name}_lora_b"], LORA_SCALE) for name in self.lora}
-        return dict(lora=updates, lora_dropout_p=self.lora_p) if updates else {}
+        tensors = {name: [t[f"{name}_lora_{one}"] for one in "ab"] for name in self.lora}
+        return {
+            "lora": {name: ckptkern.LoRA(a, b, LORA_SCALE, self.lora_p) for name, (a, b) in tensors.items()} or None
+        }
 
     def lora_state(self, drawn: Draws) -> Tensor | None:
         return next(drawn) if self.lora_p else None

@@ -8,11 +8,12 @@ from .dropout import dropout
 from .gated_mlp import gated_mlp
 from .linear_act import linear_act
 from .linear_stack import linear_stack
+from .low_rank import LoRA
 from .mlp import mlp
 from .mlp_block import mlp_block
 from .transformer_layer import transformer_layer
 
 __all__ = [
-    "ACTIVATIONS", "attention_block", "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp", "mlp_block",
-    "scaled_dot_product_attention", "transformer_layer", "varlen_attn",
+    "ACTIVATIONS", "LoRA", "attention_block", "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp",
+    "mlp_block", "scaled_dot_product_attention", "transformer_layer", "varlen_attn",
 ]  # fmt: skip

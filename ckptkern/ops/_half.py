@@ -18,7 +18,7 @@ from ._checks import check_choice, check_flags, check_number, check_probability,
 from ._choices import primitives
 from ._rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
-from .low_rank import lora_dropout_p
+from .low_rank import drops
 
 NORMS = ("layer", "rms")
 AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "branch_scale"))
@@ -27,10 +27,10 @@ LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    probabilities = {"lora_rng": lora_dropout_p(o), "rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
-    if not training or not any(probabilities.values()):
+    drops_of = {"lora_rng": drops(o), "rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
+    if not training or not any(drops_of.values()):
         return t
-    return t._replace(**{name: draw_state(x, p, training) for name, p in probabilities.items()})
+    return t._replace(**{name: draw_state(x, p, training) for name, p in drops_of.items()})
 
 
 def sample_shape(x: Tensor) -> tuple[int, ...]:

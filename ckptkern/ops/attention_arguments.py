@@ -100,13 +100,13 @@ def check_output(op: str, x: Tensor, out_weight, out_bias, features: int, residu
         raise ShapeError(f"{op}: residual needs out_weight with {x.shape[-1]} rows, but it has {out_weight.shape[0]}")
 
 
-def check_lora(op: str, x: Tensor, key_value, lora, p: float, weights: Sequence[Tensor], out_weight: Tensor):
+def check_lora(op: str, x: Tensor, key_value, lora, weights: Sequence[Tensor], out_weight: Tensor):
     """Low-rank updates as tensors by field and numbers."""
     names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
     if lora is not None and "qkv" in lora and key_value is not None:
         raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
     layers = {name: (name[0], weight) for name, weight in zip(names, weights, strict=True)} | {"out": ("o", out_weight)}
-    return gather_lora(op, x, lora, p, layers, LAYERS)
+    return gather_lora(op, x, lora, layers, LAYERS)
 
 
 def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
@@ -193,13 +193,12 @@ def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
     qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
     mask_hides=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
-    scale=None, softcap=None, dropout_p=0.0, lora=None, lora_dropout_p=0.0, residual=False, training=True,
+    scale=None, softcap=None, dropout_p=0.0, lora=None, residual=False, training=True,
     recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_level(op, recompute)
     check_probability(op, dropout_p)
-    check_probability(op, lora_dropout_p)
     check_flags(
         op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_hides=mask_hides, residual=residual,
         training=training,
@@ -217,7 +216,7 @@ def gather(
     S_k = S if key_value is None else key_value.shape[-2]
     weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv)
     check_output(op, x, out_weight, out_bias, H * D, residual)
-    lora_tensors, lora_numbers = check_lora(op, x, key_value, lora, lora_dropout_p, weights, out_weight)
+    lora_tensors, lora_numbers = check_lora(op, x, key_value, lora, weights, out_weight)
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, D)

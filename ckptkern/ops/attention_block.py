@@ -21,6 +21,7 @@ from .attention_half import (
     attention_half_flops,
 )
 from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors
+from .low_rank import LoRA
 
 TENSORS = len(AttentionTensors._fields)
 
@@ -116,7 +117,7 @@ def attention_block(
     attn_mask: Tensor | tuple[Tensor, Tensor] | None = None, mask_hides: bool = False, key_padding_mask: Tensor | None = None,
     window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, dropout_p: float = 0.0,
-    lora: Mapping[str, tuple[Tensor, Tensor, float]] | None = None, lora_dropout_p: float = 0.0,
+    lora: Mapping[str, LoRA] | None = None,
     branch_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
     residual: bool = False, training: bool = True, recompute: str = "selective",
 ) -> Tensor:  # fmt: skip
@@ -158,9 +159,8 @@ def attention_block(
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
     dropout_p of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic
     depth; x [S, d] and [tokens, d] is one sample): replayed from 16 bytes each.
-    lora: low-rank updates (LoRA, arXiv 2106.09685) of the layers "q", "k", "v" or "qkv", and "out": (A, B, scale) each, for
-    x W^T + b + scale dropout(x) A^T B^T with A [r, in_features], B [out_features, r] and dropout of lora_dropout_p. What
-    passes through them is rebuilt, and a frozen W gets no gradient.
+    lora: low-rank updates, a ckptkern.LoRA each, of the layers "q", "k", "v" or "qkv", and "out". What passes through them is
+    rebuilt in backward, and a frozen weight gets no gradient.
     recompute: what is kept for backward besides parameters (x itself, not a copy):
 
         "none"       x, q, k, v, o, lse
@@ -178,8 +178,7 @@ def attention_block(
         post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
         rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_hides=mask_hides,
         key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, lora=lora,
-        lora_dropout_p=lora_dropout_p, branch_scale=branch_scale,
+        max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, lora=lora, branch_scale=branch_scale,
         resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, training=training,
         recompute=recompute,
     )  # fmt: skip

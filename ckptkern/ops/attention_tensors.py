@@ -58,8 +58,8 @@ class AttentionTensors(NamedTuple):
 
 class AttentionOptions(NamedTuple):
     """The half's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none; left,
-    right: visible columns, None for no bound; max_len: the longest packed sequence; lora: the probability of the low-rank
-    updates' dropout, and a scale for each of q, k, v and o."""
+    right: visible columns, None for no bound; max_len: the longest packed sequence; lora: scale and
+    dropout_p of the low-rank update of each of q, k, v and o."""
 
     num_heads: int
     num_kv_heads: int

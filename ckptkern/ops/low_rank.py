@@ -8,7 +8,8 @@ random state, of which each has rows of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,12 +19,25 @@ from torch.nn import functional as F
 
 from .. import eager
 from ..errors import ShapeError
-from ._checks import check_number, check_tensor
+from ._checks import check_number, check_probability, check_tensor
 from ._gradients import WeightGrad
 from ._rows import cast_parameter
 from .dropout import dropout_arguments, dropped
 
 Dropout = tuple[Tensor | None, int, float]  # (state, threshold, scale), as the primitives take it
+
+
+class LoRA(NamedTuple):
+    """A low-rank update of a linear layer: y = x W^T + b + scale * dropout(x) a^T b^T.
+
+    a [r, in_features], b [out_features, r]; dropout_p: of the update's own input. (Hu et al. 2021, arXiv 2106.09685; in peft
+    a is lora_A.weight, b lora_B.weight, and scale lora_alpha / r.)
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    dropout_p: float = 0.0
 
 
 class LowRank(NamedTuple):
@@ -92,13 +106,14 @@ def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> 
     a, b = (getattr(t, name) for name in names_of(layer))
     if a is None:
         return None
-    p, *scales = o.lora
     place = layers.index(layer)
-    return LowRank(a, b, scales[place], dropout_arguments(t.lora_rng, p), place * rows)
+    scale, p = o.lora[2 * place : 2 * place + 2]
+    return LowRank(a, b, scale, dropout_arguments(t.lora_rng if p else None, p), place * rows)
 
 
-def lora_dropout_p(o: Any) -> float:
-    return o.lora[0] if o.lora else 0.0
+def drops(o: Any) -> bool:
+    """Has any update of a half dropout?"""
+    return any(o.lora[1::2])
 
 
 def lora_flops(rows: int, pair: LowRank | None, products_a: int, products_b: int) -> int:
@@ -112,33 +127,40 @@ def gradient_flops(rows: int, pair: LowRank | None, need_x: bool, need_a: bool, 
 
 
 def gather_lora(
-    op: str, x: Tensor, lora: Mapping[str, Any] | None, p: float, weights: Mapping[str, tuple[str, Tensor]],
+    op: str,
+    x: Tensor,
+    lora: Mapping[str, Any] | None,
+    weights: Mapping[str, tuple[str, Tensor]],
     layers: tuple[str, ...],
-) -> tuple[dict[str, Tensor | None], tuple[float, ...]]:  # fmt: skip
-    """(tensors by field, (p, a scale for each of `layers`), empty without updates). weights: (layer, weight) by the name that
-    `lora` has for it."""
+) -> tuple[dict[str, Tensor | None], tuple[float, ...]]:
+    """(tensors by field; scale and dropout_p of each of `layers`, nothing without updates). weights: (layer, weight) by its name
+    in `lora`."""
     tensors: dict[str, Tensor | None] = dict.fromkeys(name for layer in layers for name in names_of(layer))
     if lora is None:
         return tensors, ()
     if not isinstance(lora, Mapping):
-        raise TypeError(f"{op}: lora must be a dict of (A, B, scale) by layer, not {type(lora).__name__}")
-    scales = dict.fromkeys(layers, 0.0)
+        raise TypeError(f"{op}: lora must be a dict of ckptkern.LoRA by layer, not {type(lora).__name__}")
+    numbers = dict.fromkeys(layers, (0.0, 0.0))
     for name, given in lora.items():
         if name not in weights:
             raise ValueError(f"{op}: lora has {name!r}, but the layers are {', '.join(map(repr, weights))}")
-        if not isinstance(given, Iterable) or isinstance(given, Tensor) or len(given := tuple(given)) != 3:
-            raise TypeError(f"{op}: lora[{name!r}] must be (A, B, scale)")
         layer, weight = weights[name]
-        (n, d), (a, b, scale) = weight.shape, given
-        check_number(op, f"the scale of lora[{name!r}]", scale)
-        for which, tensor in (("A", a), ("B", b)):
-            check_tensor(op, f"{which} of lora[{name!r}]", tensor, x)
-        r = a.shape[0] if a.dim() == 2 else 0
-        if a.shape != (r, d) or b.shape != (n, r):
-            raise ShapeError(
-                f"{op}: A and B of lora[{name!r}] must be [r, {d}] and [{n}, r], but have shapes {tuple(a.shape)} and "
-                f"{tuple(b.shape)}"
-            )
-        scales[layer] = float(scale)
+        a, b, *numbers[layer] = check_update(op, f"lora[{name!r}]", given, weight, x)
         tensors |= zip(names_of(layer), (a, b), strict=True)
-    return tensors, (float(p), *scales.values()) if lora else ()
+    return tensors, tuple(itertools.chain(*numbers.values())) if lora else ()
+
+
+def check_update(op: str, name: str, given: Any, weight: Tensor, x: Tensor) -> LoRA:
+    if not isinstance(given, (tuple, list)) or not 2 <= len(given) <= 4:
+        raise TypeError(f"{op}: {name} must be ckptkern.LoRA(a, b, scale, dropout_p), not {type(given).__name__}")
+    a, b, scale, p = LoRA(*given)
+    check_number(op, f"the scale of {name}", scale)
+    check_probability(op, p)
+    for which, tensor in (("a", a), ("b", b)):
+        check_tensor(op, f"{which} of {name}", tensor, x)
+    (n, d), r = weight.shape, a.shape[0] if a.dim() else 0
+    if a.shape != (r, d) or b.shape != (n, r):
+        raise ShapeError(
+            f"{op}: a and b of {name} must be [r, {d}] and [{n}, r], but have shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    return LoRA(a, b, float(scale), float(p))

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..errors import ShapeError
-from ._checks import check_flags, check_input, check_probability, check_statics, check_weight
+from ._checks import check_flags, check_input, check_statics, check_weight
 from ._choices import choose_backend, choose_level, choose_workspace, compute_dtype, matmul_precision
 from ._half import around, drawn
 from ._needs import fake_gradients, in_order
 from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
-from .low_rank import gather_lora
+from .low_rank import LoRA, gather_lora
 from .low_rank_mlp import LAYERS
 from .mlp_half import (
     MLPOptions,
@@ -100,11 +100,10 @@ _apply = build(MLPBlock)
 
 def gather(
     op, x, up_weight, up_bias, down_weight, down_bias, activation="gelu", dropout_p=0.0, *, gate_weight=None,
-    gate_bias=None, lora=None, lora_dropout_p=0.0, residual=True, training=True, recompute="full", workspace=None, **others,
+    gate_bias=None, lora=None, residual=True, training=True, recompute="full", workspace=None, **others,
 ) -> tuple[MLPTensors, MLPOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors, still without random states, and its options."""
     check_statics(op, activation, recompute, dropout_p)
-    check_probability(op, lora_dropout_p)
     check_flags(op, residual=residual, training=training)
     check_input(op, x)
     features = x.shape[-1]
@@ -123,7 +122,7 @@ def gather(
         raise ShapeError(f"{op}: residual needs down_weight with {features} rows, but it has {down_weight.shape[0]}")
     weights = {"gate": gate_weight, "up": up_weight, "down": down_weight}
     layers = {name: (name, weight) for name, weight in weights.items() if weight is not None}
-    lora_tensors, lora_numbers = gather_lora(op, x, lora, lora_dropout_p, layers, LAYERS)
+    lora_tensors, lora_numbers = gather_lora(op, x, lora, layers, LAYERS)
     tensors, options = around(op, x, down_weight.shape[0], residual=residual, **others)
     dtype = compute_dtype(op, x, gate_weight, up_weight, down_weight)
     t = MLPTensors(
@@ -159,8 +158,7 @@ def mlp_block(
     post_norm_weight: Tensor | None = None,
     post_norm_bias: Tensor | None = None,
     post_norm_eps: float = 1e-5,
-    lora: Mapping[str, tuple[Tensor, Tensor, float]] | None = None,
-    lora_dropout_p: float = 0.0,
+    lora: Mapping[str, LoRA] | None = None,
     branch_scale: Tensor | float | None = None,
     resid_dropout_p: float = 0.0,
     drop_path_p: float = 0.0,
@@ -181,7 +179,7 @@ def mlp_block(
     what the branch gives for a norm behind it and a trained vector: by one product, at "full" by all.
     dropout_p of the hidden layer, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth;
     x [B, ..., d] has B samples, x [tokens, d] is one): replayed from 16 bytes each.
-    lora, lora_dropout_p: as in attention_block, of the layers "gate", "up" and "down". The activation is a pass of its own.
+    lora: as in attention_block, of the layers "gate", "up" and "down". The activation is a pass of its own.
     recompute, workspace: as in mlp and gated_mlp, with x the block's input: the norm is always rebuilt.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
     RuntimeError (backend).
@@ -190,8 +188,7 @@ def mlp_block(
         "mlp_block", x, up_weight, up_bias, down_weight, down_bias, activation, dropout_p, gate_weight=gate_weight,
         gate_bias=gate_bias, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
         norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps, lora=lora,
-        lora_dropout_p=lora_dropout_p, branch_scale=branch_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p,
-        residual=residual, training=training, recompute=recompute, workspace=workspace,
+        post_norm_eps=post_norm_eps, lora=lora, branch_scale=branch_scale, resid_dropout_p=resid_dropout_p,
+        drop_path_p=drop_path_p, residual=residual, training=training, recompute=recompute, workspace=workspace,
     )  # fmt: skip
     return _apply(tuple(o), x, *drawn(t, o, x, training))

@@ -47,8 +47,8 @@ class MLPTensors(NamedTuple):
 
 
 class MLPOptions(NamedTuple):
-    """The half's other arguments. norm, post_norm "" is none; lora: the probability of the low-rank updates' dropout, and a
-    scale for each of gate, up and down."""
+    """The half's other arguments. norm, post_norm "" is none; lora: scale and dropout_p of the low-rank
+    update of each of gate, up and down."""
 
     norm: str
     norm_eps: float

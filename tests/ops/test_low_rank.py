@@ -6,6 +6,7 @@ from blocks import MLP, Attention, Block
 from cases import SEED, assert_same, assert_same_within_rounding, gradients
 
 import ckptkern
+from ckptkern import LoRA
 from ckptkern.errors import DeviceError, DtypeError, ShapeError
 
 GATED = Block(
@@ -62,19 +63,20 @@ def test_without_training_nothing_is_dropped():
 
 
 X, UP, DOWN = torch.randn(3, 8), torch.randn(12, 8), torch.randn(8, 12)
-A, B = torch.randn(2, 8), torch.randn(12, 2)
+A, B, TRAINED = torch.randn(2, 8), torch.randn(12, 2), torch.ones((), requires_grad=True)
 ERRORS = {
-    "no dict": (TypeError, "lora must be a dict", [(A, B, 1.0)]),
-    "another layer": (ValueError, "lora has 'q', but the layers are 'up', 'down'", {"q": (A, B, 1.0)}),
-    "no scale": (TypeError, r"lora\['up'\] must be \(A, B, scale\)", {"up": (A, B)}),
-    "a tensor": (TypeError, r"lora\['up'\] must be \(A, B, scale\)", {"up": A}),
-    "A turned": (ShapeError, r"must be \[r, 8\] and \[12, r\], but have shapes \(8, 2\)", {"up": (A.t(), B, 1.0)}),
-    "another rank": (ShapeError, r"must be \[r, 8\] and \[12, r\]", {"up": (A, B[:, :1], 1.0)}),
-    "a vector": (ShapeError, r"must be \[r, 8\] and \[12, r\]", {"up": (A[0], B, 1.0)}),
-    "integers": (DtypeError, r"B of lora\['up'\] must be floating point", {"up": (A, B.int(), 1.0)}),
-    "no number": (TypeError, r"the scale of lora\['up'\] must be a number", {"up": (A, B, "1")}),
-    "a trained scale": (ValueError, "no gradient is formed for the scale", {"up": (A, B, torch.ones((), requires_grad=True))}),
-    "elsewhere": (DeviceError, r"A of lora\['up'\] is on meta", {"up": (A.to("meta"), B, 1.0)}),
+    "no dict": (TypeError, "lora must be a dict of ckptkern.LoRA by layer, not list", [LoRA(A, B)]),
+    "another layer": (ValueError, "lora has 'q', but the layers are 'up', 'down'", {"q": LoRA(A, B)}),
+    "a alone": (TypeError, r"lora\['up'\] must be ckptkern.LoRA", {"up": (A,)}),
+    "a tensor": (TypeError, r"lora\['up'\] must be ckptkern.LoRA\(a, b, scale, dropout_p\), not Tensor", {"up": A}),
+    "a turned": (ShapeError, r"must be \[r, 8\] and \[12, r\], but have shapes \(8, 2\)", {"up": LoRA(A.t(), B)}),
+    "another rank": (ShapeError, r"must be \[r, 8\] and \[12, r\]", {"up": LoRA(A, B[:, :1])}),
+    "a vector": (ShapeError, r"must be \[r, 8\] and \[12, r\]", {"up": LoRA(A[0], B)}),
+    "integers": (DtypeError, r"b of lora\['up'\] must be floating point", {"up": LoRA(A, B.int())}),
+    "no number": (TypeError, r"the scale of lora\['up'\] must be a number", {"up": LoRA(A, B, "1")}),
+    "a trained scale": (ValueError, "no gradient is formed for the scale", {"up": LoRA(A, B, TRAINED)}),
+    "a probability": (ValueError, "dropout probability has to be", {"up": LoRA(A, B, 1.0, 2.0)}),
+    "elsewhere": (DeviceError, r"a of lora\['up'\] is on meta", {"up": LoRA(A.to("meta"), B)}),
 }  # fmt: skip
 
 
@@ -84,9 +86,13 @@ def test_errors(error, message, lora):
         ckptkern.mlp_block(X, UP, None, DOWN, None, lora=lora)
 
 
-def test_probability_and_packed_crossing_are_checked():
-    with pytest.raises(ValueError, match="dropout probability"):
-        ckptkern.mlp_block(X, UP, None, DOWN, None, lora={"up": (A, B, 1.0)}, lora_dropout_p=2.0)
-    weight, update = torch.randn(24, 8), (torch.randn(2, 8), torch.randn(24, 2), 1.0)
+def test_an_update_of_packed_weights_is_for_self_attention():
+    weight, update = torch.randn(24, 8), LoRA(torch.randn(2, 8), torch.randn(24, 2))
     with pytest.raises(ValueError, match="pass three weights"):
         ckptkern.attention_block(X, weight, None, torch.eye(8), None, 2, key_value=X, lora={"qkv": update})
+
+
+def test_a_plain_tuple_will_do():
+    update = torch.randn(8, 2)
+    y = ckptkern.mlp_block(X, UP, None, DOWN, None, lora={"down": (torch.randn(2, 12), update)}, training=False)
+    assert y.shape == X.shape
