@@ -1,4 +1,4 @@
-"""Transformer layers as others write them, for convert to read: none of them knows ckptkern."""
+"""Transformer layers as others write them, for convert to read, and what is measured on them. None knows ckptkern."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cases import DRAWS
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.memory import kept_tensors
 
 B, S, WIDTH, HEADS, HIDDEN = 2, 6, 32, 4, 48
 D = WIDTH // HEADS
@@ -330,6 +334,37 @@ class Parallel(nn.Module):
         return self.down(F.gelu(self.up(self.norm_2(x)))) + self.dense(o) + x
 
 
+class LoRA(nn.Module):
+    """An adapter as PEFT puts it in a linear layer's place."""
+
+    def __init__(self, base: nn.Module, p: float = 0.0, bias: bool = False, rank: int = 2):
+        super().__init__()
+        out_features, in_features = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
+        self.base_layer, self._active, self._disabled = base.requires_grad_(False), ["default"], False
+        self.scaling = {"default": 0.5, "other": 2.0}
+        self.lora_A = nn.ModuleDict({name: nn.Linear(in_features, rank, bias=False) for name in self.scaling})
+        self.lora_B = nn.ModuleDict({name: nn.Linear(rank, out_features, bias=bias) for name in self.scaling})
+        self.dropout = nn.Dropout(p) if p else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base_layer(x)
+        if self._disabled:
+            return y
+        for name in self._active:
+            x = x.to(self.lora_A[name].weight.dtype)
+            y = y + self.lora_B[name](self.lora_A[name](self.dropout(x))) * self.scaling[name]
+        return y
+
+
+def adapted(module: nn.Module, only: str = "", **options) -> nn.Module:
+    """Puts adapters in the place of the linear layers whose paths have `only` in them."""
+    for path, one in [*module.named_modules()]:
+        if isinstance(one, (nn.Linear, Transposed)) and only in path:
+            owner, _, name = path.rpartition(".")
+            setattr(module.get_submodule(owner), name, LoRA(one, **options))
+    return module
+
+
 class Stack(nn.Module):
     """Two layers, an embedding whose weight the head shares, a rotary embedding that all layers share."""
 
@@ -428,3 +463,36 @@ ARCHITECTURES = {
 
 def ids(seed: int = 1) -> Tensor:
     return torch.randint(0, 20, (B, S), generator=torch.Generator().manual_seed(seed))
+
+
+# -- what is measured on them
+
+
+def results(model: nn.Module, dtype: torch.dtype | None = None, seed: int = 1, **kwargs) -> dict[str, Tensor]:
+    """Loss, logits and gradients of a training step."""
+    model.zero_grad()
+    given = ids(seed)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        y = model(given, **kwargs)
+    y, target = y.flatten(0, 1), given.roll(1, 1).flatten()
+    loss = F.cross_entropy(y.float() if y.dtype.itemsize < 4 else y, target)
+    loss.backward()
+    return {"loss": loss.detach(), "logits": y.detach()} | {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def over_inputs(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The results of several inputs as one, without the loss: few numbers, whose errors may be small by chance."""
+    drawn = [results(model, dtype, seed) for seed in range(DRAWS)]
+    return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0] if name != "loss"}
+
+
+def kept(model: nn.Module, **kwargs) -> int:
+    with kept_tensors(model) as kept:
+        model(ids(), **kwargs)
+    return kept.bytes
+
+
+def fused_of(conversion: ckptkern.Conversion) -> list[str]:
+    return [row.served_by for row in conversion.converted]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .leaves import Linear, Weight, in_training
-from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Part, Rows, Steps, Table
+from .leaves import Weight, in_training
+from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
 from .trace import Node, Unreadable
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -65,11 +65,11 @@ def read_attention(steps: Steps, node: Node) -> Part:
     if end.kind == "module" and isinstance(steps.leaves.leaf(end), nn.MultiheadAttention):
         return _of_module(steps, end, steps.probability(after))
     out = steps.linear(end, "the branch's end")
-    core = read_core(steps, steps.strip(end.inputs[0]))
+    core = read_core(steps, steps.strip(out.input))
     q, k, v = (projection(steps, one) for one in (core.query, core.key, core.value))
     if v.norms or v.outside or v.factor != 1.0:
         raise Unreadable("v is changed between its projection and the core")
-    arguments, x, choices = _projections(steps, core, q, k, v)
+    arguments, x, choices = _projections(steps, core, q, k, v, out)
     arguments |= _norms(steps, q, k)
     rotary, rotary_choices = _rotary(steps, q, k)
     arguments |= {
@@ -119,7 +119,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
             masks.append(scores.inputs[1])
             scores = steps.strip(scores.inputs[0])
         elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
-            number = _number(steps, scores)
+            number = steps.number(scores)
             if softcap is None and (inner := steps.strip(scores.inputs[0])).is_function("tanh"):
                 softcap, scores = number, steps.strip(inner.inputs[0])
             else:
@@ -139,13 +139,6 @@ def _is_of_product(node: Node) -> bool:
     return node.is_function(*PRODUCT) or any(map(_is_of_product, node.inputs))
 
 
-def _number(steps: Steps, node: Node) -> float:
-    numbers = [one for one in node.args if isinstance(one, (int, float))]
-    if len(numbers) != 1:
-        raise steps.refuse("no number scales", node)
-    return 1 / numbers[0] if node.is_function(*DIVIDE) else float(numbers[0])
-
-
 # -- what is before it
 
 
@@ -153,7 +146,7 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     """All linear layers behind a node, and the norms, outside tensors and factors on the way."""
     found = Projection() if found is None else found
     view, node = node, steps.strip(node)
-    if steps.leaves.linear(node) is not None:
+    if steps.linear_of(node) is not None:
         if node not in found.linears:
             steps.layers_read += 1
             found.linears.append(node)
@@ -169,40 +162,43 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
-        found.factor *= _number(steps, node)
+        found.factor *= steps.number(node)
     for one in node.inputs:
         projection(steps, one, found)
     return found
 
 
-def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection):
+def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer):
     """(arguments, the node that the projections read, choices)."""
     if any(len(one.linears) != 1 for one in (q, k, v)):
         raise Unreadable("q, k and v do not come from one linear layer each")
     nodes = [one.linears[0] for one in (q, k, v)]
-    layers: list[Linear] = [steps.leaves.linear(one) for one in nodes]
-    x_source, *sources = (steps.strip(one.inputs[0]) for one in nodes)
+    layers = [steps.linear(one, "a projection") for one in nodes]
+    x_source, *sources = (steps.strip(one.input) for one in layers)
     crossing = _crossing(x_source, *sources)
-    x, D, rows = nodes[0].inputs[0], core.query.shape[-1], layers[0].out_features
+    x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
     if nodes[0] is nodes[1] is nodes[2]:
         # a product of [B H, S, D] does not tell the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:
             raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
-        arguments = {"qkv_weight": layers[0].weight, "qkv_bias": layers[0].bias}
+        arguments = {"qkv_weight": layers[0].weight, "qkv_bias": layers[0].bias, **updates(qkv=layers[0], out=out)}
         choices = [[{}, {"qkv_layout": "heads"}]]
         return arguments | {"num_heads": H, "num_kv_heads": H_kv}, x, choices
     weights: list[Weight | Rows] = [one.weight for one in layers]
     biases: list[Weight | Rows | None] = [one.bias for one in layers]
+    updated: list[Update | None] = [one.update for one in layers]
     if nodes[1] is nodes[2]:  # q, and k with v
         for i in (1, 2):
             weights[i] = Rows(layers[1].weight, i - 1, 2)
             biases[i] = layers[1].bias and Rows(layers[1].bias, i - 1, 2)
+            updated[i] = layers[1].update and layers[1].update.rows(i - 1, 2)
     k_rows = layers[1].out_features // (2 if nodes[1] is nodes[2] else 1)
     arguments = {
         "qkv_weight": weights, "qkv_bias": biases if any(b is not None for b in biases) else None,
         "num_heads": rows // D, "num_kv_heads": k_rows // D, **crossing,
+        **updates(**dict(zip("qkv", updated, strict=True)), out=out),
     }  # fmt: skip
     return arguments, x, []
 

@@ -28,6 +28,7 @@ from .reading import Argument, Rows, Table
 from .trace import PLAIN_VALUES, plain_attributes
 
 UNSEEN = object()
+OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
 
@@ -126,7 +127,8 @@ class Values:
 
     def __call__(self, call: Call) -> Any:
         pairs = zip(self.values, self.live, strict=True)
-        return type(self.values)([value if get is None else get(call) for value, get in pairs])
+        values = [value if get is None else get(call) for value, get in pairs]
+        return tuple(values) if isinstance(self.values, tuple) else values
 
 
 @dataclass
@@ -270,7 +272,7 @@ def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
         (m, name, value)
         for m in module.modules()
         for name, value in m.__dict__.items()
-        if not (name.startswith("_") or name == "forward" or type(value) in PLAIN_VALUES or isinstance(value, Tensor))
+        if not (name in OF_EVERY_MODULE or type(value) in PLAIN_VALUES or isinstance(value, Tensor))
     ]
 
 

@@ -136,7 +136,7 @@ class _Conversion:
                 self.rows += rows
                 return Row(name, row.kind, "runs")
             if is_block(name, module) and (why := why_general(module)):
-                row.served_by, row.reason = "checkpoint", why
+                row.served_by, row.reason = "checkpoint", f"{why}: {reason}"
                 self.bind(row, General(module, self.recompute), calls[0])
             return row
         segment = next(iter(forward.segments.values()))

@@ -16,7 +16,7 @@ from torch import nn
 
 from .attention import read_attention
 from .leaves import Leaves, Probability
-from .reading import ADD, MULTIPLY, Part, Reading, Rows, Steps
+from .reading import ADD, MULTIPLY, Layer, Part, Reading, Rows, Steps, updates
 from .trace import Node, Unreadable
 
 
@@ -27,47 +27,47 @@ class Grammar(Steps):
         after, hidden = [], []
         down_node = self.strip(node, after)
         down = self.linear(down_node, "the branch's end")
-        h = self.strip(down_node.inputs[0], hidden)
+        h = self.strip(down.input, hidden)
         arguments = {
             "down_weight": down.weight, "down_bias": down.bias, "dropout_p": self.probability(hidden),
             "resid_dropout_p": self.probability(after),
         }  # fmt: skip
         if (activation := self.leaves.activation(h)) is not None:
-            up_node = self.strip(h.inputs[0])
-            up = self.linear(up_node, "what the activation reads")
-            return Part(
-                arguments | {"activation": activation, "up_weight": up.weight, "up_bias": up.bias}, up_node.inputs[0]
-            )
+            up = self.linear(self.strip(h.inputs[0]), "what the activation reads")
+            arguments |= {"activation": activation, "up_weight": up.weight, "up_bias": up.bias}
+            return Part(arguments | updates(up=up, down=down), up.input)
         if h.is_function(*MULTIPLY) and len(h.inputs) == 2:
-            return self.gated(h, arguments)
+            return self.gated(h, arguments, down)
         raise self.refuse("the hidden layer ends in", h)
 
-    def gated(self, product: Node, arguments: dict[str, Any]) -> Part:
+    def gated(self, product: Node, arguments: dict[str, Any], down: Layer) -> Part:
         a, b = (self.strip(one) for one in product.inputs)
         for gate, up in ((a, b), (b, a)):
             activation = self.leaves.activation(gate)
-            up_layer = self.leaves.linear(up)
+            up_layer = self.linear_of(up)
             if activation is None or up_layer is None:
                 continue
             gate_node = self.strip(gate.inputs[0])
             gate_layer = self.linear(gate_node, "what the activation reads")
             arguments = arguments | {"activation": activation}
             if gate_node is up:  # one weight for both
-                w, b = up_layer.weight, up_layer.bias
+                w, b, update = up_layer.weight, up_layer.bias, up_layer.update
                 orders = [
                     {
                         "gate_weight": Rows(w, i, 2), "gate_bias": b and Rows(b, i, 2),
                         "up_weight": Rows(w, 1 - i, 2), "up_bias": b and Rows(b, 1 - i, 2),
+                        **updates(gate=update and update.rows(i, 2), up=update and update.rows(1 - i, 2), down=down),
                     }
                     for i in (0, 1)
                 ]  # fmt: skip
-                return Part(arguments | orders[0], up.inputs[0], [orders])
-            if self.strip(gate_node.inputs[0]) is self.strip(up.inputs[0]):
+                return Part(arguments | orders[0], up_layer.input, [orders])
+            if self.strip(gate_layer.input) is self.strip(up_layer.input):
                 weights = {
                     "gate_weight": gate_layer.weight, "gate_bias": gate_layer.bias,
                     "up_weight": up_layer.weight, "up_bias": up_layer.bias,
+                    **updates(gate=gate_layer, up=up_layer, down=down),
                 }  # fmt: skip
-                return Part(arguments | weights, up.inputs[0])
+                return Part(arguments | weights, up_layer.input)
         raise Unreadable("a product that is no gate: of " + " and ".join(map(self.leaves.describe, (a, b))))
 
     def attention(self, node: Node) -> Part:
@@ -92,11 +92,15 @@ class Grammar(Steps):
         part.arguments |= around
         return part
 
+    def is_sum(self, node: Node) -> bool:
+        """Of two tensors, and not a linear layer with its update."""
+        return node.is_function(*ADD) and len(node.inputs) == 2 and self.linear_of(node) is None
+
     def half(self, node: Node, core) -> Part:
         node, trailing = self.strip(node), None
         if self.leaves.norm(node) is not None:
             trailing, node = node, self.strip(node.inputs[0])
-        if not (node.is_function(*ADD) and len(node.inputs) == 2):
+        if not self.is_sum(node):
             if trailing is not None:
                 raise Unreadable("a norm without a residual")
             part = self.branch(node, core)
@@ -134,7 +138,7 @@ class Grammar(Steps):
     def terms(self, node: Node, dropouts: list[Probability]) -> list[Node]:
         """The terms of a sum."""
         node = self.strip(node, dropouts)
-        if node.is_function(*ADD) and len(node.inputs) == 2:
+        if self.is_sum(node):
             return [term for one in node.inputs for term in self.terms(one, dropouts)]
         return [node]
 
@@ -194,9 +198,11 @@ class Grammar(Steps):
             else:
                 raise self.refuse("no activation but", node)
             linear = self.linear(node, "what the activation reads")
+            if linear.update is not None:
+                raise Unreadable("a low-rank update in a chain of linear layers")
             weights.insert(0, linear.weight)
             biases.insert(0, linear.bias)
-            node = self.strip(node.inputs[0])
+            node = self.strip(linear.input)
         if not weights or len(set(activations)) > 1:
             raise Unreadable("no chain of linear layers with one activation")
         if len(weights) == 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .leaves import Leaves, Linear, Probability, Weight, live_probability
+from .leaves import Leaves, Probability, Weight, live_probability
 from .trace import Node, Unreadable
 
 VIEWS = (
@@ -46,6 +46,38 @@ class Rows(NamedTuple):
     weight: Weight
     part: int
     count: int
+
+
+class Update(NamedTuple):
+    """A low-rank update: the fields of ckptkern.LoRA."""
+
+    a: Weight
+    b: Weight | Rows
+    scale: float
+    dropout_p: Probability | float
+
+    def rows(self, part: int, count: int) -> Update:
+        """That of one of `count` equal parts of the layer's rows."""
+        if isinstance(self.dropout_p, Probability) and self.dropout_p.value:
+            raise Unreadable("a low-rank update with dropout of a weight that is split")
+        return self._replace(b=Rows(self.b, part, count))
+
+
+class Layer(NamedTuple):
+    """A linear layer where it is applied: what it reads, and its low-rank update."""
+
+    weight: Weight
+    bias: Weight | None
+    out_features: int
+    input: Node
+    update: Update | None = None
+
+
+def updates(**layers: Layer | Update | None) -> dict[str, Any]:
+    """The argument `lora` of an op, if any of these has an update."""
+    found = {name: one.update if isinstance(one, Layer) else one for name, one in layers.items()}
+    found = {name: update for name, update in found.items() if update is not None}
+    return {"lora": found} if found else {}
 
 
 @dataclass
@@ -108,8 +140,45 @@ class Steps:
     def refuse(self, what: str, node: Node) -> Unreadable:
         return Unreadable(f"{what} {self.leaves.describe(node)}")
 
-    def linear(self, node: Node, what: str) -> Linear:
-        found = self.leaves.linear(node)
+    def linear_of(self, node: Node) -> Layer | None:
+        """The linear layer that a node is the result of."""
+        linear = self.leaves.linear(node)
+        if linear is not None:
+            return Layer(linear.weight, linear.bias, linear.out_features, node.inputs[0])
+        if not (node.is_function(*ADD) and len(node.inputs) == 2):
+            return None
+        for base, update in (node.inputs, node.inputs[::-1]):
+            base = self.strip(base)
+            if (linear := self.leaves.linear(base)) is None:
+                continue
+            found = self.update(update, self.strip(base.inputs[0]))
+            if found is not None:
+                return Layer(linear.weight, linear.bias, linear.out_features, base.inputs[0], found)
+        return None
+
+    def update(self, node: Node, x: Node) -> Update | None:
+        """scale * b(a(dropout(x)))."""
+        node, scale = self.strip(node), 1.0
+        while node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
+            scale, node = scale * self.number(node), self.strip(node.inputs[0])
+        pair = []
+        for _ in "ba":
+            linear = self.leaves.linear(node)
+            if linear is None or linear.bias is not None or linear.weight.form:
+                return None
+            dropouts: list[Probability] = []
+            pair, node = [linear.weight, *pair], self.strip(node.inputs[0], dropouts if pair else None)
+        return Update(*pair, scale, self.probability(dropouts)) if node is x else None
+
+    def number(self, node: Node) -> float:
+        """What a node's one tensor is multiplied by."""
+        numbers = [one for one in node.args if isinstance(one, (int, float))]
+        if len(numbers) != 1:
+            raise self.refuse("no number scales", node)
+        return 1 / numbers[0] if node.is_function(*DIVIDE) else float(numbers[0])
+
+    def linear(self, node: Node, what: str) -> Layer:
+        found = self.linear_of(node)
         if found is None:
             raise self.refuse(f"{what} is not a linear layer but", node)
         self.layers_read += 1

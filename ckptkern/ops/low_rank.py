@@ -133,8 +133,8 @@ def gather_lora(
     weights: Mapping[str, tuple[str, Tensor]],
     layers: tuple[str, ...],
 ) -> tuple[dict[str, Tensor | None], tuple[float, ...]]:
-    """(tensors by field; scale and dropout_p of each of `layers`, nothing without updates). weights: (layer, weight) by its name
-    in `lora`."""
+    """(tensors by field; scale and dropout_p of each of `layers`, nothing without updates). weights: (layer, weight) by name in
+    `lora`."""
     tensors: dict[str, Tensor | None] = dict.fromkeys(name for layer in layers for name in names_of(layer))
     if lora is None:
         return tensors, ()

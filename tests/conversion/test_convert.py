@@ -9,8 +9,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, HEADS, WIDTH, Buffers, Llama, Stack, ids, with_mask, with_tables
-from cases import DRAWS, assert_as_exact
+from architectures import (
+    ARCHITECTURES,
+    HEADS,
+    WIDTH,
+    Buffers,
+    Llama,
+    Stack,
+    adapted,
+    fused_of,
+    ids,
+    kept,
+    over_inputs,
+    results,
+    with_mask,
+    with_tables,
+)
+from cases import assert_as_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,36 +34,6 @@ from ckptkern.conversion import binding
 from ckptkern.memory import kept_tensors
 
 by_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
-
-
-def results(model: nn.Module, dtype: torch.dtype | None = None, seed: int = 1, **kwargs) -> dict[str, Tensor]:
-    """Loss, logits and gradients of a training step."""
-    model.zero_grad()
-    given = ids(seed)
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        y = model(given, **kwargs)
-    y, target = y.flatten(0, 1), given.roll(1, 1).flatten()
-    loss = F.cross_entropy(y.float() if y.dtype.itemsize < 4 else y, target)
-    loss.backward()
-    return {"loss": loss.detach(), "logits": y.detach()} | {
-        name: p.grad for name, p in model.named_parameters() if p.grad is not None
-    }
-
-
-def over_inputs(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The results of several inputs as one, without the loss: few numbers, whose errors may be small by chance."""
-    drawn = [results(model, dtype, seed) for seed in range(DRAWS)]
-    return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0] if name != "loss"}
-
-
-def kept(model: nn.Module, **kwargs) -> int:
-    with kept_tensors(model) as kept:
-        model(ids(), **kwargs)
-    return kept.bytes
-
-
-def fused_of(conversion: ckptkern.Conversion) -> list[str]:
-    return [row.served_by for row in conversion.converted]
 
 
 # -- what is converted computes what it did
@@ -368,26 +353,8 @@ def test_it_compiles_without_a_break() -> None:
 # -- what happens to it later
 
 
-class LoRA(nn.Module):
-    """An adapter as PEFT puts it in a linear layer's place."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2):
-        super().__init__()
-        self.base_layer = base.requires_grad_(False)
-        self.lora_A, self.lora_B = nn.Linear(base.in_features, rank, False), nn.Linear(rank, base.out_features, False)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + 0.5 * self.lora_B(self.lora_A(self.dropout(x)))
-
-
-def adapt(layer: Llama) -> None:
-    layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
-    layer.mlp.up_proj = LoRA(layer.mlp.up_proj)
-
-
 LATER = {
-    "adapters": adapt,
+    "adapters": adapted,
     "a hook inside": lambda layer: layer.mlp.register_forward_hook(lambda module, args, y: 2 * y),
     "an attribute": lambda layer: setattr(layer.self_attn, "scaling", 0.1),
     "another norm": lambda layer: setattr(layer, "input_layernorm", nn.LayerNorm(WIDTH)),
@@ -499,7 +466,7 @@ class Scaled(Tensor):
 
 
 BEFORE = {
-    "adapters": adapt,
+    "adapters with a bias": lambda layer: adapted(layer, "q_proj", bias=True),
     "a quantized weight": quantized,
     "a parametrized weight": LATER["a parametrized weight"],
     "a hook inside": LATER["a hook inside"],

@@ -1,0 +1,155 @@
+"""convert on layers with low-rank adapters on frozen weights: they are read into the fused op, and watched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, LoRA, adapted, fused_of, ids, kept, over_inputs, results
+from cases import assert_as_exact
+from torch import nn
+
+import ckptkern
+
+
+def model_of(name: str, only: str = "", **options) -> nn.Module:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name].model().train()
+    for layer in model.layers:
+        adapted(layer, only, **options)
+    return model
+
+
+def adapters(model: nn.Module) -> list[LoRA]:
+    return [m for m in model.modules() if isinstance(m, LoRA)]
+
+
+# the projections apart, packed, by the numbers of a fused gate, with transposed weights, in parallel
+CASES = [
+    ("llama", ""), ("llama", "q_proj"), ("phi3", ""), ("gpt", ""), ("bert", ""), ("parallel", ""), ("decoder", ""),
+    ("buffers", "c_"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "only"), CASES)
+def test_adapters_are_part_of_the_fused_op(name: str, only: str) -> None:
+    model = model_of(name, only)
+    theirs, before = over_inputs(model), kept(model)
+    reference = over_inputs(copy.deepcopy(model).double())
+    conversion = ckptkern.convert(model, ids())
+    assert fused_of(conversion) == [*ARCHITECTURES[name].served_by] * 2, str(conversion)
+    ours = over_inputs(model)
+    assert ours.keys() == theirs.keys(), "frozen weights have no gradient"
+    assert any("lora_A.default" in key for key in ours)
+    # of a key's bias, whose gradient is 0
+    norms = {key: value.norm() for key, value in reference.items()}
+    chosen = [key for key, norm in norms.items() if norm > 1e-12 * max(norms.values())]
+    assert_as_exact(*({key: one[key] for key in chosen} for one in (ours, theirs, reference)))
+    assert kept(model) < before / 2
+
+
+def test_sixteen_bits_under_autocast() -> None:
+    model = model_of("llama")
+    theirs = over_inputs(model, torch.bfloat16)
+    reference = over_inputs(copy.deepcopy(model).double())
+    ckptkern.convert(model, ids())
+    assert_as_exact(over_inputs(model, torch.bfloat16), theirs, reference)
+
+
+def test_each_adapters_dropout_is_read_in_each_call() -> None:
+    """p = 1 leaves nothing of an adapter, and of others all."""
+    model = model_of("llama", p=0.3)
+    original = copy.deepcopy(model)
+    assert fused_of(ckptkern.convert(model, ids())) == ["transformer_layer"] * 2
+    for one in (model, original):
+        for i, adapter in enumerate(adapters(one)):
+            adapter.dropout.p = float(i % 3 == 0)
+    theirs, ours = results(original), results(model)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
+
+
+def test_masks_are_new_in_each_step_and_old_in_each_recompute() -> None:
+    model = model_of("llama", p=0.3)
+    ckptkern.convert(model, ids(), recompute="full")
+    grads = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        grads.append(results(model))
+    assert all(torch.equal(grads[0][key], grads[1][key]) for key in grads[0])
+    assert grads[0]["loss"] != grads[2]["loss"]
+
+
+def choose(adapter: LoRA) -> None:
+    adapter._active = ["other"]
+
+
+def choose_in_place(adapter: LoRA) -> None:
+    adapter._active[0] = "other"
+
+
+def renew(adapter: LoRA) -> None:
+    adapter.lora_A = nn.ModuleDict(
+        {name: nn.Linear(*one.weight.shape[::-1], bias=False) for name, one in adapter.lora_A.items()}
+    )
+
+
+def merge(adapter: LoRA) -> None:
+    adapter._disabled = True
+    with torch.no_grad():
+        update = adapter.lora_B["default"].weight @ adapter.lora_A["default"].weight
+        adapter.base_layer.weight += adapter.scaling["default"] * update
+
+
+LATER: dict[str, Callable[[LoRA], None]] = {
+    "another adapter": choose,
+    "another adapter, in place": choose_in_place,
+    "two adapters": lambda adapter: adapter._active.append("other"),
+    "another scale": lambda adapter: adapter.scaling.update(default=0.25),
+    "no adapter": lambda adapter: setattr(adapter, "_disabled", True),
+    "merged": merge,
+    "new weights": renew,
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_is_done_to_adapters_later_counts(what: str) -> None:
+    model = model_of("llama", "q_proj")
+    converted = copy.deepcopy(model)
+    ckptkern.convert(converted, ids())
+    converted(ids())
+    for one in (model, converted):
+        torch.manual_seed(1)
+        for adapter in adapters(one):
+            LATER[what](adapter)
+    theirs, ours = results(model), results(converted)
+    assert theirs.keys() == ours.keys()
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
+
+
+UNREAD = {
+    "a bias": (lambda: model_of("llama", "q_proj", bias=True), "linear layer"),
+    "dropout before a split weight": (lambda: model_of("phi3", "gate_up", p=0.3), "dropout of a weight that is split"),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_others_are_general_segments_with_their_reason(what: str) -> None:
+    make, reason = UNREAD[what]
+    conversion = ckptkern.convert(make(), ids())
+    assert fused_of(conversion) == ["checkpoint"] * 2
+    assert all("as with adapters" in row.reason and reason in row.reason for row in conversion), str(conversion)
+
+
+def test_two_active_adapters_are_a_general_segment() -> None:
+    model = model_of("llama", "up_proj")
+    for adapter in adapters(model):
+        adapter._active.append("other")
+    theirs = results(model)
+    assert fused_of(ckptkern.convert(model, ids())) == ["checkpoint"] * 2
+    ours = results(model)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
