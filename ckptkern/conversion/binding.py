@@ -1,17 +1,14 @@
-"""What stands in for a module's forward: the fused call, and the guard that decides in each call whether it applies."""
+"""What stands in for a module's forward: the fused call, where the guard lets it, or else the original."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import itertools
-import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +16,13 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .. import ops
 from ..errors import DtypeError, ShapeError
-from ..nn.plain import untouched
 from ..segments.checkpoint import checkpoint
-from ..subclasses import PLAIN
 from .calls import Form, pattern_of, regardless_of_precision
+from .guard import Watch
 from .leaves import Probability, Weight
 from .reading import Argument, Rows, Table
-from .trace import PLAIN_VALUES, plain_attributes
 
 UNSEEN = object()
-OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
 
@@ -202,12 +196,15 @@ class Segment:
     template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns.
     """
 
-    def __init__(self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None):
+    def __init__(
+        self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None,
+        caches: Collection[int] = (),
+    ):  # fmt: skip
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
         self.arguments = arguments_getter(module, template)
         self.inputs = [x, *(one.index for one in named(template, "key_value"))]
         found = {one.index for one in templates(template, Argument)}
-        self.caches: list[int] = []  # arguments that collect keys and values, which a fused call does not fill
+        self.caches = list(caches)  # arguments that collect keys and values, which a fused call does not fill
         # of two masks of an attention, the first may be trained
         firsts = (next(templates(value, Argument), None) for value in values_of(template, "attn_mask"))
         self.biases = [one.index for one in firsts if one is not None]
@@ -251,144 +248,6 @@ def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: 
     leaves = [flat[one.index] if isinstance(one, Argument) else one for one in leaves]
     leaves[at] = y
     return tree_unflatten(leaves, spec)
-
-
-# -- the guard
-
-
-def inside(value: object) -> list | dict | set | None:
-    """What a container or an object holds, to be compared later; None if it holds tensors or arrays, whose == has no truth
-    value."""
-    held = value if isinstance(value, (list, dict, set)) else getattr(value, "__dict__", None)
-    if not isinstance(held, (list, dict, set)):
-        return None
-    items = held.values() if isinstance(held, dict) else held
-    return None if any(hasattr(one, "__array__") for one in items) else held
-
-
-def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
-    """(module, name, value) of attributes that are neither plain nor tensors: functions, lists, configurations."""
-    return [
-        (m, name, value)
-        for m in module.modules()
-        for name, value in m.__dict__.items()
-        if not (name in OF_EVERY_MODULE or type(value) in PLAIN_VALUES or isinstance(value, Tensor))
-    ]
-
-
-def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """(module, name, module, name) of parameters that are one: the fused call takes the first."""
-    first: dict[int, tuple[nn.Module, str]] = {}
-    ties = []
-    for m in module.modules():
-        for name, p in m._parameters.items():
-            if p is not None and first.setdefault(id(p), (m, name)) != (m, name):
-                ties.append((*first[id(p)], m, name))
-    return ties
-
-
-class Compared(NamedTuple):
-    """What a call of Watch.unchanged compares, looked up beforehand: views of live things, and what they were."""
-
-    hooks: list[dict]  # all empty
-    children: list[Any]  # views of each parent's children
-    below: list[nn.Module]  # what they were, in one list
-    classes: list[type]  # of these
-    settings: list[tuple[Callable, dict]]  # getters of plain attributes, and the dicts that they read
-    values: list[Any]
-    parameters: list[Any]  # views of each module's
-    modes: list[dict]  # that hold `training`, of modules with children
-    attributes: list[dict]
-    counts: list[int]  # of the attributes
-    objects: list[tuple[dict, str, object]]
-    contents: list[Any]  # what containers and configurations hold
-    held: list[Any]
-
-
-class Watch:
-    """Whether the inside of a module is still what was proven: its submodules, their classes, hooks and attributes, what
-    configurations and lists among these hold, and parameters that are plain memory.
-
-    A call pays for a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full
-    once.
-    """
-
-    def __init__(self, module: nn.Module, live: Collection[tuple[str, str]]):
-        """live: (path, attribute) of what each call reads anew."""
-        self.module = module
-        self.structure = [
-            (m, type(m), tuple(m._modules.items()), self.settings(path, m, live)) for path, m in module.named_modules()
-        ]
-        self.objects = objects_of(module)
-        # a configuration that several modules share is compared once
-        held = {id(value): (value, inside(value)) for _, _, value in self.objects}
-        self.contents = [(value, copy.copy(now)) for value, now in held.values() if now]
-        self.ties = ties_of(module)
-        self.compared: Compared | None = None
-
-    @staticmethod
-    def settings(path: str, module: nn.Module, live: Collection[tuple[str, str]]) -> dict[str, Any]:
-        if type(module) is nn.Linear:  # its attributes only describe it
-            return {}
-        plain = plain_attributes(module).items()
-        return {name: value for name, value in plain if name != "training" and (path, name) not in live}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"compared": None}
-
-    def prepared(self) -> Compared:
-        modules = [m for m, *_ in self.structure]
-        inner = modules[1:]
-        below = [child for _, _, children, _ in self.structure for _, child in children]
-        kinds = {id(m): kind for m, kind, *_ in self.structure}
-        plain = [(m.__dict__, settings) for m, _, _, settings in self.structure if settings]
-        settings = [(operator.itemgetter(*names), d) for d, names in plain]
-        attributes = [m.__dict__ for m in inner]
-        self.compared = Compared(
-            hooks=[
-                d
-                for m in inner
-                for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-            ],
-            children=[m._modules.values() for m, _, children, _ in self.structure if children],
-            below=below,
-            classes=[kinds[id(m)] for m in below],
-            settings=settings,
-            values=[get(names) for (get, _), (_, names) in zip(settings, plain, strict=True)],
-            parameters=[m._parameters.values() for m in modules if m._parameters],
-            modes=[m.__dict__ for m, _, children, _ in self.structure[1:] if children],
-            attributes=attributes,
-            counts=list(map(len, attributes)),
-            objects=[(m.__dict__, name, value) for m, name, value in self.objects],
-            contents=[inside(value) for value, _ in self.contents],
-            held=[was for _, was in self.contents],
-        )
-        return self.compared
-
-    def unchanged(self) -> bool:
-        (
-            hooks, children, below, classes, settings, values, parameters, modes, attributes, counts, objects, contents, held
-        ) = self.compared or self.prepared()  # fmt: skip
-        training, flat = self.module.training, itertools.chain.from_iterable
-        if list(map(len, attributes)) != counts:
-            if not all(map(untouched, below)) or any(names.keys() - m.__dict__ for m, *_, names in self.structure):
-                return False
-            counts[:] = map(len, attributes)
-        live = list(flat(children))
-        return (
-            live == below
-            and list(map(type, live)) == classes
-            and not any(hooks)
-            and [get(d) for get, d in settings] == values
-            and PLAIN.issuperset(map(type, flat(parameters)))
-            and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
-            and contents == held
-            and not (objects and any(d.get(name) is not value for d, name, value in objects))
-            and not (self.ties and any(a._parameters[name] is not b._parameters[as_] for a, name, b, as_ in self.ties))
-        )
-
-
-Watch.unchanged._dynamo_marked_constant = True  # torch.compile calls it once, and does not trace it
 
 
 class Forward:

@@ -17,6 +17,7 @@ from ..extras import missing
 from ..nn.plain import untouched
 from ..ops._checks import check_level
 from ..subclasses import foreign
+from .alike import Proven
 from .binding import Forward, General, Runs
 from .calls import Call, pattern_of
 from .fuse import calls_of, fuse, kept_bytes, runs_of
@@ -89,6 +90,7 @@ class _Conversion:
         self.shown = shown  # is told the name of each module that is tried
         self.rows: list[Row] = []
         self.seen: set[int] = set()
+        self.proven: list[Proven] = []  # modules that others may be like
 
     def visit(self, name: str, module: nn.Module) -> None:
         """Converts the module, or else what is inside."""
@@ -129,7 +131,7 @@ class _Conversion:
             return None
         row = Row(name, type(module).__name__, None)
         try:
-            forward, row.error, call = fuse(module, calls, self.recompute)
+            forward, row.error, call = fuse(name, module, calls, self.recompute, self.proven)
         except Unreadable as reason:
             row.reason = str(reason)
             if type(module) is nn.Sequential and (rows := self.runs(name, module)):

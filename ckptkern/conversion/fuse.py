@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_flatten
 from .. import memory
 from ..nn.plain import runs_class_forward, untouched
 from ..subclasses import foreign
-from .binding import Forward, Fused, Segment, Watch, named, templates
+from .alike import Proven, call_kinds
+from .binding import Forward, Fused, Segment, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .grammar import read
+from .guard import Watch
 from .leaves import Probability
 from .proof import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide
 from .reading import Argument, Reading
@@ -62,8 +64,8 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
     return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
 
 
-def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
-    """(the segment that was proven for this complete call, its error). Raises Unreadable."""
+def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float, list[tuple]]:
+    """(the segment that was proven for this complete call, its error, the trace's log). Raises Unreadable."""
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be proven")
@@ -75,16 +77,21 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
         y, result = result_of(traced.result, flat)
         reading = read(module, traced.node(y))
         module.eval()
-        return prove(form, reading, result, args, kwargs)
+        return *prove(form, reading, result, args, kwargs), traced.log
+
+
+def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], set[int]]:
+    """(the call's values with random inputs and masks, the places of the masks)."""
+    masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
+    flat = [varied(value) if i in masks else value for i, value in enumerate(leaves_of(form.counting(args, kwargs)))]
+    return [torch.randn_like(value) if i in segment.inputs else value for i, value in enumerate(flat)], masks
 
 
 def prove(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
     module = form.module
     segment = Segment(module, reading.op, reading.arguments, reading.x)
     inputs = segment.inputs
-    masks = {one.index for one in named(reading.arguments, "attn_mask", "key_padding_mask")}
-    flat = [varied(value) if i in masks else value for i, value in enumerate(leaves_of(form.counting(args, kwargs)))]
-    flat = [torch.randn_like(value) if i in inputs else value for i, value in enumerate(flat)]
+    flat, masks = random_call(form, segment, args, kwargs)
     trained = [*inputs, *(i for i in segment.biases if flat[i].is_floating_point())]
     parameters = [p for p in module.parameters() if p.requires_grad]
 
@@ -108,16 +115,22 @@ def prove(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, A
             reason = f"ckptkern.{reading.op} refuses it: {refusal}"
             continue
         if error <= TOLERANCE:
-            if not any(p.value for p in templates(arguments, Probability)):  # some forwards differ in training alone
-                module.train()
-                check_enlarged("training", original, fused, flat)
-                module.eval()
-            for what, other in enlarged(flat, inputs, masks):
-                check_enlarged(what, original, fused, other)
+            check_elsewhere(segment, original, fused, flat, masks)
             segment.result = result
             return segment, error
         best = min(best, error)
     raise Unreadable(reason if best == math.inf else f"the numbers of {reading.op} differ by {best:.1e}")
+
+
+def check_elsewhere(segment: Segment, original: Callable, fused: Callable, flat: list[Any], masks: set[int]) -> None:
+    """In training mode, and for larger calls."""
+    module = segment.module
+    if not any(p.value for p in templates(segment.template, Probability)):  # some forwards differ in training alone
+        module.train()
+        check_enlarged("training", original, fused, flat)
+        module.eval()
+    for what, other in enlarged(flat, segment.inputs, masks):
+        check_enlarged(what, original, fused, other)
 
 
 def enlarged(flat: list[Any], inputs: list[int], masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
@@ -217,18 +230,62 @@ def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str,
             raise Unreadable(f"in {theirs.dtype} the numbers differ by {error:.1e}")
 
 
-def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
+def fuse_like(proven: Proven, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
+    """`fuse` of a module that is like one that was proven. Raises Unreadable if the same call shows a difference."""
+    form, first = Form(module, calls), proven.fused
+    form.fixed = dict(first.form.fixed)
+    segments = {
+        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches)
+        for pattern, one in first.segments.items()
+        if one is not None
+    }
+    args, kwargs = form.complete(*calls[proven.which])
+    segment = segments[regardless_of_precision(pattern_of(form.counting(args, kwargs), []))]
+    args, kwargs, _ = without_caches(form, args, kwargs)
+
+    def original(flat: list[Any]) -> Tensor:
+        args_, kwargs_ = form.call_of(flat, *wide_call)
+        return result_of(type(module).forward(module, *args_, **kwargs_), flat)[0]
+
+    def fused(flat: list[Any]) -> Tensor:
+        return result_of(segment(flat, "full"), flat)[0]
+
+    with unmoved(module), random_parameters(module):
+        wide_call = mapped(wide, (args, kwargs))
+        flat, masks = random_call(form, segment, *wide_call)
+        module.train()
+        if trace(module, *wide_call, leaves_of(form.counting(*wide_call))).log != proven.log:
+            raise Unreadable("another trace")
+        module.eval()
+        with torch.no_grad():
+            error = difference([fused(flat)], [original(flat)])
+        if error > TOLERANCE:
+            raise Unreadable(f"the numbers of {segment.op} differ by {error:.1e}")
+        check_elsewhere(segment, original, fused, flat, masks)
+    check_own_dtype(form, segment, args, kwargs)
+    live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
+    return Fused(form, segments, Watch(module, live), recompute), error, (args, kwargs)
+
+
+def fuse(
+    name: str, module: nn.Module, calls: list[Call], recompute: str, proven: list[Proven]
+) -> tuple[Fused, float, Call]:
     """(the module's new forward, the largest error of its proofs, a call that it takes).
 
-    Raises Unreadable if no call of it can be read.
+    proven: modules of the model that were fused, to which this one is added. Raises Unreadable if no call of it can be read.
     """
     check_candidate(module)
     try:
         form = Form(module, calls)
     except Exception as error:  # a signature that Python cannot read
         raise Unreadable(f"{type(error).__name__}: {error}") from error
+    for other in proven:
+        if other.is_like(name, module, calls):
+            with contextlib.suppress(Exception):  # then it is proven by itself
+                return fuse_like(other, module, calls, recompute)
     segments: dict[tuple, Segment | None] = {}
-    worst, asked, proven, found = 0.0, [], [], []  # asked: with caches, proven: without
+    worst, asked, taken, found, logs = 0.0, [], [], [], []  # asked: with caches, taken: without
+    which = 0  # the first call that was proven
 
     def add(args: tuple, kwargs: dict[str, Any]) -> None:
         nonlocal worst
@@ -238,17 +295,19 @@ def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, f
             return
         whole = args, kwargs
         args, kwargs, caches = without_caches(form, args, kwargs)
-        segment, error = attempt(form, args, kwargs)
+        segment, error, log = attempt(form, args, kwargs)
         check_own_dtype(form, segment, args, kwargs)
         segment.caches = caches
         segments[pattern], worst = segment, max(worst, error)
-        proven.append((args, kwargs))
+        taken.append((args, kwargs))
         asked.append(whole)
         found.append(segment)
+        logs.append(log)
 
-    for call in calls:
+    for i, call in enumerate(calls):
         try:
             add(*call)
+            which = i if len(found) == 1 else which
         except Unreadable as why:
             reason = why
         except Exception as error:  # on random parameters a forward may raise anything
@@ -257,18 +316,20 @@ def fuse(module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, f
         raise reason
     segment = next(iter(segments.values()))
     if segment.op in ("attention_block", "transformer_layer"):
-        args, kwargs = proven[0]
+        args, kwargs = taken[0]
         flat = leaves_of(form.counting(args, kwargs))
         for call in mask_variants(module, args, kwargs, [flat[i] for i in segment.inputs]):
             with contextlib.suppress(Exception):  # a mask that this module does not take
                 add(*call)
-    form.ignore(proven)
+    form.ignore(taken)
     segments = {
         regardless_of_precision(pattern_of(form.counting(*call), [])): one
         for call, one in zip(asked, found, strict=True)
     }
     live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
-    return Fused(form, segments, Watch(module, live), recompute), worst, proven[0]
+    made = Fused(form, segments, Watch(module, live), recompute)
+    proven.append(Proven(name, module, call_kinds(calls), made, logs[0], which))
+    return made, worst, taken[0]
 
 
 def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused, float]]:
@@ -280,7 +341,7 @@ def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused
             part = nn.Sequential(*layers[start:stop])
             part.training = module.training
             with contextlib.suppress(Unreadable):
-                run, error, _ = fuse(part, calls_of(layers[start]), recompute)
+                run, error, _ = fuse("", part, calls_of(layers[start]), recompute, [])
                 found.append((start, stop, run, error))
                 break
             stop -= 1

@@ -1,0 +1,98 @@
+"""Layers that are like one that was proven: a model repeats its layers, and most of a proof need not be repeated.
+
+Alike are modules of the same classes with the same attributes, but for a layer's own number, and parameters of the same shapes.
+For such a module a trace must have the same log, and the outputs must agree; the gradients, the masks that it may be called
+with, and the arguments that it does not look at, are those of the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .binding import Fused
+from .calls import Call, pattern_of
+from .guard import inside, objects_of, ties_of
+from .trace import leaves_of, plain_attributes
+
+
+class Proven(NamedTuple):
+    """A module that was fused, as others are compared with it.
+
+    calls: those that the model made of it; which: the place of the first of these that was proven; log: what its trace called.
+    """
+
+    name: str
+    module: nn.Module
+    calls: list[tuple]
+    fused: Fused
+    log: list[tuple]
+    which: int
+
+    def is_like(self, name: str, module: nn.Module, calls: list[Call]) -> bool:
+        return (
+            type(module) is type(self.module)
+            and call_kinds(calls) == self.calls
+            and description(module) == description(self.module)
+            and all(x is y or torch.equal(x, y) for x, y in zip(module.buffers(), self.module.buffers(), strict=True))
+            and Numbers(number_in(name), number_in(self.name)).same(attributes_of(module), attributes_of(self.module))
+        )
+
+
+class Numbers(NamedTuple):
+    """Those of two modules in their model, by which what they hold may differ."""
+
+    ours: int | None
+    theirs: int | None
+
+    def same(self, x: Any, y: Any) -> bool:
+        """Are they one, or do they hold the same but for these numbers, such as a layer_idx or a path?"""
+        if x is y:
+            return True
+        if type(x) is not type(y) or callable(x):  # two functions may hold nothing and do another thing each
+            return False
+        if isinstance(x, (list, tuple)):
+            return len(x) == len(y) and all(map(self.same, x, y))
+        if isinstance(x, dict):
+            return list(x) == list(y) and all(map(self.same, x.values(), y.values()))
+        if type(x) is int:
+            return x == y or (x, y) == self
+        if isinstance(x, str):
+            return x == y or x.split(".") == [str(self.ours) if p == str(self.theirs) else p for p in y.split(".")]
+        if type(x).__eq__ is not object.__eq__:
+            return not hasattr(x, "__array__") and bool(x == y)
+        held = inside(x)
+        return bool(held) and self.same(held, inside(y))
+
+
+def number_in(name: str) -> int | None:
+    """3 of "layers.3.mlp"."""
+    return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), None)
+
+
+def call_kinds(calls: list[Call]) -> list[tuple]:
+    """Patterns of the arguments, and their shapes."""
+    kinds = []
+    for args, kwargs in calls:
+        shapes = [t.shape for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+        kinds.append((*kwargs, pattern_of((*args, *kwargs.values()), []), *shapes))
+    return kinds
+
+
+def description(module: nn.Module) -> list[tuple]:
+    """What is inside: classes, parameters and buffers, and which of these are one."""
+    paths = {id(m): path for path, m in module.named_modules()}
+    modules = [(path, type(m), tensors_of(m._parameters), tensors_of(m._buffers)) for path, m in module.named_modules()]
+    ties = [(paths[id(a)], first, paths[id(b)], second) for a, first, b, second in ties_of(module)]
+    return [*modules, *ties]
+
+
+def tensors_of(named: dict[str, Tensor | None]) -> list[tuple]:
+    return [(name, t if t is None else (t.shape, t.dtype, t.device, t.requires_grad)) for name, t in named.items()]
+
+
+def attributes_of(module: nn.Module) -> list[Any]:
+    """Plain ones and others, of all modules inside."""
+    return [[plain_attributes(m) for m in module.modules()], [(name, value) for _, name, value in objects_of(module)]]
