@@ -577,6 +577,15 @@ def variants(levels=LEVELS, names: tuple[str, ...] | None = None) -> list:
     return _parameters([one for one in VARIANTS if names is None or one.name in names], levels)
 
 
+def in_turn(chosen: Iterable[Block] = BLOCKS, levels=LEVELS, shift: int = 0) -> list:
+    """pytest parameters: every block once, the levels in turn, so that each op comes at each level.
+
+    With a shift from case to case of another option, each of its values comes with every level, and with every block.
+    """
+    each = [block.with_(recompute=levels[(i + shift) % len(levels)]) for i, block in enumerate(chosen)]
+    return [pytest.param(block, id=str(block).replace(" ", "_")) for block in each]
+
+
 def blocks(levels=LEVELS, *, names: tuple[str, ...] | None = None, dropout: bool = True) -> list:
     """pytest parameters: every block, or those of these names, at every level."""
     chosen = [block for block in BLOCKS if names is None or block.name in names]
