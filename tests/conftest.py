@@ -22,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
             _patch_the_language_once()
     # Test tensors are small: on busy cores, waiting for a second OpenMP thread takes longer than the work.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Inductor's C++ is compiled without vectors: it would try each of the processor's kinds in a process, 9 s in every run.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
