@@ -29,7 +29,8 @@ def pairwise(valid: Callable[[dict[str, Any]], bool] = lambda case: True, **fact
 
 
 def _word(value: Any) -> str:
-    return str(value) if isinstance(value, str | bool) else getattr(value, "__name__", type(value).__name__)
+    plain = isinstance(value, str | bool | tuple | torch.dtype)
+    return str(value) if plain else getattr(value, "__name__", type(value).__name__)
 
 
 def twins(ours: type, theirs: type, *args: Any, **kwargs: Any) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -366,12 +366,11 @@ class TestSegment:
             expected = {name: everything[name] for name in ("y", *trained)}
             assert_same(gradients(call.fused, call.make(trained=trained)), expected)
 
-    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-    def test_compiled(self, call, backend):
+    def test_compiled(self, call):
         """Drops cached graphs, which would have the fakes of an earlier run."""
         tensors = call.make()
         with torch._inductor.config.patch(force_disable_caches=True):
-            assert_same(gradients(call.compiled(backend=backend), tensors), gradients(call.fused, tensors))
+            assert_same(gradients(call.compiled(backend="inductor"), tensors), gradients(call.fused, tensors))
 
     def test_two_calls_of_one_graph(self, call):
         """AOT's CSE merges what looks alike: two draws in one graph are two draws."""
@@ -613,10 +612,9 @@ LEARNED = {
 }  # fmt: skip
 
 
-# Every shape in float32 on the kernels, which take most of the time; two in 16 bits.
+# Every shape on the kernels, which take most of the time, in one dtype.
 LEARNED_CASES = [(shape, dtype, "eager") for shape in LEARNED for dtype in DTYPES]
-LEARNED_CASES += [(shape, torch.float32, "triton") for shape in LEARNED]
-LEARNED_CASES += [("all", torch.float16, "triton"), ("keys of samples", torch.bfloat16, "triton")]
+LEARNED_CASES += [(shape, DTYPES[i % 3], "triton") for i, shape in enumerate(LEARNED)]
 
 
 @pytest.mark.parametrize(("shape", "dtype", "backend"), LEARNED_CASES, ids=str)

@@ -24,6 +24,7 @@ from blocks import (
 from cases import (
     DRAWS,
     DTYPES,
+    LEVELS,
     SEED,
     Kept,
     Watch,
@@ -953,17 +954,18 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-KERNEL_VARIANTS = ("normed branch", "normed heads in groups", "learned bias", "post-norm decoder", "low-rank llama")
+# An MLP half after its branch, an attention half alone, and all three halves.
+KERNEL_VARIANTS = [one for one in VARIANTS if one.name in ("normed heads in groups", "learned bias") and not one.mlp]
+KERNEL_VARIANTS += [one for one in VARIANTS if one.name in ("normed branch", "post-norm decoder") and one.mlp]
 
 
-@pytest.mark.parametrize("block", KERNEL_BLOCKS + variants(("full",), KERNEL_VARIANTS)[1:])
+@pytest.mark.parametrize("block", KERNEL_BLOCKS + in_turn(KERNEL_VARIANTS, ("full",)))
 def test_whole_ops_on_the_kernels(block):
     """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
     with ckptkern.backend("triton"):
-        levels = (
-            ("none", "full") if block.mlp else ("none", "selective", "full")
-        )  # an MLP's levels: triton_kernels/test_ops.py
+        # an MLP's levels: triton_kernels/test_ops.py
+        levels = LEVELS if block.name == "pre-norm" and not block.mlp else ("none", "full")
         ours = {level: gradients(block.with_(recompute=level).fused, tensors) for level in levels}
     eager = gradients(block.plain, tensors)
     exact = gradients(block.plain, clone(tensors, torch.float64))

@@ -168,9 +168,10 @@ def test_like_eager_and_as_exact(case, device):
     check(case, device)
 
 
-# each bound beside none, and those that meet in a tile
+# Each bound beside none, and those that meet in a tile. 14 hides a single column of a tile from a single one of 16 rows; of
+# a tile of rows that see a tile of columns, 17 leaves a single row.
 WINDOWS = [
-    *((left, None) for left in (None, 0, 16, 31, 60, 2**31 - 1)), *((None, right) for right in (0, 17, 32, 2**31 - 1)),
+    *((left, None) for left in (None, 0, 14, 17, 60, 2**31 - 1)), *((None, right) for right in (0, 14, 32, 2**31 - 1)),
     (0, 0), (16, 17), (31, 32), (60, 0), (16, 2**31 - 1), (2**31 - 1, 17),
 ]  # fmt: skip
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from kernel_cases import (
     ACTIVATIONS,
-    ACTIVATIONS_AND_DTYPES,
     DROPPING,
     DTYPES,
     LAUNCHERS,
@@ -17,6 +16,7 @@ from kernel_cases import (
     inputs_of,
     kernel,
 )
+from twins import pairwise
 
 from ckptkern import eager
 from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
@@ -31,15 +31,10 @@ def assert_like_eager(launcher, tensors, activation, tile=None, **options):
     return ours
 
 
-# Every activation in float32, where the formulas are computed; what differs in kind also in 16 bits.
-CASES = [(activation, torch.float32) for activation in ACTIVATIONS]
-CASES += [case for case in ACTIVATIONS_AND_DTYPES if case[1] is not torch.float32]
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
-@pytest.mark.parametrize(("activation", "dtype"), CASES, ids=str)
-def test_dtype_and_activation(launcher, activation, dtype, device):
-    assert_like_eager(launcher, inputs_of(launcher, dtype, device), activation)
+@pytest.mark.parametrize("case", pairwise(launcher=tuple(LAUNCHERS), activation=ACTIVATIONS, dtype=DTYPES))
+def test_dtype_and_activation(case, device):
+    launcher = LAUNCHERS[case["launcher"]]
+    assert_like_eager(launcher, inputs_of(launcher, case["dtype"], device), case["activation"])
 
 
 @pytest.mark.parametrize("launcher", DROPPING, ids=str)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from kernel_cases import DTYPES, assert_equal
+from twins import pairwise
 
 from ckptkern import eager
 from ckptkern.triton_kernels import rotary
@@ -75,12 +76,9 @@ def assert_like_eager(t, interleaved, eps=EPS):
     assert_close(dweight, twin_dweight, exact_dweight, (dz * wide["x"] * r).abs().sum((0, 1, 2)))
 
 
-@pytest.mark.parametrize("weight", [True, False], ids=["norm", "plain"])
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_against_eager(shape, dtype, interleaved, weight, device):
-    assert_like_eager(inputs(*shape, dtype, device, weight), interleaved)
+@pytest.mark.parametrize("case", pairwise(shape=SHAPES, dtype=DTYPES, interleaved=(False, True), weight=(False, True)))
+def test_against_eager(case, device):
+    assert_like_eager(inputs(*case["shape"], case["dtype"], device, case["weight"]), case["interleaved"])
 
 
 @pytest.mark.parametrize(("kind", "own_rows"), [("layer", False), ("layer", True), ("rms", True)])
