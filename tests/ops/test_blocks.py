@@ -249,7 +249,10 @@ def watched(block, tensors) -> Watch:
     return watch
 
 
-@pytest.mark.parametrize("block", blocks() + variants() + in_turn([one.without_dropout() for one in ALL]))
+WITHOUT_DROPOUT = [one.without_dropout().with_(name=f"{one.name} without dropout") for one in ALL]
+
+
+@pytest.mark.parametrize("block", blocks() + variants() + in_turn(WITHOUT_DROPOUT))
 def test_number_of_products(block):
     """No product that the level does not rebuild; the registered FLOPs are those that run, and torch's counter's."""
     seen = watched(block, block.make())
