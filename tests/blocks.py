@@ -162,7 +162,9 @@ class Half:
             first = LAYERS[name] * (rows + more_rows)
             kept = state.keep_mask(drawn, self.lora_p, first + rows, x.shape[-1])[..., first:, :].view(x.shape)
             x = x * state.threshold_scale(self.lora_p)[1] * kept
-        return y + F.linear(F.linear(x, t[f"{name}_lora_a"]), t[f"{name}_lora_b"]) * LORA_SCALE
+        a, b = (t[f"{name}_lora_{one}"] for one in "ab")
+        update = F.linear(F.linear(x if torch.is_autocast_enabled("cpu") else x.to(a.dtype), a), b) * LORA_SCALE
+        return (y + update).to(y.dtype)
 
     def lora_products(self) -> dict[str, tuple[Fraction, Fraction]]:
         """Multiply-adds per token of each update's products with A and with B."""

@@ -27,6 +27,11 @@ def inside(value: object) -> list | dict | set | None:
     return None if any(hasattr(one, "__array__") for one in items) else held
 
 
+def is_container(value: object) -> bool:
+    """Is it a list, dict or set that can be compared?"""
+    return type(value) in (list, dict, set) and inside(value) is not None
+
+
 def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
     """(module, name, value) of attributes that are neither plain nor tensors: functions, lists, configurations."""
     return [
@@ -62,6 +67,8 @@ class Compared(NamedTuple):
     attributes: list[dict]
     counts: list[int]  # of the attributes
     objects: list[tuple[dict, str, object]]
+    containers: list[tuple[dict, str]]
+    were: list[object]
     contents: list[Any]  # what containers and configurations hold
     held: list[Any]
 
@@ -80,7 +87,11 @@ class Watch:
         self.structure = [
             (m, type(m), tuple(m._modules.items()), self.settings(path, m, live)) for path, m in module.named_modules()
         ]
-        self.objects = objects_of(module)
+        objects = objects_of(module)
+        # another container that holds the same is as good: libraries replace them
+        self.containers = [one for one in objects if is_container(one[2])]
+        self.were = [copy.copy(value) for *_, value in self.containers]
+        self.objects = [one for one in objects if not is_container(one[2])]
         # a configuration that several modules share is compared once
         held = {id(value): (value, inside(value)) for _, _, value in self.objects}
         self.contents = [(value, copy.copy(now)) for value, now in held.values() if now]
@@ -121,6 +132,8 @@ class Watch:
             attributes=attributes,
             counts=list(map(len, attributes)),
             objects=[(m.__dict__, name, value) for m, name, value in self.objects],
+            containers=[(m.__dict__, name) for m, name, _ in self.containers],
+            were=self.were,
             contents=[inside(value) for value, _ in self.contents],
             held=[was for _, was in self.contents],
         )
@@ -128,7 +141,8 @@ class Watch:
 
     def unchanged(self) -> bool:
         (
-            hooks, children, below, classes, settings, values, parameters, modes, attributes, counts, objects, contents, held
+            hooks, children, below, classes, settings, values, parameters, modes, attributes, counts, objects, containers, were,
+            contents, held,
         ) = self.compared or self.prepared()  # fmt: skip
         training, flat = self.module.training, itertools.chain.from_iterable
         if list(map(len, attributes)) != counts:
@@ -144,6 +158,7 @@ class Watch:
             and PLAIN.issuperset(map(type, flat(parameters)))
             and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
             and contents == held
+            and [d.get(name) for d, name in containers] == were
             and not (objects and any(d.get(name) is not value for d, name, value in objects))
             and not (self.ties and any(a._parameters[name] is not b._parameters[as_] for a, name, b, as_ in self.ties))
         )

@@ -60,7 +60,7 @@ class Update(NamedTuple):
         """That of one of `count` equal parts of the layer's rows."""
         if isinstance(self.dropout_p, Probability) and self.dropout_p.value:
             raise Unreadable("a low-rank update with dropout of a weight that is split")
-        return self._replace(b=Rows(self.b, part, count))
+        return self._replace(b=Rows(self.b, part, count), dropout_p=0.0)  # the guard sees it if that changes
 
 
 class Layer(NamedTuple):
@@ -125,6 +125,7 @@ class Steps:
     def __init__(self, leaves: Leaves):
         self.leaves = leaves
         self.layers_read = 0  # how far it went
+        self.masked: dict[Node, Node] = {}  # what a low-rank update's dropout gave, and what reads it
 
     def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
         """What a node shows through views, casts and, if they are collected, dropouts."""
@@ -167,7 +168,10 @@ class Steps:
             if linear is None or linear.bias is not None or linear.weight.form:
                 return None
             dropouts: list[Probability] = []
-            pair, node = [linear.weight, *pair], self.strip(node.inputs[0], dropouts if pair else None)
+            pair, reader, node = [linear.weight, *pair], node, self.strip(node.inputs[0])
+        if self.leaves.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
+            raise Unreadable("low-rank updates that share one dropout's mask")
+        node = self.strip(node, dropouts)
         return Update(*pair, scale, self.probability(dropouts)) if node is x else None
 
     def number(self, node: Node) -> float:

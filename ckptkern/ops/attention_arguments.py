@@ -24,7 +24,7 @@ from ._half import NORMS, around
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
 from .attention_core import check_softcap, fused_core
 from .attention_tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
-from .low_rank import gather_lora
+from .low_rank import gather_lora, update_dtype
 from .rotary import check_rotary
 
 
@@ -76,8 +76,9 @@ def check_projections(
     for name, w, b in zip(names, weights, biases, strict=True):
         of_x = key_value is None or name in ("qkv_weight", "q_weight")
         check_weight(op, name, w, b, x, x.shape[-1] if of_x else features, "input" if of_x else "key_value")
-    D, remainder = divmod(weights[0].shape[0], H + 2 * H_kv if len(weights) == 1 else H)
-    if remainder or any(w.shape[0] != H_kv * D for w in weights[1:]):
+    rows, heads = weights[0].shape[0], H + 2 * H_kv if len(weights) == 1 else H
+    D = rows // heads  # divmod takes no symbolic numbers
+    if rows % heads or any(w.shape[0] != H_kv * D for w in weights[1:]):
         raise ShapeError(
             f"{op}: q, k, v weights with {[w.shape[0] for w in weights]} rows do not fit {H} query and {H_kv} key and "
             f"value heads"
@@ -252,6 +253,7 @@ def gather(
         num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
         theta=theta, interleaved=rotary_interleaved, mask_hides=mask_hides, left=left, right=right, max_len=max_len,
         scale=scale, softcap=softcap, dropout_p=float(dropout_p), recompute=choose_level(recompute), backend=backend,
-        precision=matmul_precision(probe), fused=fused, lora=lora_numbers, dtype=dtype, **options,
+        precision=matmul_precision(probe), fused=fused, lora=lora_numbers,
+        lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip
     return t, o

@@ -75,9 +75,9 @@ class AttentionHalf(Half):
         self.D = head_dim(t, o)
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
 
-    def low_rank(self, letter: str) -> LowRank | None:
-        pair = update_of(letter, self.x.shape[0], self.t, self.o)
-        return pair if pair is None else pair.cast(self.o.dtype)
+    @functools.cached_property
+    def updates(self) -> dict[str, LowRank | None]:
+        return {letter: update_of(letter, self.x.shape[0], self.t, self.o) for letter in LAYERS}
 
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
@@ -112,7 +112,7 @@ class AttentionHalf(Half):
         for part, out in self.parts(qkv):
             rows, w, b = self.key_value if part.of_key_value else h, self.cast(part.weight), self.cast(part.bias)
             torch.mm(rows, w.t(), out=out) if b is None else torch.addmm(b, rows, w.t(), out=out)
-            if (pair := self.low_rank(part.letter)) is not None:
+            if (pair := self.updates[part.letter]) is not None:
                 pair.add(self.p, out, rows)
         return qkv
 
@@ -184,7 +184,7 @@ class AttentionHalf(Half):
         """dropout(o Wo^T + bo) [tokens, d]."""
         rows = self.out_rows(out)
         f = eager.product(rows, self.cast(self.t.wo), self.cast(self.t.bo))
-        if (pair := self.low_rank("o")) is not None:
+        if (pair := self.updates["o"]) is not None:
             pair.add(self.p, f, rows)
         return self.drop(f)
 
@@ -192,7 +192,7 @@ class AttentionHalf(Half):
 
     def inner_gradient(self, part: Projection, d: Tensor, need: Collection[str], reads_input: bool) -> Tensor | None:
         """What a low-rank update's gradients are made of, if there is one and any of them is needed."""
-        pair = self.low_rank(part.letter)
+        pair = self.updates[part.letter]
         if pair is None or not (reads_input or not need.isdisjoint(names_of(part.letter))):
             return None
         return pair.inner_gradient(d)
@@ -202,7 +202,7 @@ class AttentionHalf(Half):
         w = self.cast(part.weight)
         total = torch.mm(d, w) if total is None else total.addmm_(d, w)
         if du is not None:
-            self.low_rank(part.letter).add_input_gradient(self.p, du, total)
+            self.updates[part.letter].add_input_gradient(self.p, du, total)
         return total
 
     def weight_gradients(
@@ -216,7 +216,7 @@ class AttentionHalf(Half):
             grads[b] = eager.column_sum(d)
         sums = {name: WeightGrad(getattr(self.t, name).dtype, 1) for name in (lora_a, lora_b) if name in need}
         if sums:
-            self.low_rank(part.letter).add_gradients(self.p, d, du, rows, sums.get(lora_a), sums.get(lora_b))
+            self.updates[part.letter].add_gradients(self.p, d, du, rows, sums.get(lora_a), sums.get(lora_b))
         return grads | {name: total.result() for name, total in sums.items()}
 
     def core_gradients(self, heads, do, out, lse, delta, raw, inner: Collection[str]) -> tuple[Tensor, dict]:

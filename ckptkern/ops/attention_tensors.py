@@ -89,6 +89,7 @@ class AttentionOptions(NamedTuple):
     precision: str
     fused: str
     lora: tuple[float, ...]
+    lora_dtype: torch.dtype
     dtype: torch.dtype
 
 

@@ -8,8 +8,9 @@ random state, of which each has rows of its own.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from .. import eager
 from ..errors import ShapeError
 from ._checks import check_number, check_probability, check_tensor
+from ._choices import autocast_dtype
 from ._gradients import WeightGrad
 from ._rows import cast_parameter
 from .dropout import dropout_arguments, dropped
@@ -41,7 +43,11 @@ class LoRA(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """One layer's update. first_row: of its dropout, in the rows that the half's state is for."""
+    """One layer's update. first_row: of its dropout, in the rows that the half's state is for.
+
+    a and b are in the dtype in which u, du and the sums of their gradients are formed (`update_dtype`); what is added to the
+    layer's own result, or to its input's gradient, has the dtype of these.
+    """
 
     a: Tensor
     b: Tensor
@@ -49,27 +55,30 @@ class LowRank(NamedTuple):
     dropout: Dropout
     first_row: int
 
-    def cast(self, dtype: torch.dtype) -> LowRank:
-        return self._replace(a=cast_parameter(self.a, dtype), b=cast_parameter(self.b, dtype))
-
     def input(self, p: ModuleType, x: Tensor, start: int = 0) -> Tensor:
         """dropout(x) for rows of x that begin at `start`."""
         return dropped(p, x, self.dropout, self.first_row + start)
 
+    def inner(self, x: Tensor) -> Tensor:
+        """u [rows, r] of dropout(x)."""
+        return torch.mm(x, self.a.t()).mul_(self.scale)
+
     def add(self, p: ModuleType, y: Tensor, x: Tensor, start: int = 0) -> Tensor:
         """y + u B^T, in y."""
-        return y.addmm_(torch.mm(self.input(p, x, start), self.a.t()).mul_(self.scale), self.b.t())
+        u = self.inner(self.input(p, x.to(self.a.dtype), start))
+        return y.addmm_(u.to(y.dtype), self.b.t().to(y.dtype))
 
     def inner_gradient(self, dy: Tensor) -> Tensor:
         """du [rows, r], which the other gradients are made of."""
-        return torch.mm(dy, self.b).mul_(self.scale)
+        return torch.mm(dy.to(self.b.dtype), self.b).mul_(self.scale)
 
     def add_input_gradient(self, p: ModuleType, du: Tensor, dx: Tensor, start: int = 0) -> None:
         """Adds in dx."""
+        du, a = du.to(dx.dtype), self.a.to(dx.dtype)
         if self.dropout[0] is None:
-            dx.addmm_(du, self.a)
+            dx.addmm_(du, a)
         else:
-            dx += self.input(p, torch.mm(du, self.a), start)  # dropout is its own backward
+            dx += self.input(p, torch.mm(du, a), start)  # dropout is its own backward
 
     def add_gradients(
         self,
@@ -82,16 +91,16 @@ class LowRank(NamedTuple):
         start: int = 0,
     ) -> None:
         """Adds to the sums of A and B; None is not formed."""
-        x = self.input(p, x, start)
+        x = self.input(p, x.to(self.a.dtype), start)
         if db is not None:
-            db.add(dy, torch.mm(x, self.a.t()).mul_(self.scale))
+            db.add(dy.to(self.b.dtype), self.inner(x))
         if da is not None:
             da.add(du, x)
 
     def composite(self, x: Tensor) -> Tensor:
         """u B^T in differentiable PyTorch ops, of x [..., d]."""
-        x = eager.composite_dropout(x, self.dropout, self.first_row)
-        return F.linear(F.linear(x, cast_parameter(self.a, x.dtype)) * self.scale, cast_parameter(self.b, x.dtype))
+        rows = eager.composite_dropout(x.to(self.a.dtype), self.dropout, self.first_row)
+        return F.linear(F.linear(rows, self.a) * self.scale, self.b).to(x.dtype)
 
 
 def names_of(layer: str) -> tuple[str, str]:
@@ -108,7 +117,18 @@ def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> 
         return None
     place = layers.index(layer)
     scale, p = o.lora[2 * place : 2 * place + 2]
+    a, b = (cast_parameter(one, o.lora_dtype) for one in (a, b))
     return LowRank(a, b, scale, dropout_arguments(t.lora_rng if p else None, p), place * rows)
+
+
+def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> torch.dtype:
+    """In which dtype a half's updates are formed: autocast's inside autocast, else the widest of the given.
+
+    A float32 update of a 16-bit layer, as peft makes it, keeps its gradients' range and precision so.
+    """
+    if dtype != x.dtype or autocast_dtype(x) is not None:
+        return dtype
+    return functools.reduce(torch.promote_types, (one.dtype for one in tensors if one is not None), dtype)
 
 
 def drops(o: Any) -> bool:

@@ -18,7 +18,7 @@ from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import needed
 from ._rows import cast_parameter, row_count
 from .dropout import dropout_arguments, dropped
-from .low_rank import LowRank, gradient_flops, lora_flops, low_rank, names_of
+from .low_rank import gradient_flops, lora_flops, low_rank, names_of
 from .mlp import hidden_activation_kept
 
 LAYERS = ("gate", "up", "down")
@@ -53,6 +53,7 @@ class LowRankOptions(NamedTuple):
     precision: str
     workspace: int
     lora: tuple[float, ...]
+    lora_dtype: torch.dtype
 
 
 INPUTS, OPTIONS = len(LowRankTensors._fields), len(LowRankOptions._fields)
@@ -66,11 +67,7 @@ class Layers:
         self.dropout = dropout_arguments(t.rng, o.dropout_p)
         self.gated = t.gate_weight is not None
         self.first = ("gate", "up") if self.gated else ("up",)  # the layers that read x
-        self.updates = {layer: self._update(layer, rows) for layer in LAYERS}
-
-    def _update(self, layer: str, rows: int) -> LowRank | None:
-        pair = low_rank(self.t, self.o, LAYERS, layer, rows)
-        return pair if pair is None else pair.cast(self.dtype)
+        self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS}
 
     def weight(self, layer: str) -> Tensor:
         return cast_parameter(getattr(self.t, f"{layer}_weight"), self.dtype)
@@ -113,6 +110,8 @@ class Layers:
         like = self.t.up_weight.new_empty(0, dtype=self.dtype)
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
+        if self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for the updates' gradients
+            held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
         return token_chunks(rows, row_bytes(like, held, hidden, hidden + widest, 3 * hidden), self.o.workspace)
 
 

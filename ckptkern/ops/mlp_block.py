@@ -13,7 +13,7 @@ from ._half import around, drawn
 from ._needs import fake_gradients, in_order
 from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
-from .low_rank import LoRA, gather_lora
+from .low_rank import LoRA, gather_lora, update_dtype
 from .low_rank_mlp import LAYERS
 from .mlp_half import (
     MLPOptions,
@@ -133,7 +133,8 @@ def gather(
     o = MLPOptions(
         activation=activation, dropout_p=float(dropout_p), recompute=choose_level(recompute),
         backend=choose_backend(op, probe), precision=matmul_precision(probe),
-        workspace=choose_workspace(op, workspace, probe), lora=lora_numbers, dtype=dtype, **options,
+        workspace=choose_workspace(op, workspace, probe), lora=lora_numbers,
+        lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip
     return t, o
 

@@ -66,6 +66,7 @@ class MLPOptions(NamedTuple):
     precision: str
     workspace: int
     lora: tuple[float, ...]
+    lora_dtype: torch.dtype
     dtype: torch.dtype
 
 
@@ -91,7 +92,7 @@ def branch_of(t: MLPTensors, o: MLPOptions) -> Branch:
     op, names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
     statics: tuple = (o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace)
     if o.lora:
-        op, names, statics = LowRankMLP, (*GATED, *UPDATES, "lora_rng"), (*statics, o.lora)
+        op, names, statics = LowRankMLP, (*GATED, *UPDATES, "lora_rng"), (*statics, o.lora, o.lora_dtype)
     return Branch(op, names, (*(getattr(t, name) for name in names), t.rng), statics)
 
 

@@ -3,6 +3,7 @@ kept."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ assert min(CONSTANTS) > M  # so that no place of a cross-attention's constants i
 KEPT = 4  # of an attention half: o, lse, its projections, and its output where that is kept
 
 # A schema has at most 64 arguments, so the options of cross-attention are lists, one for each type; those are the layer's own.
-SHARED = ("recompute", "backend", "precision", "dtype")
+SHARED = ("recompute", "backend", "precision", "dtype", "lora_dtype")
 
 
 def _names_of(*hints: Any) -> tuple[str, ...]:
@@ -359,6 +360,7 @@ def transformer_layer(
                 f"{op}: out_weight must have {x.shape[-1]} rows, one for each feature of the input, but it has {t.wo.shape[0]}"
             )
     oa = halves[0][1]
+    oa = oa._replace(lora_dtype=functools.reduce(torch.promote_types, (o.lora_dtype for _, o in halves)))
     inner = "none" if oa.recompute == "none" else "full"
     tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
     if parallel and tm.down_weight.shape[0] != x.shape[-1]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, LoRA, adapted, fused_of, ids, kept, over_inputs, results
+from architectures import ARCHITECTURES, WIDTH, LoRA, adapted, fused_of, ids, kept, over_inputs, results, with_tables
 from cases import assert_as_exact
-from torch import nn
+from torch import Tensor, nn
 
 import ckptkern
 
@@ -128,6 +128,53 @@ def test_what_is_done_to_adapters_later_counts(what: str) -> None:
     assert theirs.keys() == ours.keys()
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key])
+
+
+def replaced(adapter: LoRA) -> None:
+    """As peft's set_adapter of the active one, and its rescale_adapter_scale after the context."""
+    adapter._active, adapter.scaling = list(adapter._active), dict(adapter.scaling)
+
+
+def there_and_back(adapter: LoRA) -> None:
+    adapter._disabled = True
+    adapter._disabled = False
+
+
+@pytest.mark.parametrize("change", [replaced, there_and_back])
+def test_what_changes_nothing_leaves_the_layer_fused(change: Callable[[LoRA], None]) -> None:
+    model = model_of("llama", "q_proj")
+    ckptkern.convert(model, ids())
+    x = torch.randn(2, 6, WIDTH, requires_grad=True)
+
+    def node() -> str:
+        return type(model.layers[0](x, **with_tables(x)).grad_fn).__name__
+
+    for adapter in adapters(model):
+        change(adapter)
+    assert node() == "TransformerLayerFunctionBackward"
+    adapters(model)[0].scaling["default"] = 0.75
+    assert node() != "TransformerLayerFunctionBackward"
+
+
+class OneMask(nn.Module):
+    """Gate and up read what one dropout gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.a, self.c = (nn.Linear(8, 2, bias=False) for _ in "ac")
+        self.b, self.d = (nn.Linear(2, 8, bias=False) for _ in "bd")
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = self.dropout(x)
+        gate, up = self.gate(x) + self.b(self.a(dropped)), self.up(x) + self.d(self.c(dropped))
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+def test_one_mask_of_two_adapters_is_not_two() -> None:
+    conversion = ckptkern.convert(nn.Sequential(OneMask(), nn.Identity()), torch.randn(4, 8))
+    assert fused_of(conversion) == [], str(conversion)
 
 
 UNREAD = {

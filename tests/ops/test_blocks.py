@@ -959,7 +959,9 @@ KERNEL_BLOCKS = [
 
 # An MLP half after its branch, an attention half alone, and all three halves.
 KERNEL_VARIANTS = [one for one in VARIANTS if one.name in ("normed heads in groups", "learned bias") and not one.mlp]
-KERNEL_VARIANTS += [one for one in VARIANTS if one.name in ("normed branch", "post-norm decoder") and one.mlp]
+KERNEL_VARIANTS += [
+    one for one in VARIANTS if one.name in ("normed branch", "post-norm decoder", "low-rank llama") and one.mlp
+]
 
 
 @pytest.mark.parametrize("block", KERNEL_BLOCKS + in_turn(KERNEL_VARIANTS, ("full",)))

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from blocks import MLP, Attention, Block
-from cases import SEED, assert_same, assert_same_within_rounding, gradients
+from cases import DRAWS, SEED, assert_as_exact, assert_same, assert_same_within_rounding, gradients
 
 import ckptkern
 from ckptkern import LoRA
@@ -54,6 +55,47 @@ def test_a_frozen_layer_has_gradients_of_its_updates_alone():
     assert sorted(name for name in grads if name != "y") == sorted(name for name in block.make() if "lora" in name)
     everything = gradients(block.fused, block.make())
     assert_same(grads, {name: everything[name] for name in grads})
+
+
+HALVES = {
+    "mlp": GATED.without_dropout(),
+    "attention": Block("attention", Attention(packed=False, lora=("q", "v", "out"))).without_dropout(),
+    "decoder": Block("decoder", Attention(), MLP(), Attention(key_features=8, causal=False, packed=False, lora=("k", "out")))
+    .without_dropout(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", HALVES)
+def test_float32_updates_of_a_16_bit_layer(name, dtype, level):
+    """As peft makes them: what is summed for A and B has float32's range and precision."""
+    block, ours, eager, exact = HALVES[name].with_(recompute=level), [], [], []
+    for seed in range(DRAWS):
+        tensors = {
+            key: t.detach().float().requires_grad_() if "lora" in key else t
+            for key, t in block.make(dtype, lead=(2, 64), seed=seed).items()
+        }
+        double = {key: t.detach().double().requires_grad_() for key, t in tensors.items()}
+        for results, function, given in (
+            (ours, block.fused, tensors),
+            (eager, block.plain, tensors),
+            (exact, block.plain, double),
+        ):
+            results.append({key: g for key, g in gradients(function, given).items() if "lora" in key or key == "y"})
+    joined = ({key: torch.stack([one[key] for one in results]) for key in ours[0]} for results in (ours, eager, exact))
+    assert_as_exact(*joined)
+
+
+def test_small_gradients_do_not_vanish_in_float16():
+    x, w = torch.randn(16, 64).half(), (torch.randn(64, 64) / 8).half()
+    a, b = (torch.randn(8, 64) / 8).requires_grad_(), (torch.randn(64, 8) * 1e-4).requires_grad_()
+    y = ckptkern.mlp_block(x, w, None, w, None, "identity", lora={"up": LoRA(a, b, 1e-3)}, residual=False)
+    y.backward(torch.full_like(y, 1e-4))
+    z = (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 1e-3).half()
+    (expected,) = torch.autograd.grad(F.linear(z, w), a, torch.full_like(y, 1e-4))
+    assert expected.norm() > 0
+    assert (a.grad - expected).norm() < 0.01 * expected.norm()
 
 
 def test_without_training_nothing_is_dropped():
