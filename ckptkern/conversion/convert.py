@@ -39,20 +39,28 @@ Which = str | type | Callable[[str, nn.Module], bool]
 # -- the probe
 
 
-def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Call]]:
-    """The calls, one of each pattern, that the model's call made of each submodule.
+def capture(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[dict[nn.Module, list[Call]], set[nn.Module]]:
+    """(the calls, one of each pattern, that the model's call made of each submodule; modules in which hooks were that last for
+    the model's call only, so that a recompute in backward would run without them).
 
     One tensor that is given twice is two tensors in them: other calls may give two.
     """
     calls: dict[nn.Module, dict[tuple, Call]] = {}
+    hooked: set[nn.Module] = set()
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if any(count_hooks(m) != count for m, count in counts.items() if m in within[module]):
+            hooked.add(module)
         own = calls.setdefault(module, {})
         pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
         if len(own) < PATTERNS and pattern not in own:
             own[pattern] = mapped(Tensor.detach, (args, kwargs))
 
-    hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules() if not is_leaf(m)]
+    within = {m: set(m.modules()) for m in model.modules() if not is_leaf(m)}
+    hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
+    counts = {m: count_hooks(m) for m in model.modules()}
     try:
         with unmoved(model), torch.no_grad():
             model.eval()
@@ -60,7 +68,11 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[nn.Mo
     finally:
         for hook in hooks:
             hook.remove()
-    return {module: list(own.values()) for module, own in calls.items()}
+    return {module: list(own.values()) for module, own in calls.items()}, hooked
+
+
+def count_hooks(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
 # -- the model
@@ -84,10 +96,11 @@ class _Conversion:
     """One call of convert."""
 
     def __init__(
-        self, recompute: str, include, exclude, calls: dict[nn.Module, list[Call]], shown: Callable[[str], None]
-    ):
+        self, recompute: str, include, exclude, calls: dict[nn.Module, list[Call]], hooked: set[nn.Module],
+        shown: Callable[[str], None],
+    ):  # fmt: skip
         self.recompute, self.include, self.exclude, self.calls = recompute, include, exclude, calls
-        self.shown = shown  # is told the name of each module that is tried
+        self.hooked, self.shown = hooked, shown  # the latter is told the name of each module that is tried
         self.rows: list[Row] = []
         self.seen: set[int] = set()
         self.proven: list[Proven] = []  # modules that others may be like
@@ -130,6 +143,9 @@ class _Conversion:
         if not calls or not any(p.dim() == 2 for p in module.parameters()):
             return None
         row = Row(name, type(module).__name__, None)
+        if module in self.hooked:
+            row.reason = "there are hooks inside that last for a call of the model only"
+            return row
         try:
             forward, row.error, call = fuse(name, module, calls, self.recompute, self.proven)
         except Unreadable as reason:
@@ -227,9 +243,10 @@ def convert(
     check_level("convert", recompute)
     check_not_sharded(model)
     revert(model)
-    calls = capture(model, example_inputs, example_kwargs) if example_inputs or example_kwargs else {}
+    given = example_inputs or example_kwargs
+    calls, hooked = capture(model, example_inputs, example_kwargs) if given else ({}, set())
     with progress(model) as shown:
-        conversion = _Conversion(recompute, include, exclude, calls, shown)
+        conversion = _Conversion(recompute, include, exclude, calls, hooked, shown)
         conversion.visit("", model)
     return Conversion(conversion.rows)
 

@@ -200,3 +200,30 @@ def test_two_active_adapters_are_a_general_segment() -> None:
     ours = results(model)
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key])
+
+
+class HookedInCalls(nn.Module):
+    """As peft hands arguments to adapters: by hooks that last for the model's call."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hooks = [one.register_forward_hook(lambda module, args, y: 2 * y) for one in adapters(self.model)]
+        try:
+            return self.model(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def test_hooks_that_last_for_a_call_are_not_lost_in_backward() -> None:
+    model = HookedInCalls(model_of("llama", "q_proj"))
+    theirs = results(model)
+    conversion = ckptkern.convert(model, ids())
+    assert fused_of(conversion) == ["mlp_block"] * 2
+    assert any("last for a call" in row.reason for row in conversion)
+    ours = results(model)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
