@@ -253,11 +253,11 @@ OTHER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("x", "y"), SAME, ids=str)
+@pytest.mark.parametrize(("x", "y"), SAME)
 def test_values_that_are_the_same_but_for_a_layers_number(x, y) -> None:
     assert Numbers(3, 4).same(x, y)
 
 
-@pytest.mark.parametrize(("x", "y"), OTHER, ids=str)
+@pytest.mark.parametrize(("x", "y"), OTHER)
 def test_values_that_are_not(x, y) -> None:
     assert not Numbers(3, 4).same(x, y)
