@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import DRAWS, redrawn
 from kernel_cases import (
     ACTIVATIONS,
     DROPPING,
@@ -23,9 +24,24 @@ from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 
 
 def assert_like_eager(launcher, tensors, activation, tile=None, **options):
-    ours = kernel(launcher, tensors, activation, **options, **({} if tile is None else {"tile": tile}))
-    twin = call(launcher, eager, tensors, activation, **options)
-    assert_accurate(ours, twin, exact(launcher, tensors, activation, **options))
+    """The 2x rule; if one draw of the inputs misses it, twelve decide, as in `cases.check_exactness`: a sum that cancels to a
+    single number is sometimes exact in eager PyTorch, by the processor's library."""
+    tiled = {} if tile is None else {"tile": tile}
+
+    def results(given):
+        ours = kernel(launcher, given, activation, **options, **tiled)
+        twin = call(launcher, eager, given, activation, **options)
+        return ours, twin, exact(launcher, given, activation, **options)
+
+    first = ours, *_ = results(tensors)
+    try:
+        assert_accurate(*first)
+    except AssertionError:
+        given = {name: t for name, t in tensors.items() if t is not None}
+        drawn = [first, *(results(tensors | redrawn(given, seed)) for seed in range(1, DRAWS))]
+        assert_accurate(
+            *({name: torch.stack([one[name] for one in each]) for name in each[0]} for each in zip(*drawn, strict=True))
+        )
     if "bits" in ours:
         assert torch.equal(ours["bits"], eager.pack_bits(~(ours["z"] <= 0)))
     return ours
