@@ -51,7 +51,7 @@ def capture(
     hooked: set[nn.Module] = set()
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if any(count_hooks(m) != count for m, count in counts.items() if m in within[module]):
+        if any(count_hooks(m) != counts[m] for m in within[module]):
             hooked.add(module)
         own = calls.setdefault(module, {})
         pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))

@@ -6,6 +6,7 @@ shape, which have the same bits.
 
 from __future__ import annotations
 
+import collections
 from typing import NamedTuple
 
 import torch
@@ -22,27 +23,10 @@ from .low_rank import gradient_flops, lora_flops, low_rank, names_of
 from .mlp import hidden_activation_kept
 
 LAYERS = ("gate", "up", "down")
-NAMES = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias"))
+GATED = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias"))  # the gate may be None
 UPDATES = tuple(name for layer in LAYERS for name in names_of(layer))
-
-
-class LowRankTensors(NamedTuple):
-    """The op's inputs after x: those of GatedMLP, whose gate may be None, and the updates."""
-
-    gate_weight: Tensor | None
-    gate_bias: Tensor | None
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    gate_lora_a: Tensor | None
-    gate_lora_b: Tensor | None
-    up_lora_a: Tensor | None
-    up_lora_b: Tensor | None
-    down_lora_a: Tensor | None
-    down_lora_b: Tensor | None
-    lora_rng: Tensor | None
-    rng: Tensor | None
+# the op's inputs after x, by the names of a half's tensors
+LowRankTensors = collections.namedtuple("LowRankTensors", (*GATED, *UPDATES, "lora_rng", "rng"))
 
 
 class LowRankOptions(NamedTuple):

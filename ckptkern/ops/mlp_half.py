@@ -15,7 +15,7 @@ from ._needs import needed, needed_names
 from ._rows import rows_2d
 from .dropout import dropout_arguments, dropped
 from .gated_mlp import GatedMLP
-from .low_rank_mlp import UPDATES, LowRankMLP
+from .low_rank_mlp import GATED, UPDATES, LowRankMLP
 from .mlp import MLP
 
 
@@ -70,9 +70,7 @@ class MLPOptions(NamedTuple):
     dtype: torch.dtype
 
 
-# the MLP ops' inputs after x, by MLPTensors' names
-PLAIN = ("up_weight", "up_bias", "down_weight", "down_bias")
-GATED = ("gate_weight", "gate_bias", *PLAIN)
+PLAIN = GATED[2:]  # the MLP ops' inputs after x, by MLPTensors' names
 
 
 class Branch(NamedTuple):
