@@ -280,8 +280,8 @@ def fuse(
     except Exception as error:  # a signature that Python cannot read
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     for other in proven:
-        if other.is_like(name, module, calls):
-            with contextlib.suppress(Exception):  # then it is proven by itself
+        with contextlib.suppress(Exception):  # comparing someone's objects may raise: it is then proven by itself
+            if other.is_like(name, module, calls):
                 return fuse_like(other, module, calls, recompute)
     segments: dict[tuple, Segment | None] = {}
     worst, asked, taken, found, logs = 0.0, [], [], [], []  # asked: with caches, taken: without
@@ -305,9 +305,10 @@ def fuse(
         logs.append(log)
 
     for i, call in enumerate(calls):
+        is_first = not found
         try:
             add(*call)
-            which = i if len(found) == 1 else which
+            which = i if is_first else which
         except Unreadable as why:
             reason = why
         except Exception as error:  # on random parameters a forward may raise anything

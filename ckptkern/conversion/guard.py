@@ -140,6 +140,12 @@ class Watch:
         return self.compared
 
     def unchanged(self) -> bool:
+        try:
+            return self.is_equal()
+        except Exception:  # comparing someone's objects may raise anything: tensors in lists have no truth value
+            return False
+
+    def is_equal(self) -> bool:
         (
             hooks, children, below, classes, settings, values, parameters, modes, attributes, counts, objects, containers, were,
             contents, held,

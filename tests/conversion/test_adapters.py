@@ -156,6 +156,20 @@ def test_what_changes_nothing_leaves_the_layer_fused(change: Callable[[LoRA], No
     assert node() != "TransformerLayerFunctionBackward"
 
 
+def test_tensors_in_containers_are_not_compared() -> None:
+    """Their == has no truth value; another container of them is a change."""
+    model = model_of("llama", "q_proj")
+    for adapter in adapters(model):
+        adapter.pairs = [[torch.ones(2), torch.ones(2)]]
+    ckptkern.convert(model, ids())
+    theirs = results(model)
+    for adapter in adapters(model):
+        adapter.pairs = [[torch.ones(2), torch.ones(2)]]
+    ours = results(model)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
+
+
 class OneMask(nn.Module):
     """Gate and up read what one dropout gave."""
 

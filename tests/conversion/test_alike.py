@@ -237,6 +237,24 @@ def test_functions_in_attributes_are_compared_by_identity(attempts: list[str]) -
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
 
 
+class Node:
+    """Holds what holds it."""
+
+    def __init__(self):
+        self.other = Config(back=self)
+
+
+def test_what_cannot_be_compared_is_proven_by_itself(attempts: list[str]) -> None:
+    layers = [Llama(), Llama()]
+    for layer in layers:
+        layer.node = Node()
+    assert_converted(stack(*layers), ["transformer_layer"] * 2)
+    together = len(attempts)
+    del attempts[:]
+    ckptkern.convert(stack(layers[0]), ids())
+    assert together == 2 * len(attempts)
+
+
 class Config:
     def __init__(self, **values):
         self.__dict__.update(values)
