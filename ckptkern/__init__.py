@@ -17,14 +17,15 @@ from .ops import (
     transformer_layer,
     varlen_attn,
 )  # fmt: skip
+from .planning import Plan, Report, plan, report
 from .segments.checkpoint import checkpoint, checkpointed
 from .segments.patch import patch_torch, unpatch_torch
 from .segments.sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
 __all__ = [
-    "ACTIVATIONS", "Conversion", "LoRA", "attention_block", "backend", "checkpoint", "checkpoint_sequential", "checkpointed",
-    "convert", "dropout",
-    "errors", "gated_mlp", "linear_act", "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch", "revert",
+    "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "attention_block", "backend", "checkpoint",
+    "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "linear_act", "linear_stack",
+    "memory", "mlp", "mlp_block", "nn", "patch_torch", "plan", "report", "revert",
     "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch", "varlen_attn",
 ]  # fmt: skip

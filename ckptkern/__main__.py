@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 
 from . import __version__
@@ -18,6 +17,11 @@ COMMANDS = {
         "say what ckptkern.convert would do with a model of yours, and what it would keep",
         (),
     ),
+    "report": (
+        ".tools.report",
+        "say what each segment of a model of yours keeps and costs at each level",
+        (),
+    ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
     "verify": (".tools.verify", "check this installation: kernels, masks, kept bytes", ()),
     "examples": (".tools.examples", "run the tutorials' models in segments beside their plain selves", ()),
@@ -28,8 +32,6 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    # Kineto writes two lines to stderr for every profile taken, at any level below this one
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     parser = argparse.ArgumentParser(
         prog="python -m ckptkern", description="Activation recomputation inside the backward kernels, for PyTorch."
     )

@@ -16,3 +16,14 @@ class DeviceError(ValueError, RuntimeError):
 
 class LayoutError(TypeError, NotImplementedError):
     """A tensor is sparse or nested where the op needs a dense one. torch raises NotImplementedError, a RuntimeError, here."""
+
+
+class BudgetError(ValueError):
+    """A budget that no choice of ways meets. least: the bytes that would do."""
+
+    def __init__(self, message: str, least: int):
+        super().__init__(message, least)
+        self.least = least
+
+    def __str__(self) -> str:
+        return self.args[0]

@@ -7,14 +7,19 @@ Kept bytes are exact on any device: they are counted, not sampled. ``kept_tensor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Kept", "Peak", "dense_parts", "format_size", "kept_tensors", "parse_size", "peak_memory"]
+__all__ = [
+    "Kept", "Peak", "Timeline", "dense_parts", "format_size", "free_memory", "kept_tensors", "memory_timeline", "parse_size",
+    "peak_memory",
+]  # fmt: skip
 
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -34,7 +39,7 @@ def format_size(size: int) -> str:
     """Bytes in the largest binary unit that leaves a number of at least 1: "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:.3g} {unit}"
+            return f"{size:.{0 if size >= 1000 else 3}{'f' if size >= 1000 else 'g'}} {unit}"
         size /= 1024
     return f"{size:.3g} GiB"
 
@@ -88,6 +93,42 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         raise TypeError(f"kept_tensors: cannot size a tensor of layout {tensor.layout}")
 
 
+class _Counters(threading.local):
+    """The kept_tensors blocks that this thread is in, the innermost last."""
+
+    def __init__(self):
+        self.active: list[Callable[[torch.Tensor], None]] = []
+
+
+_counters = _Counters()
+
+
+def note_kept(tensors: Iterable[torch.Tensor]) -> None:
+    """Counts these in the innermost kept_tensors block. For saved-tensor hooks inside of it, which get what autograd saves in
+    its place, to say what they keep on the device."""
+    if _counters.active:
+        for tensor in tensors:
+            _counters.active[-1](tensor)
+
+
+@contextlib.contextmanager
+def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterator[None]:
+    """Calls save(tensor) for each tensor that is kept for backward. hold=False: nothing is kept in truth, so a model may be
+    measured that does not fit, and has no backward."""
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+        save(tensor)
+        # returning the tensor itself would tie a saved output to its own grad_fn: a cycle that frees nothing
+        return (tensor.detach(), tensor._version) if hold else None
+
+    _counters.active.append(save)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+    finally:
+        _counters.active.remove(save)
+
+
 @contextlib.contextmanager
 def kept_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iterator[Kept]:
     """Counts the bytes that a forward pass keeps for its backward, each storage once.
@@ -103,11 +144,12 @@ def kept_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iter
     by their local parts.
 
     A tensor is counted when it is saved, even if its graph is dropped before the block is left, so run the forward only.
+    Of what the stores of ``ckptkern.storage`` take inside the block, what they leave on the device is counted.
 
     The block does not see
 
-    - what saved-tensor hooks inside it take, since the innermost hooks get the tensor: the stores of
-      ``ckptkern.storage``, ``torch.autograd.graph.save_on_cpu``;
+    - what other saved-tensor hooks inside it take, since the innermost hooks get the tensor:
+      ``torch.autograd.graph.save_on_cpu``;
     - what a checkpointed segment inside it discards, which is the point of the segment;
     - tensors that a Function puts on ``ctx`` itself instead of ``ctx.save_for_backward``.
 
@@ -123,18 +165,16 @@ def kept_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iter
     for tensor in exclude:
         seen.update(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
 
-    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def save(tensor: torch.Tensor) -> None:
         for part in dense_parts(tensor):
             storage = part.untyped_storage()
             key = StorageWeakRef(storage)
             if key not in seen:
                 seen.add(key)
                 kept.tensors.append((part.shape, part.dtype, storage.nbytes()))
-        # returning the tensor itself would tie a saved output to its own grad_fn: a cycle that frees nothing
-        return tensor.detach(), tensor._version
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with counting(save):
             yield kept
     finally:
         seen.clear()
@@ -148,6 +188,65 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
             f"it was saved: it is at version {tensor._version}, version {version} was saved"
         )
     return tensor
+
+
+@dataclass
+class Timeline:
+    """Allocated bytes over time: ``bytes[i]`` from ``milliseconds[i]`` on, above what was allocated on entry; ``marks``: when
+    `mark(name)` was called. Empty until the block is left."""
+
+    milliseconds: list[float] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    marks: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        with torch.profiler.record_function(f"{_MARK}{name}"):
+            pass
+
+    @property
+    def peak(self) -> int:
+        return max(self.bytes, default=0)
+
+
+_MARK = "ckptkern.memory: "
+
+
+@contextlib.contextmanager
+def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
+    """Records how memory on ``device`` rises and falls inside the block.
+
+        with memory_timeline("cuda") as timeline:
+            loss = model(x).sum()
+            timeline.mark("backward")
+            loss.backward()
+        print(timeline.peak)
+
+    The allocations and frees of torch's allocator that ``torch.profiler`` records, for CPU and CUDA devices. It does not see
+    private buffers of BLAS libraries, nor that the block frees memory allocated before it. The profiler slows the block down:
+    its milliseconds order events, and are no measurement. Raises ValueError for any other device: a meta tensor has no memory.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"memory_timeline: wanted a cuda or cpu device but got {device}")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below that it writes to stderr for every profile
+    timeline, on = Timeline(), torch.profiler.ProfilerActivity
+    activities = [on.CPU, on.CUDA] if device.type == "cuda" else [on.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        yield timeline
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    kind = getattr(torch._C._autograd.DeviceType, device.type.upper())
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    level, start = 0, None
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        start = event.start_ns() if start is None else start
+        now = (event.start_ns() - start) / 1e6
+        if event.name().startswith(_MARK):
+            timeline.marks[event.name().removeprefix(_MARK)] = now
+        elif event.name() == "[memory]" and event.device_type() == kind and index in (None, event.device_index()):
+            level += event.nbytes()
+            timeline.milliseconds.append(now)
+            timeline.bytes.append(level)
 
 
 @contextlib.contextmanager
@@ -173,12 +272,24 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         torch.cuda.synchronize(device)
         peak.bytes = torch.cuda.max_memory_allocated(device) - before
     elif device.type == "cpu":
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with memory_timeline(device) as timeline:
             yield peak
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        level = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            level += event.nbytes()
-            peak.bytes = max(peak.bytes, level)
+        peak.bytes = max(timeline.peak, 0)
     else:
         raise ValueError(f"peak_memory: wanted a cuda or cpu device but got {device}")
+
+
+def free_memory(device: torch.device | str) -> int:
+    """Bytes that this process could still allocate on ``device``.
+
+    CUDA: what the driver calls free and what the caching allocator holds without use; fragments count as free. CPU: Linux's
+    MemAvailable. Raises ValueError for any other device.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type == "cpu":
+        with open("/proc/meminfo") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    raise ValueError(f"free_memory: wanted a cuda or cpu device but got {device}")

@@ -39,12 +39,13 @@ LAYERS = {
     "segments": 3,
     "nn": 4,
     "conversion": 5,
-    "tools": 6,
-    "benchmarks": 7,
-    "__main__": 8,
+    "planning": 6,
+    "tools": 7,
+    "benchmarks": 8,
+    "__main__": 9,
 }
 TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
-WITH_EXTRAS = {"benchmarks", "conversion", "tools", "__main__"}
+WITH_EXTRAS = {"benchmarks", "conversion", "planning", "tools", "__main__"}
 
 LINES, FUNCTION_LINES = 500, 80  # a longer file or function usually does two things
 

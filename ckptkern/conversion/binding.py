@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from .. import ops
 from ..errors import DtypeError, ShapeError
 from ..segments.checkpoint import checkpoint
+from ..storage import Store
 from .calls import Form, pattern_of, regardless_of_precision
 from .guard import Watch
 from .leaves import Probability, Weight
@@ -253,12 +254,26 @@ def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: 
 class Forward:
     """What convert sets as a module's `forward`.
 
-    It is an object, not a function or a method, so that deepcopy and pickle follow it.
+    It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the level, or one for each
+    half of a transformer_layer. store: where what is kept goes; a copy of the module has none.
     """
 
-    def __init__(self, module: nn.Module, recompute: str):
+    def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
         self.module, self.recompute = module, recompute
         self.previous: Callable | None = module.__dict__.get("forward")
+        self.store: Store | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"store": None}
+
+    def __call__(self, *args, **kwargs):
+        if self.store is None:
+            return self.run(*args, **kwargs)
+        with self.store:
+            return self.run(*args, **kwargs)
+
+    def run(self, *args, **kwargs):
+        raise NotImplementedError
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -287,7 +302,7 @@ class Fused(Forward):
                 self.segments[pattern] = segment
         return segment
 
-    def __call__(self, *args, **kwargs):
+    def run(self, *args, **kwargs):
         # in training also without gradients: a reentrant checkpoint draws in such a forward what its recompute draws again
         if not (torch.is_grad_enabled() or self.module.training) or not self.form.takes(kwargs):
             return self.original(*args, **kwargs)
@@ -316,12 +331,19 @@ class Fused(Forward):
 
 
 class General(Forward):
-    """The class's forward as a general segment."""
+    """The class's forward as a general segment, or as it is at recompute="none"."""
 
-    def __call__(self, *args, **kwargs):
-        if not torch.is_grad_enabled():
+    def run(self, *args, **kwargs):
+        if not torch.is_grad_enabled() or self.recompute == "none":
             return self.original(*args, **kwargs)
         return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
+
+
+class Own(Forward):
+    """The class's forward, which reads its module's own level, under a store."""
+
+    def run(self, *args, **kwargs):
+        return self.original(*args, **kwargs)
 
 
 class Runs(Forward):
@@ -331,7 +353,7 @@ class Runs(Forward):
         super().__init__(module, recompute)
         self.runs, self.layers = runs, tuple(module)
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def run(self, input: Tensor) -> Tensor:
         if tuple(self.module._modules.values()) != self.layers:
             return self.original(input)
         done = 0

@@ -245,25 +245,26 @@ def convert(
     revert(model)
     given = example_inputs or example_kwargs
     calls, hooked = capture(model, example_inputs, example_kwargs) if given else ({}, set())
-    with progress(model) as shown:
-        conversion = _Conversion(recompute, include, exclude, calls, hooked, shown)
+    places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    with progress("convert", len(places)) as shown:
+        conversion = _Conversion(recompute, include, exclude, calls, hooked, lambda name: shown(name, places[name]))
         conversion.visit("", model)
     return Conversion(conversion.rows)
 
 
 @contextlib.contextmanager
-def progress(model: nn.Module) -> Iterator[Callable[[str], None]]:
-    """A bar over the modules, on a terminal where rich is installed; it goes when all is done."""
+def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal where rich is installed, which goes when all is done. Yields what is told each stage, and how many
+    were before it."""
     if not sys.stderr.isatty() or missing("rich"):
-        yield lambda name: None
+        yield lambda *stage: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("convert", total=len(places))
-        yield lambda name: bar.update(task, completed=places[name], description=name or "the model")
+        task = bar.add_task(what, total=total)
+        yield lambda name, done=None: bar.update(task, completed=done, description=f"{what}: {name or 'the model'}")
 
 
 def check_not_sharded(model: nn.Module) -> None:

@@ -61,18 +61,21 @@ class Conversion:
         lines = [("module", "class", "served by", "kept before", "kept after", "error")]
         for rows in _alike(self.rows):
             lines.append(_line(rows))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
+        text = aligned(lines)
         for rows in _alike(self.left):
-            text.append(f"{_name(rows)}: {rows[0].reason}")
+            text.append(f"{name_of([row.name for row in rows])}: {rows[0].reason}")
         count = len(self.converted)
         text.append(
             f"{count} module{'s' * (count != 1)} converted, keeping {memory.format_size(self.kept_after)} instead of "
             f"{memory.format_size(self.kept_before)}"
         )
         return "\n".join(text)
+
+
+def aligned(lines: list[tuple[str, ...]]) -> list[str]:
+    """The cells of each line, in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _alike(rows: list[Row]) -> list[list[Row]]:
@@ -83,9 +86,10 @@ def _alike(rows: list[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _name(rows: list[Row]) -> str:
-    name = rows[0].name or "(the model)"
-    return name if len(rows) == 1 else f"{re.sub(r'[0-9]+', '*', name)} ({len(rows)})"
+def name_of(names: list[str]) -> str:
+    """One for modules whose names differ by a number."""
+    name = names[0] or "(the model)"
+    return name if len(names) == 1 else f"{re.sub(r'[0-9]+', '*', name)} ({len(names)})"
 
 
 def _line(rows: list[Row]) -> tuple[str, ...]:
@@ -93,7 +97,7 @@ def _line(rows: list[Row]) -> tuple[str, ...]:
     after = [row.kept_after for row in rows if row.kept_after is not None]
     errors = [row.error for row in rows if row.error is not None]
     return (
-        _name(rows), rows[0].kind, rows[0].served_by or "left",
+        name_of([row.name for row in rows]), rows[0].kind, rows[0].served_by or "left",
         memory.format_size(sum(before)) if before else "", memory.format_size(sum(after)) if after else "",
         f"{max(errors):.1e}" if errors else "",
     )  # fmt: skip

@@ -311,6 +311,23 @@ def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_argument
         raise ValueError(f"{op}: the MLP of parallel halves is added, but mlp_arguments has residual=False")
 
 
+def is_pair(recompute: str | tuple[str, str]) -> bool:
+    return isinstance(recompute, (tuple, list)) and len(recompute) == 2
+
+
+def _by_halves(
+    x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
+    parallel: bool, *, training: bool, workspace: int | str | None,
+) -> Tensor:  # fmt: skip
+    """Each half as a segment of its own."""
+    mid = x
+    for arguments in attentions:
+        mid = attention_block(mid, training=training, recompute=recompute[0], **{"residual": True} | dict(arguments))
+    level = "none" if recompute[1] == "none" else "full"
+    given = dict(training=training, recompute=level, workspace=workspace, **mlp_arguments)
+    return mid + mlp_block(x, **given) if parallel else mlp_block(mid, **given)
+
+
 def transformer_layer(
     x: Tensor,
     attention_arguments: Mapping[str, Any],
@@ -319,7 +336,7 @@ def transformer_layer(
     cross_attention_arguments: Mapping[str, Any] | None = None,
     parallel: bool = False,
     training: bool = True,
-    recompute: str = "selective",
+    recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:
     """mlp_block(attention_block(x)) as one segment, or with parallel attention_block(x) + mlp_block(x, residual=False).
@@ -336,7 +353,9 @@ def transformer_layer(
         "selective"  x, o, lse: the MLP's input, if it is not x, is rebuilt by one product from o
         "full"       x
 
-    and key_value itself. "none" and "selective" keep these of both attentions.
+    and key_value itself. "none" and "selective" keep these of both attentions. A pair of levels, of the attentions and of the
+    MLP ("selective" is "full" there), makes each half a segment of its own, which keeps its input: ("full", "none") recomputes
+    attention alone.
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
     """
     op = "transformer_layer"
@@ -344,11 +363,15 @@ def transformer_layer(
     check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
     if cross_attention_arguments is not None:
         check_cross(op, cross_attention_arguments, parallel)
-    check_level(op, recompute)
+    for level in recompute if is_pair(recompute) else (recompute,):
+        check_level(op, level)
     check_flags(op, parallel=parallel)
     if parallel:
         check_parallel(op, attention_arguments, mlp_arguments)
         mlp_arguments = dict(mlp_arguments) | {"residual": False}
+    if is_pair(recompute):
+        attentions = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
+        return _by_halves(x, attentions, mlp_arguments, recompute, parallel, training=training, workspace=workspace)
     halves = [
         gather_attention(op, x, training=training, recompute=recompute, **{"residual": True} | dict(arguments))
         for arguments in (attention_arguments, cross_attention_arguments)

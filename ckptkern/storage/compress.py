@@ -6,7 +6,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -207,6 +207,13 @@ class compress(Store):
         if packed.dense is not None:
             return self._then.get(packed.dense)
         return self._codec.decode([self._then.get(part) for part in packed.parts], packed.n, packed.dtype)
+
+    def resident(self, packed: _Packed) -> Iterator[Tensor]:
+        if isinstance(packed.dense, Stays):
+            yield packed.dense.tensor
+        else:
+            for kept in packed.parts if packed.dense is None else (packed.dense,):
+                yield from self._then.resident(kept)
 
     @staticmethod
     def _to_host(count: Tensor) -> Flight:

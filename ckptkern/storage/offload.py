@@ -7,7 +7,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -257,6 +257,9 @@ class offload(Store):
                     kind = _CudaLane if flat.is_cuda else _Lane
                     lane = self._lanes[flat.device] = kind(flat.device, *self._settings)
         return lane.put(flat)
+
+    def resident(self, kept: _Copy) -> Iterator[Tensor]:
+        return iter(())
 
     def get(self, kept: _Copy) -> Tensor:
         return kept.lane.get(kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,9 @@ class partition(Store):
         share[: mine.numel()] = mine
         share[size:].view(torch.int64).copy_(_checksum(whole))
         return self._then.put(share), whole.numel(), flat.dtype
+
+    def resident(self, kept: tuple[object, int, torch.dtype]) -> Iterator[Tensor]:
+        return self._then.resident(kept[0])
 
     def get(self, kept: tuple[object, int, torch.dtype]) -> Tensor:
         share, n, dtype = self._then.get(kept[0]), *kept[1:]

@@ -7,14 +7,14 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..memory import dense_parts
+from ..memory import dense_parts, note_kept
 
 MIN_BYTES = 1 << 20
 CHUNK = 1 << 20  # elements that a store works on at a time, so that its scratch memory is bounded
@@ -74,6 +74,7 @@ class _Run:
 
     def __init__(self, store: Store, flat: Tensor):
         self.store, self.kept = store, store.put(flat)
+        note_kept(store.resident(self.kept))
         self.flat: Tensor | None = None
         self.views = self.left = 0
 
@@ -137,7 +138,7 @@ class _Geometry:
 
 
 class Store:
-    """A place for saved tensors, and the context that sends them there. Subclasses define `put` and `get`.
+    """A place for saved tensors, and the context that sends them there. Subclasses define `put`, `get` and `resident`.
 
     One store serves any number of steps, graphs and threads, and may be entered again while it is entered.
 
@@ -171,6 +172,10 @@ class Store:
 
     def get(self, kept: object) -> Tensor:
         """Returns [n] on the device and in the dtype that it was put with. May be called any number of times."""
+        raise NotImplementedError
+
+    def resident(self, kept: object) -> Iterator[Tensor]:
+        """The tensors that `kept`, which `put` returned, holds on the device that it was put from."""
         raise NotImplementedError
 
     def accepts(self, tensor: Tensor) -> bool:
@@ -207,11 +212,11 @@ class Store:
 
     def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor):
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
-            return Stays(tensor)
+            return _stay(tensor)
         if is_traceable_wrapper_subclass(tensor):
             return _Parts(tensor, functools.partial(self._pack, runs))
         if self._stays(tensor):
-            return Stays(tensor)
+            return _stay(tensor)
         geometry = _Geometry(tensor)
         place = tensor.storage_offset(), geometry.size, geometry.stride, tensor.dtype
         key = StorageWeakRef(tensor.untyped_storage()), tensor._version, *place
@@ -219,6 +224,11 @@ class Store:
         if run is None:
             run = runs[key] = _Run(self, geometry.flatten(tensor))
         return _View(tensor, geometry, run)
+
+
+def _stay(tensor: Tensor) -> Stays:
+    note_kept((tensor,))
+    return Stays(tensor)
 
 
 def _unpack(saved: Stays | _Parts | _View) -> Tensor:
@@ -233,6 +243,9 @@ class _Here(Store):
 
     def get(self, kept: Stays) -> Tensor:
         return kept.unpack()
+
+    def resident(self, kept: Stays) -> Iterator[Tensor]:
+        yield kept.tensor
 
 
 def next_store(name: str, then: Store | None) -> Store:

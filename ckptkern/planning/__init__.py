@@ -1,0 +1,6 @@
+"""Which level where: what each segment of a model costs, and the cheapest choice under a budget."""
+
+from .plan import Plan, plan
+from .report import Report, report
+
+__all__ = ["Plan", "Report", "plan", "report"]

@@ -1,0 +1,75 @@
+"""The same table on all ranks, so that all of them make the same choice."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .measure import Cost, Held, Table
+
+
+def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Table:
+    """This rank's table with the largest bytes and the mean times of all ranks. If one fails, all raise its error."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return measure()
+    table, error = None, None
+    try:
+        table = measure()
+    except Exception as raised:
+        error = raised
+    mine = f"{type(error).__name__}: {error}" if table is None else figures(table)
+    theirs: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(theirs, mine, group=group)
+    if error is not None:
+        raise error
+    for rank, one in enumerate(theirs):
+        if isinstance(one, str):
+            raise RuntimeError(f"plan: rank {rank} of the group failed with {one}")
+        if one[0] != mine[0]:
+            raise RuntimeError(f"plan: rank {rank} of the group has other segments than this one")
+    return joined(table, theirs)
+
+
+def figures(table: Table) -> tuple:
+    """(what must be equal, bytes, costs), to be sent."""
+    names = [
+        (row.segment.name, type(row.segment.module).__name__, row.kind, row.calls, *map(str, row.ways))
+        for row in table.rows
+    ]
+    return names, [*(row.held for row in table.rows), [table.rest]], [kind.costs for kind in table.kinds]
+
+
+def joined(table: Table, all_ranks: Sequence[tuple]) -> Table:
+    held = [
+        [largest(of_all) for of_all in zip(*of_segment, strict=True)]
+        for of_segment in zip(*(one[1] for one in all_ranks), strict=True)
+    ]
+    for place, kind in enumerate(table.kinds):
+        kind.costs = [mean(of_all) for of_all in zip(*(one[2][place] for one in all_ranks), strict=True)]
+    rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=False)]
+    return Table(rows, table.kinds, held[-1][0], table.stock_rest, table.device)
+
+
+def largest(held: Sequence[Held]) -> Held:
+    names = {name for one in held for name in one.shared}
+    return Held(max(one.own for one in held), {name: max(one.shared.get(name, 0) for one in held) for name in names})
+
+
+def mean(costs: Sequence[Cost]) -> Cost:
+    seconds = [one.seconds for one in costs if one.seconds is not None]
+    work = [one.workspace for one in costs if one.workspace is not None]
+    return Cost(
+        statistics.fmean(seconds) if seconds else None, max(one.flops for one in costs), max(work) if work else None
+    )
+
+
+def least_of(value: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """The least of all ranks' values."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    least = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return int(least)

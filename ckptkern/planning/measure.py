@@ -1,0 +1,382 @@
+"""What each segment of a model keeps, and what it costs, in each of its ways.
+
+Kept bytes: the model's forward runs once for each way, with saved-tensor hooks that count and hold nothing, so a model may be
+measured that would not fit. A storage that several segments may keep, such as what one hands to the next, has one name in all
+of these runs, so that the bytes of any mixture of ways are those of a union: exact, and not a sum.
+
+Time, products and workspace: one segment of each kind runs alone, forward and backward, on the input that it had in the model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+from .. import memory
+from ..conversion.alike import Numbers, attributes_of, call_kinds, description, number_in
+from ..conversion.proof import unmoved
+from ..conversion.trace import leaves_of, mapped
+from .segments import Segment, Way, stock
+
+Call = tuple[tuple, dict[str, Any]]
+REST = -1  # the owner of what is kept outside of all segments
+ROUNDS, PATIENCE = 15, 2.0  # at most so many rounds of timings, and so many seconds after the third
+
+
+class Held(NamedTuple):
+    """Bytes that one owner keeps: storages that no other sees, and others by name."""
+
+    own: int = 0
+    shared: dict[tuple, int] = {}  # noqa: RUF012 (never written)
+
+    @property
+    def bytes(self) -> int:
+        return total([self])
+
+
+class Cost(NamedTuple):
+    """Of one forward and backward. seconds, workspace: None on the meta device. flops: of matrix products. workspace: how far
+    backward rises above what forward kept, besides gradients."""
+
+    seconds: float | None
+    flops: int
+    workspace: int | None
+
+
+@dataclass
+class Kind:
+    """Segments that are alike, of which one is timed."""
+
+    first: Segment
+    call: Call
+    costs: list[Cost] = field(default_factory=list)  # in the order of its ways
+    stock: Cost | None = None
+
+
+class Measured(NamedTuple):
+    """One segment of a table. stock: what it kept before convert, None where there was no other forward."""
+
+    segment: Segment
+    kind: int
+    calls: int
+    ways: list[Way]
+    held: list[Held]
+    stock: Held | None
+
+
+@dataclass
+class Table:
+    """What choices are made from. rest, stock_rest: what is kept outside of the segments."""
+
+    rows: list[Measured]
+    kinds: list[Kind]
+    rest: Held
+    stock_rest: Held | None
+    device: torch.device
+
+    @property
+    def outside(self) -> int:
+        """Bytes kept outside of all segments that no segment keeps."""
+        seen = {name for row in self.rows for held in row.held for name in held.shared}
+        return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
+
+    def workspaces(self, chosen: Sequence[int]) -> list[int]:
+        return [self.cost(row, way).workspace or 0 for row, way in zip(self.rows, chosen, strict=True)]
+
+    def kept(self, chosen: Sequence[int]) -> int:
+        """Bytes that the model's forward keeps if the segments run in these ways."""
+        return total([self.rest, *(row.held[way] for row, way in zip(self.rows, chosen, strict=True))])
+
+    @property
+    def stock_kept(self) -> int | None:
+        """Bytes that the model kept before convert."""
+        if self.stock_rest is None or any(row.stock is None for row in self.rows):
+            return None
+        return total([self.stock_rest, *(row.stock for row in self.rows)])
+
+    def cost(self, row: Measured, way: int) -> Cost:
+        seconds, flops, workspace = self.kinds[row.kind].costs[way]
+        return Cost(None if seconds is None else seconds * row.calls, flops * row.calls, workspace)
+
+    def uniform(self, level: str) -> list[int]:
+        """Every segment at one level."""
+        return [
+            row.ways.index(Way(level)) if Way(level) in row.ways else row.ways.index(Way("full")) for row in self.rows
+        ]
+
+
+def total(held: Sequence[Held]) -> int:
+    named: dict[tuple, int] = {}
+    for one in held:
+        named.update(one.shared)
+    return sum(one.own for one in held) + sum(named.values())
+
+
+# -- bytes
+
+
+class Recorder:
+    """Who keeps what in one forward of the model, and the first call of each segment."""
+
+    def __init__(self, model: nn.Module, segments: Sequence[Segment]):
+        self.segments = segments
+        self.parameters = {
+            StorageWeakRef(part.untyped_storage())
+            for tensor in (*model.parameters(), *model.buffers())
+            for part in memory.dense_parts(tensor)
+        }
+        self.saved: dict[int, dict[StorageWeakRef, int]] = {}
+        self.names: dict[StorageWeakRef, tuple] = {}
+        self.calls: dict[int, Call] = {}  # the first of each segment
+        self.counts: dict[int, int] = {}
+        self.within: list[int] = []
+        self.count = 0
+
+    def save(self, tensor: Tensor) -> None:
+        own = self.saved.setdefault(self.within[-1] if self.within else REST, {})
+        for part in memory.dense_parts(tensor):
+            storage = part.untyped_storage()
+            own[StorageWeakRef(storage)] = storage.nbytes()
+
+    def name(self, role: str, values: Any) -> None:
+        for i, value in enumerate(leaves_of(values)):
+            if isinstance(value, Tensor):
+                for j, part in enumerate(memory.dense_parts(value)):
+                    self.names.setdefault(StorageWeakRef(part.untyped_storage()), (role, self.count, i, j))
+
+    def enter(self, segment: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.count += 1
+        self.within.append(segment)
+        self.name("in", (args, kwargs))
+        self.counts[segment] = self.counts.get(segment, 0) + 1
+        if segment not in self.calls:
+            self.calls[segment] = mapped(as_input, (args, kwargs))
+
+    def leave(self, output: Any) -> None:
+        self.name("out", output)
+        self.within.pop()
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for i, segment in enumerate(self.segments):
+                before = segment.module.register_forward_pre_hook(
+                    lambda module, args, kwargs, i=i: self.enter(i, args, kwargs), with_kwargs=True
+                )
+                after = segment.module.register_forward_hook(lambda module, args, output: self.leave(output))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+
+    def held(self) -> dict[int, Held]:
+        owners: dict[StorageWeakRef, int] = {}
+        for saved in self.saved.values():
+            for key in saved:
+                owners[key] = owners.get(key, 0) + 1
+        for i, (key, count) in enumerate(owners.items()):
+            if count > 1:  # neither input nor output of a segment: a weight that autocast cast once for all
+                self.names.setdefault(key, ("other", i))
+        found = {}
+        for owner, saved in self.saved.items():
+            saved = {key: nbytes for key, nbytes in saved.items() if key not in self.parameters}
+            shared = {self.names[key]: nbytes for key, nbytes in saved.items() if key in self.names}
+            found[owner] = Held(sum(saved.values()) - sum(shared.values()), shared)
+        return found
+
+
+def as_input(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def record(model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment]) -> Recorder:
+    """One forward of the model in training mode, of which nothing is left but the figures."""
+    recorder = Recorder(model, segments)
+    with unmoved(model), torch.enable_grad(), recorder.hooks(), memory.counting(recorder.save, hold=False):
+        model.train()
+        model(*args, **kwargs)
+    return recorder
+
+
+# -- time
+
+
+def step(module: nn.Module, call: Call) -> tuple[Callable[[], Any], Callable[[], list[Tensor | None]]]:
+    """(forward, backward, which returns gradients and accumulates none)."""
+    leaves = mapped(as_input, call)
+    wanted = [one for one in leaves_of(leaves) if isinstance(one, Tensor) and one.requires_grad]
+    wanted += [p for p in module.parameters() if p.requires_grad]
+    args, kwargs = mapped(as_result, leaves)
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        results = leaves_of(module(*args, **kwargs))
+        outputs.extend(one for one in results if isinstance(one, Tensor) and one.requires_grad)
+
+    def backward() -> list[Tensor | None]:
+        if not outputs or not wanted:
+            return []
+        return list(torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True))
+
+    return forward, backward
+
+
+def as_result(tensor: Tensor) -> Tensor:
+    """An input is the result of something: modules may write into it, and FlopCounterMode refuses leaves."""
+    return tensor.clone() if tensor.requires_grad else tensor
+
+
+def seconds(forward: Callable[[], Any], backward: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        forward()
+        backward()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        begin.record()
+        forward()
+        backward()
+        end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def costs(kind: Kind, ways: Sequence[Way | None], device: torch.device) -> list[Cost]:
+    """Of one segment in each way; None is its stock forward. The rounds of timings interleave the ways."""
+    segment, call = kind.first, kind.call
+    before = segment.way
+
+    @contextmanager
+    def running(way: Way | None) -> Iterator[None]:
+        if way is None:
+            with stock(segment.module):
+                yield
+        else:
+            segment.set(way)
+            yield
+
+    counted: list[tuple[int, int | None]] = []
+    times: list[list[float]] = [[] for _ in ways]
+    try:
+        with unmoved(segment.module), torch.enable_grad():
+            segment.module.train()
+            for way in ways:
+                with running(way):
+                    forward, backward = step(segment.module, call)
+                    with FlopCounterMode(display=False) as flops:
+                        forward()
+                        backward()
+                    counted.append((flops.get_total_flops(), workspace(segment.module, call, device)))
+            start = time.perf_counter()
+            while device.type != "meta" and len(times[-1]) < ROUNDS:
+                if len(times[-1]) >= 3 and time.perf_counter() - start > PATIENCE:
+                    break
+                for way, found in zip(ways, times, strict=True):
+                    with running(way):
+                        found.append(seconds(*step(segment.module, call), device))
+    finally:
+        segment.set(before)
+    return [
+        Cost(statistics.median(found) if found else None, flops, work)
+        for found, (flops, work) in zip(times, counted, strict=True)
+    ]
+
+
+def workspace(module: nn.Module, call: Call, device: torch.device) -> int | None:
+    if device.type == "meta":
+        return None
+    forward, backward = step(module, call)
+    forward()
+    with memory.peak_memory(device) as peak:
+        gradients = backward()
+    return max(0, peak.bytes - sum(g.nbytes for g in gradients if g is not None))
+
+
+# -- the table
+
+
+def kind_of(kinds: list[Kind], segment: Segment, call: Call) -> int:
+    """The place of the kind that the segment is of, which may be a new one."""
+    for i, kind in enumerate(kinds):
+        with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
+            if is_alike(kind.first, kind.call, segment, call):
+                return i
+    kinds.append(Kind(segment, call))
+    return len(kinds) - 1
+
+
+def is_alike(a: Segment, call: Call, b: Segment, other: Call) -> bool:
+    return (
+        type(a.module) is type(b.module)
+        and a.served_by == b.served_by
+        and call_kinds([call]) == call_kinds([other])
+        and gradients_of(call) == gradients_of(other)
+        and description(a.module) == description(b.module)
+        and Numbers(number_in(b.name), number_in(a.name)).same(attributes_of(b.module), attributes_of(a.module))
+    )
+
+
+def gradients_of(call: Call) -> list[bool]:
+    return [one.requires_grad for one in leaves_of(call) if isinstance(one, Tensor)]
+
+
+def device_of(model: nn.Module, call: Call) -> torch.device:
+    tensors = [*model.parameters(), *(one for one in leaves_of(call) if isinstance(one, Tensor))]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def measure(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    segments: Sequence[Segment],
+    ways: Sequence[list[Way]],
+    shown: Callable[[str], None],
+) -> Table:
+    """The table of a model's segments in their ways. The model, its levels and random states are afterwards as before.
+
+    ways: of each segment. shown: is told what is measured.
+    """
+    before = [segment.way for segment in segments]
+    device = device_of(model, (args, kwargs))
+    records = []
+    try:
+        for i in range(max(map(len, ways), default=1)):
+            shown(f"kept bytes, way {i + 1}")
+            for segment, own in zip(segments, ways, strict=True):
+                segment.set(own[min(i, len(own) - 1)])
+            records.append(record(model, args, kwargs, segments))
+    finally:
+        for segment, way in zip(segments, before, strict=True):
+            segment.set(way)
+    held = [one.held() for one in records]
+    stock_held = None
+    if any(segment.forward is not None for segment in segments):
+        with stock(model):
+            stock_held = record(model, args, kwargs, segments).held()
+    rows, kinds = [], []
+    for i, (segment, own) in enumerate(zip(segments, ways, strict=True)):
+        if i not in records[0].calls:
+            continue  # the model does not call it
+        had_other = segment.forward is not None and stock_held is not None
+        kept = [held[min(j, len(held) - 1)].get(i, Held()) for j in range(len(own))]
+        stock_kept = stock_held.get(i, Held()) if had_other else None
+        kind = kind_of(kinds, segment, records[0].calls[i])
+        rows.append(Measured(segment, kind, records[0].counts[i], own, kept, stock_kept))
+    for i, kind in enumerate(kinds):
+        shown(f"time of {kind.first.name or 'the model'}")
+        row = next(row for row in rows if row.kind == i)
+        has_stock = row.stock is not None
+        found = costs(kind, [*row.ways, *([None] if has_stock else [])], device)
+        kind.costs, kind.stock = found[: len(row.ways)], found[-1] if has_stock else None
+    stock_rest = None if stock_held is None else stock_held.get(REST, Held())
+    return Table(rows, kinds, held[0].get(REST, Held()), stock_rest, device)

@@ -1,0 +1,234 @@
+"""report: what each segment of a model keeps and costs at each level, beside stock PyTorch."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import memory
+from ..conversion.convert import check_not_sharded, progress, revert
+from ..conversion.proof import unmoved
+from ..conversion.report import aligned, name_of
+from ..conversion.trace import leaves_of
+from ..extras import missing
+from .measure import Cost, Table, measure
+from .plan import found_segments
+from .segments import Segment, Way, segments_of, stock
+
+STOCK = "stock PyTorch"
+
+
+@dataclasses.dataclass
+class Line:
+    """A segment at a level, "stock PyTorch" for its forward before convert.
+
+    kept: bytes that it keeps for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
+    their matrix products. workspace: bytes that backward rises above what is kept, besides gradients. seconds and workspace are
+    None on the meta device.
+    """
+
+    name: str
+    kind: str
+    served_by: str
+    level: str
+    kept: int
+    seconds: float | None
+    flops: int
+    workspace: int | None
+
+
+@dataclasses.dataclass
+class Report:
+    """print(report) shows the segments, those that are alike in one line, and the whole model.
+
+    lines: of all segments, in the model's order. totals: bytes that the whole model keeps, by level; "stock PyTorch" is left
+    out if a segment has no stock forward. timelines: memory over one step, by level; empty on the meta device.
+    """
+
+    lines: list[Line]
+    totals: dict[str, int]
+    timelines: dict[str, memory.Timeline]
+
+    def csv(self, path: str | os.PathLike) -> None:
+        """Writes a row for each line."""
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Line)])
+            writer.writeheader()
+            writer.writerows(map(dataclasses.asdict, self.lines))
+
+    def figure(self, path: str | os.PathLike) -> None:
+        """Draws memory over the step, one curve for each level, into a file (PNG, SVG, PDF). Needs matplotlib."""
+        if hint := missing("matplotlib"):
+            raise ImportError(f"report: {hint}")
+        if not self.timelines:
+            raise ValueError("report: there is no memory to draw: the model is on the meta device")
+        from .figure import draw_timelines
+
+        draw_timelines(self.timelines, path)
+
+    def __str__(self) -> str:
+        text = [("segment", "served by", "level", "kept", "of stock", "time", "GFLOP", "workspace")]
+        for names, lines in self._alike():
+            before = next((line.kept for line in lines if line.level == STOCK), None)
+            for i, line in enumerate(lines):
+                text.append(
+                    (
+                        name_of(names) if i == 0 else "", line.served_by if i == 0 else "", line.level,
+                        memory.format_size(line.kept),
+                        f"{line.kept / before:.1%}" if before else "",
+                        "" if line.seconds is None else f"{line.seconds * 1e3:.3g} ms",
+                        f"{line.flops / 1e9:.3g}",
+                        "" if line.workspace is None else memory.format_size(line.workspace),
+                    )
+                )  # fmt: skip
+        return "\n".join([*aligned(text), "the model keeps", *self._totals()])
+
+    def _totals(self) -> list[str]:
+        rows = []
+        for level, kept in self.totals.items():
+            peak = self.timelines[level].peak if level in self.timelines else None
+            rows.append(
+                (f"  {level}", memory.format_size(kept), "" if peak is None else f"peak {memory.format_size(peak)}")
+            )
+        return aligned(rows)
+
+    def _alike(self) -> Iterator[tuple[list[str], list[Line]]]:
+        """(names, the lines of the first) of segments that differ in their name and, by noise, in nothing else."""
+        of_name: dict[str, list[Line]] = {}
+        for line in self.lines:
+            of_name.setdefault(line.name, []).append(line)
+        groups: dict[tuple, list[str]] = {}
+        for name, lines in of_name.items():
+            key = tuple((one.kind, one.served_by, one.level, one.kept, one.flops, one.seconds) for one in lines)
+            groups.setdefault(key, []).append(name)
+        for names in groups.values():
+            yield names, of_name[names[0]]
+
+
+def lines_of(table: Table) -> list[Line]:
+    lines = []
+    for row in table.rows:
+        segment, kind = row.segment, table.kinds[row.kind]
+        found: list[tuple[str, int, Cost]] = []
+        if row.stock is not None and kind.stock is not None:
+            found.append((STOCK, row.stock.bytes, kind.stock))
+        found += [(str(way), held.bytes, cost) for way, held, cost in zip(row.ways, row.held, kind.costs, strict=True)]
+        for level, kept, cost in found:
+            lines.append(Line(segment.name, type(segment.module).__name__, segment.served_by, level, kept, *cost))
+    return lines
+
+
+def levels_of(segment: Segment) -> list[Way]:
+    """One level for the whole segment."""
+    return [Way(level) for level in segment.levels() if isinstance(level, str)]
+
+
+# -- memory over one step
+
+
+def loss_of(output: Any) -> Tensor:
+    """What a step differentiates: the output's loss, or else the sum of its floating-point tensors."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = leaves_of(list(output.values()) if isinstance(output, dict) else output)
+    return sum(one.float().sum() for one in tensors if isinstance(one, Tensor) and one.requires_grad)
+
+
+@contextmanager
+def gradients_there(model: nn.Module) -> Iterator[None]:
+    """Zeros as gradients for a while, so that what backward adds to them is not seen as activations."""
+    before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    try:
+        for p, _ in before:
+            p.grad = torch.zeros_like(p)
+        yield
+    finally:
+        for p, grad in before:
+            p.grad = grad
+
+
+def timeline(model: nn.Module, args: tuple, kwargs: dict[str, Any], device: torch.device) -> memory.Timeline | None:
+    """Memory over one training step; None if it does not fit."""
+    try:
+        with unmoved(model), torch.enable_grad(), gradients_there(model), memory.memory_timeline(device) as found:
+            model.train()
+            loss = loss_of(model(*args, **kwargs))
+            found.mark("backward")
+            loss.backward()
+            del loss
+    except torch.OutOfMemoryError:
+        return None
+    return found
+
+
+def timelines(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], table: Table, levels: Sequence[str]
+) -> dict[str, memory.Timeline]:
+    """Of the levels that fit."""
+    if table.device.type == "meta":
+        return {}
+    found = {}
+    before = [row.segment.way for row in table.rows]
+    try:
+        for level in levels:
+            if level == STOCK:
+                with stock(model):
+                    found[level] = timeline(model, args, kwargs, table.device)
+                continue
+            for row, way in zip(table.rows, table.uniform(level), strict=True):
+                row.segment.set(row.ways[way])
+            found[level] = timeline(model, args, kwargs, table.device)
+    finally:
+        for row, way in zip(table.rows, before, strict=True):
+            row.segment.set(way)
+    return {level: one for level, one in found.items() if one is not None}
+
+
+def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Report:
+    """Measures what each segment of a model keeps and costs at each level, and stock PyTorch beside it.
+
+        report = ckptkern.report(model, input_ids)
+        print(report)
+        report.csv("report.csv")
+        report.figure("report.png")
+
+    Segments are modules of ckptkern.nn and what convert made. A model without any is converted, and afterwards reverted: the
+    model is as before in any case. Members of lists of layers without a segment inside are shown as general segments.
+
+    Kept bytes are counted, and exact, on any device. Times are medians of one segment of each kind, run alone in turns with its
+    other levels, on the input that it has in the model. products: torch's FlopCounterMode. Memory over the step: what the
+    profiler saw the allocator do in one training step of the whole model at each level; a level that does not fit is left out.
+
+    example_inputs, example_kwargs: a call of the model, of the size that training has. If the output has a `loss`, that is
+    differentiated, else the sum of its floating-point tensors.
+
+    Raises TypeError if model is no nn.Module or there are no inputs, ValueError for a model that is sharded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"report: model must be a torch.nn.Module, not {type(model).__name__}")
+    if not (example_inputs or example_kwargs):
+        raise TypeError(
+            "report: wanted the inputs of a training step after the model, to measure with, but there are none"
+        )
+    check_not_sharded(model)
+    had_none = not segments_of(model)
+    try:
+        with progress("report") as shown:
+            segments = found_segments(model, example_inputs, example_kwargs, None, None)
+            table = measure(model, example_inputs, example_kwargs, segments, list(map(levels_of, segments)), shown)
+            totals = {} if table.stock_kept is None else {STOCK: table.stock_kept}
+            totals |= {level: table.kept(table.uniform(level)) for level in ("none", "selective", "full")}
+            shown("memory over a step")
+            over_time = timelines(model, example_inputs, example_kwargs, table, list(totals))
+    finally:
+        if had_none:
+            revert(model)
+    return Report(lines_of(table), totals, over_time)

@@ -1,0 +1,194 @@
+"""The segments of a model: the modules that have a level, the ways in which each may run, and its stock forward."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .. import nn as twins
+from ..conversion.binding import Forward, Fused, General, Own, Runs
+from ..conversion.convert import TWINNED, Which, matches
+from ..nn.plain import runs_class_forward
+from ..ops._checks import LEVELS
+from ..storage import Store
+
+LAYERS = (twins.LlamaDecoderLayer, twins.TransformerEncoderLayer, twins.TransformerDecoderLayer)
+OURS = tuple(
+    kind
+    for kind in vars(twins).values()
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in (twins.Dropout, twins.Sequential)
+)
+
+
+class Way(NamedTuple):
+    """A level, or one for each half of a layer, and where what is kept goes: None stays on the device."""
+
+    level: str | tuple[str, str]
+    store: Store | None = None
+
+    def __str__(self) -> str:
+        level = self.level if isinstance(self.level, str) else "/".join(self.level)
+        return level if self.store is None else f"{level} + {type(self.store).__name__}"
+
+
+class Segment(NamedTuple):
+    """A module that has a level. served_by: as in a row of Conversion. is_block: a module that may become a general segment,
+    and is none at level "none"."""
+
+    name: str
+    module: nn.Module
+    served_by: str
+    is_block: bool = False
+
+    @property
+    def forward(self) -> Forward | None:
+        """What stands in for its class's forward."""
+        own = self.module.__dict__.get("forward")
+        return own if isinstance(own, Forward) else None
+
+    @property
+    def way(self) -> Way:
+        forward = self.forward
+        if forward is None and self.is_block:
+            return Way("none")
+        if forward is None or isinstance(forward, Own):
+            return Way(self.module.recompute, None if forward is None else forward.store)
+        return Way(forward.recompute, forward.store)
+
+    def set(self, way: Way) -> None:
+        """From the next forward on; graphs that exist stay as they are."""
+        if way != self.way:
+            forward = self.stand_in(way)
+            if not self.is_block and (forward is None or isinstance(forward, Own)):
+                self.module.recompute = way.level
+            if forward is not None:
+                forward.store, forward.recompute = way.store, way.level
+            for _, _, run in forward.runs if isinstance(forward, Runs) else ():
+                run.recompute = way.level
+
+    def stand_in(self, way: Way) -> Forward | None:
+        """What stands in for its class's forward in this way; what is not needed goes."""
+        forward = self.forward
+        if forward is None and not (self.is_block and way == Way("none")):
+            kind = General if self.is_block else None if way.store is None else Own
+            if kind is not None:
+                self.module.forward = forward = kind(self.module, "none")
+        elif (self.is_block and way == Way("none")) or (isinstance(forward, Own) and way.store is None):
+            del self.module.forward
+            if forward.previous is not None:
+                self.module.forward = forward.previous
+            forward = None
+        return forward
+
+    def levels(self) -> list[str | tuple[str, str]]:
+        """Its levels; for a layer of two halves, those of each half too."""
+        if self.served_by == "checkpoint":
+            return ["none", "full"]
+        if self.served_by != "transformer_layer":
+            return list(LEVELS)
+        return [*LEVELS, *itertools.product(LEVELS, ("none", "full"))]
+
+    def ways(self, stores: Sequence[Store]) -> list[Way]:
+        return [Way(level, store) for store in (None, *stores) for level in self.levels()]
+
+
+def segments_of(
+    model: nn.Module,
+    include: Which | Iterable[Which] | None = None,
+    exclude: Which | Iterable[Which] | None = None,
+) -> list[Segment]:
+    """The outermost modules that have a level, in the model's order. include, exclude: as in convert."""
+    found: list[Segment] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if id(module) in seen or matches(exclude, name, module):
+            return
+        seen.add(id(module))
+        served_by = server_of(module)
+        if served_by is not None and (include is None or matches(include, name, module)):
+            found.append(Segment(name, module, served_by))
+            return
+        for child, m in module.named_children():
+            visit(f"{name}.{child}" if name else child, m)
+
+    visit("", model)
+    return found
+
+
+def server_of(module: nn.Module) -> str | None:
+    """What serves a module that has a level."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, Fused):
+        return next(one.op for one in forward.segments.values() if one is not None)
+    if isinstance(forward, Runs):
+        return "linear_stack"
+    if isinstance(forward, General):
+        return "checkpoint"
+    if isinstance(module, LAYERS):
+        return "transformer_layer"
+    return type(module).__name__ if isinstance(module, OURS) else None
+
+
+def blocks_of(
+    model: nn.Module,
+    segments: Sequence[Segment],
+    include: Which | Iterable[Which] | None = None,
+    exclude: Which | Iterable[Which] | None = None,
+) -> list[Segment]:
+    """Members of lists of layers in which there is no segment, as general segments to be."""
+    taken = {id(segment.module) for segment in segments}
+    found: list[Segment] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if id(module) in taken or matches(exclude, name, module):
+            return
+        taken.add(id(module))
+        is_member = name.rpartition(".")[2].isdigit() and (include is None or matches(include, name, module))
+        if is_member and may_be_block(module, taken):
+            found.append(Segment(name, module, "checkpoint", is_block=True))
+            return
+        for child, m in module.named_children():
+            visit(f"{name}.{child}" if name else child, m)
+
+    visit("", model)
+    return found
+
+
+def may_be_block(module: nn.Module, taken: set[int]) -> bool:
+    """Has it layers inside, no segment, no forward of its own, and no statistics that a second forward would move?"""
+    inner = list(module.modules())[1:]
+    return (
+        any(True for _ in module.parameters())
+        and len(inner) > 0
+        and not any(id(m) in taken or isinstance(m, _BatchNorm) for m in inner)
+        and runs_class_forward(module)
+    )
+
+
+@contextlib.contextmanager
+def stock(model: nn.Module) -> Iterator[None]:
+    """The model as it was before convert, for a while."""
+    changed = []
+    try:
+        for module in model.modules():
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, Forward):
+                changed.append((module, type(module), forward))
+                del module.forward
+                if forward.previous is not None:
+                    module.forward = forward.previous
+            if TWINNED in module.__dict__:
+                changed.append((module, type(module), None))
+                module.__class__ = module.__dict__[TWINNED]
+        yield
+    finally:
+        for module, kind, forward in changed:
+            module.__class__ = kind
+            if forward is not None:
+                module.forward = forward

@@ -1,0 +1,360 @@
+"""ckptkern.plan: what it predicts is what is kept, and what it applies trains as before."""
+
+import copy
+import gc
+import pickle
+import random
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, ids
+from ranks import run_on_two
+from torch import Tensor, nn
+
+import ckptkern
+from ckptkern import memory
+from ckptkern.errors import BudgetError
+from ckptkern.planning import agree
+from ckptkern.planning.measure import record
+from ckptkern.planning.segments import Way, segments_of
+
+pytest.importorskip("scipy")
+
+NAMES = ["llama", "gpt", "bert", "parallel", "decoder"]
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return ARCHITECTURES[name].model()
+
+
+class Convolutions(nn.Module):
+    """Nothing that an op stands for; one block is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        block = [nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.GELU(), nn.Conv1d(8, 4, 1)) for _ in range(3)]
+        self.blocks = nn.ModuleList(block)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + block(x)
+        return self.head(x)
+
+
+class Ours(nn.Module):
+    """Layers of ckptkern.nn of several kinds. The relu's output is kept by itself and by the next layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=24) for _ in range(2)])
+        self.act = ckptkern.nn.Linear(16, 16, activation="relu")
+        self.mlp = ckptkern.nn.MLP(16, 32)
+        self.encoder = ckptkern.nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.encoder(self.mlp(self.act(x)))
+
+
+MODELS = {name: (lambda name=name: model_of(name), ids) for name in NAMES} | {
+    "convolutions": (Convolutions, lambda: torch.randn(2, 4, 6)),
+    "ours": (Ours, lambda: torch.randn(2, 5, 16)),
+}  # fmt: skip
+
+
+def counted(model: nn.Module, x: Tensor) -> int:
+    """kept_tensors in training mode, the random state as before."""
+    with torch.random.fork_rng(), memory.kept_tensors(model) as found:
+        model.train()(x)
+    return found.bytes
+
+
+def least_of(plan: ckptkern.Plan) -> int:
+    try:
+        plan.choose(0)
+    except BudgetError as error:
+        return error.least
+    return 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_predicted_is_kept(name: str) -> None:
+    make, inputs = MODELS[name]
+    model, x = make(), inputs()
+    stores = [ckptkern.storage.offload(min_bytes=0), ckptkern.storage.compress("int8", min_bytes=256)]
+    plan = ckptkern.plan(model, x, budget="1GiB", stores=stores)
+    assert plan.kept == counted(model, x)
+    draw = random.Random(0)
+    for _ in range(12):  # any mixture, not only those that are optimal
+        chosen = [draw.randrange(len(row.ways)) for row in plan.table.rows]
+        for row, way in zip(plan.table.rows, chosen, strict=True):
+            row.segment.set(row.ways[way])
+        assert plan.table.kept(chosen) == counted(model, x), chosen
+    largest, least = plan.table.kept([0] * len(plan.table.rows)), least_of(plan)
+    costs = []
+    for budget in (largest, largest // 2, largest // 3):
+        plan.choose(max(budget, least))
+        costs.append(plan.cost)
+        assert plan.kept == counted(model, x)
+        assert plan.kept <= plan.budget
+    assert costs == sorted(costs)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "convolutions"])
+def test_a_planned_model_trains_as_before(name: str) -> None:
+    make, inputs = MODELS[name]
+    model, x = make().train(), inputs()
+    plain = copy.deepcopy(model)
+    plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
+    expected = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()), allow_unused=True)
+    ways = {way for row in plan.table.rows for way in range(len(row.ways))}
+    for way in sorted(ways):
+        for row in plan.table.rows:
+            row.segment.set(row.ways[min(way, len(row.ways) - 1)])
+        found = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), allow_unused=True)
+        torch.testing.assert_close(found, expected)
+
+
+def test_planning_leaves_nothing_behind() -> None:
+    model = model_of("llama").eval()
+    model.layers[0].train()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    modes = [m.training for m in model.modules()]
+    state, values = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    ckptkern.plan(model, ids(), budget="1GiB", stores=[ckptkern.storage.offload()])
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [m.training for m in model.modules()]
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    torch.testing.assert_close(model.state_dict(), values, rtol=0, atol=0)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_measuring_holds_nothing() -> None:
+    """A model that does not fit can be measured: what its layers keep is freed at once."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    seen: list[weakref.ref] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    alive: list[bool] = []
+    model[2].register_forward_hook(lambda module, args, output: alive.append(seen[-1]() is not None))
+    gc.disable()
+    try:
+        found = record(model, (torch.randn(4, 8, requires_grad=True),), {}, [])
+        model(torch.randn(4, 8, requires_grad=True))
+    finally:
+        gc.enable()
+    assert found.held()[-1].bytes == 4 * 4 * 8 * 4, "the input of each linear layer and the last tanh's output"
+    assert alive[0] is False
+
+
+def test_the_least_that_would_fit() -> None:
+    model, x = model_of("llama"), ids()
+    plan = ckptkern.plan(model, x, budget="1GiB")
+    ways = plan.ways
+    with pytest.raises(BudgetError, match=r"wanted at most 10 B \(10 bytes\) .* but the least") as error:
+        plan.choose(10)
+    assert plan.ways == ways, "nothing changed"
+    plan.choose(error.value.least)
+    assert counted(model, x) == error.value.least
+    assert pickle.loads(pickle.dumps(error.value)).least == error.value.least
+    with pytest.raises(BudgetError):
+        ckptkern.plan(model_of("llama"), x, budget=error.value.least - 1)
+
+
+def test_a_plan_is_shown() -> None:
+    plan = ckptkern.plan(model_of("llama"), ids(), budget="1GiB")
+    lines = str(plan).splitlines()
+    assert lines[0].split() == ["segment", "way", "chosen", "kept", "time", "GFLOP", "workspace"]
+    assert lines[1].startswith("layers.* (2)  none")
+    assert any(line.split()[0] == "selective/none" for line in lines)
+    assert lines[-1].startswith("kept: ")
+    assert "of a budget of 1 GiB" in lines[-1]
+
+
+def test_a_converted_model_is_planned_as_it_is() -> None:
+    model = model_of("llama")
+    ckptkern.convert(model, ids(), include="layers.1")
+    before = model.layers[1].forward
+    plan = ckptkern.plan(model, ids(), budget="1GiB")
+    assert model.layers[1].forward is before
+    assert set(plan.ways) == {"layers.0", "layers.1"}, "the other is a general segment, or none"
+    plan.choose(plan.table.kept(plan.table.uniform("full")))
+    ckptkern.revert(model)
+    assert not segments_of(model)
+
+
+def test_include_and_exclude() -> None:
+    assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", exclude="layers.0").ways) == {"layers.1"}
+    assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", include="layers.0").ways) == {"layers.0"}
+
+
+def test_blocks_that_no_second_forward_may_run_are_no_segments() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)) for _ in range(2)), nn.Conv1d(4, 4, 1))
+    plan = ckptkern.plan(model, torch.randn(2, 4, 6), budget="1GiB")
+    assert plan.ways == {}
+    assert plan.kept == counted(model, torch.randn(2, 4, 6))
+    assert torch.equal(model[0][1].running_mean, torch.zeros(4)) is False, "counted above, and not by plan"
+
+
+def test_on_the_meta_device_products_are_what_counts() -> None:
+    def layers(device: str) -> nn.Module:
+        layer = [ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=24, device=device) for _ in range(3)]
+        return nn.Sequential(*layer)
+
+    x = torch.empty(2, 5, 16, device="meta", requires_grad=True)
+    plan = ckptkern.plan(layers("meta"), x, budget="1GiB")
+    assert {str(way) for way in plan.ways.values()} == {"none"}
+    assert plan.workspace == 0
+    real = ckptkern.plan(layers("cpu"), torch.randn(2, 5, 16, requires_grad=True), budget="1GiB")
+    for ours, theirs in zip(plan.table.rows, real.table.rows, strict=True):
+        assert [held.bytes for held in ours.held] == [held.bytes for held in theirs.held]
+        assert [cost.flops for cost in plan.table.kinds[0].costs] == [cost.flops for cost in real.table.kinds[0].costs]
+    selective = plan.table.uniform("selective")
+    plan.choose(plan.table.kept(selective))
+    rows = zip(plan.table.rows, selective, strict=True)
+    assert 0 < plan.cost <= sum(plan.table.cost(row, way).flops for row, way in rows)
+    with pytest.raises(ValueError, match="the meta device, which has no memory to fill: wanted a budget"):
+        ckptkern.plan(layers("meta"), x)
+
+
+def test_a_copy_keeps_the_levels_and_not_the_stores() -> None:
+    model, x = model_of("llama"), ids()
+    plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
+    for row in plan.table.rows:
+        row.segment.set(Way("full", plan.table.rows[0].ways[-1].store))
+    other = copy.deepcopy(model)
+    assert [segment.way for segment in segments_of(other)] == [Way("full")] * 2
+    assert counted(other, x) > counted(model, x)
+
+
+def test_under_autocast() -> None:
+    model, x = model_of("llama").train(), ids()
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = ckptkern.plan(model, x, budget="1GiB")
+        for row in plan.table.rows:
+            row.segment.set(Way("full"))
+        chosen = plan.table.uniform("full")
+        with memory.kept_tensors(model) as found:
+            model(x)
+    assert found.bytes == plan.table.kept(chosen)
+    predicted = plan.kept
+    plan.choose(plan.budget)
+    with torch.autocast("cpu", torch.bfloat16), memory.kept_tensors(model) as found:
+        model(x)
+    assert found.bytes == predicted
+
+
+# -- between steps
+
+
+def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [2**40]
+    monkeypatch.setattr(memory, "free_memory", lambda device: free[0])
+    model, x = model_of("llama"), ids()
+    gradients = sum(p.nbytes for p in model.parameters())
+    plan = ckptkern.plan(model, x, budget=40_000, adapt=True)
+    assert plan.budget == 40_000, "at most what was given"
+    roomy = plan.kept
+
+    def step_with(room: int) -> int:
+        free[0] = room + plan.workspace + gradients
+        found = counted(model, x)
+        assert found == plan.kept
+        return found
+
+    assert step_with(2**40) == roomy
+    full = plan.table.kept(plan.table.uniform("full"))
+    tight = step_with(full + 100)
+    assert tight <= full + 100 < roomy
+    model.eval()
+    free[0] = 2**40
+    model(x)
+    assert plan.kept == tight, "evaluation keeps nothing"
+    assert step_with(2**40) == roomy
+    with pytest.warns(UserWarning, match="may not fit"):
+        least = step_with(10)
+    assert least <= tight
+    plan.stop()
+    free[0] = 2**40
+    counted(model, x)
+    assert plan.kept == least
+
+
+def test_without_a_budget_it_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = model_of("llama"), ids()
+    gradients = sum(p.nbytes for p in model.parameters())
+    model.layers[0].requires_grad_(False)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**6 + trained)
+    plan = ckptkern.plan(model, x)
+    assert trained < gradients
+    assert plan.budget <= 10**6
+    assert plan.budget == 10**6 - max(plan.table.workspaces(plan.table.uniform("full")))
+
+
+# -- what callers get wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        ((), {"budget": 10}, TypeError, "wanted the inputs of a training step"),
+        ((ids(),), {"budget": "lots"}, ValueError, "budget must be a number of bytes, or a size such as"),
+        ((ids(),), {"budget": -1}, ValueError, "budget must be"),
+        ((ids(),), {"budget": True}, ValueError, "budget must be"),
+        ((ids(),), {"budget": 0.5}, ValueError, "budget must be"),
+        ((ids(),), {"budget": 10, "stores": [3]}, TypeError, "stores must hold stores such as"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple, options: dict, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        ckptkern.plan(model_of("llama"), *arguments, **options)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
+        ckptkern.plan(3, ids(), budget=10)
+
+
+def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys.modules["ckptkern.planning.plan"], "missing", lambda *packages: "scipy is not installed: pip install scipy"
+    )
+    with pytest.raises(ImportError, match="scipy is not installed"):
+        ckptkern.plan(model_of("llama"), ids(), budget=10)
+
+
+# -- two ranks
+
+
+def _check_ranks(rank: int) -> None:
+    model = model_of("llama")
+    many = torch.cat([ids(seed) for seed in range(1 + rank)])  # the second rank has more samples
+    plan = ckptkern.plan(model, many, budget=45_000)
+    ways = [{name: str(way) for name, way in plan.ways.items()}]
+    theirs: list = [None, None]
+    torch.distributed.all_gather_object(theirs, (ways, plan.kept, plan.cost))
+    assert theirs[0] == theirs[1]
+    mine = counted(model, many)
+    assert mine <= plan.kept
+    assert rank == 0 or mine == plan.kept
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ArithmeticError("no")
+
+    with pytest.raises(
+        (ArithmeticError, RuntimeError), match=r"no" if rank else r"rank 1 of the group failed with .*no"
+    ):
+        ckptkern.plan(Fails() if rank else nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), budget=10)
+    with pytest.raises(RuntimeError, match="has other segments"):
+        ckptkern.plan(model_of("gpt" if rank else "llama"), ids(), budget="1GiB")
+    # the room of the rank that has least
+    assert agree.least_of(10 + rank, torch.device("cpu"), None) == 10
+
+
+def test_two_ranks_choose_alike(tmp_path: Path) -> None:
+    run_on_two(_check_ranks, tmp_path)

@@ -1,0 +1,108 @@
+"""The optimum of plan's integer programme, against trying every choice."""
+
+import itertools
+import random
+
+import pytest
+
+from ckptkern.errors import BudgetError
+from ckptkern.planning.measure import Held, total
+from ckptkern.planning.solve import choose
+
+pytest.importorskip("scipy")
+
+
+def problem(seed: int) -> tuple[list[list[float]], list[list[Held]], Held]:
+    """Up to five segments; some are alike, and some storages are kept by several of them or by the rest."""
+    draw = random.Random(seed)
+    names = [("out", i) for i in range(4)]
+    sizes = {name: draw.choice([0, 7, 4096, 3 * 2**20]) for name in names}
+    rest = Held(draw.choice([0, 100]), {n: sizes[n] for n in draw.sample(names, draw.choice([0, 0, 1]))})
+    kinds = []
+    for _ in range(draw.randint(1, 3)):
+        ways = draw.randint(1, 4)
+        kinds.append(
+            (
+                [draw.choice([0.0, 1.0, draw.uniform(0.5, 9)]) for _ in range(ways)],
+                [draw.choice([0, 1, draw.randint(0, 9 * 2**20)]) for _ in range(ways)],
+            )
+        )
+    costs, held = [], []
+    for _ in range(draw.randint(1, 5)):
+        cost, own = draw.choice(kinds)
+        shared = [{n: sizes[n] for n in names if draw.random() < 0.3} if draw.random() < 0.5 else {} for _ in own]
+        costs.append(cost)
+        held.append([Held(n, some) for n, some in zip(own, shared, strict=True)])
+    return costs, held, rest
+
+
+def every_choice(costs, held, rest) -> list[tuple[int, float]]:
+    """(bytes, cost) of each."""
+    found = []
+    for ways in itertools.product(*(range(len(cost)) for cost in costs)):
+        kept = total([rest, *(own[way] for own, way in zip(held, ways, strict=True))])
+        found.append((kept, sum(cost[way] for cost, way in zip(costs, ways, strict=True))))
+    return found
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 25) for i in range(0, 150, 25)], ids=lambda seeds: f"from {seeds[0]}")
+def test_no_choice_is_cheaper(seeds: range) -> None:
+    for seed in seeds:
+        costs, held, rest = problem(seed)
+        every = every_choice(costs, held, rest)
+        kept = sorted({kept for kept, _ in every})
+        for budget in {kept[0], kept[len(kept) // 2], kept[-1] - 1, kept[-1] + 1}:
+            if budget < kept[0]:
+                continue
+            ways = choose(costs, held, rest, budget)
+            ours = total([rest, *(own[way] for own, way in zip(held, ways, strict=True))])
+            assert ours <= budget
+            best = min(cost for kept, cost in every if kept <= budget)
+            cost = sum(cost[way] for cost, way in zip(costs, ways, strict=True))
+            assert cost == pytest.approx(best, rel=1e-6, abs=1e-6), (seed, budget)
+        with pytest.raises(BudgetError) as error:
+            choose(costs, held, rest, kept[0] - 1)
+        assert error.value.least == kept[0], seed
+
+
+def test_a_larger_budget_costs_no_more() -> None:
+    for seed in range(30):
+        costs, held, rest = problem(seed)
+        least = min(kept for kept, _ in every_choice(costs, held, rest))
+        found = []
+        for budget in range(least, least + 20 * 2**20, 2**20):
+            ways = choose(costs, held, rest, budget)
+            found.append(sum(cost[way] for cost, way in zip(costs, ways, strict=True)))
+        assert all(b <= a + 1e-6 for a, b in itertools.pairwise(found)), seed
+
+
+def test_layers_that_are_alike_are_counted_and_not_told_apart() -> None:
+    """96 layers in nine ways: as binaries they have so many equal solutions that no solver ends."""
+    draw = random.Random(0)
+    cost = [1 + draw.random() for _ in range(9)]
+    own = [int(2**30 / c**3) for c in cost]
+    costs, held = [cost] * 96, [[Held(n, {("in", i): 2**24}) for n in own] for i in range(96)]
+    budget = 96 * (2**24 + sorted(own)[4]) - 1
+    ways = choose(costs, held, Held(), budget)
+    assert total([own[way] for own, way in zip(held, ways, strict=True)]) <= budget
+    # the best of all mixtures of two ways, which is what the relaxed problem has
+    mixtures = [
+        k * cost[a] + (96 - k) * cost[b]
+        for a, b in itertools.product(range(9), repeat=2)
+        for k in range(97)
+        if k * own[a] + (96 - k) * own[b] + 96 * 2**24 <= budget
+    ]
+    assert sum(cost[way] for way in ways) <= min(mixtures) + 1e-6
+
+
+def test_of_layers_that_are_alike_the_last_keep_most() -> None:
+    held = [[Held(100), Held(10)] for _ in range(5)]
+    assert choose([[1.0, 2.0]] * 5, held, Held(), 240) == [1, 1, 1, 0, 0]
+
+
+def test_the_solvers_tolerance_is_no_byte_too_many() -> None:
+    """A bound that one byte more would meet with another choice, for sizes whose doubles are not exact in MiB."""
+    big = 10**12 + 1
+    held = [[Held(big), Held(3)], [Held(big // 3), Held(1)]]
+    assert choose([[1.0, 2.0], [1.0, 2.0]], held, Held(), big + big // 3 - 1) != [0, 0]
+    assert choose([[1.0, 2.0], [1.0, 2.0]], held, Held(), big + big // 3) == [0, 0]
