@@ -39,9 +39,14 @@ def format_size(size: int) -> str:
     """Bytes in the largest binary unit that leaves a number of at least 1: "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:.{0 if size >= 1000 else 3}{'f' if size >= 1000 else 'g'}} {unit}"
+            return f"{three_digits(size)} {unit}"
         size /= 1024
-    return f"{size:.3g} GiB"
+    return f"{three_digits(size)} GiB"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, more for whole thousands, and no exponent above one."""
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 @dataclass

@@ -71,3 +71,14 @@ def memory() -> None:
     assert_type(kept.bytes, int)
     assert_type(peak.bytes, int)
     offload(min_bytes="1MiB")  # type: ignore[arg-type]
+
+
+def planning(model: nn.Module) -> None:
+    plan = ckptkern.plan(model, x, budget="1GiB", stores=[offload()], adapt=True)
+    assert_type(plan, ckptkern.Plan)
+    assert_type(plan.kept, int)
+    plan.choose(2**20)
+    report = ckptkern.report(model, x)
+    assert_type(report.totals, dict[str, int])
+    report.figure("report.png")
+    ckptkern.plan(model, x, budget=0.5)  # type: ignore[arg-type]

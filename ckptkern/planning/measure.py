@@ -360,16 +360,15 @@ def measure(
             segment.set(way)
     held = [one.held() for one in records]
     stock_held = None
-    if any(segment.forward is not None for segment in segments):
+    if any(segment.has_stock for segment in segments):
         with stock(model):
             stock_held = record(model, args, kwargs, segments).held()
     rows, kinds = [], []
     for i, (segment, own) in enumerate(zip(segments, ways, strict=True)):
         if i not in records[0].calls:
             continue  # the model does not call it
-        had_other = segment.forward is not None and stock_held is not None
         kept = [held[min(j, len(held) - 1)].get(i, Held()) for j in range(len(own))]
-        stock_kept = stock_held.get(i, Held()) if had_other else None
+        stock_kept = stock_held.get(i, Held()) if segment.has_stock else None
         kind = kind_of(kinds, segment, records[0].calls[i])
         rows.append(Measured(segment, kind, records[0].counts[i], own, kept, stock_kept))
     for i, kind in enumerate(kinds):

@@ -94,8 +94,8 @@ class Plan:
                 (
                     name_of([row.segment.name for row, _ in rows]) if way == 0 else "", str(name), str(count or ""),
                     memory.format_size(first.held[way].bytes),
-                    "" if cost.seconds is None else f"{cost.seconds * 1e3:.3g} ms",
-                    f"{cost.flops / 1e9:.3g}",
+                    "" if cost.seconds is None else f"{memory.three_digits(cost.seconds * 1e3)} ms",
+                    memory.three_digits(cost.flops / 1e9),
                     "" if cost.workspace is None else memory.format_size(cost.workspace),
                 )
             )  # fmt: skip

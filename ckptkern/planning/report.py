@@ -83,8 +83,8 @@ class Report:
                         name_of(names) if i == 0 else "", line.served_by if i == 0 else "", line.level,
                         memory.format_size(line.kept),
                         f"{line.kept / before:.1%}" if before else "",
-                        "" if line.seconds is None else f"{line.seconds * 1e3:.3g} ms",
-                        f"{line.flops / 1e9:.3g}",
+                        "" if line.seconds is None else f"{memory.three_digits(line.seconds * 1e3)} ms",
+                        memory.three_digits(line.flops / 1e9),
                         "" if line.workspace is None else memory.format_size(line.workspace),
                     )
                 )  # fmt: skip

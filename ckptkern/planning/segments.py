@@ -52,6 +52,11 @@ class Segment(NamedTuple):
         return own if isinstance(own, Forward) else None
 
     @property
+    def has_stock(self) -> bool:
+        """Has it a forward of PyTorch's alone, which convert replaced or nothing has replaced yet?"""
+        return self.forward is not None or self.is_block or TWINNED in self.module.__dict__
+
+    @property
     def way(self) -> Way:
         forward = self.forward
         if forward is None and self.is_block:

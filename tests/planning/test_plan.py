@@ -1,11 +1,9 @@
 """ckptkern.plan: what it predicts is what is kept, and what it applies trains as before."""
 
 import copy
-import gc
 import pickle
 import random
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from architectures import ARCHITECTURES, ids
 from ranks import run_on_two
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptkern
 from ckptkern import memory
@@ -106,6 +105,15 @@ def test_what_is_predicted_is_kept(name: str) -> None:
     assert costs == sorted(costs)
 
 
+def test_a_segment_that_is_called_twice_costs_twice() -> None:
+    table = ckptkern.plan(Convolutions(), torch.randn(2, 4, 6), budget="1GiB").table
+    assert [row.calls for row in table.rows] == [2, 1, 1]
+    first = table.rows[0]
+    once, twice = table.kinds[first.kind].costs[0], table.cost(first, 0)
+    assert twice.flops == 2 * once.flops > 0
+    assert twice.seconds == 2 * once.seconds
+
+
 @pytest.mark.parametrize("name", [*NAMES, "convolutions"])
 def test_a_planned_model_trains_as_before(name: str) -> None:
     make, inputs = MODELS[name]
@@ -139,18 +147,16 @@ def test_planning_leaves_nothing_behind() -> None:
 def test_measuring_holds_nothing() -> None:
     """A model that does not fit can be measured: what its layers keep is freed at once."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-    seen: list[weakref.ref] = []
-    model[0].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    seen: list[StorageWeakRef] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(StorageWeakRef(output.untyped_storage())))
     alive: list[bool] = []
-    model[2].register_forward_hook(lambda module, args, output: alive.append(seen[-1]() is not None))
-    gc.disable()
-    try:
-        found = record(model, (torch.randn(4, 8, requires_grad=True),), {}, [])
-        model(torch.randn(4, 8, requires_grad=True))
-    finally:
-        gc.enable()
+    model[2].register_forward_hook(lambda module, args, output: alive.append(not seen[-1].expired()))
+    found = record(model, (torch.randn(4, 8, requires_grad=True),), {}, [])
     assert found.held()[-1].bytes == 4 * 4 * 8 * 4, "the input of each linear layer and the last tanh's output"
-    assert alive[0] is False
+    assert alive == [False]
+    y = model(torch.randn(4, 8, requires_grad=True))
+    assert alive[1]
+    assert y.requires_grad
 
 
 def test_the_least_that_would_fit() -> None:
@@ -250,6 +256,23 @@ def test_under_autocast() -> None:
     assert found.bytes == predicted
 
 
+def test_a_weight_that_autocast_casts_once_for_two_segments() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    model[2][0].weight = model[1][0].weight
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = ckptkern.plan(model, x, budget="1GiB", exclude="0")
+        assert [str(way) for way in plan.ways.values()] == ["none"] * 2
+        with memory.kept_tensors(model) as found:
+            model(x)
+    assert found.bytes == plan.kept
+    copy_of_weight = 8 * 8 * 2
+    assert plan.kept == sum(row.held[0].own for row in plan.table.rows) + plan.table.outside + sum(
+        {name: n for row in plan.table.rows for name, n in row.held[0].shared.items()}.values()
+    )
+    assert copy_of_weight in [n for row in plan.table.rows for n in row.held[0].shared.values()]
+
+
 # -- between steps
 
 
@@ -258,8 +281,8 @@ def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "free_memory", lambda device: free[0])
     model, x = model_of("llama"), ids()
     gradients = sum(p.nbytes for p in model.parameters())
-    plan = ckptkern.plan(model, x, budget=40_000, adapt=True)
-    assert plan.budget == 40_000, "at most what was given"
+    plan = ckptkern.plan(model, x, budget=20_000, adapt=True)
+    assert plan.budget == 20_000
     roomy = plan.kept
 
     def step_with(room: int) -> int:
@@ -277,6 +300,7 @@ def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch
     model(x)
     assert plan.kept == tight, "evaluation keeps nothing"
     assert step_with(2**40) == roomy
+    assert plan.budget == 20_000, "at most what was given"
     with pytest.warns(UserWarning, match="may not fit"):
         least = step_with(10)
     assert least <= tight

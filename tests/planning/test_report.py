@@ -84,9 +84,21 @@ def test_general_segments() -> None:
     report = ckptkern.report(model, x)
     assert {line.served_by for line in report.lines} == {"checkpoint"}
     by_level = {line.level: line.kept for line in report.lines if line.name == "1"}
+    assert by_level.pop(STOCK) == by_level["none"]
     # its input; what each convolution and the GELU read
     assert by_level == {"none": 4 * 2 * 6 * (4 + 8 + 8), "full": 4 * 2 * 6 * 4}
-    assert report.totals["none"] == hooked(model, x)
+    assert report.totals["none"] == report.totals[STOCK] == hooked(model, x)
+
+
+def test_twins_of_torchs_layers() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 5, 16)
+    report = ckptkern.report(model, x)
+    assert report.totals[STOCK] == hooked(model, x)
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    ckptkern.convert(model, x, recompute="full")
+    assert report.totals["full"] == hooked(model, x)
 
 
 def test_csv_and_text(tmp_path: Path) -> None:

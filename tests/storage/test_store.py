@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptkern
-from ckptkern.memory import peak_memory
+from ckptkern.memory import kept_tensors, peak_memory
 from ckptkern.storage import compress, offload, partition, store
 
 
@@ -389,3 +389,26 @@ def test_on_a_gpu(side, then):
     for _ in range(5):
         gradients(module, x, keep)
     assert host.host_bytes == bytes_before
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (lambda: offload(min_bytes=0), 0),
+        (lambda: offload(min_bytes=10_000), 2048),
+        (lambda: compress("int8", min_bytes=0), 2048 // 4 + 2048 // 4 // 128 * 4),
+        (lambda: compress("int8", min_bytes=0, then=offload()), 0),
+        (lambda: compress("relu", min_bytes=0), 2048 // 4 // 8 + (256 + 1) * 4),
+        (lambda: compress("relu", capacity=0.1, min_bytes=0), 2048),
+    ],
+    ids=["offload", "too small", "int8", "int8, offload", "relu", "too few zeros"],
+)
+def test_what_stays_on_the_device_is_counted_around_a_store(keep, expected):
+    x = torch.randn(16, 32)
+    x[8:] = 0.0  # half of the elements: what "relu" has room for
+    x.requires_grad_()
+    with kept_tensors() as kept, keep():
+        y = x.sin()
+
+    assert kept.bytes == expected
+    y.sum().backward()
