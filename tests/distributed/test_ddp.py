@@ -1,124 +1,92 @@
-"""General and fused segments under DDP and FSDP2, two gloo processes on the CPU."""
+"""Segments inside DistributedDataParallel train as one process with all ranks' batches."""
 
-import copy
+import contextlib
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, ids
-from ranks import run_on_two
-from torch import nn
+from architectures import ids
+from torch.nn.parallel import DistributedDataParallel
+from training import KINDS, alone, build, check, convert, reference
 
 import ckptkern
-from ckptkern import checkpoint
+
+MODES = {
+    "default": {},
+    "static graph": {"static_graph": True},
+    "views of buckets": {"gradient_as_bucket_view": True},
+    "static graph, views of buckets": {"static_graph": True, "gradient_as_bucket_view": True},
+}
 
 
-class Block(nn.Module):
-    """A general segment around a fused one."""
-
-    def __init__(self, segments: bool):
-        super().__init__()
-        self.fc, self.mlp, self.segments = nn.Linear(8, 8), ckptkern.nn.MLP(8, 32), segments
-
-    def inner(self, x):
-        return x + self.mlp(self.fc(x).tanh())
-
-    def forward(self, x):
-        return checkpoint(self.inner, x) if self.segments else self.inner(x)
+def _check_mode(rank, size, kind, mode, p):
+    network = DistributedDataParallel(build(kind, p), **MODES[mode])
+    check(network, alone(reference(kind, p), size), rank)
 
 
-def model(segments: bool) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(segments) for _ in range(3)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_ddp(ranks, mode, kind):
+    ranks.run(2, _check_mode, 2, kind, mode, 0.0)
 
 
-def gradients_of(network, x) -> list[torch.Tensor]:
-    for _ in range(2):  # with an optimizer's step between: nothing of the first step may be left over
-        network.zero_grad()
-        checked = network(x).square().mean()
-        checked.backward()
-    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in network.parameters()]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_dropout_has_each_ranks_own_masks(ranks, size, kind):
+    ranks.run(size, _check_mode, size, kind, "default", 0.2)
 
 
-def _check_rank(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-    both = torch.cat([torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)])
-    expected = gradients_of(model(False), both)
-    for static in (False, True):
-        network = DistributedDataParallel(model(True), static_graph=static)
-        for mine, plain in zip(gradients_of(network, x), expected, strict=True):
-            torch.testing.assert_close(mine, plain)
-
-    for whole in (False, True):  # the segment is the sharded module, or lies inside it
-        mesh = init_device_mesh("cpu", (2,))
-        network = model(not whole)
-        for block in network:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(network, mesh=mesh)
-        run = copy.copy(network) if whole else network
-
-        def forward(x, run=run, whole=whole):
-            for block in run:
-                x = checkpoint(block, x) if whole else block(x)
-            return x
-
-        for mine, plain in zip(gradients_of_function(network, forward, x), expected, strict=True):
-            torch.testing.assert_close(mine, plain)
+def _check_unused(rank, size, kind, views):
+    """In the first step rank 0 leaves out a layer, in the second all ranks do, in the third rank 0 asks for one that is not
+    there: so every parameter is used."""
+    network = DistributedDataParallel(build(kind), find_unused_parameters=True, gradient_as_bucket_view=views)
+    check(network, alone(reference(kind, 0.0), size, skips=True), rank, skips=True)
 
 
-def gradients_of_function(network, forward, x) -> list[torch.Tensor]:
-    network.unshard()  # the root's own turn, which its forward would take
-    for _ in range(2):
-        network.zero_grad()
-        forward(x).square().mean().backward()
-    return [p.grad.full_tensor().clone() for p in network.parameters()]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("views", [False, True])
+def test_parameters_of_a_layer_that_some_ranks_leave_out(ranks, views, kind):
+    ranks.run(2, _check_unused, 2, kind, views)
 
 
-def test_ddp_and_fsdp2_over_two_processes(tmp_path):
-    run_on_two(_check_rank, tmp_path)
+def _check_no_sync(rank, size, kind, mode, p):
+    network = DistributedDataParallel(build(kind, p), **MODES[mode])
+
+    def accumulating(last):
+        return contextlib.nullcontext() if last else network.no_sync()
+
+    check(network, alone(reference(kind, p), size, 3), rank, 3, accumulating=accumulating)
 
 
-def converted(fuse: bool) -> nn.Module:
-    torch.manual_seed(0)
-    model = ARCHITECTURES["llama"].model()
-    if fuse:
-        assert len(ckptkern.convert(model, ids()).converted) == 2
-    return model
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["default", "views of buckets"])
+def test_gradients_accumulated_without_synchronisation(ranks, mode, kind):
+    ranks.run(2, _check_no_sync, 2, kind, mode, 0.2)
 
 
-def step(network, given) -> list[torch.Tensor]:
-    for _ in range(2):
-        network.zero_grad()
-        network(given).square().mean().backward()
-    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in network.parameters()]
+def _check_converted_in_ddp(rank, size):
+    """convert may also come after DistributedDataParallel, given either model."""
+    for inner in (False, True):
+        network = DistributedDataParallel(build("converted", ours=False))
+        convert(network.module if inner else network)
+        check(network, alone(build("converted", ours=False), size), rank)
+        ckptkern.revert(network)
+        assert not any("forward" in m.__dict__ for m in network.modules())
 
 
-def _check_converted(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    mine = ids(rank)
-    expected = step(converted(False), torch.cat([ids(0), ids(1)]))
-    network = DistributedDataParallel(converted(True))
-    for ours, plain in zip(step(network, mine), expected, strict=True):
-        torch.testing.assert_close(ours, plain)
-    network = converted(True)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in network.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(network, mesh=mesh)
-    with ckptkern.memory.kept_tensors() as kept:
-        network(mine)
-    assert not any(shape[-1:] == (48,) for shape, _, _ in kept.tensors if len(shape) == 3), "no hidden layer is kept"
-    for ours, plain in zip(step(network, mine), expected, strict=True):
-        torch.testing.assert_close(ours, plain)
-    with pytest.raises(ValueError, match="convert first, then shard"):
-        ckptkern.convert(network, mine)
+def test_convert_after_ddp(ranks):
+    ranks.run(2, _check_converted_in_ddp, 2)
 
 
-def test_a_converted_model_under_ddp_and_fsdp2(tmp_path):
-    run_on_two(_check_converted, tmp_path)
+def _check_kept(rank):
+    network = DistributedDataParallel(build("converted"))
+    plain = DistributedDataParallel(build("converted", ours=False))
+    with ckptkern.memory.kept_tensors(network) as kept:
+        network(ids())
+    with ckptkern.memory.kept_tensors(plain) as kept_before:
+        plain(ids())
+    assert kept.bytes < kept_before.bytes / 2
+    assert not any(shape[-1:] == torch.Size([48]) for shape, _, _ in kept.tensors if len(shape) == 3)
+
+
+def test_the_hidden_layer_is_not_kept(ranks):
+    ranks.run(2, _check_kept)
