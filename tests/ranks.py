@@ -91,6 +91,7 @@ class Ranks:
 
         function: of a test file's top level. Arguments and results are pickled. Raises RankError.
         """
+        __tracebackhide__ = True  # pytest shows the ranks' own
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         for rank in range(len(self.started), size):
@@ -111,6 +112,7 @@ class Ranks:
             raise
 
     def results(self, size: int) -> list[Any]:
+        __tracebackhide__ = True
         found: dict[int, Any] = {}
         failed: dict[int, str] = {}
         end = time.monotonic() + self.patience

@@ -81,7 +81,7 @@ def loss_of(network: nn.Module, step: int, micro: int, rank: int, skips: bool = 
     """skips: whether in some steps some ranks leave out a layer."""
     torch.manual_seed(1000 + 100 * step + 10 * micro + rank)  # of the masks
     given = ids(100 * step + 10 * micro + rank)
-    logits = network(given, skip=step if skips and (step == 1 or rank == 0) else None)
+    logits = network(given, **({"skip": step} if skips and (step == 1 or rank == 0) else {}))
     return F.cross_entropy(logits.float().flatten(0, 1), given.roll(1, 1).flatten())
 
 
@@ -114,7 +114,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def check(
     network: nn.Module, expected: Iterator[Step], rank: int, micros: int = 1, skips: bool = False,
-    accumulating: Callable[[bool], AbstractContextManager] = lambda last: contextlib.nullcontext(), **tolerance: float,
+    accumulating: Callable[[bool], AbstractContextManager] = lambda last: contextlib.nullcontext(), rtol: float = 1e-5,
+    atol: float = 1e-5,
 ) -> None:  # fmt: skip
     """Trains as `alone` did: losses, gradients and, through the steps, parameters are the same.
 
@@ -126,11 +127,11 @@ def check(
             with accumulating(micro == micros - 1):
                 loss = loss_of(network, step, micro, rank, skips)
                 loss.backward()
-            torch.testing.assert_close(loss.item(), wanted.losses[micro, rank], rtol=1e-5, atol=1e-5, **tolerance)
+            torch.testing.assert_close(loss.item(), wanted.losses[micro, rank], rtol=rtol, atol=atol)
         for mine, theirs in zip(gradients_of(network), wanted.gradients, strict=True):
             if mine is None or theirs is None:
                 assert not any(one is not None and one.any() for one in (mine, theirs)), (step, mine, theirs)
             else:
-                torch.testing.assert_close(mine, theirs, **tolerance)
+                torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
         optimizer.step()
         optimizer.zero_grad()

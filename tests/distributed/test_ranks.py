@@ -54,7 +54,7 @@ def test_a_rank_that_raises_ends_the_others(at):
             ranks.run(4, _raises, at)
         assert f"rank {at} of 4: Traceback" in str(error.value)
         assert str(error.value).count("Traceback") == 1, "the others were waiting, and did not fail"
-        assert f"test_ranks.py\", line {_raises.__code__.co_firstlineno + 2}, in _raises" in str(error.value)
+        assert f'test_ranks.py", line {_raises.__code__.co_firstlineno + 2}, in _raises' in str(error.value)
         assert not any(process.is_alive() for process in processes)
         assert ranks.run(2, _sum, 1)[0][:2] == (2, 3.0), "others take their place"
 
