@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import importlib
+from unittest import mock
 
 import pytest
 import torch
@@ -188,9 +190,9 @@ class Odd(GPT):
         return super().forward(x.sin() if self.odd else x)
 
 
-def _check_disagreement(rank, size):
+def _check_disagreement(rank, size, reshard):
     torch.manual_seed(0)
-    network = shard(Network(Odd), size)
+    network = shard(Network(Odd), size, reshard_after_forward=reshard)
     for layer in network.layers:
         layer.odd = rank == 1
     conversion = ckptkern.convert(network, ids())
@@ -203,8 +205,20 @@ def _check_disagreement(rank, size):
     check(network, alone(Network(GPT), size), rank)
 
 
-def test_ranks_that_disagree_leave_the_layer(ranks):
-    ranks.run(2, _check_disagreement, 2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_ranks_that_disagree_leave_the_layer(ranks, reshard):
+    ranks.run(2, _check_disagreement, 2, reshard)
+
+
+def _check_alike(rank, size):
+    fuse = importlib.import_module("ckptkern.conversion.fuse")
+    with mock.patch.object(fuse, "fuse_like", wraps=fuse.fuse_like) as proven_before:
+        sharded("converted", size, ORDERS[1])
+    proven_before.assert_called_once()
+
+
+def test_the_second_of_two_sharded_layers_is_like_the_first(ranks):
+    ranks.run(2, _check_alike, 2)
 
 
 def _check_sharded_inside(rank, size, reshard):
