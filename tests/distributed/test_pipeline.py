@@ -4,14 +4,22 @@ import pytest
 import torch
 from architectures import GPT, HEADS, HIDDEN, WIDTH, B, Bert, S, ids
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.nn import functional as F
 from training import KINDS, STEPS, Segment, optimizer_of
 
 import ckptkern
 
 MICROS = 4
-SCHEDULES = {one.__name__: one for one in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)}
+SCHEDULES = {
+    one.__name__: one for one in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+}  # the last one forms the gradients of inputs and of weights in two passes
 
 
 class Part(nn.Module):
@@ -62,7 +70,7 @@ def alone(parts, step):
 
 
 def _check_stages(rank, size, kind, schedule, p):
-    each = 2 if schedule == "ScheduleInterleaved1F1B" else 1  # stages of a rank
+    each = 2 if "Interleaved" in schedule else 1  # stages of a rank
     numbers = range(rank, each * size, size)
     plain = [Part(kind, p, kind != "segments" and p > 0, i, each * size) for i in range(each * size)]
     parts = {i: Part(kind, p, True, i, each * size) for i in numbers}
