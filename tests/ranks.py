@@ -1,4 +1,4 @@
-"""Processes of a gloo group, which run functions of test files for tests with the fixture `ranks`:
+"""Processes of a group, which run functions of test files for tests with the fixture `ranks`:
 
     def _check_sum(rank, factor): ...
 
@@ -53,14 +53,16 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
     loaded: dict[str, Any] = {}
     while True:
         try:
-            file, name, arguments, size, store = pipe.recv()
+            file, name, arguments, size, store, backend = pipe.recv()
         except EOFError:  # the tests' process has gone
             return
         try:
             if dist.is_initialized():  # not earlier: another rank may still have been reading from this one
                 dist.destroy_process_group()
             store = dist.FileStore(store, size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
             torch.manual_seed(0)
             pipe.send((True, _load(file, name, loaded)(rank, *arguments)))
         except BaseException:
@@ -86,10 +88,11 @@ class Ranks:
         self.stop()
         self.folder.cleanup()
 
-    def run(self, size: int, function: Callable, *arguments) -> list[Any]:
+    def run(self, size: int, function: Callable, *arguments, backend: str = "gloo") -> list[Any]:
         """function(rank, *arguments) on each of `size` ranks; what they returned.
 
-        function: of a test file's top level. Arguments and results are pickled. Raises RankError.
+        function: of a test file's top level. Arguments and results are pickled. backend: with "nccl" each rank has a GPU.
+        Raises RankError.
         """
         __tracebackhide__ = True  # pytest shows the ranks' own
         context = multiprocessing.get_context("forkserver")
@@ -104,7 +107,7 @@ class Ranks:
         store = os.path.join(self.folder.name, f"store-{self.tasks}")
         file = function.__globals__["__file__"]
         for _, pipe in self.started[:size]:
-            pipe.send((file, function.__name__, arguments, size, store))
+            pipe.send((file, function.__name__, arguments, size, store, backend))
         try:
             return self.results(size)
         except BaseException:

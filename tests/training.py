@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -69,6 +70,30 @@ def reference(kind: str, p: float) -> Network:
     return build(kind, p, ours=kind != "segments" and p > 0)
 
 
+class Cast(nn.Module):
+    """What MixedPrecisionPolicy(bfloat16, float32) computes: a bfloat16 copy runs, and its gradients are added in float32."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network, self.others = network, [copy.deepcopy(network).bfloat16()]
+        for low, wide in self.pairs():
+            low.register_post_accumulate_grad_hook(lambda low, wide=wide: self.hand_on(low, wide))
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.others[0].parameters(), self.network.parameters(), strict=True)
+
+    @staticmethod
+    def hand_on(low: Tensor, wide: Tensor) -> None:
+        wide.grad = low.grad.float() if wide.grad is None else wide.grad + low.grad.float()
+        low.grad = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            for low, wide in self.pairs():
+                low.copy_(wide)
+        return self.others[0](ids)
+
+
 # -- training
 
 
@@ -80,7 +105,7 @@ class Step(NamedTuple):
 def loss_of(network: nn.Module, step: int, micro: int, rank: int, skips: bool = False) -> Tensor:
     """skips: whether in some steps some ranks leave out a layer."""
     torch.manual_seed(1000 + 100 * step + 10 * micro + rank)  # of the masks
-    given = ids(100 * step + 10 * micro + rank)
+    given = ids(100 * step + 10 * micro + rank).to(next(network.parameters()).device)
     logits = network(given, **({"skip": step} if skips and (step == 1 or rank == 0) else {}))
     return F.cross_entropy(logits.float().flatten(0, 1), given.roll(1, 1).flatten())
 

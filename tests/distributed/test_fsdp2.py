@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from training import KINDS, Network, alone, build, check, convert, reference
+from training import KINDS, Cast, Network, alone, build, check, convert, reference
 
 import ckptkern
 
@@ -82,30 +82,6 @@ def test_gradients_accumulated_without_synchronisation(ranks, kind, order):
 
 
 # -- mixed precision
-
-
-class Cast(nn.Module):
-    """What MixedPrecisionPolicy(bfloat16, float32) computes: a bfloat16 copy runs, and its gradients are added in float32."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.network, self.others = network, [copy.deepcopy(network).bfloat16()]
-        for low, wide in self.pairs():
-            low.register_post_accumulate_grad_hook(lambda low, wide=wide: self.hand_on(low, wide))
-
-    def pairs(self):
-        return zip(self.others[0].parameters(), self.network.parameters(), strict=True)
-
-    @staticmethod
-    def hand_on(low, wide):
-        wide.grad = low.grad.float() if wide.grad is None else wide.grad + low.grad.float()
-        low.grad = None
-
-    def forward(self, ids):
-        with torch.no_grad():
-            for low, wide in self.pairs():
-                low.copy_(wide)
-        return self.others[0](ids)
 
 
 def _check_mixed(rank, size, kind, order, reshard):
