@@ -7,6 +7,7 @@ from architectures import ARCHITECTURES, ids
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional as F
 
@@ -17,7 +18,7 @@ B, S, WIDTH, HEADS = 2, 8, 32, 4
 
 def gathered(x, dim):
     """The whole of what each rank has a part of; the gradient of a part is the sum over ranks."""
-    return torch.cat(dist.nn.functional.all_gather(x.contiguous()), dim)
+    return torch.cat(all_gather(x.contiguous()), dim)
 
 
 def passed_on(x, counts):
