@@ -180,8 +180,8 @@ def test_float32_weights_under_autocast():
 
 
 def test_megatrons_hook_finds_all_gradients():
-    """It hangs on the node that accumulates a parameter's gradient, which runs without a gradient too, and adds `.grad` unless an
-    op has added to main_grad: here, those of biases and norms."""
+    """It hangs on the node that accumulates a parameter's gradient, which also runs without a gradient, and adds `.grad` unless
+    an op has added to main_grad: here, those of biases and norms."""
     plain, module = make("encoder layer"), with_main_grads(make("encoder layer"))
     seen = []
 
