@@ -1,10 +1,17 @@
 """Kernels run in Triton's interpreter, except under `pytest -m gpu` on a machine with CUDA."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,6 +73,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes for the tests of torch.distributed; none is started before it is used."""
+    from ranks import Ranks
+
+    with Ranks() as ranks:
+        yield ranks
 
 
 @pytest.hookimpl(trylast=True)

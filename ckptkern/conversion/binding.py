@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .. import ops
 from ..errors import DtypeError, ShapeError
+from ..ops.attention_core import in_context_parallel
 from ..segments.checkpoint import checkpoint
 from ..storage import Store
 from .calls import Form, pattern_of, regardless_of_precision
@@ -202,6 +203,7 @@ class Segment:
         caches: Collection[int] = (),
     ):  # fmt: skip
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
+        self.attends = op in ("transformer_layer", "attention_block")
         self.arguments = arguments_getter(module, template)
         self.inputs = [x, *(one.index for one in named(template, "key_value"))]
         found = {one.index for one in templates(template, Argument)}
@@ -310,7 +312,11 @@ class Fused(Forward):
         segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat))
         if segment is None or (segment.caches and not self.may_leave_empty(segment.caches, flat)):
             return self.original(*args, **kwargs)
-        if not self.watch.unchanged() or any(_requires_grad(flat[i]) for i in segment.constants):
+        if (
+            not self.watch.unchanged()
+            or (segment.attends and in_context_parallel())
+            or any(_requires_grad(flat[i]) for i in segment.constants)
+        ):
             return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute)

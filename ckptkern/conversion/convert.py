@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from .calls import Call, pattern_of
 from .fuse import calls_of, fuse, kept_bytes, runs_of
 from .proof import unmoved
 from .report import Conversion, Row
+from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
 
 TWINS = {
@@ -92,15 +93,27 @@ def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module)
     return False
 
 
+class Found(NamedTuple):
+    """What convert can do with a module: the rows of the table, and how the module gets its new forward, if it is served."""
+
+    rows: list[Row]
+    put: Callable[[], None] | None = None
+
+    @property
+    def served_by(self) -> tuple:
+        return tuple((row.name, row.served_by) for row in self.rows) if self.put else ()
+
+
 class _Conversion:
     """One call of convert."""
 
     def __init__(
-        self, recompute: str, include, exclude, calls: dict[nn.Module, list[Call]], hooked: set[nn.Module],
+        self, recompute: str, include, exclude, calls: dict[nn.Module, list[Call]], hooked: set[nn.Module], shards: Shards,
         shown: Callable[[str], None],
     ):  # fmt: skip
         self.recompute, self.include, self.exclude, self.calls = recompute, include, exclude, calls
-        self.hooked, self.shown = hooked, shown  # the latter is told the name of each module that is tried
+        self.hooked, self.shards = hooked, shards
+        self.shown = shown  # is told the name of each module that is tried
         self.rows: list[Row] = []
         self.seen: set[int] = set()
         self.proven: list[Proven] = []  # modules that others may be like
@@ -111,67 +124,79 @@ class _Conversion:
             return
         self.seen.add(id(module))
         self.shown(name)
-        row = None
-        if self.include is None or matches(self.include, name, module):
-            row = self.twin(name, module) or self.fused(name, module)
-        if row is not None and row.served_by != "runs" and (row.served_by is not None or is_block(name, module)):
-            self.rows.append(row)
-        if row is None or row.served_by is None:
+        with self.shards.whole(module):
+            found = Found([])
+            if self.include is None or matches(self.include, name, module):
+                found = self.twin(name, module) or self.fused(name, module)
+            if not self.shards.agree(found.served_by):
+                row = Row(name, class_of(module).__name__, None, reason="another rank has found something else")
+                found = Found([row])
+            if found.put is not None:
+                found.put()
+                self.rows += found.rows
+                return
+            if is_block(name, module):
+                self.rows += found.rows
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
 
-    def twin(self, name: str, module: nn.Module) -> Row | None:
-        twin = TWINS.get(type(module))
+    def twin(self, name: str, module: nn.Module) -> Found | None:
+        twin = TWINS.get(class_of(module))
         if twin is None:
             return None
-        row = Row(name, type(module).__name__, f"ckptkern.nn.{twin.__name__}")
-        for m in module.modules():  # a layer's attention and dropouts with it
-            if type(m) in TWINS or type(m) is nn.Dropout:
-                m.__dict__[TWINNED] = type(m)
-                m.__class__ = TWINS.get(type(m), twins.Dropout)
-                if type(m) is not twins.Dropout:
-                    m.recompute = self.recompute
-        return row
 
-    def fused(self, name: str, module: nn.Module) -> Row | None:
-        """A row of what was done; None for a module that the model did not call, or that has no layers in it."""
-        calls = self.calls.get(module, [])
-        if type(module) is nn.Linear and self.include is not None:
+        def put() -> None:
+            for m in module.modules():  # a layer's attention and dropouts with it
+                kind = class_of(m)
+                if kind in TWINS or kind is nn.Dropout:
+                    m.__dict__[TWINNED] = kind
+                    set_class(m, TWINS.get(kind, twins.Dropout))
+                    if kind is not nn.Dropout:
+                        m.recompute = self.recompute
+
+        return Found([Row(name, class_of(module).__name__, f"ckptkern.nn.{twin.__name__}")], put)
+
+    def fused(self, name: str, module: nn.Module) -> Found:
+        """No row for a module that the model did not call, or that has no layers in it."""
+        calls, kind = self.calls.get(module, []), class_of(module)
+        if kind is nn.Linear and self.include is not None:
             calls = calls_of(module)
-        elif not calls and type(module) is nn.Sequential and len(module) and type(module[0]) is nn.Linear:
+        elif not calls and kind is nn.Sequential and len(module) and type(module[0]) is nn.Linear:
             calls = calls_of(module[0])
         if not calls or not any(p.dim() == 2 for p in module.parameters()):
-            return None
-        row = Row(name, type(module).__name__, None)
+            return Found([])
+        row = Row(name, kind.__name__, None)
         if module in self.hooked:
             row.reason = "there are hooks inside that last for a call of the model only"
-            return row
+            return Found([row])
         try:
             forward, row.error, call = fuse(name, module, calls, self.recompute, self.proven)
         except Unreadable as reason:
             row.reason = str(reason)
-            if type(module) is nn.Sequential and (rows := self.runs(name, module)):
-                self.rows += rows
-                return Row(name, row.kind, "runs")
+            if kind is nn.Sequential and (found := self.runs(name, module)):
+                return found
             if is_block(name, module) and (why := why_general(module)):
                 row.served_by, row.reason = "checkpoint", f"{why}: {reason}"
-                self.bind(row, General(module, self.recompute), calls[0])
-            return row
+                return Found([row], lambda: self.bind(row, General(module, self.recompute), calls[0]))
+            return Found([row])
         segment = next(iter(forward.segments.values()))
         row.served_by = segment.op
-        self.bind(row, forward, call, leaves_of(forward.form.counting(*call))[segment.x])
-        return row
+        x = leaves_of(forward.form.counting(*call))[segment.x]
+        return Found([row], lambda: self.bind(row, forward, call, x))
 
     def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
         module, given = forward.module, leaves_of(call)
         x = next((v for v in given if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
+        if holds_sharded(module):  # a forward that no backward follows would leave their state open
+            module.forward = forward
+            return
         with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
             row.kept_before = kept_bytes(forward, module.forward, *call, x)
         module.forward = forward
         with contextlib.suppress(Exception):
             row.kept_after = kept_bytes(forward, forward, *call, x)
 
-    def runs(self, name: str, module: nn.Sequential) -> list[Row]:
+    def runs(self, name: str, module: nn.Sequential) -> Found | None:
         found, rows = runs_of(module, self.recompute), []
         for start, stop, run, error in found:
             segment = next(iter(run.segments.values()))
@@ -180,9 +205,11 @@ class _Conversion:
             row.kept_before = kept_bytes(run, run.original, *call, call[0][0])
             row.kept_after = kept_bytes(run, run, *call, call[0][0])
             rows.append(row)
-        if found:
+
+        def put() -> None:
             module.forward = Runs(module, [one[:3] for one in found], self.recompute)
-        return rows
+
+        return Found(rows, put) if found else None
 
 
 def why_general(module: nn.Module) -> str:
@@ -233,21 +260,27 @@ def convert(
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
     may be converted, and what may not, with all that is inside.
 
-    Raises TypeError if model is no nn.Module, ValueError for a model that fully_shard already took (convert first) and unknown
-    levels. An error of the model's own call is its own.
+    A model that fully_shard already took is converted by all ranks at once, with examples of the same kind: each sharded module
+    is gathered while it is proven. It must be the model whose forward the training calls. Its shards are afterwards as before.
+
+    Raises TypeError if model is no nn.Module, ValueError for one that is compiled or that FullyShardedDataParallel already took
+    (convert first) and unknown levels. An error of the model's own call is its own.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, not {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ValueError("convert: the model is compiled: convert first, then compile")
     check_level("convert", recompute)
-    check_not_sharded(model)
+    check_not_fsdp1(model)
     revert(model)
     given = example_inputs or example_kwargs
     calls, hooked = capture(model, example_inputs, example_kwargs) if given else ({}, set())
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    shards = Shards(model)
     with progress("convert", len(places)) as shown:
-        conversion = _Conversion(recompute, include, exclude, calls, hooked, lambda name: shown(name, places[name]))
+        conversion = _Conversion(
+            recompute, include, exclude, calls, hooked, shards, lambda name: shown(name, places[name])
+        )
         conversion.visit("", model)
     return Conversion(conversion.rows)
 
@@ -267,16 +300,6 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None
         yield lambda name, done=None: bar.update(task, completed=done, description=f"{what}: {name or 'the model'}")
 
 
-def check_not_sharded(model: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here, because it takes a second
-    if fsdp is not None and any(
-        isinstance(m, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for m in model.modules()
-    ):
-        raise ValueError(
-            "convert: the model is already sharded, and a probe would move its state: convert first, then shard"
-        )
-
-
 def revert(model: nn.Module) -> nn.Module:
     """Undoes convert: every module runs the forward that it had. Returns the model."""
     for module in model.modules():
@@ -286,6 +309,6 @@ def revert(model: nn.Module) -> nn.Module:
             if forward.previous is not None:
                 module.forward = forward.previous
         if TWINNED in module.__dict__:
-            module.__class__ = module.__dict__.pop(TWINNED)
+            set_class(module, module.__dict__.pop(TWINNED))
             module.__dict__.pop("recompute", None)
     return model

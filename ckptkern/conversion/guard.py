@@ -15,6 +15,7 @@ from ..subclasses import PLAIN
 from .trace import PLAIN_VALUES, plain_attributes
 
 OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes
+COMPOSED = "__composable_api_state_key"  # begins the names of those in which fully_shard keeps its state
 
 
 def inside(value: object) -> list | dict | set | None:
@@ -39,6 +40,7 @@ def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
         for m in module.modules()
         for name, value in m.__dict__.items()
         if not (name in OF_EVERY_MODULE or type(value) in PLAIN_VALUES or isinstance(value, Tensor))
+        and not name.startswith(COMPOSED)
     ]
 
 

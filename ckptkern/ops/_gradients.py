@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,27 +44,71 @@ def row_bytes(like: Tensor, tensors: int, masks: int, summed: int, beside: int) 
     return max(bytes_ + summed // 2, beside * size + copies)
 
 
-class WeightGrad:
-    """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype."""
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """The float32 buffer in which Megatron-LM sums a parameter's gradients over micro-batches, if it has one.
 
-    def __init__(self, dtype: torch.dtype, chunks: int):
-        self.dtype, self.chunks, self.total = dtype, chunks, None
+    Only a Parameter that is given to the op itself has it: no view, no cast copy, no tensor of a compiled graph or a transform.
+    """
+    main = getattr(weight, "main_grad", None)
+    if main is not None and (main.dtype != torch.float32 or main.shape != weight.shape or weight.dtype.itemsize > 4):
+        raise TypeError(
+            f"main_grad must be float32 and of its parameter's shape {tuple(weight.shape)}, but is {main.dtype} of shape "
+            f"{tuple(main.shape)} beside a parameter in {weight.dtype}"
+        )
+    return main
+
+
+def having_main_grad(tensors: Iterable[Tensor | None]) -> dict[int, Tensor]:
+    """Those that have it, by their place: hooks on saved tensors, a checkpoint's too, get and give detached ones."""
+    return {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
+
+
+def without_main_grad(arguments: Iterable[Any]) -> list[Any]:
+    """Arguments of a library op, which is a function of tensors: it changes no buffer that hangs on one."""
+    return [
+        without_main_grad(one) if isinstance(one, (list, tuple)) else one.detach() if hasattr(one, "main_grad") else one
+        for one in arguments
+    ]
+
+
+def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
+    """None if the gradient that a library op gave was added to the weight's main_grad."""
+    main = None if weight is None else main_grad_of(weight)
+    if main is None:
+        return grad
+    main.add_(grad)
+    weight.grad_added_to_main_grad = True
+    return None
+
+
+class WeightGrad:
+    """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
+
+    If the weight has a main_grad, that is the sum, and the result is None.
+    """
+
+    def __init__(self, weight: Tensor, chunks: int):
+        self.weight, self.dtype, self.chunks = weight, weight.dtype, chunks
+        self.main = self.total = main_grad_of(weight)
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """a [m, N], b [m, K] -> total [N, K]."""
-        a = a.t()
-        if a.is_cuda and a.dtype.itemsize < 4 and (self.chunks > 1 or a.dtype != self.dtype):
+        a, sums = a.t(), self.chunks > 1 or self.main is not None
+        if a.is_cuda and a.dtype.itemsize < 4 and (sums or a.dtype != self.dtype):
             if self.total is None:
                 self.total = torch.mm(a, b, out_dtype=torch.float32)
             else:
                 torch.addmm(self.total, a, b, out_dtype=torch.float32, out=self.total)
             return
-        if self.chunks > 1 and a.dtype.itemsize < 4:  # a CPU has no such product
+        if sums and a.dtype.itemsize < 4:  # a CPU has no such product
             a, b = a.float(), b.float()
         self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
 
-    def result(self) -> Tensor:
+    def result(self) -> Tensor | None:
         total, self.total = self.total, None  # at most one float32 sum is alive beside its result
+        if self.main is not None:
+            self.weight.grad_added_to_main_grad = True
+            return None
         return cast_parameter(total, self.dtype)
 
 
@@ -79,8 +125,8 @@ class BiasGrad:
         return cast_parameter(self.total, self.dtype)
 
 
-def weight_grad(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
     """`WeightGrad` of all rows at once."""
-    grad = WeightGrad(dtype, 1)
+    grad = WeightGrad(weight, 1)
     grad.add(a, b)
     return grad.result()

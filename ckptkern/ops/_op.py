@@ -30,6 +30,7 @@ from .. import state
 from ..subclasses import PLAIN, foreign
 from ._batching import in_legacy_vmap, loop_over_batch
 from ._choices import autocast_off, compose_of, no_autocast, read_precision
+from ._gradients import having_main_grad, into_main_grad, without_main_grad
 from ._needs import joined, needed, present, split, wanted
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
@@ -159,12 +160,12 @@ def _watched(tensors) -> bool:
 
     The first tensor may be a batch of gradients (torch.autograd.grad's is_grads_batched), which shows in no transform.
     """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or is_legacy_batchedtensor(tensors[0])
-        or _dispatched(tensors)
-    )
+    return _traced(tensors[0]) or _dispatched(tensors)
+
+
+def _traced(x: Tensor) -> bool:
+    """Does x stand for others: of a graph that is compiled, or of a batch?"""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(x)
 
 
 def _dispatched(tensors) -> bool:
@@ -269,7 +270,8 @@ def _register(op: type[Op]) -> _Registered:
 
     def backward(*args):
         with torch._C._DisableAutocast():
-            return _filled(op.backward(*_with_precision(joined(args), precisions_before_needs)), args[0])
+            given = _with_precision(joined(args), precisions_before_needs)
+            return _filled(op.backward(*without_main_grad(given)), args[0])
 
     def backward_fake(*args):
         return op.backward_fake(*joined(args))
@@ -341,6 +343,8 @@ def _gradients(registered: _Registered, second_order: type):
             if not _watched((dy, *saved)):
                 return op.flat(_direct(op.backward, dy, *arguments, *statics, needs))
             grads = op.flat(bwd(dy, *arguments, *statics, split(needs)))
+            if not _traced(dy):
+                grads = [into_main_grad(saved[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
     return gradients
@@ -365,15 +369,18 @@ def _eager_function(registered: _Registered, gradients) -> type:
             arguments = op.arguments(tensors)
             results = fwd(*arguments, *statics) if _dispatched(tensors) else _direct(op.forward, *arguments, *statics)
             outputs = op.flat(results)
-            ctx.call = statics, needs, state.Precision()
+            ctx.call = statics, needs, state.Precision(), having_main_grad(tensors)
             ctx.save_for_backward(*op.saved(tensors, outputs, statics, needs))
             return outputs[0]
 
         @staticmethod
         def backward(ctx, dy):
-            statics, needs, precision = ctx.call
+            statics, needs, precision, weights = ctx.call
+            saved = ctx.saved_tensors
+            if weights:
+                saved = [t if t is None else weights.get(i, t) for i, t in enumerate(saved)]
             with precision:
-                return (None, None, *gradients(dy, ctx.saved_tensors, statics, needs))
+                return (None, None, *gradients(dy, saved, statics, needs))
 
     return _named(Eager, op, "")
 
@@ -389,7 +396,7 @@ def _bare_function(registered: _Registered, eager: type) -> type:
             with torch._C._AutoDispatchBelowAutograd():
                 results = fwd(*op.arguments(tensors), *statics)
             kept += results[1:]
-            ctx.call = statics, needs, state.Precision()
+            ctx.call = statics, needs, state.Precision(), having_main_grad(tensors)
             ctx.save_for_backward(*op.saved(tensors, op.flat(results), statics, needs))
             return results[0]
 

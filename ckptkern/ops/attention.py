@@ -31,6 +31,7 @@ from .attention_core import (
     attention_flops,
     attention_grads,
     check_softcap,
+    check_whole_sequence,
     core_of,
     fused_core,
     gradient_products,
@@ -208,6 +209,7 @@ def _scale(scale: float | None, head_dim: int) -> float:
 
 def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap) -> Tensor:
     """Calls the op, or PyTorch ops if slopes train, because these form their gradient."""
+    check_whole_sequence(op)
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
     reason = "the kernels form no gradient of alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
@@ -233,6 +235,7 @@ def attention_with_weights(
     It runs in PyTorch ops, whose backward keeps p, because no kernel returns p.
     """
     op = "attention_with_weights"
+    check_whole_sequence(op)
     check_probability(op, dropout_p)
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     choose_backend(op, query, "the kernels do not return the weights: pass need_weights=False")
@@ -334,6 +337,7 @@ def varlen_attn(
         raise ShapeError(
             f"{op}: {H_kv} key and value heads for {H} query heads need enable_gqa=True and must divide them"
         )
+    check_whole_sequence(op)
     left, right = check_window(op, window_size)
     right = within(right, 0 if is_causal else None)
     check_number(op, "scale", 1.0 if scale is None else scale)

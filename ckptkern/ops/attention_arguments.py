@@ -22,7 +22,7 @@ from ._checks import (
 from ._choices import choose_backend, choose_level, compute_dtype, head_dim_not_covered, matmul_precision
 from ._half import NORMS, around
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
-from .attention_core import check_softcap, fused_core
+from .attention_core import check_softcap, check_whole_sequence, fused_core
 from .attention_tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 from .low_rank import gather_lora, update_dtype
 from .rotary import check_rotary
@@ -198,6 +198,7 @@ def gather(
     recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the half's tensors, still without random states, and its options."""
+    check_whole_sequence(op)
     check_level(op, recompute)
     check_probability(op, dropout_p)
     check_flags(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.types import IntLikeType
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -151,6 +152,23 @@ def attention_grads(
     if need_dq or need_dkv:
         dq, dk, dv = p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv, None if dmask_shape is None else p.attn_dmask(q, k, v, do, lse, delta, core, dmask_shape)
+
+
+def in_context_parallel() -> bool:
+    """Is torch.distributed's context_parallel on? It splits sequences over ranks, and puts an attention that sees them all in
+    the place of torch.nn.functional.scaled_dot_product_attention alone."""
+    return (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed")
+
+
+in_context_parallel._dynamo_marked_constant = True  # as _constant_fused
+
+
+def check_whole_sequence(op: str) -> None:
+    if in_context_parallel():
+        raise NotImplementedError(
+            f"{op}: inside torch's context_parallel this op would attend to this rank's part of the sequence alone. Call "
+            "torch.nn.functional.scaled_dot_product_attention there, in a ckptkern.checkpoint to recompute it"
+        )
 
 
 def check_softcap(op: str, softcap: float | None) -> float:

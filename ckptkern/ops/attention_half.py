@@ -211,10 +211,10 @@ class AttentionHalf(Half):
         """Of a projection's weight, bias and low-rank update, from the gradient d of its result and the rows it reads."""
         (w, b), (lora_a, lora_b), grads = (f"w{part.letter}", f"b{part.letter}"), names_of(part.letter), {}
         if w in need:
-            grads[w] = weight_grad(d, rows, part.weight.dtype)
+            grads[w] = weight_grad(d, rows, part.weight)
         if b in need:
             grads[b] = eager.column_sum(d)
-        sums = {name: WeightGrad(getattr(self.t, name).dtype, 1) for name in (lora_a, lora_b) if name in need}
+        sums = {name: WeightGrad(getattr(self.t, name), 1) for name in (lora_a, lora_b) if name in need}
         if sums:
             self.updates[part.letter].add_gradients(self.p, d, du, rows, sums.get(lora_a), sums.get(lora_b))
         return grads | {name: total.result() for name, total in sums.items()}

@@ -78,9 +78,7 @@ class GatedMLP(Op):
         held = 5 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(features, e)
         chunks = token_chunks(M, row_bytes(dy, held * hidden, masks, summed, 3 * hidden), workspace)
-        weight_grads = {
-            i: WeightGrad(w.dtype, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)
-        }
+        weight_grads = {i: WeightGrad(w, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)}
         bias_grads = {i: BiasGrad(b.dtype) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
         dx = None
 

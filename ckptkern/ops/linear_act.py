@@ -88,7 +88,7 @@ class LinearAct(Op):
             dz, db = p.act_bwd(dy, rows_2d(z), activation, db=need_db)
         else:
             dz, db = p.linear_bwd(x, w_, b_, dy, activation, precision, db=need_db)
-        dw, bias_grad = WeightGrad(w.dtype, 1), BiasGrad(w.dtype if b is None else b.dtype)
+        dw, bias_grad = WeightGrad(w, 1), BiasGrad(w.dtype if b is None else b.dtype)
         if needed(needs, W):
             dw.add(dz, x)
         if need_db:

@@ -140,7 +140,7 @@ class LinearStack(Op):
         temporaries = eager.ACTIVATIONS[activation].temporaries if backend == "eager" else 0
         held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
         chunks = token_chunks(M, row_bytes(dy, held, 0, summed, sum(widths) + 3 * max(widths)), workspace)
-        weight_grads = [WeightGrad(w.dtype, len(chunks)) for w in weights]
+        weight_grads = [WeightGrad(w, len(chunks)) for w in weights]
         bias_grads = [BiasGrad(b.dtype) for b in biases] or [None] * L
         dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
         lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)

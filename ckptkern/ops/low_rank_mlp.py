@@ -107,7 +107,7 @@ class Sums:
         wanted = [name for i, name in enumerate(LowRankTensors._fields, 1) if needed(needs, i)]
         tensors = {name: getattr(layers.t, name) for name in wanted}
         self.totals = {
-            name: BiasGrad(tensor.dtype) if name.endswith("_bias") else WeightGrad(tensor.dtype, chunks)
+            name: BiasGrad(tensor.dtype) if name.endswith("_bias") else WeightGrad(tensor, chunks)
             for name, tensor in tensors.items()
         }
 

@@ -82,7 +82,7 @@ class MLP(Op):
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(w1.shape[1], w2.shape[0])
         bytes_per_row = row_bytes(dy, held * hidden, masks, summed, 2 * hidden)
         chunks = token_chunks(dy.shape[0], bytes_per_row, workspace)
-        dw1, dw2 = WeightGrad(w1.dtype, len(chunks)), WeightGrad(w2.dtype, len(chunks))
+        dw1, dw2 = WeightGrad(w1, len(chunks)), WeightGrad(w2, len(chunks))
         db1 = BiasGrad(b1.dtype) if need_db1 else None
         dx = dy.new_empty((dy.shape[0], w1.shape[1])) if need_dx and len(chunks) > 1 else None
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import memory
-from ..conversion.convert import Which, check_not_sharded, convert, progress
+from ..conversion.convert import Which, convert, progress
 from ..conversion.report import aligned, name_of
 from ..errors import BudgetError
 from ..extras import missing
 from ..storage import Store
 from .agree import agreed, least_of
 from .measure import Measured, Table, measure
-from .segments import Segment, Way, blocks_of, segments_of
+from .segments import Segment, Way, blocks_of, check_not_sharded, segments_of
 from .solve import choose
 
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
@@ -215,7 +215,7 @@ def plan(
     stores = list(stores)
     check_stores(stores)
     limit = math.inf if budget is None else bytes_of(budget)
-    check_not_sharded(model)
+    check_not_sharded("plan", model)
 
     def table(shown: Callable[[str], None]) -> Table:
         segments = found_segments(model, example_inputs, example_kwargs, include, exclude)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
-from ..conversion.convert import check_not_sharded, progress, revert
+from ..conversion.convert import progress, revert
 from ..conversion.proof import unmoved
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of
 from ..extras import missing
 from .measure import Cost, Table, measure
 from .plan import found_segments
-from .segments import Segment, Way, segments_of, stock
+from .segments import Segment, Way, check_not_sharded, segments_of, stock
 
 STOCK = "stock PyTorch"
 
@@ -218,7 +218,7 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
         raise TypeError(
             "report: wanted the inputs of a training step after the model, to measure with, but there are none"
         )
-    check_not_sharded(model)
+    check_not_sharded("report", model)
     had_none = not segments_of(model)
     try:
         with progress("report") as shown:

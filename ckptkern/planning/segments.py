@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import nn as twins
 from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.convert import TWINNED, Which, matches
+from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.plain import runs_class_forward
 from ..ops._checks import LEVELS
 from ..storage import Store
@@ -174,6 +175,14 @@ def may_be_block(module: nn.Module, taken: set[int]) -> bool:
         and not any(id(m) in taken or isinstance(m, _BatchNorm) for m in inner)
         and runs_class_forward(module)
     )
+
+
+def check_not_sharded(op: str, model: nn.Module) -> None:
+    if holds_sharded(model) or is_sharded(model):
+        raise ValueError(
+            f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"
+        )
+    check_not_fsdp1(model)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ranks import run_on_two
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -260,8 +259,8 @@ def _check_parallel(rank: int) -> None:
             torch.testing.assert_close(getattr(mine, "full_tensor", lambda mine=mine: mine)(), whole)
 
 
-def test_tensor_parallelism_over_two_processes(tmp_path):
-    run_on_two(_check_parallel, tmp_path)
+def test_tensor_parallelism_over_two_processes(ranks):
+    ranks.run(2, _check_parallel)
 
 
 def _check_sharded(rank: int) -> None:
@@ -286,5 +285,5 @@ def _check_sharded(rank: int) -> None:
                     torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, atol=1e-3, rtol=1e-4)
 
 
-def test_fsdp2_over_two_processes(tmp_path):
-    run_on_two(_check_sharded, tmp_path)
+def test_fsdp2_over_two_processes(ranks):
+    ranks.run(2, _check_sharded)

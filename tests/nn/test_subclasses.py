@@ -6,7 +6,6 @@ import logging
 import pytest
 import torch
 from cases import assert_same_within_rounding, gradients
-from ranks import run_on_two
 from torch.nn.attention import bias
 from wrappers import Int8Weight
 
@@ -167,5 +166,5 @@ def _check_sharded(rank: int) -> None:
     assert 0.4 < (dropped.full_tensor() != 0).float().mean() < 0.6
 
 
-def test_sharded_weights_over_two_processes(tmp_path):
-    run_on_two(_check_sharded, tmp_path)
+def test_sharded_weights_over_two_processes(ranks):
+    ranks.run(2, _check_sharded)

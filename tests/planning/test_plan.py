@@ -4,12 +4,11 @@ import copy
 import pickle
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, ids
-from ranks import run_on_two
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -380,5 +379,20 @@ def _check_ranks(rank: int) -> None:
     assert agree.least_of(10 + rank, torch.device("cpu"), None) == 10
 
 
-def test_two_ranks_choose_alike(tmp_path: Path) -> None:
-    run_on_two(_check_ranks, tmp_path)
+def test_two_ranks_choose_alike(ranks: Ranks) -> None:
+    ranks.run(2, _check_ranks)
+
+
+def _check_sharded(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of("llama")
+    fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (2,)))
+    for call in (ckptkern.plan, ckptkern.report):
+        with pytest.raises(ValueError, match=rf"{call.__name__} first, then shard"):
+            call(model, ids())
+
+
+def test_a_sharded_model_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, _check_sharded)

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from ranks import run_on_two
 from stores import Fused, gradients, through, watch
 
 from ckptkern.memory import kept_tensors
@@ -72,5 +71,5 @@ def _check_rank(rank):
         assert torch.equal(through(partition(alone, min_bytes=0), tensors[4])[0], tensors[4])
 
 
-def test_partition_over_two_processes(tmp_path):
-    run_on_two(_check_rank, tmp_path)
+def test_partition_over_two_processes(ranks):
+    ranks.run(2, _check_rank)

@@ -1,0 +1,91 @@
+"""A model that fully_shard took before convert: whole parameters while a module is proven, and one decision on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Hashable, Iterator
+
+import torch
+from torch import nn
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Was fully_shard called on it?"""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here, because it takes a second
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def holds_sharded(module: nn.Module) -> bool:
+    """Was fully_shard called on a module inside? A forward of it gathers parameters."""
+    return any(map(is_sharded, list(module.modules())[1:]))
+
+
+def check_not_fsdp1(model: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "convert: FullyShardedDataParallel has already taken the model, and a probe would move its state: convert first, "
+            "or use fully_shard"
+        )
+
+
+def class_of(module: nn.Module) -> type:
+    """Its class; of a sharded module the one that it had before."""
+    return type(module).__bases__[-1] if is_sharded(module) else type(module)
+
+
+def set_class(module: nn.Module, kind: type) -> None:
+    """Gives it the class; a sharded module stays sharded."""
+    module.__class__ = _sharded(type(module), kind) if is_sharded(module) else kind
+
+
+@functools.cache
+def _sharded(before: type, kind: type) -> type:
+    """The class that fully_shard makes of `kind`, as it has made `before` of another."""
+    *added, plain = before.__bases__
+    name = before.__name__.removesuffix(plain.__name__) + kind.__name__
+    return type(name, (*added, kind), {"__deepcopy__": before.__deepcopy__})
+
+
+class Shards:
+    """The parts of a model on several ranks, all of which convert it in lockstep.
+
+    Every collective is run by all ranks whatever each has found: gathers follow the order of the modules that are visited, and
+    this follows decisions on which all agree.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.modules = [m for m in model.modules() if is_sharded(m)]
+        self.reshard()
+        meshes = {p.device_mesh: None for p in model.parameters() if hasattr(p, "device_mesh")} if self.modules else {}
+        groups = {id(one): one for mesh in meshes for one in mesh.get_all_groups()}
+        # the last has the last word: that of the whole model spans those of its parts
+        self.groups = sorted(groups.values(), key=lambda group: group.size())
+
+    def reshard(self) -> None:
+        """As it is between two steps."""
+        for module in self.modules:
+            module.reshard()
+
+    @contextlib.contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """Gathers what fully_shard spread over the ranks with this module, not what it spread with modules inside."""
+        if not is_sharded(module):
+            yield
+            return
+        module.unshard()
+        try:
+            yield
+        finally:
+            module.reshard()
+
+    def agree(self, found: Hashable) -> bool:
+        """Have all ranks found the same? Examples, and with them proofs, may differ."""
+        same = True
+        for group in self.groups:
+            all_found = [None] * group.size()
+            torch.distributed.all_gather_object(all_found, (found, same), group)
+            same = set(all_found) == {(found, True)}
+        return same

@@ -1,0 +1,115 @@
+"""Segments inside the stages of torch.distributed.pipelining train as one process with all stages."""
+
+import pytest
+import torch
+from architectures import GPT, HEADS, HIDDEN, WIDTH, B, Bert, S, ids
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.nn import functional as F
+from training import KINDS, STEPS, Segment, optimizer_of
+
+import ckptkern
+
+MICROS = 4
+SCHEDULES = {
+    one.__name__: one for one in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+}  # the last one forms the gradients of inputs and of weights in two passes
+
+
+class Part(nn.Module):
+    """One layer, after the embedding in the first stage and before the head in the last."""
+
+    def __init__(self, kind: str, p: float, ours: bool, stage: int, stages: int):
+        super().__init__()
+        torch.manual_seed(stage)
+        layer = ckptkern.nn.TransformerEncoderLayer if ours else nn.TransformerEncoderLayer
+        self.embed = nn.Embedding(20, WIDTH) if stage == 0 else nn.Identity()
+        self.head = nn.Linear(WIDTH, 20) if stage == stages - 1 else nn.Identity()
+        torch.manual_seed(100 + stage)
+        self.layer = {
+            "converted": lambda: GPT(p),
+            "modules": lambda: layer(WIDTH, HEADS, HIDDEN, p, batch_first=True),
+            "segments": lambda: Segment(Bert(p), ours),
+        }[kind]()
+        if kind == "converted" and ours:
+            conversion = ckptkern.convert(self, ids() if stage == 0 else torch.randn(B, S, WIDTH))
+            assert [row.served_by for row in conversion.converted] == ["transformer_layer"], conversion
+
+    def forward(self, x):
+        x = self.layer(self.embed(x))
+        return self.head(x[0] if isinstance(x, tuple) else x)
+
+
+def loss_of(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def batch(step):
+    given = torch.cat([ids(10 * step + micro) for micro in range(MICROS)])
+    return given, given.roll(1, 1)
+
+
+def alone(parts, step):
+    """The micro-batches' losses and each part's gradients in one process, where each part draws as its rank does."""
+    states = [torch.Generator().manual_seed(1000 * step + i).get_state() for i in range(len(parts))]
+    losses = []
+    for x, target in zip(*(one.chunk(MICROS) for one in batch(step)), strict=True):
+        for i, part in enumerate(parts):
+            torch.set_rng_state(states[i])
+            x = part(x)
+            states[i] = torch.get_rng_state()
+        losses.append(loss_of(x, target))
+        (losses[-1] / MICROS).backward()
+    return [loss.item() for loss in losses], [[p.grad for p in part.parameters()] for part in parts]
+
+
+def _check_stages(rank, size, kind, schedule, p):
+    each = 2 if "Interleaved" in schedule else 1  # stages of a rank
+    numbers = range(rank, each * size, size)
+    plain = [Part(kind, p, kind != "segments" and p > 0, i, each * size) for i in range(each * size)]
+    parts = {i: Part(kind, p, True, i, each * size) for i in numbers}
+    for i, part in parts.items():
+        part.load_state_dict(plain[i].state_dict())
+    hidden = torch.empty(B, S, WIDTH, requires_grad=True)
+    stages = [
+        PipelineStage(
+            part, i, each * size, torch.device("cpu"), input_args=(hidden if i else ids(),),
+            output_args=(hidden if i < each * size - 1 else torch.empty(B, S, 20, requires_grad=True),),
+        )
+        for i, part in parts.items()
+    ]  # fmt: skip
+    run = SCHEDULES[schedule](stages if each > 1 else stages[0], MICROS, loss_fn=loss_of)
+    optimizers = [optimizer_of(nn.ModuleList(plain)), optimizer_of(nn.ModuleList(parts.values()))]
+    for step in range(STEPS):
+        expected, gradients = alone(plain, step)
+        torch.manual_seed(1000 * step + rank)
+        x, target = batch(step)
+        losses = []
+        is_last = each * size - 1 in numbers
+        run.step(*([x] if rank == 0 else []), **({"target": target, "losses": losses} if is_last else {}))
+        if is_last:
+            torch.testing.assert_close([loss.item() for loss in losses], expected, rtol=1e-5, atol=1e-5)
+        for i, part in parts.items():
+            for mine, theirs in zip(part.parameters(), gradients[i], strict=True):
+                torch.testing.assert_close(mine.grad, theirs, rtol=1e-5, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks(ranks, schedule, kind):
+    ranks.run(2, _check_stages, 2, kind, schedule, 0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_four_ranks_with_dropout(ranks, schedule, kind):
+    ranks.run(4, _check_stages, 4, kind, schedule, 0.2)

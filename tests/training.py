@@ -1,0 +1,162 @@
+"""A small network in ckptkern's segments, trained by several ranks and, for comparison, by one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from architectures import GPT, HEADS, HIDDEN, WIDTH, Bert, Stack, ids
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ckptkern
+
+KINDS = ("converted", "modules", "segments")
+STEPS = 3
+
+
+class Segment(nn.Module):
+    """A layer, as a general segment or as it is."""
+
+    def __init__(self, layer: nn.Module, recomputed: bool):
+        super().__init__()
+        self.layer, self.recomputed = layer, recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ckptkern.checkpoint(self.layer, x) if self.recomputed else self.layer(x)
+
+
+class Network(Stack):
+    """An embedding, two layers and a head that has the embedding's weight."""
+
+    def forward(self, ids: Tensor, skip: int | None = None) -> Tensor:
+        """skip: the number of a layer that is not called."""
+        x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            if i != skip:
+                x = layer(x)
+                x = x[0] if isinstance(x, tuple) else x
+        return self.head(x)
+
+
+def build(kind: str, p: float = 0.0, ours: bool = True) -> Network:
+    """ours: with ckptkern's segments, or as it was before."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer if not ours else ckptkern.nn.TransformerEncoderLayer
+    make = {
+        "converted": lambda: GPT(p),
+        "modules": lambda: layer(WIDTH, HEADS, HIDDEN, p, batch_first=True),
+        "segments": lambda: Segment(Bert(p), ours),
+    }[kind]
+    network = Network(make)
+    if kind == "converted" and ours:
+        convert(network)
+    if kind == "modules" and ours:
+        network.load_state_dict(build(kind, p, ours=False).state_dict())
+    return network
+
+
+def convert(network: nn.Module) -> None:
+    conversion = ckptkern.convert(network, ids())
+    assert [row.served_by for row in conversion.converted] == 2 * ["transformer_layer"], conversion
+
+
+def reference(kind: str, p: float) -> Network:
+    """What one process trains: ckptkern's masks are not torch's, otherwise the plain network."""
+    return build(kind, p, ours=kind != "segments" and p > 0)
+
+
+class Cast(nn.Module):
+    """What MixedPrecisionPolicy(bfloat16, float32) computes: a bfloat16 copy runs, and its gradients are added in float32."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network, self.others = network, [copy.deepcopy(network).bfloat16()]
+        for low, wide in self.pairs():
+            low.register_post_accumulate_grad_hook(lambda low, wide=wide: self.hand_on(low, wide))
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.others[0].parameters(), self.network.parameters(), strict=True)
+
+    @staticmethod
+    def hand_on(low: Tensor, wide: Tensor) -> None:
+        wide.grad = low.grad.float() if wide.grad is None else wide.grad + low.grad.float()
+        low.grad = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            for low, wide in self.pairs():
+                low.copy_(wide)
+        return self.others[0](ids)
+
+
+# -- training
+
+
+class Step(NamedTuple):
+    losses: dict[tuple[int, int], float]  # by micro-batch and rank
+    gradients: list[Tensor | None]
+
+
+def loss_of(network: nn.Module, step: int, micro: int, rank: int, skips: bool = False) -> Tensor:
+    """skips: whether in some steps some ranks leave out a layer."""
+    torch.manual_seed(1000 + 100 * step + 10 * micro + rank)  # of the masks
+    given = ids(100 * step + 10 * micro + rank).to(next(network.parameters()).device)
+    logits = network(given, **({"skip": step} if skips and (step == 1 or rank == 0) else {}))
+    return F.cross_entropy(logits.float().flatten(0, 1), given.roll(1, 1).flatten())
+
+
+def optimizer_of(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+
+
+def alone(network: nn.Module, size: int, micros: int = 1, skips: bool = False) -> Iterator[Step]:
+    """The steps of one process that computes all ranks' losses, each with its rank's masks, and averages them."""
+    optimizer = optimizer_of(network)
+    for step in range(STEPS):
+        losses = {}
+        for micro in range(micros):
+            for rank in range(size):
+                loss = loss_of(network, step, micro, rank, skips)
+                losses[micro, rank] = loss.item()
+                (loss / size).backward()
+        yield Step(losses, gradients_of(network))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradients_of(network: nn.Module) -> list[Tensor | None]:
+    return [p.grad if p.grad is None else whole(p.grad).clone() for p in network.parameters()]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def check(
+    network: nn.Module, expected: Iterator[Step], rank: int, micros: int = 1, skips: bool = False,
+    accumulating: Callable[[bool], AbstractContextManager] = lambda last: contextlib.nullcontext(), rtol: float = 1e-5,
+    atol: float = 1e-5,
+) -> None:  # fmt: skip
+    """Trains as `alone` did: losses, gradients and, through the steps, parameters are the same.
+
+    accumulating: makes the context of a micro-batch, given whether it is the step's last.
+    """
+    optimizer = optimizer_of(network)
+    for step, wanted in enumerate(expected):
+        for micro in range(micros):
+            with accumulating(micro == micros - 1):
+                loss = loss_of(network, step, micro, rank, skips)
+                loss.backward()
+            torch.testing.assert_close(loss.item(), wanted.losses[micro, rank], rtol=rtol, atol=atol)
+        for mine, theirs in zip(gradients_of(network), wanted.gradients, strict=True):
+            if mine is None or theirs is None:
+                assert not any(one is not None and one.any() for one in (mine, theirs)), (step, mine, theirs)
+            else:
+                torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
+        optimizer.step()
+        optimizer.zero_grad()
