@@ -125,12 +125,15 @@ class _Conversion:
         if twin is None:
             return None
         row = Row(name, type(module).__name__, f"ckptkern.nn.{twin.__name__}")
+        call = next(iter(self.calls.get(module, ())), None)
+        row.kept_before = kept_by(module, module.forward, call)
         for m in module.modules():  # a layer's attention and dropouts with it
             if type(m) in TWINS or type(m) is nn.Dropout:
                 m.__dict__[TWINNED] = type(m)
                 m.__class__ = TWINS.get(type(m), twins.Dropout)
                 if type(m) is not twins.Dropout:
                     m.recompute = self.recompute
+        row.kept_after = kept_by(module, module.forward, call)
         return row
 
     def fused(self, name: str, module: nn.Module) -> Row | None:
@@ -163,13 +166,10 @@ class _Conversion:
         return row
 
     def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
-        module, given = forward.module, leaves_of(call)
-        x = next((v for v in given if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
-        with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
-            row.kept_before = kept_bytes(forward, module.forward, *call, x)
+        module = forward.module
+        row.kept_before = kept_by(module, module.forward, call, x)
         module.forward = forward
-        with contextlib.suppress(Exception):
-            row.kept_after = kept_bytes(forward, forward, *call, x)
+        row.kept_after = kept_by(module, forward, call, x)
 
     def runs(self, name: str, module: nn.Sequential) -> list[Row]:
         found, rows = runs_of(module, self.recompute), []
@@ -177,12 +177,22 @@ class _Conversion:
             segment = next(iter(run.segments.values()))
             row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
             call = calls_of(module[start])[1]
-            row.kept_before = kept_bytes(run, run.original, *call, call[0][0])
-            row.kept_after = kept_bytes(run, run, *call, call[0][0])
+            row.kept_before = kept_bytes(run.module, run.original, *call, call[0][0])
+            row.kept_after = kept_bytes(run.module, run, *call, call[0][0])
             rows.append(row)
         if found:
             module.forward = Runs(module, [one[:3] for one in found], self.recompute)
         return rows
+
+
+def kept_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
+    """`kept_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
+    if call is None:
+        return None
+    x = next((v for v in leaves_of(call) if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
+    with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
+        return kept_bytes(module, run, *call, x)
+    return None
 
 
 def why_general(module: nn.Module) -> str:
