@@ -67,7 +67,7 @@ for layer in model[1:3]:
     tp.parallelize_module(layer, mesh["tensor"], block)
 
 torch.manual_seed(mesh["data"].get_local_rank())  # other data for each group
-ids = torch.randint(64, (80, 32))
+ids = torch.randint(64, (48, 32))
 labels = (5 * ids + 7) % 64  # each label follows from its token
 conversion = ckptkern.convert(model, ids[:8])
 for layer in model[1:3]:
