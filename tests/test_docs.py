@@ -3,7 +3,8 @@
 The blocks of a page run in order in one namespace. A block ```output is what the block before it printed with the
 pinned torch, to the letter.
 `<!-- skip: next -->` leaves out a block that needs a GPU or several processes. What a reader need not see, such as a rank's
-environment, goes into an invisible block: `<!-- invisible-code-block: python ... -->`.
+environment, goes into an invisible block: `<!-- invisible-code-block: python ... -->`. A block that includes a file of
+examples/ is left to tests/test_recipes.py, which runs the file.
 """
 
 import contextlib
@@ -34,6 +35,8 @@ _evaluate = PythonEvaluator()
 
 
 def run(example: Example) -> None:
+    if example.parsed.startswith('--8<-- "examples/'):
+        return
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         _evaluate(example)

@@ -272,7 +272,7 @@ def test_sdist_holds_all_that_a_build_needs(tree):
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = [
         path.relative_to(ROOT).as_posix()
-        for folder in ("csrc", "ckptkern", "triton_kernels", "benchmarks", "tests")
+        for folder in ("csrc", "ckptkern", "triton_kernels", "benchmarks", "tests", "examples")
         for path in (ROOT / folder).rglob("*")
         if path.suffix in (".py", ".cpp", ".h", ".typed")
     ]

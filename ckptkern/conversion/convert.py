@@ -144,8 +144,11 @@ class _Conversion:
         twin = TWINS.get(class_of(module))
         if twin is None:
             return None
+        row = Row(name, class_of(module).__name__, f"ckptkern.nn.{twin.__name__}")
+        call = next(iter(self.calls.get(module, ())), None)
 
         def put() -> None:
+            row.kept_before = kept_by(module, module.forward, call)
             for m in module.modules():  # a layer's attention and dropouts with it
                 kind = class_of(m)
                 if kind in TWINS or kind is nn.Dropout:
@@ -153,8 +156,9 @@ class _Conversion:
                     set_class(m, TWINS.get(kind, twins.Dropout))
                     if kind is not nn.Dropout:
                         m.recompute = self.recompute
+            row.kept_after = kept_by(module, module.forward, call)
 
-        return Found([Row(name, class_of(module).__name__, f"ckptkern.nn.{twin.__name__}")], put)
+        return Found([row], put)
 
     def fused(self, name: str, module: nn.Module) -> Found:
         """No row for a module that the model did not call, or that has no layers in it."""
@@ -185,16 +189,10 @@ class _Conversion:
         return Found([row], lambda: self.bind(row, forward, call, x))
 
     def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
-        module, given = forward.module, leaves_of(call)
-        x = next((v for v in given if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
-        if holds_sharded(module):  # a forward that no backward follows would leave their state open
-            module.forward = forward
-            return
-        with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
-            row.kept_before = kept_bytes(forward, module.forward, *call, x)
+        module = forward.module
+        row.kept_before = kept_by(module, module.forward, call, x)
         module.forward = forward
-        with contextlib.suppress(Exception):
-            row.kept_after = kept_bytes(forward, forward, *call, x)
+        row.kept_after = kept_by(module, forward, call, x)
 
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
         found, rows = runs_of(module, self.recompute), []
@@ -202,14 +200,24 @@ class _Conversion:
             segment = next(iter(run.segments.values()))
             row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
             call = calls_of(module[start])[1]
-            row.kept_before = kept_bytes(run, run.original, *call, call[0][0])
-            row.kept_after = kept_bytes(run, run, *call, call[0][0])
+            row.kept_before = kept_bytes(run.module, run.original, *call, call[0][0])
+            row.kept_after = kept_bytes(run.module, run, *call, call[0][0])
             rows.append(row)
 
         def put() -> None:
             module.forward = Runs(module, [one[:3] for one in found], self.recompute)
 
         return Found(rows, put) if found else None
+
+
+def kept_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
+    """`kept_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
+    if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
+        return None
+    x = next((v for v in leaves_of(call) if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
+    with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
+        return kept_bytes(module, run, *call, x)
+    return None
 
 
 def why_general(module: nn.Module) -> str:

@@ -17,7 +17,7 @@ from .. import memory
 from ..nn.plain import runs_class_forward, untouched
 from ..subclasses import foreign
 from .alike import Proven, call_kinds
-from .binding import Forward, Fused, Segment, named, templates
+from .binding import Fused, Segment, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .grammar import read
 from .guard import Watch
@@ -359,9 +359,9 @@ def calls_of(linear: nn.Linear) -> list[Call]:
     return [((torch.randn(shape, dtype=weight.dtype, device=weight.device),), {}) for shape in shapes]
 
 
-def kept_bytes(forward: Forward, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
-    """What one training call of `run` keeps, besides parameters and the arguments other than x."""
-    module, given = forward.module, leaves_of((args, kwargs))
+def kept_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
+    """What one training call of `run`, a forward of `module`, keeps, besides parameters and the arguments other than x."""
+    given = leaves_of((args, kwargs))
     wanted = x.detach().requires_grad_()
     args, kwargs = rebuilt((args, kwargs), iter([wanted if value is x else value for value in given]))
     shared = [value for value in given if isinstance(value, Tensor) and value is not x]

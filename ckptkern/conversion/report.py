@@ -65,10 +65,10 @@ class Conversion:
         for rows in _alike(self.left):
             text.append(f"{name_of([row.name for row in rows])}: {rows[0].reason}")
         count = len(self.converted)
-        text.append(
-            f"{count} module{'s' * (count != 1)} converted, keeping {memory.format_size(self.kept_after)} instead of "
-            f"{memory.format_size(self.kept_before)}"
-        )
+        text.append(f"{count} module{'s' * (count != 1)} converted")
+        if any(row.kept_before is not None for row in self.converted):
+            kept = memory.format_size(self.kept_after), memory.format_size(self.kept_before)
+            text[-1] += f", keeping {kept[0]} instead of {kept[1]}"
         return "\n".join(text)
 
 

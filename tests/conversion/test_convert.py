@@ -505,6 +505,7 @@ def test_torchs_own_layers_become_their_twins() -> None:
     (theirs, before), kinds = step(), [type(m) for m in model.modules()]
     conversion = ckptkern.convert(model)
     assert fused_of(conversion) == ["ckptkern.nn.TransformerEncoderLayer"] * 2
+    assert str(conversion).endswith("\n2 modules converted")
     ours, after = step()
     for mine, one in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, one)
@@ -512,6 +513,8 @@ def test_torchs_own_layers_become_their_twins() -> None:
     ckptkern.revert(model)
     assert [type(m) for m in model.modules()] == kinds
     assert step()[1] == before
+    measured = ckptkern.convert(model, x)
+    assert (measured.kept_before, measured.kept_after) == (before, after)
 
 
 HIDDEN_FEATURES = 64

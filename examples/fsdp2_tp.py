@@ -1,0 +1,89 @@
+"""Tensor parallelism, then segments, then FSDP2 on a 2 x 2 mesh, in torchtitan's order.
+
+`convert` comes after `parallelize_module`, whose hooks and DTensors it runs as they are: each block becomes a general segment,
+which keeps its input alone. It comes before `fully_shard`.
+
+Run: torchrun --nproc-per-node 4 examples/fsdp2_tp.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+from torch.nn import functional as F
+
+import ckptkern
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (w(x).unflatten(-1, (-1, 16)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = (nn.Linear(*shape, bias=False) for shape in ((64, 192), (64, 192), (192, 64)))
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.attention, self.ffn_norm = nn.RMSNorm(64), Attention(), nn.RMSNorm(64)
+        self.feed_forward = FeedForward()
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+gather = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+block = {"attention_norm": tp.SequenceParallel(), "attention": gather, "attention.w[qkv]": tp.ColwiseParallel()}
+block |= {"ffn_norm": tp.SequenceParallel(), "feed_forward": gather, "feed_forward.w[13]": tp.ColwiseParallel()}
+block |= {name: tp.RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "feed_forward.w2")}
+ends = {
+    "0": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "3": tp.SequenceParallel(),
+    "4": tp.ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+}
+
+dist.init_process_group("gloo")  # "nccl"
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))  # "cuda"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(64, 64), Block(), Block(), nn.RMSNorm(64), nn.Linear(64, 64, bias=False))
+tp.parallelize_module(model, mesh["tensor"], ends)
+for layer in model[1:3]:
+    tp.parallelize_module(layer, mesh["tensor"], block)
+
+torch.manual_seed(mesh["data"].get_local_rank())  # other data for each group
+ids = torch.randint(64, (48, 32))
+labels = (5 * ids + 7) % 64  # each label follows from its token
+conversion = ckptkern.convert(model, ids[:8])
+for layer in model[1:3]:
+    fully_shard(layer, mesh=mesh["data"])
+fully_shard(model, mesh=mesh["data"])
+
+optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+for inputs, targets in zip(ids.split(8), labels.split(8), strict=True):
+    with tp.loss_parallel():
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.full_tensor().item())
+if dist.get_rank() == 0:
+    print(conversion)
+    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+dist.destroy_process_group()
+assert losses[-1] < losses[0] / 2

@@ -1,0 +1,58 @@
+"""Lightning: a callback converts the model when training starts, before a strategy wraps it.
+
+Install: pip install pytorch-lightning
+Run: python examples/lightning_callback.py
+"""
+
+import pytorch_lightning as lightning  # `import lightning` has the same names
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import ckptkern
+
+
+class Convert(lightning.Callback):
+    """Puts segments into the module named `part`, which is called with tensors like `example`, at the start of a fit."""
+
+    def __init__(self, part: str, example: torch.Tensor, **options):
+        self.part, self.example, self.options = part, example, options
+
+    def setup(self, trainer, module, stage):
+        if stage == "fit":
+            print(ckptkern.convert(module.get_submodule(self.part), self.example, **self.options))
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Embedding(64, 64),
+            *(nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True, norm_first=True) for _ in range(2)),
+            nn.Linear(64, 64),
+        )
+        self.losses = []
+
+    def training_step(self, batch, _):
+        inputs, labels = batch
+        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), labels.flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 3e-3)
+
+
+lightning.seed_everything(0, verbose=False)
+ids = torch.randint(64, (128, 32))
+data = TensorDataset(ids, (5 * ids + 7) % 64)  # each label follows from its token
+module = Module()
+trainer = lightning.Trainer(
+    max_epochs=1, callbacks=[Convert("model", ids[:8], recompute="full")], logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)  # fmt: skip
+trainer.fit(module, DataLoader(data, batch_size=8))
+losses = module.losses
+print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+assert losses[-1] < losses[0] / 2

@@ -1,0 +1,72 @@
+"""Every file of examples/ runs as its docstring says, trains, fetches nothing and leaves nothing behind.
+
+The page docs/how-to/recipes.md includes the files themselves, so what it shows is what runs here.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptkern.extras import missing
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+
+
+def line(recipe: str, word: str) -> list[str]:
+    """What stands after the word in the file's docstring."""
+    docstring = ast.get_docstring(ast.parse(RECIPES[recipe].read_text()))
+    found = re.search(rf"^{word}: (.*)$", docstring, re.MULTILINE)
+    return found[1].split() if found else []
+
+
+def packages(recipe: str) -> list[str]:
+    command = line(recipe, "Install")
+    assert command[:2] in ([], ["pip", "install"])
+    return command[2:]
+
+
+def command(recipe: str) -> list[str]:
+    program, *options, file = line(recipe, "Run")
+    assert ROOT / file == RECIPES[recipe]
+    # --standalone takes a free port.
+    start = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}[program]
+    return [sys.executable, *start, *options, str(RECIPES[recipe])]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe(recipe, tmp_path):
+    if reason := missing(*(package.replace("-", "_") for package in packages(recipe))):
+        pytest.skip(reason)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        command(recipe), env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    losses = re.findall(r"^loss (\d+\.\d+) -> (\d+\.\d+)$", result.stdout, re.MULTILINE)
+    assert losses, result.stdout
+    assert all(float(last) < float(first) / 2 for first, last in losses), result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_recipe_imports_is_installed_by_its_command_and_pinned(recipe):
+    roots = {"ckptkern", "torch", *sys.stdlib_module_names, *(name.replace("-", "_") for name in packages(recipe))}
+    tree = ast.parse(RECIPES[recipe].read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imported} <= roots
+    assert not imported & {*RECIPES}, "Python would import the file instead"
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
+    assert {*packages(recipe)} <= {*pinned}
+
+
+def test_the_page_shows_every_recipe():
+    page = (ROOT / "docs/how-to/recipes.md").read_text()
+    shown = re.findall(r'^```python\n--8<-- "examples/(\w+)\.py"\n```$', page, re.MULTILINE)
+    assert sorted(shown) == [*RECIPES]
