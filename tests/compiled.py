@@ -92,7 +92,10 @@ def launches(
     first_row: int = 0,
 ) -> dict[str, Callable[[], object]]:
     """Every launcher with everything it can give; `view` makes its matrices."""
-    dropped = {"dropout": (meta(2, dtype=torch.int64), threshold, 65536 / (65537 - threshold)), "row_base": first_row}
+    dropped = {
+        "dropout": (meta(2, dtype=torch.int64), threshold, 65536 / (65537 - threshold), 0),
+        "row_base": first_row,
+    }
     x, dy, dh, b, w, v = view(M, K), view(M, D), view(M, N), meta(N), view(N, K), view(D, N)
     bits, narrow = meta(M, -(-N // 8), dtype=torch.uint8), (meta(3, 64, 64), meta(3, 64))
     gain, angles, qkv = meta(K), meta(M, 64, dtype=torch.float32), meta(2, M, 3, 4, 64)

@@ -39,6 +39,7 @@ LAYERS = {
     "segments": 3,
     "nn": 4,
     "conversion": 5,
+    "parallel": 6,
     "tools": 6,
     "benchmarks": 7,
     "__main__": 8,

@@ -36,8 +36,8 @@ class GatedMLP(Op):
 
     @staticmethod
     def forward(
-        x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column
-    ):
+        x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+    ):  # fmt: skip
         wg, bg, wu, bu, wd, bd = (cast_parameter(t, x.dtype) for t in (wg, bg, wu, bu, wd, bd))
         keep_gu, keep_h = recompute != "full", recompute == "none"
         h, g, u = primitives(backend).gated_fwd(

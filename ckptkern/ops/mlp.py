@@ -54,8 +54,8 @@ class MLP(Op):
 
     @staticmethod
     def forward_fake(
-        x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column
-    ):
+        x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+    ):  # fmt: skip
         keep_z, keep_h = hidden_activation_kept(activation, recompute)
         hidden = (row_count(x), w1.shape[0])
         return (
@@ -73,24 +73,9 @@ class MLP(Op):
 
     @staticmethod
     def backward(
-        dy,
-        x,
-        w1,
-        b1,
-        w2,
-        b2,
-        rng,
-        z,
-        h,
-        activation,
-        dropout_p,
-        recompute,
-        backend,
-        precision,
-        workspace,
-        first_column,
+        dy, x, w1, b1, w2, b2, rng, z, h, activation, dropout_p, recompute, backend, precision, workspace, first_column,
         needs,
-    ):
+    ):  # fmt: skip
         p, dtype, lead = primitives(backend), dy.dtype, dy.shape[:-1]
         need_dx, need_dw1, need_db1, need_dw2, need_db2 = flags(needs, 5)
         need_dz = need_dx or need_dw1 or need_db1
@@ -171,8 +156,8 @@ class MLP(Op):
 
     @staticmethod
     def composite(
-        x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column
-    ):
+        x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+    ):  # fmt: skip
         w1, b1, w2, b2 = (cast_parameter(t, x.dtype) for t in (w1, b1, w2, b2))
         h = eager.act(torch.nn.functional.linear(x, w1, b1), activation)
         h = eager.composite_dropout(h, dropout_arguments(rng, dropout_p, first_column))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._choices import autocast_off
+from ._choices import autocast_off, choose_backend
 from ._half import composite_output, drawn, has_trailing_norm
 from ._rows import cast_parameter
 from .attention_arguments import gather as gather_attention
@@ -105,8 +105,11 @@ class Shard:
     def mlp_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any]) -> Tensor:
         arguments = self.mlp_arguments(arguments)
         t, o = gather_mlp("mlp_block", self.whole(x), training=training, **arguments)
-        t = self.drawn(t, o, x, training)
-        return self.half(mlp_across, x, t, o, "down_bias", first_column=self.rank * t.down_weight.shape[1])
+        t, hidden = self.drawn(t, o, x, training), t.down_weight.shape[1]
+        if t.rng is not None and hidden % 32:
+            reason = f"the kernels draw masks of shards of 32 n hidden units, not of {hidden}"
+            o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
+        return self.half(mlp_across, x, t, o, "down_bias", first_column=self.rank * hidden)
 
     def transformer_layer(
         self, x: Tensor, halves: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
