@@ -274,10 +274,18 @@ def check_not_sharded(model: nn.Module) -> None:
         raise ValueError(
             "convert: the model is already sharded, and a probe would move its state: convert first, then shard"
         )
+    check_not_split("convert", model)
+
+
+def check_not_split(op: str, model: nn.Module) -> None:
+    """Raises ValueError if ckptkern.parallel split a block, whose forward stands around what convert would set."""
+    if any(hasattr(m.__dict__.get("forward"), "shard") for m in model.modules()):
+        raise ValueError(f"{op}: the model is already sharded by TensorParallel: convert first, then shard")
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes convert: every module runs the forward that it had. Returns the model."""
+    """Undoes convert: every module runs the forward that it had. Returns the model. Raises ValueError after TensorParallel."""
+    check_not_split("revert", model)
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, Forward):

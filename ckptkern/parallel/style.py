@@ -27,6 +27,8 @@ class TensorParallel(ParallelStyle):
             raise ValueError(
                 f"TensorParallel: the mesh must have one dimension, such as mesh['tp'], but has {device_mesh.ndim}"
             )
+        if isinstance(module.__dict__.get("forward"), Sharded):
+            raise ValueError(f"TensorParallel: this {type(module).__name__} is split already")
         places = places_of(module, device_mesh.size())
         shard = Shard(
             device_mesh.get_group().group_name, device_mesh.get_local_rank(), device_mesh.size(), self.sequence_parallel
