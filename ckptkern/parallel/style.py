@@ -14,7 +14,33 @@ from .roles import Place, places_of
 
 
 class TensorParallel(ParallelStyle):
-    """Splits one fused block over the ranks of a one-dimensional mesh, as a style of torch's parallelize_module."""
+    """Splits a fused block over the ranks of a one-dimensional mesh: a style of torch's parallelize_module.
+
+        parallelize_module(model, mesh["tp"], {"layers.*": TensorParallel()})
+
+    The block is a module of ckptkern.nn (MLP, GatedMLP, LlamaAttention, LlamaDecoderLayer, MultiheadAttention,
+    TransformerEncoderLayer, TransformerDecoderLayer) or one that ckptkern.convert fused whole as attention, MLP or layer. Each
+    rank's op computes a part of the heads and of the hidden units; one all-reduce a half adds them up, in forward and in
+    backward.
+
+    Parameters become DTensors: the rows of q, k, v, gate and up are Shard(0), the columns of the output and the down projection
+    Shard(1) (the other dimension in a layer that stores weights transposed), norms, the last biases and packed weights
+    Replicate. Their gradients are placed alike.
+
+    x: what the block takes, [..., S, d], equal on all ranks; y alike. sequence_parallel: x and y are this rank's rows,
+    [..., S/n, d], and every other argument is that of all rows; an all-gather and a reduce-scatter take the all-reduce's
+    place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and levels are the block's.
+
+    Kept for backward: of each half its x (this rank's rows under sequence_parallel), 1/n of what else the level keeps, 16 bytes
+    for each dropout, and the input of a norm behind the branch. Dropout draws the masks of the unsharded block if the ranks of
+    the group are seeded alike; their first states are compared.
+
+    A call that the op does not serve (need_weights=True, hooks inside, another kind of call than was proven) gathers the
+    parameters and runs the block whole. Raises, when applied: TypeError for a module that is no fused block, ValueError if the number of
+    ranks does not divide num_heads, num_kv_heads or the hidden units, for LoRA, norms over all heads at once, a mesh of several
+    dimensions, and parameters that are DTensors. In a call: RuntimeError for ranks that are not seeded alike, and for what
+    would run whole under sequence_parallel or backend("triton"); NotImplementedError for second-order gradients.
+    """
 
     def __init__(self, *, sequence_parallel: bool = False):
         super().__init__()
