@@ -156,7 +156,7 @@ def places_of(module: nn.Module, size: int) -> dict[str, Place]:
     found: dict[int, Place] = {}
     for template in templates_of(module):
         for half in halves_of(template):
-            check_heads(type(module).__name__, half, size)
+            check_half(type(module).__name__, half, size)
             for role, value in half.items():
                 for weight, in_one in weights_in(value):
                     place, tensor = place_of(module, half, role, weight, in_one), parameter(module, weight)
@@ -178,8 +178,6 @@ def is_transposed(module: nn.Module, weight: Weight) -> bool:
 
 def place_of(module: nn.Module, half: Template, role: str, weight: Weight, in_one: bool) -> Place:
     """in_one: the parameter holds several of the op's weights."""
-    if role == "lora":
-        raise ValueError("TensorParallel: low-rank updates (lora) are not sharded; merge them first")
     if role == "qk_norm":
         return place_of_qk_norm(module, half, weight)
     if role in ("norm_weight", "norm_bias"):
@@ -208,7 +206,9 @@ def place_of_qk_norm(module: nn.Module, half: Template, weight: Weight) -> Place
     return INSIDE
 
 
-def check_heads(block: str, half: Template, size: int) -> None:
+def check_half(block: str, half: Template, size: int) -> None:
+    if half.get("lora"):
+        raise ValueError(f"TensorParallel: {block} has low-rank updates (LoRA), which are not split; merge them first")
     for name in ("num_heads", "num_kv_heads"):
         heads = half.get(name)
         if heads is not None and heads % size:

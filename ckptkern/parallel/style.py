@@ -35,11 +35,12 @@ class TensorParallel(ParallelStyle):
     for each dropout, and the input of a norm behind the branch. Dropout draws the masks of the unsharded block if the ranks of
     the group are seeded alike; their first states are compared.
 
-    A call that the op does not serve (need_weights=True, hooks inside, another kind of call than was proven) gathers the
-    parameters and runs the block whole. Raises, when applied: TypeError for a module that is no fused block, ValueError if the number of
-    ranks does not divide num_heads, num_kv_heads or the hidden units, for LoRA, norms over all heads at once, a mesh of several
-    dimensions, and parameters that are DTensors. In a call: RuntimeError for ranks that are not seeded alike, and for what
-    would run whole under sequence_parallel or backend("triton"); NotImplementedError for second-order gradients.
+    A call that the op does not serve (need_weights=True, hooks inside, another kind of call than was proven) gathers
+    the parameters and runs the block whole.
+    Raises, when applied: TypeError for a module that is no fused block, ValueError if the number of ranks does not
+    divide num_heads, num_kv_heads or the hidden units, for LoRA, norms over all heads at once, a mesh of several
+    dimensions, and parameters that are DTensors. In a call: RuntimeError for ranks that are not seeded alike, and for
+    what would run whole under sequence_parallel or backend("triton"); NotImplementedError for second-order gradients.
     """
 
     def __init__(self, *, sequence_parallel: bool = False):

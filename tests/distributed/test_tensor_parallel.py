@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import ARCHITECTURES, ids
+from architectures import ARCHITECTURES, adapted, ids
 from mesh_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -314,9 +314,15 @@ def _check_whole(mesh: DeviceMesh) -> None:
 
     model = parallelize_module(converted("llama", dropout=False), mesh, {"layers.*": style()})
     plain = converted("llama", dropout=False)
-    for mode in (True, False):  # without gradients a converted layer's original would run
+    for layer in model.layers:
+        layer.forward.whole = (
+            None  # nothing is gathered for a call without gradients, in which an unsplit layer runs its original
+        )
+    for mode in (True, False):
         with torch.no_grad():
             torch.testing.assert_close(model.train(mode)(ids()), plain.train(mode)(ids()))
+    for layer in model.layers:
+        del layer.forward.whole
     hook = model.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
     plain.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
     torch.testing.assert_close(model(ids()), plain(ids()))
@@ -348,6 +354,9 @@ def _check_errors(mesh: DeviceMesh) -> None:
     refused(ckptkern.nn.MLP(8, 30), ValueError, r"fc1.weight has shape \(30, 8\), whose dimension 0 must be a multiple")
     refused(nn.Linear(8, 8), TypeError, "Linear is no fused block; name blocks of ckptkern.nn")
     refused(ARCHITECTURES["llama"].model(), TypeError, "Stack is no fused block")
+    lora = adapted(ARCHITECTURES["llama"].model())
+    assert len(ckptkern.convert(lora, ids()).converted) == 2
+    refused(lora, ValueError, r"Llama has low-rank updates \(LoRA\), which are not split", {"layers.*": style()})
     twice = parallelize_module(ckptkern.nn.MLP(8, 32), mesh, style())
     refused(twice, ValueError, "this MLP is split already")
     with pytest.raises(TypeError, match="sequence_parallel must be a bool, not 'yes'"):
