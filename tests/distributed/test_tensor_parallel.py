@@ -131,6 +131,63 @@ def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, tmp_path):
     on_ranks(n, _check_blocks, tmp_path, sequence)
 
 
+def _check_calls(mesh: DeviceMesh, sequence: bool) -> None:
+    """Packed sequences, and masks of which one is trained and has a part for each head."""
+    plain = block("llama with all", "selective")
+    ours = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
+    bias = torch.randn(1, HEADS, S, S, dtype=torch.float64)
+    padding = torch.arange(S) >= torch.tensor([S, 5, 3])[:, None]
+    starts = torch.tensor([0, 5, 16], dtype=torch.int32)
+    for lead, arguments in (((16,), {"cu_seqlens": starts}), ((B, S), {"key_padding_mask": padding})):
+        x, weight = torch.randn(2, *lead, WIDTH, dtype=torch.float64)
+        results = []
+        for model, rows in ((plain, False), (ours, sequence)):
+            model.zero_grad()
+            given = mine(x, mesh, rows).clone().requires_grad_()
+            mask = bias.clone().requires_grad_()
+            torch.manual_seed(1)
+            y = model(given, **arguments, attn_mask=None if "cu_seqlens" in arguments else mask)
+            (y * mine(weight, mesh, rows)).sum().backward()
+            results.append((y, given.grad, mask.grad))
+        (y, dx, dmask), (z, dz, dmask_) = results
+        torch.testing.assert_close(z, mine(y, mesh, sequence))
+        torch.testing.assert_close(dz, mine(dx, mesh, sequence))
+        torch.testing.assert_close(dmask_, dmask)
+        check_gradients(plain, ours, str(list(arguments)))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+def test_packed_sequences_and_masks(sequence, tmp_path):
+    on_ranks(2, _check_calls, tmp_path, sequence)
+
+
+def _check_kernels(mesh: DeviceMesh) -> None:
+    """In Triton's interpreter, float32."""
+    ours = BLOCKS["llama with all"]()
+    mlp = ckptkern.nn.LlamaDecoderLayer(WIDTH, HEADS, 4, HIDDEN).mlp  # without dropout any size will do
+    with ckptkern.backend("triton"):
+        for plain in (ours, ckptkern.nn.MLP(WIDTH, HIDDEN, dropout=P), mlp):
+            for parameter in plain.parameters():
+                nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+            for sequence in (False, True):
+                split = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
+                x, weight = torch.randn(2, 2, 32, WIDTH, generator=torch.Generator().manual_seed(1))
+                plain.zero_grad()
+                y, dx, _ = step(plain, x, weight)
+                z, dz, _ = step(split, mine(x, mesh, sequence), mine(weight, mesh, sequence))
+                torch.testing.assert_close(z, mine(y, mesh, sequence), atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(dz, mine(dx, mesh, sequence), atol=1e-4, rtol=1e-4)
+                check_gradients(plain, split, type(plain).__name__, 1e-5)
+        narrow = parallelize_module(ckptkern.nn.MLP(WIDTH, 96, dropout=P), mesh, style())
+        with pytest.raises(RuntimeError, match="the kernels draw masks of shards of 32 n hidden units, not of 48"):
+            narrow(x)
+
+
+def test_the_kernels_draw_parts_of_the_unsharded_masks(tmp_path):
+    pytest.importorskip("triton")
+    on_ranks(2, _check_kernels, tmp_path)
+
+
 # -- converted models
 
 
