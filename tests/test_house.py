@@ -324,7 +324,8 @@ def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_o
 
 
 def public_callables() -> Iterator[tuple[str, object]]:
-    for module in (ckptkern, ckptkern.nn, ckptkern.storage, ckptkern.memory):
+    parallel = importlib.import_module("ckptkern.parallel")  # not imported by ckptkern, because it takes a second
+    for module in (ckptkern, ckptkern.nn, ckptkern.storage, ckptkern.memory, parallel):
         for name in module.__all__:
             thing = getattr(module, name)
             if inspect.isclass(thing):

@@ -88,6 +88,12 @@ class Shard:
         """A tensor of the shape, dtype and device of G x, for checks."""
         return x.new_empty(()).expand(*x.shape[:-2], self.whole_rows(x), x.shape[-1]) if self.sequence else x
 
+    def first_row(self, x: Tensor) -> tuple[int, int]:
+        """Among all samples' rows, where x's first sample begins, and how far on the next does; 0 if there is one."""
+        if not self.sequence:
+            return 0, 0
+        return self.rank * x.shape[-2], self.whole_rows(x) if x.dim() > 2 else 0
+
     def part(self, tensor: Tensor, dim: int, count: int) -> Tensor:
         """This rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
         return tensor if tensor.shape[dim] == count else tensor.narrow(dim, self.rank * count, count)
@@ -151,9 +157,7 @@ class Shard:
         with autocast_off(x):
             b = cast_parameter(getattr(t, bias), f.dtype)
             f = f if b is None else f + b
-            rows = x.shape[-2]
-            first = (self.rank * rows, self.size * rows if x.dim() > 2 else 0) if self.sequence else (0, 0)
-            f = replayed_dropout(f, t.resid_rng, o.resid_p, *first)
+            f = replayed_dropout(f, t.resid_rng, o.resid_p, *self.first_row(x))
             return composite_output(x, f, t._replace(resid_rng=None), o)
 
     # -- what the ops' arguments are on this rank

@@ -28,8 +28,8 @@ class TensorParallel(ParallelStyle):
     Replicate. Their gradients are placed alike.
 
     x: what the block takes, [..., S, d], equal on all ranks; y alike. sequence_parallel: x and y are this rank's rows,
-    [..., S/n, d], and every other argument is that of all rows; an all-gather and a reduce-scatter take the all-reduce's
-    place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and levels are the block's.
+    [..., S/n, d], as many on each, and every other argument is that of all rows; an all-gather and a reduce-scatter take the
+    all-reduce's place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and levels are the block's.
 
     Kept for backward: of each half its x (this rank's rows under sequence_parallel), 1/n of what else the level keeps, 16 bytes
     for each dropout, and the input of a norm behind the branch. Dropout draws the masks of the unsharded block if the ranks of
