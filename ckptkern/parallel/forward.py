@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Split
-from torch.utils._pytree import tree_map
 
 from ..ops._choices import kernels_alone
 from ..ops._shard import ACTIVE, NotSharded
@@ -48,18 +47,20 @@ class Sharded:
         return (self.inner or functools.partial(type(self.module).forward, self.module))(*args, **kwargs)
 
     def as_local(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The call with DTensors as this rank reads them: the first, which is the input, in the layout of the group."""
+        """The call with DTensors as this rank reads them: the first tensor, which is the input, in the layout of the group."""
         first = True
 
         def local(value: Any) -> Any:
             nonlocal first
-            if not isinstance(value, Tensor):
+            if type(value) in (tuple, list):
+                return type(value)(map(local, value))
+            if not isinstance(value, Tensor):  # a cache, say, stays the same object
                 return value
             place: Placement = Split(value.dim() - 2) if first and self.shard.sequence else Replicate()
             first = False
             return value.redistribute(placements=[place]).to_local() if isinstance(value, DTensor) else value
 
-        return tree_map(local, (args, kwargs))
+        return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
 
     def names(self) -> Iterator[tuple[nn.Module, str, str]]:
         """(owner, its name there, its name) of every parameter, also of one that has several."""

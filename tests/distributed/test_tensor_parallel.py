@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import ARCHITECTURES, adapted, ids
+from architectures import ARCHITECTURES, DropPath, adapted, ids
 from mesh_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -225,6 +225,8 @@ def converted(name: str, dropout: bool = True) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout) or (name == "gpt" and hasattr(module, "p")):
             module.p = P if dropout else 0.0
+        elif isinstance(module, DropPath):
+            module.drop_prob = P
     assert len(ckptkern.convert(model, ids()).converted) == 2
     return model.double()
 
