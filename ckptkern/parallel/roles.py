@@ -90,7 +90,7 @@ def _torch_layer(module: ours.TransformerEncoderLayer | ours.TransformerDecoderL
         "mlp_arguments": mlp,
     }
     if crosses:
-        cross = _torch_attention(module.multihead_attn, "multihead_attn.")
+        cross = _torch_attention(module.multihead_attn, "multihead_attn.") | {"key_value": True}
         template["cross_attention_arguments"] = normed(cross, "norm2")
     return template
 
@@ -151,12 +151,16 @@ SPLIT = {
 }  # fmt: skip
 
 
-def places_of(module: nn.Module, size: int) -> dict[str, Place]:
+def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
     """By name, the places of all parameters on `size` ranks. What no role names is on every rank."""
     found: dict[int, Place] = {}
     for template in templates_of(module):
         for half in halves_of(template):
             check_half(type(module).__name__, half, size)
+            if sequence and half.get("key_value") is not None:
+                raise ValueError(
+                    f"TensorParallel: {type(module).__name__} has cross-attention, with which sequence_parallel does not go"
+                )
             for role, value in half.items():
                 for weight, in_one in weights_in(value):
                     place, tensor = place_of(module, half, role, weight, in_one), parameter(module, weight)

@@ -56,7 +56,7 @@ class TensorParallel(ParallelStyle):
             )
         if isinstance(module.__dict__.get("forward"), Sharded):
             raise ValueError(f"TensorParallel: this {type(module).__name__} is split already")
-        places = places_of(module, device_mesh.size())
+        places = places_of(module, device_mesh.size(), self.sequence_parallel)
         shard = Shard(
             device_mesh.get_group().group_name, device_mesh.get_local_rank(), device_mesh.size(), self.sequence_parallel
         )

@@ -10,9 +10,11 @@ from mesh_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptkern
+from ckptkern import state
 from ckptkern.memory import kept_tensors
 
 B, S, WIDTH, HEADS, HIDDEN, P = 3, 8, 32, 8, 128, 0.25
@@ -36,6 +38,10 @@ def _encoder(norm_first: bool, **options) -> nn.Module:
     return ckptkern.nn.TransformerEncoderLayer(
         WIDTH, HEADS, HIDDEN, P, batch_first=True, norm_first=norm_first, **options
     )
+
+
+def torch_decoder() -> nn.Module:
+    return ckptkern.nn.TransformerDecoderLayer(WIDTH, HEADS, HIDDEN, P, batch_first=True)
 
 
 BLOCKS = {
@@ -161,6 +167,31 @@ def test_packed_sequences_and_masks(sequence, tmp_path):
     on_ranks(2, _check_calls, tmp_path, sequence)
 
 
+def _check_collectives(mesh: DeviceMesh) -> None:
+    layer, x = _llama(), torch.randn(B, S, WIDTH)
+    expected = {
+        False: ({"all_reduce": 2}, {"all_reduce": 2 + 1}),  # one more for the norms' weights
+        True: (
+            {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2},
+            {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 2, "all_reduce": 1},  # dy, and x again
+        ),
+    }
+    for sequence, counts in expected.items():
+        split = parallelize_module(copy.deepcopy(layer), mesh, style(sequence_parallel=sequence))
+        seen = []
+        with CommDebugMode() as forward:
+            y = split(mine(x, mesh, sequence).clone().requires_grad_())
+        with CommDebugMode() as backward:
+            y.sum().backward()
+        for mode in (forward, backward):
+            seen.append({op.__name__.partition(".")[0]: n for op, n in mode.get_comm_counts().items() if n})
+        assert tuple(seen) == counts
+
+
+def test_a_half_communicates_once_forward_and_once_backward(tmp_path):
+    on_ranks(2, _check_collectives, tmp_path)
+
+
 def _check_kernels(mesh: DeviceMesh) -> None:
     """In Triton's interpreter, float32."""
     ours = BLOCKS["llama with all"]()
@@ -266,8 +297,28 @@ def test_converted_models_on_two_ranks_train_as_on_one(sequence, tmp_path):
     on_ranks(2, _check_converted, tmp_path, sequence, names)
 
 
+def _check_cross(mesh: DeviceMesh) -> None:
+    """Of its own: three weights and one bias for all of them."""
+    torch.manual_seed(0)
+    plain = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, P, kdim=16, vdim=16, batch_first=True, dtype=torch.float64)
+    nn.init.normal_(plain.in_proj_bias)
+    ours = parallelize_module(copy.deepcopy(plain), mesh, style())
+    x, memory = torch.randn(B, S, WIDTH, dtype=torch.float64), torch.randn(B, 5, 16, dtype=torch.float64)
+    results = []
+    for model in (plain, ours):
+        given = memory.clone().requires_grad_()
+        torch.manual_seed(1)
+        y, _ = model(x, given, given, need_weights=False)
+        y.square().sum().backward()
+        results.append((y, given.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one)
+    check_gradients(plain, ours, "cross-attention")
+    _check_converted(mesh, False, ("decoder", "torch decoder"))
+
+
 def test_cross_attention_on_two_ranks(tmp_path):
-    on_ranks(2, _check_converted, tmp_path, False, ("decoder", "torch decoder"))
+    on_ranks(2, _check_cross, tmp_path)
 
 
 # -- with other parts of torch
@@ -349,6 +400,12 @@ def _check_torchs_styles(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(dz, dx)
     check_gradients(plain, ours, "torch's styles")
     assert kept.bytes == kept_plain.bytes == x.nbytes
+    ours.dropout = P  # drawn by a rank's own columns: both ranks have the mask of the first half
+    torch.manual_seed(1)
+    mask = state.keep_mask(state.draw(x), P, B * S, HIDDEN // 2).repeat(1, 2).view(B, S, HIDDEN)
+    scale = state.threshold_scale(P)[1]
+    expected = plain.fc2(torch.where(mask, nn.functional.gelu(plain.fc1(x)) * scale, 0))
+    torch.testing.assert_close(step(ours, x, weight)[0], expected)
 
 
 def test_torchs_own_styles_on_the_inner_layers(tmp_path):
@@ -391,6 +448,13 @@ def _check_whole(mesh: DeviceMesh) -> None:
     ckptkern.convert(model, ids())
     with pytest.raises(ValueError, match="norm over all heads at once"):
         parallelize_module(model, mesh, {"layers.*": style()})
+
+    for model, plan in ((converted("decoder"), "layers.*"), (nn.Sequential(torch_decoder()), "*")):
+        with pytest.raises(ValueError, match="has cross-attention, with which sequence_parallel does not go"):
+            parallelize_module(model, mesh, {plan: style(sequence_parallel=True)})
+    attention = parallelize_module(ckptkern.nn.MultiheadAttention(WIDTH, HEADS), mesh, style(sequence_parallel=True))
+    with pytest.raises(ValueError, match="sequence_parallel does not go with cross-attention"):
+        attention(x.float(), *[x.float().clone()] * 2, need_weights=False)
 
     rows = parallelize_module(_llama(), mesh, style(sequence_parallel=True))
     rows.mlp.register_forward_hook(lambda module, args, y: 2 * y)
