@@ -7,9 +7,12 @@ from typing import assert_type
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import ckptkern
 from ckptkern.memory import kept_tensors, peak_memory
+from ckptkern.parallel import TensorParallel
 from ckptkern.storage import Store, compress, offload
 
 x, weight, bias = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
@@ -62,6 +65,11 @@ def modules() -> None:
     attention: nn.MultiheadAttention = ckptkern.nn.MultiheadAttention(8, 2)
     nn.Sequential(mlp, encoder, attention, ckptkern.nn.Linear(8, 8, activation="relu"), ckptkern.nn.Dropout(0.1))
     ckptkern.nn.GatedMLP(8)  # type: ignore[call-arg]
+
+
+def parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    assert_type(parallelize_module(model, mesh, {"layers.*": TensorParallel(sequence_parallel=True)}), nn.Module)
+    TensorParallel(True)  # type: ignore[call-arg]
 
 
 def memory() -> None:

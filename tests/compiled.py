@@ -32,7 +32,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def act_grad(M: int = 4096, K: int = 1024, N: int = 4096, dtype: torch.dtype = torch.bfloat16, **options) -> None:
     """One launch of act_grad with dropout, h and db."""
-    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111)
+    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111, 0)
     tensors = meta(M, K, dtype=dtype), meta(K, N, dtype=dtype), meta(M, N, dtype=dtype)
     triton_kernels.act_grad(*tensors, "gelu", "ieee", dropout=dropout, keep_h=True, db=True, **options)
 
@@ -92,13 +92,14 @@ def launches(
     first_row: int = 0,
 ) -> dict[str, Callable[[], object]]:
     """Every launcher with everything it can give; `view` makes its matrices."""
-    dropped = {"dropout": (meta(2, dtype=torch.int64), threshold, 65536 / (65537 - threshold)), "row_base": first_row}
+    seed, first_col = meta(2, dtype=torch.int64), first_row // 32 * 32
+    dropped = {"dropout": (seed, threshold, 65536 / (65537 - threshold), first_col), "row_base": first_row}
     x, dy, dh, b, w, v = view(M, K), view(M, D), view(M, N), meta(N), view(N, K), view(D, N)
     bits, narrow = meta(M, -(-N // 8), dtype=torch.uint8), (meta(3, 64, 64), meta(3, 64))
     gain, angles, qkv = meta(K), meta(M, 64, dtype=torch.float32), meta(2, M, 3, 4, 64)
     q, *heads = qkv[:, :, 0], *(part.transpose(1, 2) for part in qkv.unbind(2))
     lse = meta(2, 4, M, dtype=torch.float32)
-    core = AttentionCore(0.125, "ieee", (None, 0), dropout=dropped["dropout"], plane_base=first_row)
+    core = AttentionCore(0.125, "ieee", (None, 0), dropout=dropped["dropout"], plane_base=first_row, planes=first_row)
     how, t = (activation, "ieee"), triton_kernels
     return {
         "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, keep_bits=activation == "relu", **dropped),

@@ -44,8 +44,8 @@ def inputs_of(launcher: Launcher, dtype: torch.dtype, device: str = "cpu", bias:
     return tensors
 
 
-def dropout_of(p: float, device: str = "cpu") -> tuple[Tensor, int, float]:
-    return torch.tensor(STATE, device=device), *state.threshold_scale(p)
+def dropout_of(p: float, device: str = "cpu", col_base: int = 0) -> tuple[Tensor, int, float, int]:
+    return torch.tensor(STATE, device=device), *state.threshold_scale(p), col_base
 
 
 def call(launcher: Launcher, backend: ModuleType, tensors: dict, activation: str, **options) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ LAYERS = {
     "segments": 3,
     "nn": 4,
     "conversion": 5,
+    "parallel": 6,
     "planning": 6,
     "tools": 7,
     "benchmarks": 8,
@@ -324,7 +325,8 @@ def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_o
 
 
 def public_callables() -> Iterator[tuple[str, object]]:
-    for module in (ckptkern, ckptkern.nn, ckptkern.storage, ckptkern.memory):
+    parallel = importlib.import_module("ckptkern.parallel")  # not imported by ckptkern, because it takes a second
+    for module in (ckptkern, ckptkern.nn, ckptkern.storage, ckptkern.memory, parallel):
         for name in module.__all__:
             thing = getattr(module, name)
             if inspect.isclass(thing):

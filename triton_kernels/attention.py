@@ -176,7 +176,7 @@ def _fwd_steps(
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_fwd_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, o_heads, lse_ptr, delta_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right, stride_lseb, stride_lseh,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -196,7 +196,7 @@ def _attn_fwd_kernel(
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)
         mask_offset = mask_offset_of(mask, b, h)
-        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq))
+        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq))
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q = load_rows(rows_at(q_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
         head = (q, k_rows, v_rows, m0, Sq_b, Sk_b, scale, mask, mask_offset, window, dropout)
@@ -336,7 +336,7 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
         launch(
             _attn_fwd_kernel, (B * H * tiles,), _heads(q, packed), _heads(k, packed), _heads(v, packed), _mask(core.mask),
             _slopes(core.slopes), core.dropout[0], core.cu_q, core.cu_k, _heads(do, packed), _heads(o, packed), lse, delta,
-            Sq, Sk, H, tiles, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, left, right,
+            Sq, Sk, H, tiles, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, left, right,
             0 if packed else lse.stride(0), lse.stride(1), **flags, **tile.launch_options(),
         )  # fmt: skip
     return o, lse, delta
@@ -390,7 +390,7 @@ def attn_bwd(
 
     def scalars(count):
         return (
-            Sq, Sk, H, count, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, left, right,
+            Sq, Sk, H, count, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, left, right,
             0 if packed else lse.stride(0), lse.stride(1),
         )  # fmt: skip
 
@@ -425,7 +425,8 @@ def attn_dmask(q, k, v, do, lse, delta, core, shape, *, tile: AttentionTile | No
         launch(
             _attn_dmask_kernel, (shape[0] * shape[1] * tiles,), _heads(q, False), _heads(k, False), _heads(v, False),
             _mask(core.mask), _slopes(core.slopes), core.dropout[0], _heads(do, False), lse, delta, dmask, Sq, Sk, H, tiles,
-            _scale(core), core.dropout[1], core.dropout[2], core.plane_base, left, right, lse.stride(0), lse.stride(1),
-            B // shape[0], H // shape[1], **flags, ROWS=rows, COLUMNS=columns, **tile.launch_options(),
+            _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, left, right,
+            lse.stride(0), lse.stride(1), B // shape[0], H // shape[1], **flags, ROWS=rows, COLUMNS=columns,
+            **tile.launch_options(),
         )  # fmt: skip
     return dmask

@@ -169,7 +169,7 @@ def _ds_tile(
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dkdv_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dk_heads, dv_heads,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right, stride_lseb, stride_lseh,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +206,7 @@ def _attn_dkdv_kernel(
             dk, dv = _dkdv_step(
                 dk, dv, k, v, rows_at(q_heads, b, h, row0, STRIDE_STEP), rows_at(do_heads, b, h, row0, STRIDE_STEP),
                 lse_ptr + row_values, delta_ptr + row_values, n0, start, Sq_b, Sk_b, scale, slope, mask, mask_offset, window,
-                (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq)),
+                (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq)),
                 D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M,
             )  # fmt: skip
         factor = scale[0]
@@ -220,7 +220,7 @@ def _attn_dkdv_kernel(
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dq_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dq_heads,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right, stride_lseb, stride_lseh,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +240,7 @@ def _attn_dq_kernel(
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)
         mask_offset = mask_offset_of(mask, b, h)
-        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq))
+        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq))
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q = load_rows(rows_at(q_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
         do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
@@ -262,7 +262,7 @@ def _attn_dq_kernel(
 @triton.jit(do_not_specialize=[*DYNAMIC, "samples", "heads"])
 def _attn_dmask_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, do_heads, lse_ptr, delta_ptr, dmask_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, left, right, stride_lseb, stride_lseh, samples, heads,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh, samples, heads,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -310,7 +310,7 @@ def _attn_dmask_kernel(
             rows_at(v_heads, b, h // GROUP, 0, STRIDE_STEP), rows_at(do_heads, b, h, 0, STRIDE_STEP),
             lse_ptr + b * stride_lseb + h * stride_lseh, delta_ptr + b * stride_lseb + h * stride_lseh, m, n, Sq, Sk, scale,
             slopes_ptr if slopes_ptr is None else tl.load(slopes_ptr + b * stride_slopeb + h), mask,
-            mask_offset_of(mask, b, h), window, (state_ptr, threshold, first_block_of(plane_base, b, h, H, Sq)),
+            mask_offset_of(mask, b, h), window, (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq)),
             D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if state_ptr is not None:

@@ -20,7 +20,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # No length and no scalar compiles a kernel again; the strides of lse are lengths. None of them is a member of a tuple, because
 # Triton specialises those all the same.
 DYNAMIC = [
-    "Sq", "Sk", "H", "tiles", "threshold", "plane_base", "left", "right", "stride_lseb", "stride_lseh"
+    "Sq", "Sk", "H", "tiles", "threshold", "plane_base", "planes", "left", "right", "stride_lseb", "stride_lseh"
 ]  # fmt: skip
 
 
@@ -168,6 +168,6 @@ def window_of(cu_ptr, left, right, Sq, Sk):
 
 
 @triton.jit
-def first_block_of(plane_base, b, h, H, Sq):
+def first_block_of(plane_base, b, h, planes, Sq):
     """Where the plane of (b, h) starts among the mask's blocks of 16 rows (philox.py)."""
-    return ((plane_base + b * H + h) * tl.cdiv(Sq, 16)).to(tl.uint32)
+    return ((plane_base + b * planes + h) * tl.cdiv(Sq, 16)).to(tl.uint32)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .philox import philox_words
+from .philox import checked_columns, philox_words
 from .tile import INTERPRETER, arch_of, cast, launch, matrix, rows_of, widen
 
 
@@ -163,9 +163,9 @@ def _act_bwd_kernel(
         store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
 
-@triton.jit(do_not_specialize=["threshold", "row_base", "M"])
+@triton.jit(do_not_specialize=["threshold", "col_base", "row_base", "M"])
 def _dropout_kernel(
-    x_rows, y_rows, state_ptr, threshold, scale, row_base, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    x_rows, y_rows, state_ptr, threshold, scale, col_base, row_base, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """y = keep * scale * x. Its own backward: dx = keep * scale * dy.
 
@@ -178,7 +178,9 @@ def _dropout_kernel(
     c1 = row_base // 16 * 8 + pid_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
     c0 = pid_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     zero = tl.zeros((BLOCK_M // 2, BLOCK_N // 4), dtype=tl.uint32)
-    words = philox_words(state_ptr, zero + c0.to(tl.uint32)[None, :], zero + c1.to(tl.uint32)[:, None])
+    words = philox_words(
+        state_ptr, zero + (col_base // 4 + c0).to(tl.uint32)[None, :], zero + c1.to(tl.uint32)[:, None]
+    )
     for word in tl.static_range(4):
         for half in tl.static_range(2):
             offs_m = c1 // 8 * 16 + half * 8 + c1 % 8 - row_base
@@ -229,8 +231,11 @@ def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
     return dz, partial.sum(0) if db else None
 
 
-def dropout(x, state, threshold: int, scale: float, *, row_base: int = 0, blocks: dict | None = None):
-    """keep * scale * x for x [M, N]; the mask is that of rows row_base.. of the logical tensor (philox.py).
+def dropout(
+    x, state, threshold: int, scale: float, col_base: int = 0, *, row_base: int = 0, blocks: dict | None = None
+):  # fmt: skip
+    """keep * scale * x for x [M, N]; the mask is that of rows row_base.. and columns col_base.. of the logical tensor
+    (philox.py). col_base is a multiple of 32.
 
     blocks: BLOCK_M (a multiple of 16) and BLOCK_N (of 32), to show that the mask does not depend on them.
     """
@@ -242,7 +247,8 @@ def dropout(x, state, threshold: int, scale: float, *, row_base: int = 0, blocks
         whole_rows = M + row_base % 16  # counters start at a multiple of 16 rows
         grid = triton.cdiv(whole_rows, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"])
         launch(
-            _dropout_kernel, (grid,), matrix(x), matrix(y), state, threshold, scale, row_base, M, N, **blocks,
+            _dropout_kernel, (grid,), matrix(x), matrix(y), state, threshold, scale, checked_columns(col_base), row_base, M, N,
+            **blocks,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y

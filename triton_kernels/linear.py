@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .elementwise import act, load_tile, pack_bits, store_column_sum, store_tile
 from .elementwise import act_grad as act_grad_of
-from .philox import checked_row_base, dropout_tile
+from .philox import dropout_tile, placed
 from .tile import (
     arch_of,
     by_slices,
@@ -83,7 +83,7 @@ def _linear_bwd_store(acc, n0, b_ptr, dh_rows, dz_rows, db_ptr, pid_m, M, N, ACT
     offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
     z = preact_tile(acc, b_ptr, offs_n, N, dz_rows[0].dtype.element_ty)
     dh = widen(load_tile(dh_rows, offs_m, offs_n, mask))
-    hidden_grad_store(z, dh, n0, (None, 0), dz_rows, db_ptr, (None, 0, 1.0, 0), pid_m, M, N, ACT)
+    hidden_grad_store(z, dh, n0, (None, 0), dz_rows, db_ptr, (None, 0, 1.0, 0, 0), pid_m, M, N, ACT)
 
 
 @triton.jit
@@ -93,9 +93,9 @@ def _act_grad_store(acc, n0, z_rows, h_rows, dz_rows, db_ptr, dropout, pid_m, M,
     hidden_grad_store(z, acc, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, ACT)
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _linear_fwd_kernel(
-    x_rows, w_rows, b_ptr, h_rows, z_rows, bits_rows, state_ptr, threshold, scale, row_base, M, N, K,
+    x_rows, w_rows, b_ptr, h_rows, z_rows, bits_rows, state_ptr, threshold, scale, col_base, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def _linear_fwd_kernel(
     acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _linear_fwd_store,
-        (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
+        (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
@@ -124,9 +124,9 @@ def _linear_bwd_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _act_grad_kernel(
-    dy_rows, w_rows, z_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, row_base, M, N, K,
+    dy_rows, w_rows, z_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, col_base, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -137,11 +137,11 @@ def _act_grad_kernel(
     acc = product_tile(dy_rows, w_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _act_grad_store,
-        (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
+        (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
-NO_DROPOUT = (None, 0, 1.0)  # (state, threshold, scale)
+NO_DROPOUT = (None, 0, 1.0, 0)  # (state, threshold, scale, col_base)
 
 
 def grid_of(M: int, N: int, tile) -> tuple[int]:
@@ -168,7 +168,7 @@ def linear_fwd(
 ):
     """h = dropout(act(x w^T + b)) -> (h [M, N], z [M, N] or None, bits uint8 [M, ceil(N/8)] or None).
 
-    x [M, K], w [N, K], b [N] or None, all of one dtype. dropout = (state, threshold, scale).
+    x [M, K], w [N, K], b [N] or None, all of one dtype. dropout = (state, threshold, scale, col_base).
     """
     M, K = x.shape
     N = w.shape[0]
@@ -180,7 +180,7 @@ def linear_fwd(
     if M and N:
         launch(
             _linear_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(w), b, matrix(h), matrix(z), matrix(bits),
-            *dropout, checked_row_base(row_base), M, N, K,
+            *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return h, z, bits
@@ -221,7 +221,7 @@ def act_grad(
     if M and N:
         launch(
             _act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(w), matrix(z), matrix(h), matrix(dz), partial,
-            *dropout, checked_row_base(row_base), M, N, K,
+            *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return dz, h, partial.sum(0) if db else None

@@ -23,7 +23,7 @@ from .linear import (
     partial_rows,
     preact_tile,
 )  # fmt: skip
-from .philox import checked_row_base, dropout_tile
+from .philox import dropout_tile, placed
 from .tile import (
     arch_of,
     by_slices,
@@ -106,9 +106,10 @@ def _gated_act_grad_store(acc, n0, g_rows, u_rows, results, dropout, pid_m, M, N
     gated_grad_store(g, u, acc, n0, *results, dropout, pid_m, M, N, ACT)
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _mlp_bwd_kernel(
-    x_rows, w1_rows, b1_ptr, dy_rows, w2_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, row_base, M, N, K, D,
+    x_rows, w1_rows, b1_ptr, dy_rows, w2_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, col_base, row_base,
+    M, N, K, D,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -120,13 +121,13 @@ def _mlp_bwd_kernel(
     acc_dh = product_tile(dy_rows, w2_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
     by_slices(
         (acc_z, acc_dh), pid_n * BLOCK_N, _mlp_bwd_store,
-        (b1_ptr, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
+        (b1_ptr, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _gated_fwd_kernel(
-    x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, h_rows, g_rows, u_rows, state_ptr, threshold, scale, row_base, M, N, K,
+    x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, h_rows, g_rows, u_rows, state_ptr, threshold, scale, col_base, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -137,13 +138,14 @@ def _gated_fwd_kernel(
     acc_u = product_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc_g, acc_u), pid_n * BLOCK_N, _gated_fwd_store,
-        (bg_ptr, bu_ptr, h_rows, g_rows, u_rows, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
+        (bg_ptr, bu_ptr, h_rows, g_rows, u_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _gated_bwd_kernel(
-    x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, dy_rows, wd_rows, results, state_ptr, threshold, scale, row_base, M, N, K, D,
+    x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, dy_rows, wd_rows, results, state_ptr, threshold, scale, col_base, row_base,
+    M, N, K, D,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -156,13 +158,13 @@ def _gated_bwd_kernel(
     acc_dh = product_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
     by_slices(
         (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _gated_bwd_store,
-        (bg_ptr, bu_ptr, results, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
+        (bg_ptr, bu_ptr, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "row_base"])
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _gated_act_grad_kernel(
-    dy_rows, wd_rows, g_rows, u_rows, results, state_ptr, threshold, scale, row_base, M, N, K,
+    dy_rows, wd_rows, g_rows, u_rows, results, state_ptr, threshold, scale, col_base, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +175,7 @@ def _gated_act_grad_kernel(
     acc = product_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _gated_act_grad_store,
-        (g_rows, u_rows, results, (state_ptr, threshold, scale, row_base), pid_m, M, N, ACT), SUB,
+        (g_rows, u_rows, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def mlp_bwd(
         launch(
             _mlp_bwd_kernel, grid_of(M, N, tile),
             matrix(x), matrix(w1), b1, matrix(dy), matrix(w2), matrix(h), matrix(dz), partial,
-            *dropout, checked_row_base(row_base), M, N, K, D,
+            *placed(dropout, row_base), M, N, K, D,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
         )  # fmt: skip
@@ -214,7 +216,7 @@ def gated_fwd(
     if M and N:
         launch(
             _gated_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(wg), bg, matrix(wu), bu, matrix(h), matrix(g), matrix(u),
-            *dropout, checked_row_base(row_base), M, N, K,
+            *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return h, g, u
@@ -238,7 +240,7 @@ def gated_bwd(
     if M and N:
         launch(
             _gated_bwd_kernel, grid_of(M, N, tile), matrix(x), matrix(wg), bg, matrix(wu), bu, matrix(dy), matrix(wd),
-            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *dropout, checked_row_base(row_base), M, N, K, D,
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base), M, N, K, D,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
         )  # fmt: skip
@@ -262,7 +264,7 @@ def gated_act_grad(
     if M and N:
         launch(
             _gated_act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(wd), matrix(g), matrix(u),
-            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *dropout, checked_row_base(row_base), M, N, K,
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None

@@ -19,11 +19,19 @@ import triton.language as tl
 from .tile import INTERPRET
 
 
-def checked_row_base(row_base: int) -> int:
-    """row_base, if `keep_tile` can start there: its counters serve blocks of 16 rows."""
+def checked_columns(col_base: int) -> int:
+    """col_base, if tiles can start there: a Philox counter serves columns of one block of 32."""
+    if col_base % 32:
+        raise ValueError(f"col_base must be a multiple of 32, not {col_base}: a Philox counter serves 32 columns")
+    return col_base
+
+
+def placed(dropout: tuple, row_base: int) -> tuple:
+    """(state, threshold, scale, col_base, row_base) of a launch, if `keep_tile` can start there."""
     if row_base % 16:
         raise ValueError(f"row_base must be a multiple of 16, not {row_base}: a Philox counter serves 16 rows")
-    return row_base
+    checked_columns(dropout[3])
+    return *dropout, row_base
 
 
 @triton.jit
@@ -97,10 +105,10 @@ def keep_tile(state_ptr, threshold, first_row, first_col, ROWS: tl.constexpr, CO
 
 @triton.jit
 def dropout_tile(x, dropout, first_row, first_col):
-    """keep * scale * x for a float32 tile that starts at (first_row, first_col) of a chunk, whose row 0 is row_base of the
-    whole tensor. dropout: (state_ptr, threshold, scale, row_base)."""
-    state_ptr, threshold, scale, row_base = dropout
-    keep = keep_tile(state_ptr, threshold, row_base + first_row, first_col, x.shape[0], x.shape[1])
+    """keep * scale * x for a float32 tile that starts at (first_row, first_col) of a part, whose first element is (row_base,
+    col_base) of the whole tensor. dropout: (state_ptr, threshold, scale, col_base, row_base)."""
+    state_ptr, threshold, scale, col_base, row_base = dropout
+    keep = keep_tile(state_ptr, threshold, row_base + first_row, col_base + first_col, x.shape[0], x.shape[1])
     return tl.where(keep, x * scale, 0.0)
 
 

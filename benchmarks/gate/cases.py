@@ -186,7 +186,7 @@ def _tensors(case: Case):
     def meta(*shape, dtype=dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111) if case.dropout else (None, 0, 1.0)
+    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111, 0) if case.dropout else (None, 0, 1.0, 0)
     return meta, M, K, N, D, dropout, dtype
 
 
@@ -337,7 +337,7 @@ def _launch_attention(case: AttentionCase):
     q, k, v = (part.transpose(1, 2) for part in qkv.split((H, H_kv, H_kv), 2))
     do = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty_like(do[..., 0], dtype=torch.float32)
-    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111) if case.dropout else (None, 0, 1.0)
+    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111, 0) if case.dropout else (None, 0, 1.0, 0)
     window = (512 if case.kind == "window" else None, 0 if case.causal else 512 if case.kind == "window" else None)
     shape = (1, H, 1 if case.kind == "keys" else S, S)  # of a mask that trains
     options = {

@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .. import ops
 from ..errors import DtypeError, ShapeError
+from ..ops._shard import ACTIVE, refuse_shard, whole_rows
 from ..ops.attention_core import in_context_parallel
 from ..segments.checkpoint import checkpoint
 from ..storage import Store
@@ -214,7 +215,7 @@ class Segment:
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
     def __call__(self, flat: list[Any], level: str) -> object:
-        arguments = self.arguments(Call(flat, self.module.training, flat[self.x].shape[-2]))
+        arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x])))
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=level_of(self.op, self.template.get("activation"), level)
         )
@@ -282,6 +283,7 @@ class Forward:
         return inspect.signature(MethodType(type(self.module).forward, self.module))
 
     def original(self, *args, **kwargs):
+        refuse_shard(f"{type(self.module).__name__} was called in another way than those that were proven")
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
@@ -306,7 +308,9 @@ class Fused(Forward):
 
     def run(self, *args, **kwargs):
         # in training also without gradients: a reentrant checkpoint draws in such a forward what its recompute draws again
-        if not (torch.is_grad_enabled() or self.module.training) or not self.form.takes(kwargs):
+        # and on a shard, which has no original
+        runs = torch.is_grad_enabled() or self.module.training or ACTIVE.shard is not None
+        if not runs or not self.form.takes(kwargs):
             return self.original(*args, **kwargs)
         flat: list[Any] = []
         segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat))
@@ -317,6 +321,7 @@ class Fused(Forward):
             or (segment.attends and in_context_parallel())
             or any(_requires_grad(flat[i]) for i in segment.constants)
         ):
+            refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
             return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute)

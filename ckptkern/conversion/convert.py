@@ -280,6 +280,7 @@ def convert(
         raise ValueError("convert: the model is compiled: convert first, then compile")
     check_level("convert", recompute)
     check_not_fsdp1(model)
+    check_not_split("convert", model)
     revert(model)
     given = example_inputs or example_kwargs
     calls, hooked = capture(model, example_inputs, example_kwargs) if given else ({}, set())
@@ -308,8 +309,15 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None
         yield lambda name, done=None: bar.update(task, completed=done, description=f"{what}: {name or 'the model'}")
 
 
+def check_not_split(op: str, model: nn.Module) -> None:
+    """Raises ValueError if ckptkern.parallel split a block, whose forward stands around what convert would set."""
+    if any(hasattr(m.__dict__.get("forward"), "shard") for m in model.modules()):
+        raise ValueError(f"{op}: the model is already sharded by TensorParallel: convert first, then shard")
+
+
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes convert: every module runs the forward that it had. Returns the model."""
+    """Undoes convert: every module runs the forward that it had. Returns the model. Raises ValueError after TensorParallel."""
+    check_not_split("revert", model)
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, Forward):

@@ -21,7 +21,8 @@ class AttentionCore(NamedTuple):
     """All arguments of an attention core except q, k and v: shared by forward, recompute and backward, on both backends.
 
     mask: int8 (0 = hidden) or float, [B or 1, H or 1, Sq or 1, Sk or 1]; slopes float32 [B or 1, H] (ALiBi);
-    dropout = (state, threshold, scale); window = (left, right), None for no bound; causal is (None, 0).
+    dropout = (state, threshold, scale, 0); window = (left, right), None for no bound; causal is (None, 0).
+    The mask of head h of sample b is that of plane plane_base + b * planes + h; planes 0 is H, for q with all heads.
     cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D]. The window then counts rows
     from i = Sk - Sq, which aligns a sequence's last row with its last column.
     fused: torch's own kernel that computes this core on a GPU ("cudnn", "flash"), "" for none. softcap: 0 for none.
@@ -34,6 +35,7 @@ class AttentionCore(NamedTuple):
     slopes: Tensor | None = None
     dropout: Dropout = NO_DROPOUT
     plane_base: int = 0
+    planes: int = 0
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
     max_q: int = 0
@@ -96,14 +98,17 @@ def masked_scores(s: Tensor, q: Tensor, k: Tensor, core: AttentionCore) -> Tenso
 
 
 def _attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
-    state, threshold, _ = core.dropout
+    state, threshold, *_ = core.dropout
     if state is None:
         return None
-    B, H, Sq, _ = q.shape
-    keep = torch.ops.ckptkern.keep_mask.default(
-        state, threshold, B * H, Sq, k.shape[2], core.plane_base, 0, 0, core.max_q or Sq
-    )
-    return keep.view(B, H, Sq, k.shape[2])
+    (B, H, Sq, _), Sk = q.shape, k.shape[2]
+
+    def planes(first: int, count: int) -> Tensor:
+        return torch.ops.ckptkern.keep_mask.default(state, threshold, count, Sq, Sk, first, 0, 0, core.max_q or Sq)
+
+    if core.planes in (0, H):
+        return planes(core.plane_base, B * H).view(B, H, Sq, Sk)
+    return torch.stack([planes(core.plane_base + b * core.planes, H) for b in range(B)])
 
 
 def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
@@ -275,7 +280,7 @@ def _packed(function, core: AttentionCore, query_like: tuple, key_like: tuple, k
         left, right = core.window
         window = (None if left is None else left - below, None if right is None else right + below)
         own = core._replace(
-            cu_q=None, cu_k=None, window=window, plane_base=core.plane_base + b * query_like[0].shape[1],
+            cu_q=None, cu_k=None, window=window, plane_base=core.plane_base + b * (core.planes or query_like[0].shape[1]),
             slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
         )  # fmt: skip
         results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, columns] for x in key_like), own))

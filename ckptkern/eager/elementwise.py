@@ -19,8 +19,9 @@ from ..subclasses import foreign
 _aten = torch.ops.aten
 _gelu = _aten.gelu_backward.grad_input._op  # called without OpOverload's Python frame, which costs 2 us of a tiny step
 
-Dropout = tuple[Tensor | None, int, float]  # (state, threshold, scale); state None: no dropout
-NO_DROPOUT: Dropout = (None, 0, 1.0)
+# (state, threshold, scale, col_base): col_base is where column 0 lies in the unsharded tensor; state None: no dropout
+Dropout = tuple[Tensor | None, int, float, int]
+NO_DROPOUT: Dropout = (None, 0, 1.0, 0)
 
 
 class Activation(NamedTuple):
@@ -113,10 +114,10 @@ def unpack_bits(bits: Tensor, N: int) -> Tensor:
     return (bits.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :N].to(torch.bool)
 
 
-def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, *, row_base: int = 0) -> Tensor:
+def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, col_base: int = 0, *, row_base: int = 0) -> Tensor:
     """keep * scale * x for x [M, N]; its own backward."""
     M, N = x.shape
-    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, 0, row_base + M)
+    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, col_base, row_base + M)
     return torch.where(mask[0], x * scale, 0)
 
 
@@ -154,11 +155,11 @@ def act_bwd(dy, kept, activation, *, bits=False, db=False):
 
 def composite_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor:
     """Differentiable dropout(h) for h [..., N]: the same mask, for second-order gradients."""
-    state, threshold, scale = dropout_
+    state, threshold, scale, col_base = dropout_
     if state is None:
         return h
     if foreign((h,)):  # only the subclass knows where its elements lie
         return F.dropout(h, threshold / 65536)
     M, N = math.prod(h.shape[:-1]), h.shape[-1]
-    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, 0, row_base + M)
+    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, col_base, row_base + M)
     return torch.where(mask.view(h.shape), h * scale, 0)

@@ -12,6 +12,7 @@ from .. import ops
 from ..ops._checks import check_level
 from ..ops._choices import autocast_dtype
 from ..ops._masks import diagonal_of
+from ..ops._shard import refuse_shard
 from ..ops.attention import attention_with_weights
 from ..subclasses import PLAIN, foreign
 from .plain import composed, dense, strided
@@ -271,6 +272,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """forward, with projections and core as ops of their own."""
+        refuse_shard(f"{type(self).__name__} computes need_weights=True and other keys than values by ops of their own")
         swapped = query.dim() == 3 and not self.batch_first
         q, k, v = self._heads(query, key, value)
         extra = k.shape[2] - key.shape[0 if swapped or key.dim() == 2 else 1]

@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from ..ops._choices import choose_level, log_composed
+from ..ops._shard import refuse_shard
 from ..segments.checkpoint import checkpoint
 from ..subclasses import foreign
 from .dropout import Dropout
@@ -83,6 +84,7 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     read torch's random state, and in parametrize.cached(), whose weights a recompute would not find.
     """
     module = method.__self__  # type: ignore[attr-defined]
+    refuse_shard(f"{type(module).__name__} calls its submodules")
     if (
         not torch.is_grad_enabled()
         or choose_level(module.recompute) == "none"

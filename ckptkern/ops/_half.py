@@ -81,7 +81,7 @@ class Half:
         """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
         if self.t.path_rng is None:
             return z
-        state, threshold, scale = dropout_arguments(self.t.path_rng, self.o.path_p)
+        state, threshold, scale, _ = dropout_arguments(self.t.path_rng, self.o.path_p)
         kept = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
         return torch.where(kept, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
 

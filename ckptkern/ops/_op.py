@@ -160,7 +160,7 @@ def _watched(tensors) -> bool:
 
     The first tensor may be a batch of gradients (torch.autograd.grad's is_grads_batched), which shows in no transform.
     """
-    return _traced(tensors[0]) or _dispatched(tensors)
+    return _traced(tensors[0]) or dispatched(tensors)
 
 
 def _traced(x: Tensor) -> bool:
@@ -168,7 +168,7 @@ def _traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(x)
 
 
-def _dispatched(tensors) -> bool:
+def dispatched(tensors) -> bool:
     """The same where `apply` has ruled out the compiler and transforms."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
@@ -177,7 +177,7 @@ def _dispatched(tensors) -> bool:
     )
 
 
-def _direct(body, x, *args):
+def direct(body, x, *args):
     """Runs the op's body as the dispatcher would; the dispatcher itself takes a tenth of a tiny mlp's host time."""
     if no_autocast(x):
         return body(x, *args)
@@ -241,14 +241,16 @@ class _Registered(NamedTuple):
 
 
 def build(op: type[Op]):
-    """Register the op; returns `apply(statics, tensors) -> y`."""
+    """Register the op; returns `apply(statics, tensors) -> y`, whose `parts` are for _across."""
     registered = _register(op)
     gradients = _gradients(registered, _backward_function(registered))
     eager = _eager_function(registered, gradients)
     functional, transformed = _functional_functions(registered, gradients)
     bare = _bare_function(registered, eager)
     LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, bare), "Autograd")
-    return _apply(registered, eager, functional, transformed)
+    apply = _apply(registered, eager, functional, transformed)
+    apply.parts = registered, gradients
+    return apply
 
 
 def _register(op: type[Op]) -> _Registered:
@@ -291,7 +293,7 @@ def _register(op: type[Op]) -> _Registered:
     return _Registered(op, fwd, bwd, statics)
 
 
-def _named(function: type, op: type[Op], suffix: str) -> type:
+def named(function: type, op: type[Op], suffix: str) -> type:
     """Names the Function after the op, and its node too, whose name shows in grad_fn, profiles and anomaly mode."""
     node = function._backward_cls
     function.__name__ = function.__qualname__ = f"{op.__name__}{suffix}Function"
@@ -325,7 +327,7 @@ def _backward_function(registered: _Registered) -> type:
                 ddy, grads = _second_order(op, dy, saved, ctx.statics, ctx.needs, cotangents)
             return (None,) * (1 + count) + (ddy, *grads)
 
-    return _named(Backward, op, "Backward")
+    return named(Backward, op, "Backward")
 
 
 def _gradients(registered: _Registered, second_order: type):
@@ -341,7 +343,7 @@ def _gradients(registered: _Registered, second_order: type):
         else:
             arguments = op.backward_arguments(saved, statics)
             if not _watched((dy, *saved)):
-                return op.flat(_direct(op.backward, dy, *arguments, *statics, needs))
+                return op.flat(direct(op.backward, dy, *arguments, *statics, needs))
             grads = op.flat(bwd(dy, *arguments, *statics, split(needs)))
             if not _traced(dy):
                 grads = [into_main_grad(saved[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
@@ -367,7 +369,7 @@ def _eager_function(registered: _Registered, gradients) -> type:
         @staticmethod
         def forward(ctx, statics, needs, *tensors):
             arguments = op.arguments(tensors)
-            results = fwd(*arguments, *statics) if _dispatched(tensors) else _direct(op.forward, *arguments, *statics)
+            results = fwd(*arguments, *statics) if dispatched(tensors) else direct(op.forward, *arguments, *statics)
             outputs = op.flat(results)
             ctx.call = statics, needs, state.Precision(), having_main_grad(tensors)
             ctx.save_for_backward(*op.saved(tensors, outputs, statics, needs))
@@ -382,7 +384,7 @@ def _eager_function(registered: _Registered, gradients) -> type:
             with precision:
                 return (None, None, *gradients(dy, saved, statics, needs))
 
-    return _named(Eager, op, "")
+    return named(Eager, op, "")
 
 
 def _bare_function(registered: _Registered, eager: type) -> type:
@@ -404,7 +406,7 @@ def _bare_function(registered: _Registered, eager: type) -> type:
         def backward(ctx, dy):
             return (None, *eager.backward(ctx, dy))
 
-    return _named(Bare, op, "Op")
+    return named(Bare, op, "Op")
 
 
 def _autograd_kernel(registered: _Registered, bare: type):
@@ -452,7 +454,7 @@ def _functional_functions(registered: _Registered, gradients) -> tuple[type, typ
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
         jvp = _no_jvp(op)
 
-    return _named(Functional, op, "Functional"), _named(Transformed, op, "Transformed")
+    return named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
 
 
 def _apply(registered: _Registered, eager: type, functional: type, transformed: type):
@@ -485,4 +487,5 @@ def _apply(registered: _Registered, eager: type, functional: type, transformed: 
         needs = wanted(tensors)
         return apply_eager(statics if needs else for_inference(statics), needs, *tensors)
 
+    apply.for_inference = for_inference
     return apply

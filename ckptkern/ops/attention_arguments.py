@@ -253,7 +253,8 @@ def gather(
     o = AttentionOptions(
         num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
         theta=theta, interleaved=rotary_interleaved, mask_hides=mask_hides, left=left, right=right, max_len=max_len,
-        scale=scale, softcap=softcap, dropout_p=float(dropout_p), recompute=choose_level(recompute), backend=backend,
+        scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
+        recompute=choose_level(recompute), backend=backend,
         precision=matmul_precision(probe), fused=fused, lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip

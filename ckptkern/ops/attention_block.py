@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ._across import across_ranks
 from ._half import drawn
 from ._needs import fake_gradients, in_order
 from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
+from ._shard import ACTIVE
 from .attention_arguments import gather
 from .attention_half import (
     attention_composite,
@@ -104,6 +106,7 @@ class AttentionBlock(Op):
 
 
 _apply = build(AttentionBlock)
+across = across_ranks(_apply)
 
 
 def attention_block(
@@ -171,15 +174,18 @@ def attention_block(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
     RuntimeError (backend).
     """
-    t, o = gather(
-        "attention_block", x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads,
+    arguments = dict(
+        qkv_weight=qkv_weight, qkv_bias=qkv_bias, out_weight=out_weight, out_bias=out_bias, num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         key_value=key_value, qkv_layout=qkv_layout, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
         norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
         post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
         rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_hides=mask_hides,
         key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, lora=lora, branch_scale=branch_scale,
-        resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, training=training,
-        recompute=recompute,
+        resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, recompute=recompute,
     )  # fmt: skip
+    if ACTIVE.shard is not None:
+        return ACTIVE.shard.attention_block(x, training, arguments)
+    t, o = gather("attention_block", x, training=training, **arguments)
     return _apply(tuple(o), x, *drawn(t, o, x, training))

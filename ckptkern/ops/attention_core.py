@@ -34,7 +34,7 @@ class CoreTensors(NamedTuple):
 
 class CoreOptions(NamedTuple):
     """The core's other arguments. left, right: visible columns, None for no bound; max_q, max_k: the longest packed sequences;
-    fused: torch's own kernel, or ""; softcap: 0 for none."""
+    fused: torch's own kernel, or ""; softcap: 0 for none; first_plane, planes: AttentionCore's, of the dropout mask."""
 
     dropout_p: float
     scale: float
@@ -46,6 +46,8 @@ class CoreOptions(NamedTuple):
     precision: str
     fused: str
     softcap: float = 0.0
+    first_plane: int = 0
+    planes: int = 0
 
 
 def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
@@ -57,7 +59,7 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     return eager.AttentionCore(
         scale=o.scale, precision=o.precision, window=(o.left, o.right), mask=mask, slopes=t.slopes,
         dropout=dropout_arguments(t.rng, o.dropout_p), cu_q=t.cu_q, cu_k=t.cu_k, max_q=o.max_q, max_k=o.max_k,
-        fused=o.fused, softcap=o.softcap,
+        fused=o.fused, softcap=o.softcap, plane_base=o.first_plane, planes=o.planes,
     )  # fmt: skip
 
 

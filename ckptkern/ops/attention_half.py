@@ -53,12 +53,11 @@ def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor 
 
 def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
     mask = merged_mask(t.mask, t.padding, o.mask_hides)
-    return core_of(
-        CoreTensors(mask, t.slopes, t.rng, t.cu, t.cu),
-        CoreOptions(
-            o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused, o.softcap
-        ),
-    )
+    options = CoreOptions(
+        o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused, o.softcap, o.first_plane,
+        o.planes,
+    )  # fmt: skip
+    return core_of(CoreTensors(mask, t.slopes, t.rng, t.cu, t.cu), options)
 
 
 def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) -> LowRank | None:

@@ -58,8 +58,8 @@ class AttentionTensors(NamedTuple):
 
 class AttentionOptions(NamedTuple):
     """The half's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none; left,
-    right: visible columns, None for no bound; max_len: the longest packed sequence; lora: scale and
-    dropout_p of the low-rank update of each of q, k, v and o."""
+    right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's, where
+    the heads are a shard; lora: scale and dropout_p of the low-rank update of each of q, k, v and o."""
 
     num_heads: int
     num_kv_heads: int
@@ -81,6 +81,8 @@ class AttentionOptions(NamedTuple):
     scale: float
     softcap: float
     dropout_p: float
+    first_plane: int
+    planes: int
     resid_p: float
     path_p: float
     residual: bool

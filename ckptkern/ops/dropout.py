@@ -14,12 +14,13 @@ from ._op import Op, build
 from ._rows import rows_2d, unflattened
 
 
-def dropout_arguments(rng: Tensor | None, p: float) -> tuple[Tensor | None, int, float]:
-    """(state, threshold, scale) as the primitives take them; contiguous, as a saved-tensor hook may have changed strides."""
-    return (None, 0, 1.0) if rng is None else (rng.contiguous(), *state.threshold_scale(p))
+def dropout_arguments(rng: Tensor | None, p: float, col_base: int = 0) -> eager.Dropout:
+    """(state, threshold, scale, col_base) as the primitives take them; contiguous, as a saved-tensor hook may have changed
+    strides."""
+    return eager.NO_DROPOUT if rng is None else (rng.contiguous(), *state.threshold_scale(p), col_base)
 
 
-def dropped(p: ModuleType, h: Tensor, dropout: tuple[Tensor | None, int, float], row_base: int) -> Tensor:
+def dropped(p: ModuleType, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
     """dropout(h), h itself without a state; `p` is the backend's module."""
     return h if dropout[0] is None else p.dropout(h, *dropout, row_base=row_base)
 
@@ -33,17 +34,20 @@ class Dropout(Op):
     name = "dropout"
     inputs = "Tensor x, Tensor rng"
     kept = ""
-    statics = "float p, str backend, str precision"
+    statics = "float p, SymInt row_base, SymInt row_step, str backend, str precision"
     results = "Tensor[]"
     grads = "Tensor[]"
 
     @staticmethod
-    def forward(x, rng, p, backend, precision):
-        rows = primitives(backend).dropout(rows_2d(x), *dropout_arguments(rng, p))
-        return [unflattened(rows, x.shape[:-1])]
+    def forward(x, rng, p, row_base, row_step, backend, precision):
+        """Row 0 of sample i of x is row row_base + i row_step of the unsharded tensor; row_step 0: x is one sample."""
+        arguments, drop = dropout_arguments(rng, p), primitives(backend).dropout
+        samples = rows_2d(x).split(x.shape[-2]) if row_step else (rows_2d(x),)
+        parts = [drop(one, *arguments, row_base=row_base + i * row_step) for i, one in enumerate(samples)]
+        return [unflattened(parts[0] if len(parts) == 1 else torch.cat(parts), x.shape[:-1])]
 
     @staticmethod
-    def forward_fake(x, rng, p, backend, precision):
+    def forward_fake(x, rng, *statics):
         return [x.new_empty(x.shape)]
 
     @staticmethod
@@ -51,16 +55,20 @@ class Dropout(Op):
         return [None, tensors[1]]
 
     @staticmethod
-    def backward(dy, x, rng, p, backend, precision, needs):
-        return [*Dropout.forward(dy, rng, p, backend, precision), None]
+    def backward(dy, x, rng, *statics_and_needs):
+        return [*Dropout.forward(dy, rng, *statics_and_needs[:-1]), None]
 
     @staticmethod
-    def backward_fake(dy, x, rng, p, backend, precision, needs):
+    def backward_fake(dy, x, rng, *statics_and_needs):
         return [dy.new_empty(dy.shape), dy.new_empty(0)]
 
     @staticmethod
-    def composite(x, rng, p, backend, precision):
-        return eager.composite_dropout(x, dropout_arguments(rng, p))
+    def composite(x, rng, p, row_base, row_step, backend, precision):
+        arguments = dropout_arguments(rng, p)
+        if not row_step:
+            return eager.composite_dropout(x, arguments, row_base)
+        parts = [eager.composite_dropout(one, arguments, row_base + i * row_step) for i, one in enumerate(x)]
+        return torch.stack(parts)
 
     @classmethod
     def missing_input(cls, dy, saved, statics):
@@ -92,5 +100,12 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if isinstance(x, Tensor) and x.dim() == 0:
         return dropout(x[None], p)[0]
     check_input("dropout", x, jagged=True)
-    statics = (float(p), choose_backend("dropout", x), "ieee")
-    return _apply(statics, x, draw_state(x, p, training))
+    return replayed_dropout(x, draw_state(x, p, training), p)
+
+
+def replayed_dropout(x: Tensor, rng: Tensor | None, p: float, row_base: int = 0, row_step: int = 0) -> Tensor:
+    """dropout of x by a state that was drawn, or x itself; row_base, row_step: where the samples of x [B, S, n] begin among the
+    unsharded tensor's rows."""
+    if rng is None:
+        return x
+    return _apply((float(p), row_base, row_step, choose_backend("dropout", x), "ieee"), x, rng)

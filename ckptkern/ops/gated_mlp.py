@@ -13,6 +13,7 @@ from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import needed
 from ._op import Op, build
 from ._rows import cast_parameter, row_count, rows_2d, unflattened
+from ._shard import ACTIVE
 from .dropout import draw_state, dropout_arguments, dropped
 
 X, WG, BG, WU, BU, WD, BD = range(7)
@@ -27,16 +28,20 @@ class GatedMLP(Op):
         "Tensor? down_bias, Tensor? rng"
     )
     kept = "Tensor? g, Tensor? u, Tensor? h"
-    statics = "str activation, float dropout_p, str recompute, str backend, str precision, int workspace"
+    statics = (
+        "str activation, float dropout_p, str recompute, str backend, str precision, int workspace, int first_column"
+    )
     results = "(Tensor y, Tensor g, Tensor u, Tensor h)"
     grads = "(Tensor dx, Tensor dwg, Tensor dbg, Tensor dwu, Tensor dbu, Tensor dwd, Tensor dbd, Tensor none)"
 
     @staticmethod
-    def forward(x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, backend, precision, workspace):
+    def forward(
+        x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+    ):  # fmt: skip
         wg, bg, wu, bu, wd, bd = (cast_parameter(t, x.dtype) for t in (wg, bg, wu, bu, wd, bd))
         keep_gu, keep_h = recompute != "full", recompute == "none"
         h, g, u = primitives(backend).gated_fwd(
-            rows_2d(x), wg, bg, wu, bu, activation, precision, dropout=dropout_arguments(rng, dropout_p),
+            rows_2d(x), wg, bg, wu, bu, activation, precision, dropout=dropout_arguments(rng, dropout_p, first_column),
             keep_gu=keep_gu,
         )  # fmt: skip
         y = unflattened(eager.product(h, wd, bd), x.shape[:-1])
@@ -64,13 +69,13 @@ class GatedMLP(Op):
     @staticmethod
     def backward(
         dy, x, wg, bg, wu, bu, wd, bd, rng, g, u, h, activation, dropout_p, recompute, backend, precision, workspace,
-        needs,
+        first_column, needs,
     ):  # fmt: skip
         p, lead, dtype = primitives(backend), dy.shape[:-1], dy.dtype
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         M, hidden, features = dy.shape[0], wg.shape[0], wg.shape[1]
         wg_, bg_, wu_, bu_, wd_ = (cast_parameter(t, dtype) for t in (wg, bg, wu, bu, wd))
-        dropout = dropout_arguments(rng, dropout_p)
+        dropout = dropout_arguments(rng, dropout_p, first_column)
         need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
         # g, u, dg, du, h. The eager backend writes dg and du over dh and act(g), but some activations hold more tensors, and
         # dropout holds two more and a mask.
@@ -152,7 +157,7 @@ class GatedMLP(Op):
         wg, bg, wu, bu, wd, bd = (cast_parameter(t, x.dtype) for t in (wg, bg, wu, bu, wd, bd))
         linear = torch.nn.functional.linear
         h = eager.act(linear(x, wg, bg), activation) * linear(x, wu, bu)
-        return linear(eager.composite_dropout(h, dropout_arguments(rng, dropout_p)), wd, bd)
+        return linear(eager.composite_dropout(h, dropout_arguments(rng, dropout_p, statics[-1])), wd, bd)
 
     @staticmethod
     def forward_flops(x, wg, bg, wu, bu, wd, *args, out_val=None):
@@ -205,6 +210,13 @@ def gated_mlp(
     probability, workspace), RuntimeError (backend).
     """
     op = "gated_mlp"
+    if ACTIVE.shard is not None:
+        arguments = dict(
+            gate_weight=gate_weight, gate_bias=gate_bias, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight,
+            down_bias=down_bias, activation=activation, dropout_p=dropout_p, residual=False, recompute=recompute,
+            workspace=workspace,
+        )  # fmt: skip
+        return ACTIVE.shard.mlp_block(x, training, arguments)
     check_statics(op, activation, recompute, dropout_p)
     check_input(op, x, jagged=True)
     check_weight(op, "gate_weight", gate_weight, gate_bias, x, x.shape[-1], "input")
@@ -218,7 +230,7 @@ def gated_mlp(
     x = cast_input(op, x, gate_weight, up_weight, down_weight)
     statics = (
         activation, float(dropout_p), choose_level(recompute), choose_backend(op, x), matmul_precision(x),
-        choose_workspace(op, workspace, x),
+        choose_workspace(op, workspace, x), 0,
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)
     return _apply(statics, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, rng)

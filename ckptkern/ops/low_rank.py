@@ -26,8 +26,6 @@ from ._gradients import WeightGrad
 from ._rows import cast_parameter
 from .dropout import dropout_arguments, dropped
 
-Dropout = tuple[Tensor | None, int, float]  # (state, threshold, scale), as the primitives take it
-
 
 class LoRA(NamedTuple):
     """A low-rank update of a linear layer: y = x W^T + b + scale * dropout(x) a^T b^T.
@@ -52,7 +50,7 @@ class LowRank(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
-    dropout: Dropout
+    dropout: eager.Dropout
     first_row: int
 
     def input(self, p: ModuleType, x: Tensor, start: int = 0) -> Tensor:

@@ -36,6 +36,7 @@ class LowRankOptions(NamedTuple):
     backend: str
     precision: str
     workspace: int
+    first_column: int
     lora: tuple[float, ...]
     lora_dtype: torch.dtype
 
@@ -48,7 +49,7 @@ class Layers:
 
     def __init__(self, t: LowRankTensors, o: LowRankOptions, rows: int, dtype: torch.dtype):
         self.t, self.o, self.p, self.dtype = t, o, primitives(o.backend), dtype
-        self.dropout = dropout_arguments(t.rng, o.dropout_p)
+        self.dropout = dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = t.gate_weight is not None
         self.first = ("gate", "up") if self.gated else ("up",)  # the layers that read x
         self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS}
@@ -227,7 +228,7 @@ class LowRankMLP:
 
         h = eager.act(linear("up" if t.gate_weight is None else "gate", x), o.activation)
         h = h if t.gate_weight is None else h * linear("up", x)
-        return linear("down", eager.composite_dropout(h, dropout_arguments(t.rng, o.dropout_p)))
+        return linear("down", eager.composite_dropout(h, dropout_arguments(t.rng, o.dropout_p, o.first_column)))
 
     @staticmethod
     def backward_flops(dy, x, *args):

@@ -12,6 +12,7 @@ from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import flags, needed
 from ._op import Op, build
 from ._rows import cast_parameter, row_count, rows_2d, unflattened
+from ._shard import ACTIVE
 from .dropout import draw_state, dropout_arguments, dropped
 
 X, W1, B1, W2, B2 = range(5)
@@ -33,16 +34,18 @@ class MLP(Op):
     name = "mlp"
     inputs = "Tensor x, Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias, Tensor? rng"
     kept = "Tensor? z, Tensor? h"
-    statics = "str activation, float dropout_p, str recompute, str backend, str precision, int workspace"
+    statics = (
+        "str activation, float dropout_p, str recompute, str backend, str precision, int workspace, int first_column"
+    )
     results = "(Tensor y, Tensor z, Tensor h)"
     grads = "(Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, Tensor none)"
 
     @staticmethod
-    def forward(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace):
+    def forward(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column):
         p, dtype, rows = primitives(backend), x.dtype, rows_2d(x)
         keep_z, keep_h = hidden_activation_kept(activation, recompute)
         w1, b1, w2, b2 = (cast_parameter(t, dtype) for t in (w1, b1, w2, b2))
-        dropout = dropout_arguments(rng, dropout_p)
+        dropout = dropout_arguments(rng, dropout_p, first_column)
         h, z, _ = p.linear_fwd(rows, w1, b1, activation, precision, dropout=dropout, keep_z=keep_z)
         y = unflattened(eager.product(h, w2, b2), x.shape[:-1])
         if activation == "identity" and keep_z and keep_h and rng is None:
@@ -50,7 +53,9 @@ class MLP(Op):
         return y, z if keep_z else None, h if keep_h else None
 
     @staticmethod
-    def forward_fake(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace):
+    def forward_fake(
+        x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+    ):  # fmt: skip
         keep_z, keep_h = hidden_activation_kept(activation, recompute)
         hidden = (row_count(x), w1.shape[0])
         return (
@@ -68,14 +73,15 @@ class MLP(Op):
 
     @staticmethod
     def backward(
-        dy, x, w1, b1, w2, b2, rng, z, h, activation, dropout_p, recompute, backend, precision, workspace, needs
-    ):
+        dy, x, w1, b1, w2, b2, rng, z, h, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+        needs,
+    ):  # fmt: skip
         p, dtype, lead = primitives(backend), dy.dtype, dy.shape[:-1]
         need_dx, need_dw1, need_db1, need_dw2, need_db2 = flags(needs, 5)
         need_dz = need_dx or need_dw1 or need_db1
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
-        dropout = dropout_arguments(rng, dropout_p)
+        dropout = dropout_arguments(rng, dropout_p, first_column)
         # z and dh, with dz over dh and h over z; in the eager backend some activations hold more, dropout two more and a mask
         hidden, eagerly = w1.shape[0], backend == "eager"
         held = 2 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
@@ -149,10 +155,12 @@ class MLP(Op):
         )
 
     @staticmethod
-    def composite(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace):
+    def composite(
+        x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+    ):  # fmt: skip
         w1, b1, w2, b2 = (cast_parameter(t, x.dtype) for t in (w1, b1, w2, b2))
         h = eager.act(torch.nn.functional.linear(x, w1, b1), activation)
-        h = eager.composite_dropout(h, dropout_arguments(rng, dropout_p))
+        h = eager.composite_dropout(h, dropout_arguments(rng, dropout_p, first_column))
         return torch.nn.functional.linear(h, w2, b2)
 
     @staticmethod
@@ -206,6 +214,12 @@ def mlp(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
     probability, workspace), RuntimeError (backend).
     """
+    if ACTIVE.shard is not None:
+        arguments = dict(
+            up_weight=fc1_weight, up_bias=fc1_bias, down_weight=fc2_weight, down_bias=fc2_bias, activation=activation,
+            dropout_p=dropout_p, residual=False, recompute=recompute, workspace=workspace,
+        )  # fmt: skip
+        return ACTIVE.shard.mlp_block(x, training, arguments)
     check_statics("mlp", activation, recompute, dropout_p)
     check_input("mlp", x, jagged=True)
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
@@ -213,7 +227,7 @@ def mlp(
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
     statics = (
         activation, float(dropout_p), choose_level(recompute), choose_backend("mlp", x), matmul_precision(x),
-        choose_workspace("mlp", workspace, x),
+        choose_workspace("mlp", workspace, x), 0,
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)
     return _apply(statics, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, rng)

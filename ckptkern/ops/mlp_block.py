@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..errors import ShapeError
+from ._across import across_ranks
 from ._checks import check_flags, check_input, check_statics, check_weight
 from ._choices import choose_backend, choose_level, choose_workspace, compute_dtype, matmul_precision
 from ._half import around, drawn
 from ._needs import fake_gradients, in_order
 from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
+from ._shard import ACTIVE
 from .low_rank import LoRA, gather_lora, update_dtype
 from .low_rank_mlp import LAYERS
 from .mlp_half import (
@@ -96,6 +98,7 @@ class MLPBlock(Op):
 
 
 _apply = build(MLPBlock)
+across = across_ranks(_apply)
 
 
 def gather(
@@ -131,7 +134,7 @@ def gather(
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     o = MLPOptions(
-        activation=activation, dropout_p=float(dropout_p), recompute=choose_level(recompute),
+        activation=activation, dropout_p=float(dropout_p), first_column=0, recompute=choose_level(recompute),
         backend=choose_backend(op, probe), precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe), lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
@@ -185,11 +188,15 @@ def mlp_block(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
     RuntimeError (backend).
     """
-    t, o = gather(
-        "mlp_block", x, up_weight, up_bias, down_weight, down_bias, activation, dropout_p, gate_weight=gate_weight,
+    arguments = dict(
+        up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, down_bias=down_bias, activation=activation,
+        dropout_p=dropout_p, gate_weight=gate_weight,
         gate_bias=gate_bias, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
         norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
         post_norm_eps=post_norm_eps, lora=lora, branch_scale=branch_scale, resid_dropout_p=resid_dropout_p,
-        drop_path_p=drop_path_p, residual=residual, training=training, recompute=recompute, workspace=workspace,
+        drop_path_p=drop_path_p, residual=residual, recompute=recompute, workspace=workspace,
     )  # fmt: skip
+    if ACTIVE.shard is not None:
+        return ACTIVE.shard.mlp_block(x, training, arguments)
+    t, o = gather("mlp_block", x, training=training, **arguments)
     return _apply(tuple(o), x, *drawn(t, o, x, training))

@@ -47,8 +47,8 @@ class MLPTensors(NamedTuple):
 
 
 class MLPOptions(NamedTuple):
-    """The half's other arguments. norm, post_norm "" is none; lora: scale and dropout_p of the low-rank
-    update of each of gate, up and down."""
+    """The half's other arguments. norm, post_norm "" is none; first_column: of the hidden layer, where it is a shard; lora:
+    scale and dropout_p of the low-rank update of each of gate, up and down."""
 
     norm: str
     norm_eps: float
@@ -58,6 +58,7 @@ class MLPOptions(NamedTuple):
     branch_factor: float
     activation: str
     dropout_p: float
+    first_column: int
     resid_p: float
     path_p: float
     residual: bool
@@ -88,7 +89,7 @@ class Branch(NamedTuple):
 
 def branch_of(t: MLPTensors, o: MLPOptions) -> Branch:
     op, names = (MLP, PLAIN) if t.gate_weight is None else (GatedMLP, GATED)
-    statics: tuple = (o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace)
+    statics: tuple = (o.activation, o.dropout_p, o.recompute, o.backend, o.precision, o.workspace, o.first_column)
     if o.lora:
         op, names, statics = LowRankMLP, (*GATED, *UPDATES, "lora_rng"), (*statics, o.lora, o.lora_dtype)
     return Branch(op, names, (*(getattr(t, name) for name in names), t.rng), statics)
@@ -107,7 +108,7 @@ class MLPHalf(Half):
         t, o, (*before, hidden) = self.t, self.o, kept
         if hidden is None and before[0] is not None and op is not LowRankMLP:
             made = self.p.act_fwd(before[0], before[1] if op is GatedMLP else None, o.activation)
-            hidden = dropped(self.p, made, dropout_arguments(t.rng, o.dropout_p), 0)
+            hidden = dropped(self.p, made, dropout_arguments(t.rng, o.dropout_p, o.first_column), 0)
         if hidden is None or op is LowRankMLP:
             return self.drop(op.forward(h, *arguments, *statics[:2], "full", *statics[3:])[0])
         return self.drop(eager.product(hidden, self.cast(t.down_weight), self.cast(t.down_bias)))

@@ -19,6 +19,7 @@ from ._half import drawn, reads_branch
 from ._needs import fake_gradients, in_order, needed_names
 from ._op import Op, build, schema_of
 from ._rows import rows_2d, unflattened
+from ._shard import ACTIVE
 from .attention_arguments import gather as gather_attention
 from .attention_block import attention_block
 from .attention_half import (
@@ -369,13 +370,14 @@ def transformer_layer(
     if parallel:
         check_parallel(op, attention_arguments, mlp_arguments)
         mlp_arguments = dict(mlp_arguments) | {"residual": False}
+    given = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
     if is_pair(recompute):
-        attentions = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
-        return _by_halves(x, attentions, mlp_arguments, recompute, parallel, training=training, workspace=workspace)
+        return _by_halves(x, given, mlp_arguments, recompute, parallel, training=training, workspace=workspace)
+    if ACTIVE.shard is not None:
+        return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
     halves = [
         gather_attention(op, x, training=training, recompute=recompute, **{"residual": True} | dict(arguments))
-        for arguments in (attention_arguments, cross_attention_arguments)
-        if arguments is not None
+        for arguments in given
     ]
     for t, _ in halves:
         if t.wo.shape[0] != x.shape[-1]:

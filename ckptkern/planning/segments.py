@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import nn as twins
 from ..conversion.binding import Forward, Fused, General, Own, Runs
-from ..conversion.convert import TWINNED, Which, matches
+from ..conversion.convert import TWINNED, Which, check_not_split, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.plain import runs_class_forward
 from ..ops._checks import LEVELS
@@ -183,6 +183,7 @@ def check_not_sharded(op: str, model: nn.Module) -> None:
             f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"
         )
     check_not_fsdp1(model)
+    check_not_split(op, model)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
 """Dropout, alone and in the segments: the mask is the state's, backward's is forward's, the generator is torch's."""
 
+import functools
+
 import pytest
 import torch
 from cases import LEVELS, SEED, P, Setup, Sizes, assert_same, expected_mask, gradients, make, setups
 
 import ckptkern
 from ckptkern import state
+from ckptkern.ops.dropout import replayed_dropout
 
 WITH_DROPOUT = ("mlp", "gated_mlp", "dropout")
 MASKED = setups(("identity",), dropout=(P,), ops=WITH_DROPOUT)
@@ -169,3 +172,18 @@ def test_same_state_for_the_hidden_layer_and_for_dropout_alone():
     torch.manual_seed(SEED)
     parts = torch.nn.functional.linear(ckptkern.dropout(torch.nn.functional.silu(x @ w1.T), 0.3), w2)
     torch.testing.assert_close(fused, parts)
+
+
+def test_rows_of_every_sample_get_their_part_of_the_mask():
+    """What sequence parallelism gives a rank: rows 10 r to 10 r + 10 of every sample."""
+    x, rng = torch.randn(3, 20, 40), state.draw(torch.empty(0))
+    y = replayed_dropout(x, rng, P)
+    for first in (0, 10):
+        part = x[:, first : first + 10].clone().requires_grad_()
+        drop = functools.partial(replayed_dropout, rng=rng, p=P, row_base=first, row_step=20)
+        assert torch.equal(drop(part), y[:, first : first + 10])
+        dy = torch.randn_like(part).requires_grad_()
+        (dx,) = torch.autograd.grad(drop(part), part, dy, create_graph=True)
+        assert torch.equal(dx, drop(dy))
+        (ddy,) = torch.autograd.grad(dx, dy, part)  # by the composite
+        assert torch.equal(ddy, drop(part))

@@ -364,26 +364,34 @@ def test_causal_with_more_rows_than_columns(dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("tile", "packed"),
-    [*((tile, False) for tile in TILE_SIZES), (TILE_SIZES[0], True)],
-    ids=lambda one: ("packed" if one else "batch") if isinstance(one, bool) else f"{one.BLOCK_M}x{one.BLOCK_N}",
+    ("tile", "packed", "planes"),
+    [
+        *((tile, False, 0) for tile in TILE_SIZES),
+        (TILE_SIZES[0], True, 0),
+        (TILE_SIZES[0], False, 5),
+        (TILE_SIZES[0], True, 5),
+    ],
+    ids=lambda one: str(one) if isinstance(one, (bool, int)) else f"{one.BLOCK_M}x{one.BLOCK_N}",
 )
-def test_masks_are_those_of_keep_mask(tile, packed, device):
+def test_masks_are_those_of_keep_mask(tile, packed, planes, device):
     """Bit for bit, at every tile size, in forward, dv, dq and dk alike.
 
-    With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were kept.
+    With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were kept. planes: of a
+    sample, where q has a shard of the heads.
     """
     B, H, Sq, Sk, D, plane_base = 2, 2, 34, 48, 48, 7
 
     def mask(threshold):
         seed = dropout_of(0.5, device)[0]
-        planes = {"planes": B * H, "plane_base": plane_base, "total_rows": Sq}
-        return state.keep_mask(seed, threshold / 65536, Sq, Sk, **planes).view(B, H, Sq, Sk)
+        whole = state.keep_mask(seed, threshold / 65536, Sq, Sk, planes=B * (planes or H) + plane_base, total_rows=Sq)
+        return whole[plane_base:].view(B, -1, Sq, Sk)[:, :H]
 
     # the first threshold on which an element's value lies: that one is kept
     threshold = next(t for t in range(26214, 65536) if not torch.equal(mask(t), mask(t + 1)))
     expected = mask(threshold)
-    core = AttentionCore(1.0, "ieee", dropout=dropout_of(threshold / 65536, device), plane_base=plane_base)
+    core = AttentionCore(
+        1.0, "ieee", dropout=dropout_of(threshold / 65536, device), plane_base=plane_base, planes=planes
+    )
     unit = torch.eye(D, device=device)
     rows, columns = unit[:Sq].expand(B, H, Sq, D), unit.expand(B, H, Sk, D)
     no_rows, ones = torch.zeros_like(rows), torch.ones_like(columns) / D

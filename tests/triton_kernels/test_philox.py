@@ -12,11 +12,11 @@ DROPPED = {"h", "dz", "dg", "du"}  # results that dropout, or its gradient, scal
 KNOWN_ANSWER = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # Philox4x32-10 of key 0, counter 0: Random123
 
 
-def masks_of(launcher, M, N, p=P, dtype=torch.float32, device="cpu", row_base=0, **options):
+def masks_of(launcher, M, N, p=P, dtype=torch.float32, device="cpu", row_base=0, col_base=0, **options):
     """The mask in each result: of ones everywhere, identity as activation, a result is scale or 0."""
     tensors = inputs_of(launcher, dtype, device, bias=False, M=M, N=N, K=1, D=1)
     ones = {name: None if t is None else torch.ones_like(t) for name, t in tensors.items()}
-    dropout = dropout_of(p, device)
+    dropout = dropout_of(p, device, col_base)
     results = kernel(launcher, ones, "identity", dropout=dropout, row_base=row_base, **options)
     scale = torch.tensor(dropout[2]).to(dtype).item()
     for name in DROPPED & results.keys():
@@ -43,6 +43,20 @@ def test_one_mask_for_every_tile_and_first_row(launcher, tile, row_base, device)
 
 
 @pytest.mark.parametrize("launcher", DROPPING, ids=str)
+@pytest.mark.parametrize("col_base", [32, 96, 2**20])
+def test_a_shard_of_the_columns_draws_its_part_of_the_mask(launcher, col_base, device):
+    expected = state.keep_mask(torch.tensor(STATE), P, 40, 70, row_base=16, col_base=col_base)
+    for name, mask in masks_of(launcher, 40, 70, device=device, row_base=16, col_base=col_base):
+        assert torch.equal(mask, expected), name
+
+
+@pytest.mark.parametrize("launcher", DROPPING, ids=str)
+def test_a_part_that_begins_inside_a_block_of_columns_is_refused(launcher):
+    with pytest.raises(ValueError, match="col_base must be a multiple of 32, not 48"):
+        list(masks_of(launcher, 16, 32, col_base=48))
+
+
+@pytest.mark.parametrize("launcher", DROPPING, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_mask_does_not_depend_on_the_dtype(launcher, dtype, device):
     expected = state.keep_mask(torch.tensor(STATE), P, 20, 40)
@@ -51,16 +65,18 @@ def test_mask_does_not_depend_on_the_dtype(launcher, dtype, device):
 
 
 @pytest.mark.parametrize("blocks", [(16, 64), (32, 256), (128, 32)], ids=str)
-@pytest.mark.parametrize("row_base", [0, 5, 48, 2**31 - 128])
-def test_one_mask_for_every_block_of_the_dropout_kernel(blocks, row_base, device):
+@pytest.mark.parametrize(("row_base", "col_base"), [(0, 0), (5, 96), (48, 2**20), (2**31 - 128, 0)])
+def test_one_mask_for_every_block_of_the_dropout_kernel(blocks, row_base, col_base, device):
     M, N = 48, 70
     y = triton_kernels.dropout(
         torch.ones(M, N, device=device),
-        *dropout_of(P, device),
+        *dropout_of(P, device, col_base),
         row_base=row_base,
         blocks={"BLOCK_M": blocks[0], "BLOCK_N": blocks[1]},
     )
-    assert torch.equal(y.cpu() != 0, state.keep_mask(torch.tensor(STATE), P, M, N, row_base=row_base))
+    assert torch.equal(
+        y.cpu() != 0, state.keep_mask(torch.tensor(STATE), P, M, N, row_base=row_base, col_base=col_base)
+    )
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -72,7 +88,7 @@ def test_known_answer(word, half, device):
     x, eye = torch.ones(16, 1, device=device), torch.ones(32, 1, device=device)
     for threshold in (value, value + 1):
         direct = triton_kernels.dropout(torch.ones(16, 32, device=device), seed, threshold, 1.0)
-        h, _, _ = triton_kernels.linear_fwd(x, eye, None, "identity", "ieee", dropout=(seed, threshold, 1.0))
+        h, _, _ = triton_kernels.linear_fwd(x, eye, None, "identity", "ieee", dropout=(seed, threshold, 1.0, 0))
         for y in (direct, h):
             assert (y[8 * half, 8 * word] != 0) == (threshold == value)
 

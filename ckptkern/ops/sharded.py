@@ -1,0 +1,230 @@
+"""Blocks on a tensor-parallel group: each rank's op computes a part of the heads or of the hidden units.
+
+A half's branch f ends in a linear layer, so what the ranks compute of it adds up to the whole:
+
+    y = around(x, R f(G x)),   dx = R f'(G dy) + ...        around: bias, dropout, norm after the branch, residual
+
+                       G           R               x
+    replicated         identity    all-reduce      equal on all ranks
+    sequence parallel  all-gather  reduce-scatter  each rank's rows of every sequence
+
+A norm before the branch is inside f, so that backward keeps x alone: at its gradient's place in f', which is linear, a norm's
+parameters get parts of their gradients, which add up too. G belongs to what backward rebuilds, so that a rank keeps its own
+rows of x (Korthikanti et al. 2022, arXiv 2205.05198). Dropout's masks are those of the unsharded block: by index in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._choices import autocast_off, choose_backend
+from ._half import composite_output, drawn, has_trailing_norm
+from ._rows import cast_parameter
+from .attention_arguments import gather as gather_attention
+from .attention_block import across as attention_across
+from .dropout import replayed_dropout
+from .mlp_block import across as mlp_across
+from .mlp_block import gather as gather_mlp
+
+NOTHING_AROUND = dict(post_norm_weight=None, post_norm_bias=None, branch_scale=None, resid_rng=None, path_rng=None)
+PLAIN_AROUND = dict(residual=False, resid_p=0.0, path_p=0.0, post_norm="", branch_factor=1.0)
+_alike: set[str] = set()  # groups whose ranks were seen to draw the same states
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's place in a tensor-parallel group. sequence: x is split over its rows too."""
+
+    group: str  # its name, as torch's functional collectives take it
+    rank: int
+    size: int
+    sequence: bool = False
+
+    # -- collectives
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """G x, of x [..., S, d]."""
+        if not self.sequence:
+            return x
+        lead, (S, d) = x.shape[:-2], x.shape[-2:]
+        parts = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self.group)
+        parts = torch.ops._c10d_functional.wait_tensor(parts)
+        if len(lead) == 0:
+            return parts
+        return parts.view(self.size, *lead, S, d).movedim(0, -3).reshape(*lead, self.size * S, d)
+
+    def reduced(self, y: Tensor) -> Tensor:
+        """R y, of y [..., S, d] with all rows."""
+        if not self.sequence:
+            return self.sum(y)
+        if y.dim() > 2:
+            y = y.unflatten(-2, (self.size, -1)).movedim(-3, 0)
+        parts = torch.ops._c10d_functional.reduce_scatter_tensor(y.contiguous(), "sum", self.size, self.group)
+        parts = torch.ops._c10d_functional.wait_tensor(parts)
+        return parts if y.dim() == 2 else parts.squeeze(0)
+
+    def sum(self, y: Tensor) -> Tensor:
+        total = torch.ops._c10d_functional.all_reduce(y.contiguous(), "sum", self.group)
+        return torch.ops._c10d_functional.wait_tensor(total)
+
+    def summed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """These tensors, equal on all ranks; their gradients are the sums of what each rank makes of them."""
+        if not torch.is_grad_enabled():
+            return tensors
+        made = iter(Summed.apply(self, *wanted) if (wanted := [t for t in tensors if t.requires_grad]) else ())
+        return tuple(next(made) if t.requires_grad else t for t in tensors)
+
+    # -- where this rank's part lies
+
+    def whole_rows(self, x: Tensor) -> int:
+        return x.shape[-2] * (self.size if self.sequence else 1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """A tensor of the shape, dtype and device of G x, for checks."""
+        return x.new_empty(()).expand(*x.shape[:-2], self.whole_rows(x), x.shape[-1]) if self.sequence else x
+
+    def first_row(self, x: Tensor) -> tuple[int, int]:
+        """Among all samples' rows, where x's first sample begins, and how far on the next does; 0 if there is one."""
+        if not self.sequence:
+            return 0, 0
+        return self.rank * x.shape[-2], self.whole_rows(x) if x.dim() > 2 else 0
+
+    def part(self, tensor: Tensor, dim: int, count: int) -> Tensor:
+        """This rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
+        return tensor if tensor.shape[dim] == count else tensor.narrow(dim, self.rank * count, count)
+
+    # -- halves
+
+    def attention_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any]) -> Tensor:
+        t, o = gather_attention(
+            "attention_block", self.whole(x), training=training, **self.attention_arguments(arguments)
+        )
+        t = self.drawn(t, o, x, training)
+        heads = dict(first_plane=self.rank * o.num_heads, planes=self.size * o.num_heads)
+        return self.half(attention_across, x, t, o, "bo", **heads)
+
+    def mlp_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any]) -> Tensor:
+        arguments = self.mlp_arguments(arguments)
+        t, o = gather_mlp("mlp_block", self.whole(x), training=training, **arguments)
+        t, hidden = self.drawn(t, o, x, training), t.down_weight.shape[1]
+        if t.rng is not None and hidden % 32:
+            reason = f"the kernels draw masks of shards of 32 n hidden units, not of {hidden}"
+            o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
+        return self.half(mlp_across, x, t, o, "down_bias", first_column=self.rank * hidden)
+
+    def transformer_layer(
+        self, x: Tensor, halves: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
+        recompute: str, workspace: int | str | None,
+    ) -> Tensor:  # fmt: skip
+        """Half by half: what passes between them is kept, because to rebuild it would take another collective."""
+        mid = x
+        for arguments in halves:
+            mid = self.attention_block(mid, training, {"residual": True, **arguments, "recompute": recompute})
+        inner = {"recompute": "none" if recompute == "none" else "full", "workspace": workspace}
+        y = self.mlp_block(x if parallel else mid, training, {**mlp, **inner})
+        return mid + y if parallel else y
+
+    def drawn(self, t: Any, o: Any, x: Tensor, training: bool) -> Any:
+        t = drawn(t, o, x, training)
+        states = [one for one in (t.rng, t.resid_rng, t.path_rng) if one is not None]
+        if states and self.group not in _alike and not torch.compiler.is_compiling():
+            self.check_alike(states[0])
+            _alike.add(self.group)
+        return t
+
+    def check_alike(self, state: Tensor) -> None:
+        states = torch.ops._c10d_functional.all_gather_into_tensor(state, self.size, self.group)
+        states = torch.ops._c10d_functional.wait_tensor(states).view(self.size, -1)
+        if not bool((states == states[0]).all()):
+            raise RuntimeError(
+                "TensorParallel: the ranks of a group must draw the same dropout masks, but their random states differ; seed "
+                "them alike, torch.manual_seed(seed), and data-parallel replicas differently"
+            )
+
+    def half(self, across, x: Tensor, t: Any, o: Any, bias: str, **place: int) -> Tensor:
+        """around(x, R f(G x)) of a half."""
+        inner = dict(NOTHING_AROUND, **{bias: None})
+        options = dict(PLAIN_AROUND, **place)
+        if has_trailing_norm(o):
+            inner |= dict(norm_weight=None, norm_bias=None)
+            options |= dict(norm="")
+        f = across(self, tuple(o._replace(**options)), x, *t._replace(**inner))
+        with autocast_off(x):
+            b = cast_parameter(getattr(t, bias), f.dtype)
+            f = f if b is None else f + b
+            f = replayed_dropout(f, t.resid_rng, o.resid_p, *self.first_row(x))
+            return composite_output(x, f, t._replace(resid_rng=None), o)
+
+    # -- what the ops' arguments are on this rank
+
+    def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """With this rank's heads: of weights that hold all (packed ones), of masks and of slopes."""
+        made, H = dict(arguments), arguments["num_heads"]
+        H_kv = H if made.get("num_kv_heads") is None else made["num_kv_heads"]
+        heads, kv_heads = H // self.size, H_kv // self.size
+        D = made["out_weight"].shape[1] // heads
+        counts = heads * D, kv_heads * D, kv_heads * D
+        for name in ("qkv_weight", "qkv_bias"):
+            value = made[name]
+            if isinstance(value, Tensor) and made.get("qkv_layout", "qkv") == "qkv":
+                value = value.split([self.size * count for count in counts])
+            if isinstance(value, (tuple, list)):
+                parts = zip(value, counts, strict=True)
+                made[name] = [None if one is None else self.part(one, 0, count) for one, count in parts]
+        made |= dict(num_heads=heads, num_kv_heads=kv_heads)
+        mask = made.get("attn_mask")
+        if isinstance(mask, (tuple, list)):
+            made["attn_mask"] = tuple(self.mask(one, H, heads) for one in mask)
+        else:
+            made["attn_mask"] = self.mask(mask, H, heads)
+        if made.get("alibi_slopes") is not None:
+            made["alibi_slopes"] = self.part(made["alibi_slopes"], -1, heads)
+        if made.get("key_value") is not None:
+            if self.sequence:
+                raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")
+            (made["key_value"],) = self.summed(made["key_value"])
+        if made.get("lora"):
+            raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
+        return made
+
+    def mask(self, mask: Tensor | None, H: int, heads: int) -> Tensor | None:
+        if mask is None or (mask.dim() < 3 and not mask.requires_grad):  # CausalBias, too, which has two dimensions
+            return mask
+        (mask,) = self.summed(mask)
+        return self.part(mask, -3, heads) if mask.dim() > 2 and mask.shape[-3] == H else mask
+
+    def mlp_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """With this rank's hidden units, of weights that hold all (gate and up in one)."""
+        made, count = dict(arguments), arguments["down_weight"].shape[1]
+        for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
+            if made.get(name) is not None:
+                made[name] = self.part(made[name], 0, count)
+        if made.get("lora"):
+            raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
+        return made
+
+
+class Summed(torch.autograd.Function):
+    """Identity; the gradients are summed over the group, in one all-reduce for each dtype."""
+
+    @staticmethod
+    def forward(ctx, shard, *tensors):
+        ctx.shard = shard
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        sums: dict[torch.dtype, list[int]] = {}
+        for i, grad in enumerate(grads):
+            sums.setdefault(grad.dtype, []).append(i)
+        made: list[Tensor | None] = [None] * len(grads)
+        for places in sums.values():
+            total = ctx.shard.sum(torch.cat([grads[i].reshape(-1) for i in places]))
+            for i, part in zip(places, total.split([grads[i].numel() for i in places]), strict=True):
+                made[i] = part.view(grads[i].shape)
+        return None, *made

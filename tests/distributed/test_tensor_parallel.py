@@ -1,0 +1,504 @@
+"""Blocks on a tensor-parallel group of gloo processes against one process, in float64 unless it says otherwise."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from architectures import ARCHITECTURES, DropPath, adapted, ids
+from mesh_ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ckptkern
+from ckptkern import state
+from ckptkern.memory import kept_tensors
+
+B, S, WIDTH, HEADS, HIDDEN, P = 3, 8, 32, 8, 128, 0.25
+LEVELS = ("none", "selective", "full")
+
+
+def style(**options):
+    from ckptkern.parallel import TensorParallel  # imports torch.distributed.tensor
+
+    return TensorParallel(**options)
+
+
+# -- blocks
+
+
+def _llama(**options) -> nn.Module:
+    return ckptkern.nn.LlamaDecoderLayer(WIDTH, HEADS, 4, HIDDEN, **options)
+
+
+def _encoder(norm_first: bool, **options) -> nn.Module:
+    return ckptkern.nn.TransformerEncoderLayer(
+        WIDTH, HEADS, HIDDEN, P, batch_first=True, norm_first=norm_first, **options
+    )
+
+
+def torch_decoder() -> nn.Module:
+    return ckptkern.nn.TransformerDecoderLayer(WIDTH, HEADS, HIDDEN, P, batch_first=True)
+
+
+BLOCKS = {
+    "mlp": lambda **o: ckptkern.nn.MLP(WIDTH, HIDDEN, dropout=P, **o),
+    "relu mlp": lambda **o: ckptkern.nn.MLP(WIDTH, HIDDEN, WIDTH // 2, "relu", **o),
+    "gated mlp": lambda **o: ckptkern.nn.GatedMLP(WIDTH, HIDDEN, dropout=P, bias=True, **o),
+    "attention": lambda **o: ckptkern.nn.LlamaAttention(WIDTH, HEADS, 4, dropout=P, **o),
+    "llama": lambda **o: _llama(**o),
+    "llama with all": lambda **o: _llama(
+        dropout=P, resid_dropout=P, qk_norm=True, attention_bias=True, mlp_bias=True, **o
+    ),
+    "packed, norm before": lambda **o: _encoder(True, **o),
+    "packed, norm after": lambda **o: _encoder(False, **o),
+}
+TAIL = {"packed, norm after"}  # what the norm behind a branch reads is kept
+
+
+def block(name: str, level: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    made = BLOCKS[name](recompute=level, dtype=torch.float64)
+    for parameter in made.parameters():  # biases and norms are not zeros and ones
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def mine(x: torch.Tensor, mesh: DeviceMesh, sequence: bool) -> torch.Tensor:
+    """This rank's rows under sequence parallelism."""
+    return x.chunk(mesh.size(), -2)[mesh.get_local_rank()] if sequence else x
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_gradients(plain: nn.Module, ours: nn.Module, what: str, tolerance: float = 1e-10) -> None:
+    largest = max(p.grad.abs().max() for p in plain.parameters() if p.grad is not None)
+    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), f"{what}: {name}"
+        if p.grad is not None:
+            assert isinstance(q.grad, DTensor) == isinstance(q, DTensor)
+            error = (whole(q.grad) - p.grad).abs().max() / largest
+            assert error < tolerance, f"{what}: {name} differs by {error:.1e}"
+
+
+def step(model: nn.Module, x: torch.Tensor, weight: torch.Tensor, seed: int = 1):
+    """(y, dx, what was kept) of a training step."""
+    x = x.detach().clone().requires_grad_()
+    torch.manual_seed(seed)
+    with kept_tensors(model) as kept:
+        y = model(x)
+    (y * weight).sum().backward()
+    return y.detach(), x.grad, kept
+
+
+def check_kept(name: str, plain, ours, n: int, sequence: bool) -> None:
+    """The inputs of both halves, whole or this rank's rows; a part of everything else."""
+    inputs = [size for shape, _, size in plain.tensors if shape == (B, S, WIDTH)]
+    states = [size for shape, dtype, size in plain.tensors if dtype == torch.int64]
+    halves = 1 if "mlp" in name or name == "attention" else 2
+    expected = halves * inputs[0] // (n if sequence else 1) + sum(states)
+    expected += (plain.bytes - sum(inputs) - sum(states)) // n
+    if name in TAIL:
+        rows = (ours.bytes - expected) * (n if sequence else 1)
+        statistics = 4 * B * S * 8  # mean and rstd of both norms
+        assert rows == 2 * inputs[0] + statistics, f"{name}: {ours}"
+    else:
+        assert ours.bytes == expected, f"{name}: {ours}"
+
+
+def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
+    for name in BLOCKS:
+        for level in LEVELS:
+            plain, what = block(name, level), f"{name}, {level}"
+            ours = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
+            assert ours.state_dict().keys() == plain.state_dict().keys()
+            x = torch.randn(B, S, WIDTH, dtype=torch.float64)
+            weight = torch.randn(B, S, WIDTH // 2 if name == "relu mlp" else WIDTH, dtype=torch.float64)
+            y, dx, kept_plain = step(plain, x, weight)
+            z, dz, kept = step(ours, mine(x, mesh, sequence), mine(weight, mesh, sequence))
+            torch.testing.assert_close(z, mine(y, mesh, sequence), msg=what)
+            torch.testing.assert_close(dz, mine(dx, mesh, sequence), msg=what)
+            check_gradients(plain, ours, what)
+            check_kept(name, kept_plain, kept, mesh.size(), sequence)
+            plain.eval(), ours.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(ours(mine(x, mesh, sequence)), mine(plain(x), mesh, sequence), msg=what)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, tmp_path):
+    """Results, gradients and kept bytes at every level. With dropout too, so each rank draws its part of the masks."""
+    on_ranks(n, _check_blocks, tmp_path, sequence)
+
+
+def _check_calls(mesh: DeviceMesh, sequence: bool) -> None:
+    """Packed sequences, and masks of which one is trained and has a part for each head."""
+    plain = block("llama with all", "selective")
+    ours = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
+    bias = torch.randn(1, HEADS, S, S, dtype=torch.float64)
+    padding = torch.arange(S) >= torch.tensor([S, 5, 3])[:, None]
+    starts = torch.tensor([0, 5, 16], dtype=torch.int32)
+    for lead, arguments in (((16,), {"cu_seqlens": starts}), ((B, S), {"key_padding_mask": padding})):
+        x, weight = torch.randn(2, *lead, WIDTH, dtype=torch.float64)
+        results = []
+        for model, rows in ((plain, False), (ours, sequence)):
+            model.zero_grad()
+            given = mine(x, mesh, rows).clone().requires_grad_()
+            mask = bias.clone().requires_grad_()
+            torch.manual_seed(1)
+            y = model(given, **arguments, attn_mask=None if "cu_seqlens" in arguments else mask)
+            (y * mine(weight, mesh, rows)).sum().backward()
+            results.append((y, given.grad, mask.grad))
+        (y, dx, dmask), (z, dz, dmask_) = results
+        torch.testing.assert_close(z, mine(y, mesh, sequence))
+        torch.testing.assert_close(dz, mine(dx, mesh, sequence))
+        torch.testing.assert_close(dmask_, dmask)
+        check_gradients(plain, ours, str(list(arguments)))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+def test_packed_sequences_and_masks(sequence, tmp_path):
+    on_ranks(2, _check_calls, tmp_path, sequence)
+
+
+def _check_collectives(mesh: DeviceMesh) -> None:
+    layer, x = _llama(), torch.randn(B, S, WIDTH)
+    expected = {
+        False: ({"all_reduce": 2}, {"all_reduce": 2 + 1}),  # one more for the norms' weights
+        True: (
+            {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2},
+            {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 2, "all_reduce": 1},  # dy, and x again
+        ),
+    }
+    for sequence, counts in expected.items():
+        split = parallelize_module(copy.deepcopy(layer), mesh, style(sequence_parallel=sequence))
+        seen = []
+        with CommDebugMode() as forward:
+            y = split(mine(x, mesh, sequence).clone().requires_grad_())
+        with CommDebugMode() as backward:
+            y.sum().backward()
+        for mode in (forward, backward):
+            seen.append({op.__name__.partition(".")[0]: n for op, n in mode.get_comm_counts().items() if n})
+        assert tuple(seen) == counts
+
+
+def test_a_half_communicates_once_forward_and_once_backward(tmp_path):
+    on_ranks(2, _check_collectives, tmp_path)
+
+
+def _check_kernels(mesh: DeviceMesh) -> None:
+    """In Triton's interpreter, float32."""
+    ours = BLOCKS["llama with all"]()
+    mlp = ckptkern.nn.LlamaDecoderLayer(WIDTH, HEADS, 4, HIDDEN).mlp  # without dropout any size will do
+    with ckptkern.backend("triton"):
+        for plain in (ours, ckptkern.nn.MLP(WIDTH, HIDDEN, dropout=P), mlp):
+            for parameter in plain.parameters():
+                nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+            for sequence in (False, True):
+                split = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
+                x, weight = torch.randn(2, 2, 32, WIDTH, generator=torch.Generator().manual_seed(1))
+                plain.zero_grad()
+                y, dx, _ = step(plain, x, weight)
+                z, dz, _ = step(split, mine(x, mesh, sequence), mine(weight, mesh, sequence))
+                torch.testing.assert_close(z, mine(y, mesh, sequence), atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(dz, mine(dx, mesh, sequence), atol=1e-4, rtol=1e-4)
+                check_gradients(plain, split, type(plain).__name__, 1e-5)
+        narrow = parallelize_module(ckptkern.nn.MLP(WIDTH, 96, dropout=P), mesh, style())
+        with pytest.raises(RuntimeError, match="the kernels draw masks of shards of 32 n hidden units, not of 48"):
+            narrow(x)
+
+
+def test_the_kernels_draw_parts_of_the_unsharded_masks(tmp_path):
+    pytest.importorskip("triton")
+    on_ranks(2, _check_kernels, tmp_path)
+
+
+# -- converted models
+
+
+class Rows(torch.autograd.Function):
+    """This rank's rows of x; backward gathers, or, `back`, the other way round."""
+
+    @staticmethod
+    def forward(ctx, x, mesh, back):
+        ctx.call = mesh, back
+        if not back:
+            return mine(x, mesh, True).contiguous()
+        parts = [torch.empty_like(x) for _ in range(mesh.size())]
+        dist.all_gather(parts, x.contiguous(), group=mesh.get_group())
+        return torch.cat(parts, -2)
+
+    @staticmethod
+    def backward(ctx, dy):
+        mesh, back = ctx.call
+        return Rows.forward(ctx, dy, mesh, not back), None, None
+
+
+def in_rows(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Gives a layer its rows, and the rest of the model all of them."""
+
+    def after(module, args, y):
+        return (Rows.apply(y[0], mesh, True), *y[1:]) if isinstance(y, tuple) else Rows.apply(y, mesh, True)
+
+    layer.register_forward_pre_hook(lambda module, args: (Rows.apply(args[0], mesh, False), *args[1:]))
+    layer.register_forward_hook(after)
+
+
+def converted(name: str, dropout: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name].model()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) or (name == "gpt" and hasattr(module, "p")):
+            module.p = P if dropout else 0.0
+        elif isinstance(module, DropPath):
+            module.drop_prob = P
+    assert len(ckptkern.convert(model, ids()).converted) == 2
+    return model.double()
+
+
+def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -> None:
+    for name in names:
+        plain = converted(name)
+        ours = parallelize_module(copy.deepcopy(plain), mesh, {"layers.*": style(sequence_parallel=sequence)})
+        optimizers = [torch.optim.SGD(model.parameters(), 0.05, 0.9) for model in (plain, ours)]
+        if sequence:
+            for layer in ours.layers:
+                in_rows(layer, mesh)
+        weight = None
+        for i in range(3):
+            losses = []
+            for model, optimizer in zip((plain, ours), optimizers, strict=True):
+                optimizer.zero_grad()
+                torch.manual_seed(i)
+                with kept_tensors(model) as kept:
+                    y = model(ids(i))
+                weight = torch.randn_like(y) if weight is None else weight
+                loss = (y * weight).mean()
+                loss.backward()
+                losses.append(loss.item())
+            hidden = 48 // mesh.size()
+            assert not any(shape[-1] in (48, hidden) for shape, _, _ in kept.tensors), f"{name}: {kept}"
+            assert losses[1] == pytest.approx(losses[0], rel=1e-9), f"{name}: losses {losses} in step {i}"
+            check_gradients(plain, ours, f"{name}, step {i}")
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+def test_converted_models_on_two_ranks_train_as_on_one(sequence, tmp_path):
+    """Three steps each; packed and transposed weights, masks of all heads, norms after the branch, parallel halves."""
+    names = ("llama", "gpt", "gemma", "qwen", "phi3", "bert", "relative bias", "vision", "parallel, one norm")
+    on_ranks(2, _check_converted, tmp_path, sequence, names)
+
+
+def _check_cross(mesh: DeviceMesh) -> None:
+    """Of its own: three weights and one bias for all of them."""
+    torch.manual_seed(0)
+    plain = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, P, kdim=16, vdim=16, batch_first=True, dtype=torch.float64)
+    nn.init.normal_(plain.in_proj_bias)
+    ours = parallelize_module(copy.deepcopy(plain), mesh, style())
+    x, memory = torch.randn(B, S, WIDTH, dtype=torch.float64), torch.randn(B, 5, 16, dtype=torch.float64)
+    results = []
+    for model in (plain, ours):
+        given = memory.clone().requires_grad_()
+        torch.manual_seed(1)
+        y, _ = model(x, given, given, need_weights=False)
+        y.square().sum().backward()
+        results.append((y, given.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one)
+    check_gradients(plain, ours, "cross-attention")
+    _check_converted(mesh, False, ("decoder", "torch decoder"))
+
+
+def test_cross_attention_on_two_ranks(tmp_path):
+    on_ranks(2, _check_cross, tmp_path)
+
+
+# -- with other parts of torch
+
+
+def _check_with_fsdp(mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = nn.Sequential(*(block("llama with all", "selective", seed) for seed in (0, 1)))
+    ours = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"*": style()})
+    for layer in ours:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(ours, mesh=mesh["dp"])
+    torch.manual_seed(2)
+    samples, replica = torch.randn(2, B, S, WIDTH, dtype=torch.float64), mesh["dp"].get_local_rank()
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, foreach=False) for model in (plain, ours)]
+    for i in range(3):
+        for model, optimizer, which in zip((plain, ours), optimizers, ((0, 1), (replica,)), strict=True):
+            optimizer.zero_grad()
+            for j in which:
+                torch.manual_seed(10 * i + j)  # the ranks of a tensor-parallel group alike, replicas differently
+                (model(samples[j]).square().mean() / len(which)).backward()
+        check_gradients(plain, ours, f"step {i}", 1e-9)
+        norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (plain, ours)]
+        torch.testing.assert_close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_fsdp2_over_tensor_parallel_blocks(tmp_path):
+    on_ranks(4, _check_with_fsdp, tmp_path)
+
+
+def _check_precision_compile_and_segments(mesh: DeviceMesh) -> None:
+    x = torch.randn(B, S, WIDTH, generator=torch.Generator().manual_seed(3))
+    plain = block("llama with all", "selective").float()
+    ours = parallelize_module(copy.deepcopy(plain), mesh, style())
+    weight = torch.randn_like(x, requires_grad=False)
+    dist.broadcast(weight, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        (y, dx, _), (z, dz, kept) = (step(model, x, weight) for model in (plain, ours))
+    assert z.dtype == y.dtype
+    for one, other in ((z, y), (dz, dx)):
+        assert (one - other).abs().max() < 0.05 * other.abs().max()
+    check_gradients(plain, ours, "autocast", 0.05)
+    assert {dtype for shape, dtype, _ in kept.tensors if len(shape) == 4} == {torch.bfloat16}
+
+    plain, ours = plain.double(), ours.double()
+    x, weight = x.double(), weight.double()
+    plain.zero_grad(), ours.zero_grad()
+    y, dx, _ = step(plain, x, weight)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for model in (compiled, lambda x: ckptkern.checkpoint(ours, x)):
+        ours.zero_grad()
+        x = x.detach().requires_grad_()
+        torch.manual_seed(1)
+        z = model(x)
+        (dz,) = torch.autograd.grad((z * weight).sum(), x)
+        torch.testing.assert_close(z, y)
+        torch.testing.assert_close(dz, dx)
+    given = DTensor.from_local(x.detach(), mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    torch.manual_seed(1)
+    torch.testing.assert_close(ours(given), y)
+
+
+def test_autocast_compile_checkpoint_and_dtensor_inputs(tmp_path):
+    on_ranks(2, _check_precision_compile_and_segments, tmp_path)
+
+
+def _check_torchs_styles(mesh: DeviceMesh) -> None:
+    """torch's styles put hooks on the inner layers, so that the block calls them, as one general segment."""
+    torch.manual_seed(0)
+    plain = ckptkern.nn.MLP(WIDTH, HIDDEN, dtype=torch.float64)
+    ours = parallelize_module(copy.deepcopy(plain), mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+    x, weight = torch.randn(2, B, S, WIDTH, dtype=torch.float64)
+    (y, dx, kept_plain), (z, dz, kept) = (step(model, x, weight) for model in (plain, ours))
+    torch.testing.assert_close(z, y)
+    torch.testing.assert_close(dz, dx)
+    check_gradients(plain, ours, "torch's styles")
+    assert kept.bytes == kept_plain.bytes == x.nbytes
+    ours.dropout = P  # drawn by a rank's own columns: both ranks have the mask of the first half
+    torch.manual_seed(1)
+    mask = state.keep_mask(state.draw(x), P, B * S, HIDDEN // 2).repeat(1, 2).view(B, S, HIDDEN)
+    scale = state.threshold_scale(P)[1]
+    expected = plain.fc2(torch.where(mask, nn.functional.gelu(plain.fc1(x)) * scale, 0))
+    torch.testing.assert_close(step(ours, x, weight)[0], expected)
+
+
+def test_torchs_own_styles_on_the_inner_layers(tmp_path):
+    on_ranks(2, _check_torchs_styles, tmp_path)
+
+
+def _check_whole(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+    nn.init.normal_(plain.in_proj_bias)
+    ours = parallelize_module(copy.deepcopy(plain), mesh, style())
+    x = torch.randn(B, S, WIDTH, dtype=torch.float64)
+    for need_weights in (True, False):
+        results = [model(x, x, x, need_weights=need_weights) for model in (plain, ours)]
+        for one, other in zip(*results, strict=True):
+            assert one is other is None or torch.equal(one, other) or not need_weights
+        torch.testing.assert_close(results[1][0], results[0][0])
+        for (y, _), model in zip(results, (plain, ours), strict=True):
+            model.zero_grad()
+            y.square().sum().backward()
+        check_gradients(plain, ours, f"need_weights={need_weights}")
+
+    model = parallelize_module(converted("llama", dropout=False), mesh, {"layers.*": style()})
+    plain = converted("llama", dropout=False)
+    for layer in model.layers:
+        layer.forward.whole = (
+            None  # nothing is gathered for a call without gradients, in which an unsplit layer runs its original
+        )
+    for mode in (True, False):
+        with torch.no_grad():
+            torch.testing.assert_close(model.train(mode)(ids()), plain.train(mode)(ids()))
+    for layer in model.layers:
+        del layer.forward.whole
+    hook = model.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
+    plain.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
+    torch.testing.assert_close(model(ids()), plain(ids()))
+    hook.remove()
+
+    model = ARCHITECTURES["sandwich"].model()
+    ckptkern.convert(model, ids())
+    with pytest.raises(ValueError, match="norm over all heads at once"):
+        parallelize_module(model, mesh, {"layers.*": style()})
+
+    for model, plan in ((converted("decoder"), "layers.*"), (nn.Sequential(torch_decoder()), "*")):
+        with pytest.raises(ValueError, match="has cross-attention, with which sequence_parallel does not go"):
+            parallelize_module(model, mesh, {plan: style(sequence_parallel=True)})
+    attention = parallelize_module(ckptkern.nn.MultiheadAttention(WIDTH, HEADS), mesh, style(sequence_parallel=True))
+    with pytest.raises(ValueError, match="sequence_parallel does not go with cross-attention"):
+        attention(x.float(), *[x.float().clone()] * 2, need_weights=False)
+
+    rows = parallelize_module(_llama(), mesh, style(sequence_parallel=True))
+    rows.mlp.register_forward_hook(lambda module, args, y: 2 * y)
+    with pytest.raises(RuntimeError, match="calls its submodules, which sequence_parallel does not do"):
+        rows(torch.randn(B, S // 2, WIDTH))
+
+
+def test_what_has_no_sharded_form_runs_on_the_whole_parameters(tmp_path):
+    on_ranks(2, _check_whole, tmp_path)
+
+
+def _check_errors(mesh: DeviceMesh) -> None:
+    def refused(module: nn.Module, error: type[Exception], match: str, plan=None) -> None:
+        with pytest.raises(error, match=match):
+            parallelize_module(module, mesh, plan or style())
+
+    attention = ckptkern.nn.LlamaAttention
+    refused(attention(WIDTH, 6, head_dim=4), ValueError, "num_heads=6, which must be a multiple of the mesh's size, 4")
+    refused(attention(WIDTH, HEADS, 2), ValueError, "num_kv_heads=2, which must be a multiple of the mesh's size, 4")
+    refused(ckptkern.nn.MLP(8, 30), ValueError, r"fc1.weight has shape \(30, 8\), whose dimension 0 must be a multiple")
+    refused(nn.Linear(8, 8), TypeError, "Linear is no fused block; name blocks of ckptkern.nn")
+    refused(ARCHITECTURES["llama"].model(), TypeError, "Stack is no fused block")
+    lora = adapted(ARCHITECTURES["llama"].model())
+    assert len(ckptkern.convert(lora, ids()).converted) == 2
+    refused(lora, ValueError, r"Llama has low-rank updates \(LoRA\), which are not split", {"layers.*": style()})
+    twice = parallelize_module(ckptkern.nn.MLP(8, 32), mesh, style())
+    refused(twice, ValueError, "this MLP is split already")
+    with pytest.raises(TypeError, match="sequence_parallel must be a bool, not 'yes'"):
+        style(sequence_parallel="yes")
+    with pytest.raises(ValueError, match="mesh must have one dimension, such as mesh\\['tp'\\], but has 2"):
+        style()._apply(ckptkern.nn.MLP(8, 32), init_device_mesh("cpu", (2, 2)))
+    for change in (lambda: ckptkern.convert(twice, torch.randn(2, 8)), lambda: ckptkern.revert(twice)):
+        with pytest.raises(ValueError, match="already sharded by TensorParallel: convert first"):
+            change()
+    model = parallelize_module(ckptkern.nn.MLP(8, 128, dropout=P), mesh, style())
+    torch.manual_seed(mesh.get_local_rank())
+    with pytest.raises(RuntimeError, match="must draw the same dropout masks, but their random states differ"):
+        model(torch.randn(2, 8))
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+    with pytest.raises(NotImplementedError, match="no second-order gradients"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+def test_errors_say_what_was_wanted(tmp_path):
+    on_ranks(4, _check_errors, tmp_path)
