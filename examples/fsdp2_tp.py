@@ -1,7 +1,7 @@
-"""Tensor parallelism, then segments, then FSDP2 on a 2 x 2 mesh, in torchtitan's order.
+"""Segments, tensor and sequence parallelism, then FSDP2 on a 2 x 2 mesh, in torchtitan's order.
 
-`convert` comes after `parallelize_module`, whose hooks and DTensors it runs as they are: each block becomes a general segment,
-which keeps its input alone. It comes before `fully_shard`.
+`convert` reads which parameter of a block plays which role, so `TensorParallel` needs no plan of its layers: each rank's fused
+op has a part of the heads and of the hidden units, and keeps its own rows of the block's input. `fully_shard` comes last.
 
 Run: torchrun --nproc-per-node 4 examples/fsdp2_tp.py
 """
@@ -16,6 +16,7 @@ from torch.distributed.tensor import parallel as tp
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.parallel import TensorParallel
 
 
 class Attention(nn.Module):
@@ -48,12 +49,9 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-gather = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-block = {"attention_norm": tp.SequenceParallel(), "attention": gather, "attention.w[qkv]": tp.ColwiseParallel()}
-block |= {"ffn_norm": tp.SequenceParallel(), "feed_forward": gather, "feed_forward.w[13]": tp.ColwiseParallel()}
-block |= {name: tp.RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "feed_forward.w2")}
-ends = {
+styles = {
     "0": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "[12]": TensorParallel(sequence_parallel=True),
     "3": tp.SequenceParallel(),
     "4": tp.ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
 }
@@ -62,14 +60,12 @@ dist.init_process_group("gloo")  # "nccl"
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))  # "cuda"
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(64, 64), Block(), Block(), nn.RMSNorm(64), nn.Linear(64, 64, bias=False))
-tp.parallelize_module(model, mesh["tensor"], ends)
-for layer in model[1:3]:
-    tp.parallelize_module(layer, mesh["tensor"], block)
 
 torch.manual_seed(mesh["data"].get_local_rank())  # other data for each group
 ids = torch.randint(64, (48, 32))
 labels = (5 * ids + 7) % 64  # each label follows from its token
 conversion = ckptkern.convert(model, ids[:8])
+tp.parallelize_module(model, mesh["tensor"], styles)
 for layer in model[1:3]:
     fully_shard(layer, mesh=mesh["data"])
 fully_shard(model, mesh=mesh["data"])

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Split
 
@@ -18,6 +20,18 @@ from ..ops.sharded import Shard
 from .roles import Place
 
 _log = logging.getLogger("ckptkern")
+
+
+class Waited(torch.autograd.Function):
+    """The plain tensor of one that a collective still writes, as torch's styles hand it on."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.wait()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return dy
 
 
 class Sharded:
@@ -58,7 +72,9 @@ class Sharded:
                 return value
             place: Placement = Split(value.dim() - 2) if first and self.shard.sequence else Replicate()
             first = False
-            return value.redistribute(placements=[place]).to_local() if isinstance(value, DTensor) else value
+            if isinstance(value, DTensor):
+                value = value.redistribute(placements=[place]).to_local()
+            return Waited.apply(value) if type(value) is AsyncCollectiveTensor else value
 
         return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
 
