@@ -9,6 +9,7 @@ Time, products and workspace: one segment of each kind runs alone, forward and b
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,9 @@ class Cost(NamedTuple):
     seconds: float | None
     flops: int
     workspace: int | None
+
+
+DOES_NOT_FIT = Cost(math.inf, 0, None)  # one segment alone
 
 
 @dataclass
@@ -264,31 +268,31 @@ def costs(kind: Kind, ways: Sequence[Way | None], device: torch.device) -> list[
             segment.set(way)
             yield
 
-    counted: list[tuple[int, int | None]] = []
-    times: list[list[float]] = [[] for _ in ways]
+    found: dict[int, tuple[int, int | None, list[float]]] = {}  # of the ways that fit
     try:
         with unmoved(segment.module), torch.enable_grad():
             segment.module.train()
-            for way in ways:
-                with running(way):
+            for i, way in enumerate(ways):
+                with running(way), suppress(torch.OutOfMemoryError):
                     forward, backward = step(segment.module, call)
                     with FlopCounterMode(display=False) as flops:
                         forward()
                         backward()
-                    counted.append((flops.get_total_flops(), workspace(segment.module, call, device)))
+                    found[i] = flops.get_total_flops(), workspace(segment.module, call, device), []
             start = time.perf_counter()
-            while device.type != "meta" and len(times[-1]) < ROUNDS:
-                if len(times[-1]) >= 3 and time.perf_counter() - start > PATIENCE:
+            for done in range(ROUNDS if device.type != "meta" else 0):
+                if done >= 3 and time.perf_counter() - start > PATIENCE:
                     break
-                for way, found in zip(ways, times, strict=True):
-                    with running(way):
-                        found.append(seconds(*step(segment.module, call), device))
+                for i, (_, _, times) in found.items():
+                    with running(ways[i]):
+                        times.append(seconds(*step(segment.module, call), device))
     finally:
         segment.set(before)
-    return [
-        Cost(statistics.median(found) if found else None, flops, work)
-        for found, (flops, work) in zip(times, counted, strict=True)
-    ]
+    return [cost_of(*found[i]) if i in found else DOES_NOT_FIT for i in range(len(ways))]
+
+
+def cost_of(flops: int, work: int | None, times: list[float]) -> Cost:
+    return Cost(statistics.median(times) if times else None, flops, work)
 
 
 def workspace(module: nn.Module, call: Call, device: torch.device) -> int | None:

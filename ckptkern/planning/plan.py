@@ -18,7 +18,7 @@ from ..extras import missing
 from ..storage import Store
 from .agree import agreed, least_of
 from .measure import Measured, Table, measure
-from .segments import Segment, Way, blocks_of, check_not_sharded, segments_of
+from .segments import Segment, Way, blocks_of, check_model, segments_of
 from .solve import choose
 
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
@@ -94,7 +94,7 @@ class Plan:
                 (
                     name_of([row.segment.name for row, _ in rows]) if way == 0 else "", str(name), str(count or ""),
                     memory.format_size(first.held[way].bytes),
-                    "" if cost.seconds is None else f"{memory.three_digits(cost.seconds * 1e3)} ms",
+                    time_of(cost.seconds),
                     memory.three_digits(cost.flops / 1e9),
                     "" if cost.workspace is None else memory.format_size(cost.workspace),
                 )
@@ -128,6 +128,12 @@ class Plan:
         except BudgetError as error:
             warnings.warn(f"{error}. The step keeps that, and may not fit", stacklevel=2)
             self.choose(error.least)
+
+
+def time_of(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{memory.three_digits(seconds * 1e3)} ms" if math.isfinite(seconds) else "does not fit"
 
 
 def room(model: nn.Module, table: Table, workspace: int, group: dist.ProcessGroup | None) -> int:
@@ -204,18 +210,12 @@ def plan(
     SciPy; ValueError for a model that is sharded (plan first) or, with budget=None, on the meta device; RuntimeError on all
     ranks if one failed.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"plan: model must be a torch.nn.Module, not {type(model).__name__}")
+    check_model("plan", model, example_inputs or example_kwargs)
     if hint := missing("scipy"):
         raise ImportError(f"plan: {hint}")
-    if not (example_inputs or example_kwargs):
-        raise TypeError(
-            "plan: wanted the inputs of a training step after the model, to measure with, but there are none"
-        )
     stores = list(stores)
     check_stores(stores)
     limit = math.inf if budget is None else bytes_of(budget)
-    check_not_sharded("plan", model)
 
     def table(shown: Callable[[str], None]) -> Table:
         segments = found_segments(model, example_inputs, example_kwargs, include, exclude)

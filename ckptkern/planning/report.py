@@ -19,8 +19,8 @@ from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of
 from ..extras import missing
 from .measure import Cost, Table, measure
-from .plan import found_segments
-from .segments import Segment, Way, check_not_sharded, segments_of, stock
+from .plan import found_segments, time_of
+from .segments import Segment, Way, check_model, segments_of, stock
 
 STOCK = "stock PyTorch"
 
@@ -83,7 +83,7 @@ class Report:
                         name_of(names) if i == 0 else "", line.served_by if i == 0 else "", line.level,
                         memory.format_size(line.kept),
                         f"{line.kept / before:.1%}" if before else "",
-                        "" if line.seconds is None else f"{memory.three_digits(line.seconds * 1e3)} ms",
+                        time_of(line.seconds),
                         memory.three_digits(line.flops / 1e9),
                         "" if line.workspace is None else memory.format_size(line.workspace),
                     )
@@ -212,13 +212,7 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
 
     Raises TypeError if model is no nn.Module or there are no inputs, ValueError for a model that is sharded.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"report: model must be a torch.nn.Module, not {type(model).__name__}")
-    if not (example_inputs or example_kwargs):
-        raise TypeError(
-            "report: wanted the inputs of a training step after the model, to measure with, but there are none"
-        )
-    check_not_sharded("report", model)
+    check_model("report", model, example_inputs or example_kwargs)
     had_none = not segments_of(model)
     try:
         with progress("report") as shown:

@@ -177,7 +177,16 @@ def may_be_block(module: nn.Module, taken: set[int]) -> bool:
     )
 
 
-def check_not_sharded(op: str, model: nn.Module) -> None:
+def check_model(op: str, model: nn.Module, inputs: object) -> None:
+    """Raises TypeError and ValueError for what cannot be measured."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
+    if not inputs:
+        raise TypeError(
+            f"{op}: wanted the inputs of a training step after the model, to measure with, but there are none"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
     if holds_sharded(model) or is_sharded(model):
         raise ValueError(
             f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"

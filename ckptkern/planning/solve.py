@@ -11,6 +11,7 @@ binaries, which would have n! equal solutions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,13 +77,14 @@ def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], re
 
 
 def undominated(cost: Sequence[float], own: Sequence[int], shared: Sequence[dict[tuple, int]]) -> list[int]:
-    """Ways for which no other costs less or the same and keeps nothing else."""
+    """Ways that can run, for which no other costs less or the same and keeps nothing else."""
 
     def beats(a: int, b: int) -> bool:
         no_worse = cost[a] <= cost[b] and own[a] <= own[b] and shared[a].keys() <= shared[b].keys()
         return no_worse and (a < b or (cost[a], own[a], shared[a].keys()) != (cost[b], own[b], shared[b].keys()))
 
-    return [b for b in range(len(cost)) if not any(beats(a, b) for a in range(len(cost)) if a != b)]
+    able = [way for way in range(len(cost)) if math.isfinite(cost[way])]
+    return [b for b in able if not any(beats(a, b) for a in able if a != b)]
 
 
 def solved(groups: list[Group], room: int | None) -> list[int] | None:
