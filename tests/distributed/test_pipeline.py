@@ -17,6 +17,7 @@ from training import KINDS, STEPS, Segment, optimizer_of
 import ckptkern
 
 MICROS = 4
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 SCHEDULES = {
     one.__name__: one for one in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
 }  # the last one forms the gradients of inputs and of weights in two passes
@@ -106,6 +107,8 @@ def _check_stages(rank, size, kind, schedule, p):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks(ranks, schedule, kind):
+    if schedule == "ScheduleInterleavedZeroBubble" and kind != "segments" and RELEASE < (2, 13):
+        pytest.skip("this schedule of torch 2.11 fails on every autograd.Function: _input_metadata")
     ranks.run(2, _check_stages, 2, kind, schedule, 0.0)
 
 

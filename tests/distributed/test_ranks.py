@@ -1,6 +1,7 @@
 """The harness itself: an error of one rank ends the others, and is the error of the test."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -50,8 +51,10 @@ def test_ranks_run_one_function_after_another_with_groups_of_their_own(ranks):
 def test_a_rank_that_raises_ends_the_others(at):
     with Ranks(patience=120) as ranks:
         processes = ranks.run(4, _pid) and [process for process, _ in ranks.started]
+        start = time.monotonic()
         with pytest.raises(RankError, match=f"planted at {at}") as error:
             ranks.run(4, _raises, at)
+        assert time.monotonic() - start < ranks.patience / 2, "the test has waited for ranks that wait for each other"
         assert f"rank {at} of 4: Traceback" in str(error.value)
         assert str(error.value).count("Traceback") == 1, "the others were waiting, and did not fail"
         assert f'test_ranks.py", line {_raises.__code__.co_firstlineno + 2}, in _raises' in str(error.value)

@@ -59,9 +59,8 @@ def _check_engine(rank, size, kind, engine, p):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["ddp", "sharded inside", "sharded outside"])
-@pytest.mark.parametrize("p", [0.0, 0.2])
-def test_two_processes(ranks, p, engine, kind):
+@pytest.mark.parametrize(("engine", "p"), [("ddp", 0.2), ("sharded inside", 0.0), ("sharded outside", 0.2)])
+def test_two_processes(ranks, engine, p, kind):
     ranks.run(2, _check_engine, 2, kind, engine, p)
 
 
