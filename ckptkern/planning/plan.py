@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from .. import memory
-from ..conversion.convert import Which, convert, progress
+from ..conversion.convert import Which, convert, progress, revert
 from ..conversion.report import aligned, name_of
 from ..errors import BudgetError
 from ..extras import missing
@@ -118,7 +119,7 @@ class Plan:
 
     def check_room(self) -> None:
         """Plans again if the room has moved, as `follow` does before each training forward. A collective call."""
-        if not self.model.training:
+        if not (self.model.training and torch.is_grad_enabled()):
             return
         budget = int(min(self._limit, room(self.model, self.table, self.workspace, self.group)))
         if abs(budget - self.budget) <= MOVED * self.budget:
@@ -201,14 +202,14 @@ def plan(
     free on the device, less gradients and workspace.
     stores: where kept tensors may go, such as `[ckptkern.storage.offload()]`. Lossy ones change gradients: see storage.
     adapt: plan again, from the same table, when a training step begins and the room on the device has moved by more than a
-    twentieth of the budget. At most the budget is used. Not with torch.compile.
+    twentieth of the budget. At most the budget is used. Not with torch.compile, and not where forwards overlap (pipelines).
     include, exclude: the modules that may be segments, as in convert.
     group: the ranks that must choose alike, by default all: bytes and workspace are their largest, times their mean. All of
     them must call plan.
 
     Raises errors.BudgetError, a ValueError with the `least` that would do, if the budget is too small; ImportError without
-    SciPy; ValueError for a model that is sharded (plan first) or, with budget=None, on the meta device; RuntimeError on all
-    ranks if one failed.
+    SciPy; ValueError for a model that is compiled, sharded or wrapped by DDP (plan first) or, with budget=None, on the meta
+    device; RuntimeError on all ranks if one failed. The model is then as before.
     """
     check_model("plan", model, example_inputs or example_kwargs)
     if hint := missing("scipy"):
@@ -222,13 +223,19 @@ def plan(
         ways = [segment.ways(stores) for segment in segments]
         return measure(model, example_inputs, example_kwargs, segments, ways, shown)
 
-    with progress("plan") as shown:
-        found = agreed(lambda: table(shown), group)
-    if adapt or budget is None:
-        if found.device.type == "meta":
-            raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
-        limit = min(limit, room(model, found, max(found.workspaces(found.uniform("full")), default=0), group))
-    made = Plan(model, found, int(limit), group)
+    had_none = not segments_of(model)
+    try:
+        with progress("plan") as shown:
+            found = agreed(lambda: table(shown), group)
+        if adapt or budget is None:
+            if found.device.type == "meta":
+                raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
+            limit = min(limit, room(model, found, max(found.workspaces(found.uniform("full")), default=0), group))
+        made = Plan(model, found, int(limit), group)
+    except BaseException:
+        if had_none:
+            revert(model)
+        raise
     if adapt:
         made.follow(math.inf if budget is None else bytes_of(budget))
     return made

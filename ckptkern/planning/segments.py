@@ -187,6 +187,10 @@ def check_model(op: str, model: nn.Module, inputs: object) -> None:
         )
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"{op}: a forward without its backward would leave DistributedDataParallel waiting: {op} first, then wrap"
+        )
     if holds_sharded(model) or is_sharded(model):
         raise ValueError(
             f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"

@@ -168,8 +168,10 @@ def test_the_least_that_would_fit() -> None:
     plan.choose(error.value.least)
     assert counted(model, x) == error.value.least
     assert pickle.loads(pickle.dumps(error.value)).least == error.value.least
+    model = model_of("llama")
     with pytest.raises(BudgetError):
-        ckptkern.plan(model_of("llama"), x, budget=error.value.least - 1)
+        ckptkern.plan(model, x, budget=error.value.least - 1)
+    assert not segments_of(model), "as before"
 
 
 def test_a_plan_is_shown() -> None:
@@ -296,6 +298,9 @@ def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch
     free[0] = 2**40
     model(x)
     assert plan.kept == tight, "evaluation keeps nothing"
+    with torch.no_grad():
+        model.train()(x)
+    assert plan.kept == tight
     assert step_with(2**40) == roomy
     assert plan.budget == 20_000, "at most what was given"
     with pytest.warns(UserWarning, match="may not fit"):
@@ -409,9 +414,12 @@ def _check_sharded(rank: int) -> None:
 
     model = model_of("llama")
     fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (2,)))
+    wrapped = nn.parallel.DistributedDataParallel(model_of("gpt"))
     for call in (ckptkern.plan, ckptkern.report):
         with pytest.raises(ValueError, match=rf"{call.__name__} first, then shard"):
             call(model, ids())
+        with pytest.raises(ValueError, match=rf"{call.__name__} first, then wrap"):
+            call(wrapped, ids())
 
 
 def test_a_sharded_model_is_refused(ranks: Ranks) -> None:
