@@ -104,7 +104,7 @@ TEMPLATES: dict[type, Callable[[Any], Template]] = {
     ours.TransformerEncoderLayer: _torch_layer,
     ours.TransformerDecoderLayer: _torch_layer,
 }
-OPS = ("transformer_layer", "attention_block", "mlp_block", "mlp", "gated_mlp")
+OPS = ("transformer_layer", "attention_block", "mlp_block")
 
 
 def templates_of(module: nn.Module) -> list[Template]:
@@ -147,7 +147,7 @@ def halves_of(template: Template) -> Iterator[Template]:
 
 SPLIT = {
     "qkv_weight": ROWS, "qkv_bias": ROWS, "out_weight": COLUMNS, "gate_weight": ROWS, "gate_bias": ROWS, "up_weight": ROWS,
-    "up_bias": ROWS, "down_weight": COLUMNS, "fc1_weight": ROWS, "fc1_bias": ROWS, "fc2_weight": COLUMNS,
+    "up_bias": ROWS, "down_weight": COLUMNS,
 }  # fmt: skip
 
 

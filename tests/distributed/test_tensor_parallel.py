@@ -194,15 +194,13 @@ def test_a_half_communicates_once_forward_and_once_backward(tmp_path):
 
 def _check_kernels(mesh: DeviceMesh) -> None:
     """In Triton's interpreter, float32."""
-    ours = BLOCKS["llama with all"]()
-    mlp = ckptkern.nn.LlamaDecoderLayer(WIDTH, HEADS, 4, HIDDEN).mlp  # without dropout any size will do
     with ckptkern.backend("triton"):
-        for plain in (ours, ckptkern.nn.MLP(WIDTH, HIDDEN, dropout=P), mlp):
+        for plain in (BLOCKS["llama with all"](), BLOCKS["mlp"](), BLOCKS["gated mlp"]()):
             for parameter in plain.parameters():
                 nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
             for sequence in (False, True):
                 split = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
-                x, weight = torch.randn(2, 2, 32, WIDTH, generator=torch.Generator().manual_seed(1))
+                x, weight = torch.randn(2, 2, 16, WIDTH, generator=torch.Generator().manual_seed(1))
                 plain.zero_grad()
                 y, dx, _ = step(plain, x, weight)
                 z, dz, _ = step(split, mine(x, mesh, sequence), mine(weight, mesh, sequence))
@@ -214,6 +212,7 @@ def _check_kernels(mesh: DeviceMesh) -> None:
             narrow(x)
 
 
+@pytest.mark.long
 def test_the_kernels_draw_parts_of_the_unsharded_masks(tmp_path):
     pytest.importorskip("triton")
     on_ranks(2, _check_kernels, tmp_path)
@@ -466,6 +465,15 @@ def test_what_has_no_sharded_form_runs_on_the_whole_parameters(tmp_path):
     on_ranks(2, _check_whole, tmp_path)
 
 
+class Activated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.relu(self.fc(x))
+
+
 def _check_errors(mesh: DeviceMesh) -> None:
     def refused(module: nn.Module, error: type[Exception], match: str, plan=None) -> None:
         with pytest.raises(error, match=match):
@@ -477,6 +485,9 @@ def _check_errors(mesh: DeviceMesh) -> None:
     refused(ckptkern.nn.MLP(8, 30), ValueError, r"fc1.weight has shape \(30, 8\), whose dimension 0 must be a multiple")
     refused(nn.Linear(8, 8), TypeError, "Linear is no fused block; name blocks of ckptkern.nn")
     refused(ARCHITECTURES["llama"].model(), TypeError, "Stack is no fused block")
+    activated = Activated()
+    ckptkern.convert(activated, torch.randn(2, 4, 8))
+    refused(activated, TypeError, "Activated is a linear_act, which has no heads or hidden units")
     lora = adapted(ARCHITECTURES["llama"].model())
     assert len(ckptkern.convert(lora, ids()).converted) == 2
     refused(lora, ValueError, r"Llama has low-rank updates \(LoRA\), which are not split", {"layers.*": style()})
