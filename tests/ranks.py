@@ -75,7 +75,7 @@ class Ranks:
     patience: seconds until ranks that have not reported are taken to hang.
     """
 
-    def __init__(self, patience: float = 300):
+    def __init__(self, patience: float = 600):
         self.patience = patience
         self.started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self.folder = tempfile.TemporaryDirectory()

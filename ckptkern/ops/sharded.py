@@ -16,7 +16,7 @@ rows of x (Korthikanti et al. 2022, arXiv 2205.05198). Dropout's masks are those
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from .mlp_block import gather as gather_mlp
 
 NOTHING_AROUND = dict(post_norm_weight=None, post_norm_bias=None, branch_scale=None, resid_rng=None, path_rng=None)
 PLAIN_AROUND = dict(residual=False, resid_p=0.0, path_p=0.0, post_norm="", branch_factor=1.0)
-_alike: set[str] = set()  # groups whose ranks were seen to draw the same states
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,9 @@ class Shard:
     rank: int
     size: int
     sequence: bool = False
+    checked: list[bool] = field(
+        default_factory=list, compare=False, repr=False
+    )  # not empty: its ranks draw the same states
 
     # -- collectives
 
@@ -132,9 +134,9 @@ class Shard:
     def drawn(self, t: Any, o: Any, x: Tensor, training: bool) -> Any:
         t = drawn(t, o, x, training)
         states = [one for one in (t.rng, t.resid_rng, t.path_rng) if one is not None]
-        if states and self.group not in _alike and not torch.compiler.is_compiling():
+        if states and not self.checked and not torch.compiler.is_compiling():
             self.check_alike(states[0])
-            _alike.add(self.group)
+            self.checked.append(True)
         return t
 
     def check_alike(self, state: Tensor) -> None:

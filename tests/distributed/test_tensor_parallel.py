@@ -1,12 +1,13 @@
 """Blocks on a tensor-parallel group of gloo processes against one process, in float64 unless it says otherwise."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from architectures import ARCHITECTURES, DropPath, adapted, ids
-from mesh_ranks import on_ranks
+from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,6 +26,15 @@ def style(**options):
     from ckptkern.parallel import TensorParallel  # imports torch.distributed.tensor
 
     return TensorParallel(**options)
+
+
+def on_mesh(ranks: Ranks, n: int, function: Callable, *arguments) -> None:
+    """function(mesh, *arguments) on n ranks."""
+    ranks.run(n, _on_mesh, function.__name__, n, *arguments)
+
+
+def _on_mesh(rank: int, name: str, n: int, *arguments) -> None:
+    globals()[name](init_device_mesh("cpu", (n,), mesh_dim_names=("tp",)), *arguments)
 
 
 # -- blocks
@@ -132,9 +142,9 @@ def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, tmp_path):
+def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, ranks):
     """Results, gradients and kept bytes at every level. With dropout too, so each rank draws its part of the masks."""
-    on_ranks(n, _check_blocks, tmp_path, sequence)
+    on_mesh(ranks, n, _check_blocks, sequence)
 
 
 def _check_calls(mesh: DeviceMesh, sequence: bool) -> None:
@@ -163,8 +173,8 @@ def _check_calls(mesh: DeviceMesh, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_packed_sequences_and_masks(sequence, tmp_path):
-    on_ranks(2, _check_calls, tmp_path, sequence)
+def test_packed_sequences_and_masks(sequence, ranks):
+    on_mesh(ranks, 2, _check_calls, sequence)
 
 
 def _check_collectives(mesh: DeviceMesh) -> None:
@@ -188,8 +198,8 @@ def _check_collectives(mesh: DeviceMesh) -> None:
         assert tuple(seen) == counts
 
 
-def test_a_half_communicates_once_forward_and_once_backward(tmp_path):
-    on_ranks(2, _check_collectives, tmp_path)
+def test_a_half_communicates_once_forward_and_once_backward(ranks):
+    on_mesh(ranks, 2, _check_collectives)
 
 
 def _check_kernels(mesh: DeviceMesh) -> None:
@@ -213,9 +223,9 @@ def _check_kernels(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.long
-def test_the_kernels_draw_parts_of_the_unsharded_masks(tmp_path):
+def test_the_kernels_draw_parts_of_the_unsharded_masks(ranks):
     pytest.importorskip("triton")
-    on_ranks(2, _check_kernels, tmp_path)
+    on_mesh(ranks, 2, _check_kernels)
 
 
 # -- converted models
@@ -290,10 +300,10 @@ def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_converted_models_on_two_ranks_train_as_on_one(sequence, tmp_path):
+def test_converted_models_on_two_ranks_train_as_on_one(sequence, ranks):
     """Three steps each; packed and transposed weights, masks of all heads, norms after the branch, parallel halves."""
     names = ("llama", "gpt", "gemma", "qwen", "phi3", "bert", "relative bias", "vision", "parallel, one norm")
-    on_ranks(2, _check_converted, tmp_path, sequence, names)
+    on_mesh(ranks, 2, _check_converted, sequence, names)
 
 
 def _check_cross(mesh: DeviceMesh) -> None:
@@ -316,8 +326,8 @@ def _check_cross(mesh: DeviceMesh) -> None:
     _check_converted(mesh, False, ("decoder", "torch decoder"))
 
 
-def test_cross_attention_on_two_ranks(tmp_path):
-    on_ranks(2, _check_cross, tmp_path)
+def test_cross_attention_on_two_ranks(ranks):
+    on_mesh(ranks, 2, _check_cross)
 
 
 # -- with other parts of torch
@@ -348,8 +358,8 @@ def _check_with_fsdp(mesh: DeviceMesh) -> None:
             optimizer.step()
 
 
-def test_fsdp2_over_tensor_parallel_blocks(tmp_path):
-    on_ranks(4, _check_with_fsdp, tmp_path)
+def test_fsdp2_over_tensor_parallel_blocks(ranks):
+    on_mesh(ranks, 4, _check_with_fsdp)
 
 
 def _check_precision_compile_and_segments(mesh: DeviceMesh) -> None:
@@ -384,8 +394,8 @@ def _check_precision_compile_and_segments(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(ours(given), y)
 
 
-def test_autocast_compile_checkpoint_and_dtensor_inputs(tmp_path):
-    on_ranks(2, _check_precision_compile_and_segments, tmp_path)
+def test_autocast_compile_checkpoint_and_dtensor_inputs(ranks):
+    on_mesh(ranks, 2, _check_precision_compile_and_segments)
 
 
 def _check_torchs_styles(mesh: DeviceMesh) -> None:
@@ -407,8 +417,8 @@ def _check_torchs_styles(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(step(ours, x, weight)[0], expected)
 
 
-def test_torchs_own_styles_on_the_inner_layers(tmp_path):
-    on_ranks(2, _check_torchs_styles, tmp_path)
+def test_torchs_own_styles_on_the_inner_layers(ranks):
+    on_mesh(ranks, 2, _check_torchs_styles)
 
 
 def _check_whole(mesh: DeviceMesh) -> None:
@@ -461,8 +471,8 @@ def _check_whole(mesh: DeviceMesh) -> None:
         rows(torch.randn(B, S // 2, WIDTH))
 
 
-def test_what_has_no_sharded_form_runs_on_the_whole_parameters(tmp_path):
-    on_ranks(2, _check_whole, tmp_path)
+def test_what_has_no_sharded_form_runs_on_the_whole_parameters(ranks):
+    on_mesh(ranks, 2, _check_whole)
 
 
 class Activated(nn.Module):
@@ -511,5 +521,5 @@ def _check_errors(mesh: DeviceMesh) -> None:
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
 
 
-def test_errors_say_what_was_wanted(tmp_path):
-    on_ranks(4, _check_errors, tmp_path)
+def test_errors_say_what_was_wanted(ranks):
+    on_mesh(ranks, 4, _check_errors)
