@@ -213,6 +213,19 @@ def record(model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequ
 # -- time
 
 
+@contextmanager
+def no_main_grad(module: nn.Module) -> Iterator[None]:
+    """Megatron-LM's sums of gradients are out of the way for a while, so that backward adds nothing to them."""
+    taken = [(p, p.main_grad) for p in module.parameters() if hasattr(p, "main_grad")]
+    try:
+        for p, _ in taken:
+            del p.main_grad
+        yield
+    finally:
+        for p, main_grad in taken:
+            p.main_grad = main_grad
+
+
 def step(module: nn.Module, call: Call) -> tuple[Callable[[], Any], Callable[[], list[Tensor | None]]]:
     """(forward, backward, which returns gradients and accumulates none)."""
     leaves = mapped(as_input, call)
@@ -270,7 +283,7 @@ def costs(kind: Kind, ways: Sequence[Way | None], device: torch.device) -> list[
 
     found: dict[int, tuple[int, int | None, list[float]]] = {}  # of the ways that fit
     try:
-        with unmoved(segment.module), torch.enable_grad():
+        with unmoved(segment.module), torch.enable_grad(), no_main_grad(segment.module):
             segment.module.train()
             for i, way in enumerate(ways):
                 with running(way), suppress(torch.OutOfMemoryError):

@@ -18,7 +18,7 @@ from ..conversion.proof import unmoved
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of
 from ..extras import missing
-from .measure import Cost, Table, measure
+from .measure import Cost, Table, measure, no_main_grad
 from .plan import found_segments, time_of
 from .segments import Segment, Way, check_model, segments_of, stock
 
@@ -158,12 +158,13 @@ def gradients_there(model: nn.Module) -> Iterator[None]:
 def timeline(model: nn.Module, args: tuple, kwargs: dict[str, Any], device: torch.device) -> memory.Timeline | None:
     """Memory over one training step; None if it does not fit."""
     try:
-        with unmoved(model), torch.enable_grad(), gradients_there(model), memory.memory_timeline(device) as found:
+        with unmoved(model), torch.enable_grad(), no_main_grad(model), gradients_there(model):
             model.train()
-            loss = loss_of(model(*args, **kwargs))
-            found.mark("backward")
-            loss.backward()
-            del loss
+            with memory.memory_timeline(device) as found:
+                loss = loss_of(model(*args, **kwargs))
+                found.mark("backward")
+                loss.backward()
+                del loss
     except torch.OutOfMemoryError:
         return None
     return found

@@ -164,6 +164,20 @@ def test_gradients_that_are_there_come_back() -> None:
     assert layer.bias.grad is None
 
 
+def test_nothing_is_added_to_main_grad() -> None:
+    model = nn.Sequential(ckptkern.nn.MLP(8, 16))
+    sums = [torch.zeros(p.shape) for p in model.parameters()]
+    for p, main_grad in zip(model.parameters(), sums, strict=True):
+        p.main_grad, p.grad_added_to_main_grad = main_grad, False
+    ckptkern.report(model, torch.randn(3, 8))
+    for p, main_grad in zip(model.parameters(), sums, strict=True):
+        assert p.main_grad is main_grad
+        assert not main_grad.any()
+        assert not p.grad_added_to_main_grad
+    model(torch.randn(3, 8)).sum().backward()
+    assert model[0].fc1.weight.main_grad.any(), "a training step does"
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
         ckptkern.report(3, ids())
