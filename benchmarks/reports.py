@@ -17,7 +17,7 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+        vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=4,
     )  # fmt: skip
     ids = torch.randint(0, 512, (2, TOKENS))
@@ -28,7 +28,7 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = torch.randint(0, 512, (2, TOKENS))
-    config = GPT2Config(vocab_size=512, n_positions=TOKENS, n_embd=256, n_layer=4, n_head=8, attn_pdrop=0.0)
+    config = GPT2Config(vocab_size=512, n_positions=TOKENS, n_embd=256, n_layer=8, n_head=8, attn_pdrop=0.0)
     return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
@@ -37,7 +37,7 @@ def vit() -> tuple[nn.Module, dict[str, Any]]:
 
     config = ViTConfig(
         hidden_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=8,
         num_attention_heads=8,
         intermediate_size=1024,
         image_size=224,
