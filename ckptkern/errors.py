@@ -18,10 +18,10 @@ class LayoutError(TypeError, NotImplementedError):
     """A tensor is sparse or nested where the op needs a dense one. torch raises NotImplementedError, a RuntimeError, here."""
 
 
-class BudgetError(ValueError):
+class BudgetError(ValueError, RuntimeError):
     """A budget that no choice of ways meets. least: the bytes that would do."""
 
-    def __init__(self, message: str, least: int):
+    def __init__(self, message: str, least: int = 0):
         super().__init__(message, least)
         self.least = least
 
