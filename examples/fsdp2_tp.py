@@ -1,9 +1,9 @@
-"""Segments, tensor and sequence parallelism, then FSDP2 on a 2 x 2 mesh, in torchtitan's order.
+"""Segments, tensor and sequence parallelism, then FSDP2 on an n x 2 mesh, in torchtitan's order.
 
 `convert` reads which parameter of a block plays which role, so `TensorParallel` needs no plan of its layers: each rank's fused
 op has a part of the heads and of the hidden units, and keeps its own rows of the block's input. `fully_shard` comes last.
 
-Run: torchrun --nproc-per-node 4 examples/fsdp2_tp.py
+Run: torchrun --nproc-per-node 2 examples/fsdp2_tp.py
 """
 
 import torch
@@ -57,7 +57,7 @@ styles = {
 }
 
 dist.init_process_group("gloo")  # "nccl"
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))  # "cuda"
+mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))  # "cuda"
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(64, 64), Block(), Block(), nn.RMSNorm(64), nn.Linear(64, 64, bias=False))
 

@@ -205,18 +205,17 @@ def test_a_half_communicates_once_forward_and_once_backward(ranks):
 def _check_kernels(mesh: DeviceMesh) -> None:
     """In Triton's interpreter, float32."""
     with ckptkern.backend("triton"):
-        for plain in (BLOCKS["llama with all"](), BLOCKS["mlp"](), BLOCKS["gated mlp"]()):
+        for name, sequence in (("llama with all", True), ("mlp", False), ("gated mlp", False)):
+            plain = BLOCKS[name]()
             for parameter in plain.parameters():
                 nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
-            for sequence in (False, True):
-                split = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
-                x, weight = torch.randn(2, 2, 16, WIDTH, generator=torch.Generator().manual_seed(1))
-                plain.zero_grad()
-                y, dx, _ = step(plain, x, weight)
-                z, dz, _ = step(split, mine(x, mesh, sequence), mine(weight, mesh, sequence))
-                torch.testing.assert_close(z, mine(y, mesh, sequence), atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(dz, mine(dx, mesh, sequence), atol=1e-4, rtol=1e-4)
-                check_gradients(plain, split, type(plain).__name__, 1e-5)
+            split = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
+            x, weight = torch.randn(2, 2, 16, WIDTH, generator=torch.Generator().manual_seed(1))
+            y, dx, _ = step(plain, x, weight)
+            z, dz, _ = step(split, mine(x, mesh, sequence), mine(weight, mesh, sequence))
+            torch.testing.assert_close(z, mine(y, mesh, sequence), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(dz, mine(dx, mesh, sequence), atol=1e-4, rtol=1e-4)
+            check_gradients(plain, split, name, 1e-5)
         narrow = parallelize_module(ckptkern.nn.MLP(WIDTH, 96, dropout=P), mesh, style())
         with pytest.raises(RuntimeError, match="the kernels draw masks of shards of 32 n hidden units, not of 48"):
             narrow(x)
