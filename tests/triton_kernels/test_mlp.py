@@ -57,3 +57,15 @@ def test_gate_and_up_are_not_interchangeable(dtype, device):
     assert_equal(kernel(launcher, tensors | halves, "silu"), expected)
     exchanged = kernel(launcher, tensors | {"wg": halves["wu"], "wu": halves["wg"]}, "silu")
     assert not any(torch.equal(exchanged[name], expected[name]) for name in expected)
+
+
+def test_the_gated_product_is_rounded_once(device):
+    """relu(g)² u of bfloat16 numbers has 24 bits: float32 holds it exactly, and h is its only rounding."""
+    tensors = inputs_of(LAUNCHERS["gated_bwd"], torch.bfloat16, device, N=23)
+    layer = {name: tensors[name] for name in ("x", "wg", "bg", "wu", "bu")}
+    g, u = (
+        kernel(LAUNCHERS["linear_fwd"], pick(tensors, x="x", w=f"w{one}", b=f"b{one}"), "identity")["h"] for one in "gu"
+    )
+    expected = (g.double().relu().square() * u.double()).to(torch.bfloat16)
+    assert torch.equal(kernel(LAUNCHERS["gated_fwd"], layer, "relu2")["h"], expected)
+    assert torch.equal(kernel(LAUNCHERS["gated_bwd"], tensors, "relu2")["h"], expected)
