@@ -278,6 +278,8 @@ def test_a_weight_that_autocast_casts_once_for_two_segments() -> None:
 def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [2**40]
     monkeypatch.setattr(memory, "free_memory", lambda device: free[0])
+    # by measured times any way may win on a busy machine
+    monkeypatch.setattr(ckptkern.Plan, "cost_of", lambda self, row, way: self.table.cost(row, way).flops)
     model, x = model_of("llama"), ids()
     gradients = sum(p.nbytes for p in model.parameters())
     plan = ckptkern.plan(model, x, budget=20_000, adapt=True)
