@@ -18,7 +18,9 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
     table, error = None, None
     try:
         table = measure()
-    except Exception as raised:
+    except (
+        Exception
+    ) as raised:  # of any kind: the other ranks wait for this one in the gather below, and it is raised after
         error = raised
     mine = f"{type(error).__name__}: {error}" if table is None else figures(table)
     theirs: list = [None] * dist.get_world_size(group)

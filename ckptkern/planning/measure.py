@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import memory
-from ..conversion.alike import Numbers, attributes_of, call_kinds, description, number_in
+from ..conversion.alike import call_kinds, same_inside
 from ..conversion.proof import unmoved
 from ..conversion.trace import leaves_of, mapped
 from .segments import Segment, Way, stock
@@ -333,12 +333,10 @@ def kind_of(kinds: list[Kind], segment: Segment, call: Call) -> int:
 
 def is_alike(a: Segment, call: Call, b: Segment, other: Call) -> bool:
     return (
-        type(a.module) is type(b.module)
-        and a.served_by == b.served_by
+        a.served_by == b.served_by
         and call_kinds([call]) == call_kinds([other])
         and gradients_of(call) == gradients_of(other)
-        and description(a.module) == description(b.module)
-        and Numbers(number_in(b.name), number_in(a.name)).same(attributes_of(b.module), attributes_of(a.module))
+        and same_inside(b.name, b.module, a.name, a.module)
     )
 
 

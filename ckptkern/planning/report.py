@@ -138,8 +138,11 @@ def loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    tensors = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-    return sum(one.float().sum() for one in tensors if isinstance(one, Tensor) and one.requires_grad)
+    leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
+    wanted = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
+    if not wanted:
+        raise ValueError("report: wanted an output with a gradient, but no tensor that the model returned has one")
+    return torch.stack([one.float().sum() for one in wanted]).sum()
 
 
 @contextmanager

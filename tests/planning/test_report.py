@@ -178,6 +178,12 @@ def test_nothing_is_added_to_main_grad() -> None:
     assert model[0].fc1.weight.main_grad.any(), "a training step does"
 
 
+def test_an_output_without_a_gradient() -> None:
+    model = nn.Sequential(ckptkern.nn.MLP(8, 16)).requires_grad_(False)
+    with pytest.raises(ValueError, match="wanted an output with a gradient"):
+        ckptkern.report(model, torch.randn(3, 8))
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
         ckptkern.report(3, ids())
