@@ -48,8 +48,13 @@ setup(
         "ckptkern",
         *(f"ckptkern.{name}" for name in find_packages("ckptkern")),
         *(f"ckptkern.{name}" for name in find_packages(include=["triton_kernels*", "benchmarks*"])),
+        "ckptkern.emulator",
     ],
-    package_dir={"ckptkern.triton_kernels": "triton_kernels", "ckptkern.benchmarks": "benchmarks"},
+    package_dir={
+        "ckptkern.triton_kernels": "triton_kernels",
+        "ckptkern.benchmarks": "benchmarks",
+        "ckptkern.emulator": "tests/emulator",
+    },
     package_data={"ckptkern": ["py.typed"]},
     **extension_arguments(),
 )

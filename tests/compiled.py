@@ -19,7 +19,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ckptkern import triton_kernels
-from ckptkern.benchmarks.gate import cases, machine_code
+from ckptkern.benchmarks.gate import cases, compiling, machine_code
 from ckptkern.eager import AttentionCore
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.philox import philox
@@ -61,7 +61,7 @@ def planted() -> dict[str, list[str]]:
     """The faults of each planted launch, judged as aligned, and of a launch as shipped."""
     faults = {}
     for name, (arch, dtype, launch) in {**PLANTED, "none": (90, "bfloat16", act_grad)}.items():
-        cases.OPS[name] = lambda case, launch=launch: launch()
+        cases.OPS[name] = lambda case, given, launch=launch: launch()
         case = cases.Case(name, arch, dtype, ragged=False, activation="gelu", dropout=True, extras=True)
         faults[name] = [fault for _, found in machine_code.gate(case) for fault in found]
     unknown = cases.Case("act_grad", 90, "bfloat16", ragged=False, activation="tanh", dropout=False, extras=False)
@@ -73,7 +73,7 @@ def specializations(call, arch: int) -> set[str]:
     """What Triton's launch cache would tell apart in the launches of `call`."""
     backend = make_backend(GPUTarget("cuda", arch, 32))
     keys = set()
-    for kernel, args, kwargs in machine_code.catch_launches(call, arch):
+    for kernel, args, kwargs in compiling.catch_launches(call, arch):
         binder = create_function_from_signature(kernel.signature, kernel.params, backend)
         _, specialization, options = binder(*args, **kwargs, debug=False)
         keys.add(f"{kernel.fn.__name__} {specialization} {options}")
@@ -156,7 +156,7 @@ def uneven() -> dict[str, list[str]]:
     def tiles(**options) -> dict[str, dict]:
         found = {}
         for name, arch in itertools.product(products, cases.ARCHS):
-            ((_, _, arguments),) = machine_code.catch_launches(launches(activation="gelu", **options)[name], arch)
+            ((_, _, arguments),) = compiling.catch_launches(launches(activation="gelu", **options)[name], arch)
             found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in machine_code.TILE_KEYS}
         return found
 
@@ -178,8 +178,8 @@ def maxima() -> dict[str, list[str]]:
     }
     kinds = {}
     for name, call in calls.items():
-        (launch,) = machine_code.catch_launches(call, 90)
-        kinds[name] = sorted(set(re.findall(r"\bmax\S*", machine_code.compile_launch(*launch, 90).asm["ptx"])))
+        (launch,) = compiling.catch_launches(call, 90)
+        kinds[name] = sorted(set(re.findall(r"\bmax\S*", compiling.compile_launch(*launch, 90).ptx)))
     return kinds
 
 
@@ -212,7 +212,7 @@ def philox_words() -> dict[str, list[bool]]:
             values = {(i,): value for i, value in enumerate((*COUNTER_AND_KEY, *words), 1)}
             signature = dict.fromkeys(_philox_kernel.arg_names, "constexpr") | {"out_ptr": "*i32"}
             compiled = triton.compile(ASTSource(_philox_kernel, signature, values), target, {"num_warps": 1})
-            found.append("STG" in machine_code.inspect_cubin(compiled, "nvdisasm", "-c"))
+            found.append("STG" in machine_code.inspect_cubin(compiled.asm["cubin"], "nvdisasm", "-c"))
     return stores
 
 

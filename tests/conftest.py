@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter, except under `pytest -m gpu` on a machine with CUDA."""
+"""Kernels run in Triton's interpreter, except under `pytest -m gpu` on a machine with CUDA and `--device emulated`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from outside import TRITON_CACHE
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -18,12 +19,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="only the first case of every test function, and no long test"
     )
+    parser.addoption(
+        "--device",
+        choices=("interpreted", "emulated"),
+        default="interpreted",
+        help="what runs the kernels of tests/triton_kernels on a CPU: Triton's interpreter (default), or the emulator of "
+        "their compiled code, on each architecture",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Decoration decides whether a kernel is interpreted or compiled, so this comes before every import of ours.
     on_gpu = config.option.markexpr == "gpu" and torch.cuda.is_available()
-    if not on_gpu:
+    if config.option.device == "emulated":
+        os.environ["TRITON_INTERPRET"] = "0"
+        os.environ.setdefault("TRITON_CACHE_DIR", TRITON_CACHE)
+    elif not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
         if importlib.util.find_spec("triton"):
             _patch_the_language_once()

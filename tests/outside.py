@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+TRITON_CACHE = str(ROOT / "build" / "triton")  # what the gate and the emulator compile
 
 
 def start(*command: str, **streams) -> subprocess.Popen:
     """Python with these arguments, run outside the source tree, whose ckptkern would come before the installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
+    environment["TRITON_CACHE_DIR"] = TRITON_CACHE
     return subprocess.Popen([sys.executable, *command], env=environment, text=True, cwd=ROOT / "tests", **streams)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from .launchers import LAUNCHERS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ARCHS = (80, 90)
 DTYPES = ("float16", "bfloat16")
@@ -39,8 +44,9 @@ class Case:
         """The card's shared memory, in bytes per block."""
         return SHARED_LIMIT[self.arch]
 
-    def launch(self) -> None:
-        OPS[self.op](self)
+    def launch(self, given: Inputs | None = None):
+        """The launcher's results on `given`."""
+        return OPS[self.op](self, given or Inputs())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +72,8 @@ class AttentionCase:
     def shared(self) -> int:
         return SMALL_CARD if self.kind == "small" else SHARED_LIMIT[self.arch]
 
-    def launch(self) -> None:
-        _launch_attention(self)
+    def launch(self, given: Inputs | None = None):
+        return _launch_attention(self, given or Inputs())
 
 
 def attention_cases(
@@ -177,188 +183,206 @@ def all_cases() -> list[Case | AttentionCase]:
     ]
 
 
-def _tensors(case: Case):
-    import torch
+class Inputs:
+    """What a case is launched on: tensors without data, large enough that the shipped tiles are chosen.
 
-    dtype = getattr(torch, case.dtype)
-    M, K, N, D = (1001, 515, 1037, 517) if case.ragged else (64 if case.kind == "few" else 4096, 1024, 4096, 1024)
+    The emulator's tests launch the same cases, so the same compilations, on small tensors with data: they override all.
+    """
 
-    def meta(*shape, dtype=dtype):
+    ROWS, FEATURES, HIDDEN = 4096, 1024, 4096
+    RAGGED = (1001, 515, 1037, 517)  # rows, features in, hidden, features out
+    BATCH, LENGTH, HEADS = 2, 4096, 16
+
+    @property
+    def backend(self):
+        from ... import triton_kernels
+
+        return triton_kernels
+
+    def __call__(self, *shape: int, dtype, scale: float = 1.0) -> Tensor:
+        """Normal numbers times `scale`; whole ones of an integer type, at most as large as fits."""
+        import torch
+
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111, 0) if case.dropout else (None, 0, 1.0, 0)
-    return meta, M, K, N, D, dropout, dtype
+    def dtype(self, name: str) -> torch.dtype:
+        import torch
+
+        return getattr(torch, name)
+
+    def sizes(self, case: Case) -> dict[str, int]:
+        """Of a product: rows M, features in K, hidden N, features out D."""
+        aligned = (64 if case.kind == "few" else self.ROWS, self.FEATURES, self.HIDDEN, self.FEATURES)
+        return dict(zip("MKND", self.RAGGED if case.ragged else aligned, strict=True))
+
+    def dropout(self, wanted: bool) -> tuple:
+        import torch
+
+        return (self(2, dtype=torch.int64), 6554, 1.1111, 0) if wanted else (None, 0, 1.0, 0)
+
+    def lengths(self, batch: int, length: int) -> dict:
+        """Of packed sequences."""
+        import torch
+
+        return dict.fromkeys(("cu_q", "cu_k"), self(batch + 1, dtype=torch.int32)) | {"max_q": length, "max_k": length}
+
+    def statistics(self, q, k, v, do, core) -> tuple[Tensor, Tensor]:
+        """lse and delta, as forward gives them."""
+        import torch
+
+        lse = torch.empty_like(do[..., 0], dtype=torch.float32)
+        return lse, lse
 
 
 def _precision(case: Case | AttentionCase) -> str:
     return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"
 
 
-def _launch_product(case):
-    from ... import triton_kernels
-
-    launcher = LAUNCHERS[case.op]
-    meta, M, K, N, D, dropout, _ = _tensors(case)
-    sizes = {"M": M, "K": K, "N": N, "D": D}
-    tensors = [meta(*(sizes[letter] for letter in letters)) for letters in launcher.inputs.values()]
+def _launch_product(case: Case, given: Inputs):
+    launcher, sizes, tensors = LAUNCHERS[case.op], given.sizes(case), []
+    for name, letters in launcher.inputs.items():
+        shape = [sizes[letter] for letter in letters]
+        weight = name.startswith("w")
+        scale = sizes[letters.replace("N", "")] ** -0.5 if weight else 1.0
+        tensors.append(given(*shape, dtype=given.dtype(case.dtype), scale=scale))
     options = dict.fromkeys(launcher.wants, case.extras)
     if launcher.dropout:
-        options["dropout"] = dropout
+        options["dropout"] = given.dropout(case.dropout)
     if case.activation != "relu":  # only relu's backward needs no more of z than its sign
         options.pop("keep_bits", None)
-    getattr(triton_kernels, case.op)(*tensors, case.activation, _precision(case), **options)
+    return getattr(given.backend, case.op)(*tensors, case.activation, _precision(case), **options)
 
 
-def _launch_act_fwd(case):
-    from ...triton_kernels import elementwise
-
-    meta, M, _, N, _, _, _ = _tensors(case)
-    elementwise.act_fwd(meta(M, N), meta(M, N) if case.extras else None, case.activation)
+def _matrix(case: Case, given: Inputs) -> Tensor:
+    sizes = given.sizes(case)
+    return given(sizes["M"], sizes["N"], dtype=given.dtype(case.dtype))
 
 
-def _launch_act_bwd(case):
+def _bits(case: Case, given: Inputs, rows: int, columns: int) -> Tensor:
     import torch
 
-    from ...triton_kernels import elementwise
+    return given(rows, -(-columns // 8), dtype=torch.uint8)
 
-    meta, M, _, N, _, _, _ = _tensors(case)
+
+def _launch_act_fwd(case: Case, given: Inputs):
+    z, u = _matrix(case, given), _matrix(case, given) if case.extras else None
+    return given.backend.act_fwd(z, u, case.activation)
+
+
+def _launch_act_bwd(case: Case, given: Inputs):
+    dy = _matrix(case, given)
     if case.activation == "relu":
-        elementwise.act_bwd(meta(M, N), meta(M, -(-N // 8), dtype=torch.uint8), "relu", bits=True, db=case.extras)
-    else:
-        elementwise.act_bwd(meta(M, N), meta(M, N), case.activation, db=case.extras)
+        return given.backend.act_bwd(dy, _bits(case, given, *dy.shape), "relu", bits=True, db=case.extras)
+    return given.backend.act_bwd(dy, _matrix(case, given), case.activation, db=case.extras)
 
 
-def _launch_dropout(case):
-    import torch
-
-    from ...triton_kernels import elementwise
-
-    meta, M, _, N, _, _, _ = _tensors(case)
-    elementwise.dropout(meta(M, N), meta(2, dtype=torch.int64), 6554, 1.1111)
+def _launch_dropout(case: Case, given: Inputs):
+    return given.backend.dropout(_matrix(case, given), *given.dropout(True)[:3])
 
 
-def _narrow(case):
-    import torch
-
-    meta, M, *_ = _tensors(case)
+def _narrow(case: Case, given: Inputs):
+    M, dtype = given.sizes(case)["M"], given.dtype(case.dtype)
     width, L = 32 if "narrow" in case.kind else 64, 8
     K, N = (width - 3, width - 11) if case.ragged else (width, width)
-    bits = meta(M, -(-N // 8), dtype=torch.uint8) if case.activation == "relu" else None
-    return meta(M, K), meta(L, width, width), meta(L, width) if case.extras else None, meta(M, N), bits
+    weights = given(L, width, width, dtype=dtype, scale=width**-0.5)
+    biases = given(L, width, dtype=dtype) if case.extras else None
+    bits = _bits(case, given, M, N) if case.activation == "relu" else None
+    return given(M, K, dtype=dtype), weights, biases, given(M, N, dtype=dtype), bits
 
 
-def _launch_stack_fwd(case):
-    from ...triton_kernels import stack
-
-    x, w, b, dy, bits = _narrow(case)
-    stack.stack_fwd(x, w, b, dy.shape[1], case.activation, _precision(case), keep_bits=bits is not None)
-
-
-def _launch_stack_bwd(case):
-    from ...triton_kernels import stack
-
-    x, w, b, dy, bits = _narrow(case)
-    stack.stack_bwd(x, w, b, dy, bits, case.activation, _precision(case))
+def _launch_stack_fwd(case: Case, given: Inputs):
+    x, w, b, dy, bits = _narrow(case, given)
+    return given.backend.stack_fwd(
+        x, w, b, dy.shape[1], case.activation, _precision(case), keep_bits=bits is not None
+    )
 
 
-def _norm(case: Case):
+def _launch_stack_bwd(case: Case, given: Inputs):
+    x, w, b, dy, bits = _narrow(case, given)
+    return given.backend.stack_bwd(x, w, b, dy, bits, case.activation, _precision(case))
+
+
+def _norm(case: Case, given: Inputs):
     """(kind, x [M, K], a parameter [K], dtype): "layer-autocast" is a float32 stream of activations round bf16 ops."""
-    import torch
-
     kind, _, autocast = case.activation.partition("-")
-    meta, M, K, _, _, _, dtype = _tensors(case)
-    wide = torch.float32 if autocast else dtype
-    return kind, meta(M, K, dtype=wide), meta(K, dtype=wide), dtype
+    sizes, dtype = given.sizes(case), given.dtype(case.dtype)
+    wide = given.dtype("float32") if autocast else dtype
+    return kind, given(sizes["M"], sizes["K"], dtype=wide), given(sizes["K"], dtype=wide), dtype
 
 
-def _launch_norm_fwd(case):
-    from ...triton_kernels import norm
-
-    kind, x, weight, dtype = _norm(case)
-    norm.norm_fwd(x, weight, weight if kind == "layer" else None, 1e-5, kind, dtype)
+def _launch_norm_fwd(case: Case, given: Inputs):
+    kind, x, weight, dtype = _norm(case, given)
+    return given.backend.norm_fwd(x, weight, weight if kind == "layer" else None, 1e-5, kind, dtype)
 
 
-def _launch_norm_bwd(case):
-    import torch
-
-    from ...triton_kernels import norm
-
-    kind, x, weight, dtype = _norm(case)
-    norm.norm_bwd(
-        torch.empty_like(x, dtype=dtype), x, weight, 1e-5, kind, residual=torch.empty_like(x), need_dweight=True,
-        need_dbias=kind == "layer",
-    )  # fmt: skip
+def _launch_norm_bwd(case: Case, given: Inputs):
+    kind, x, weight, dtype = _norm(case, given)
+    dy, residual = given(*x.shape, dtype=dtype), given(*x.shape, dtype=x.dtype)
+    return given.backend.norm_bwd(
+        dy, x, weight, 1e-5, kind, residual=residual, need_dweight=True, need_dbias=kind == "layer"
+    )
 
 
-def _heads(case: Case):
+def _heads(case: Case, given: Inputs):
     """(q as a view of one projection, its norm's weight and bias, cos and sin): what attention_block hands over, in place."""
-    import torch
-
-    B, S, H, D, R = (3, 1001, 5, 75, 50) if case.ragged else (2, 4096, 8, 128, 128)
-    dtype = getattr(torch, case.dtype)
-    q = torch.empty(B, S, 2 * H, D, dtype=dtype, device="meta")[:, :, :H]
-    angles = torch.empty(S, R, dtype=torch.float32, device="meta")
-    weight = torch.empty(D, dtype=dtype, device="meta") if case.extras else None
-    return q, weight, weight if case.activation == "layer" else None, angles, angles
+    B, S, H, D, R = (3, given.RAGGED[0], 5, 75, 50) if case.ragged else (2, given.LENGTH, 8, 128, 128)
+    dtype, wide = given.dtype(case.dtype), given.dtype("float32")
+    q = given(B, S, 2 * H, D, dtype=dtype)[:, :, :H]
+    angles = given(S, R, dtype=wide), given(S, R, dtype=wide)
+    weight = given(D, dtype=dtype) if case.extras else None
+    return q, weight, weight if case.activation == "layer" else None, *angles
 
 
-def _launch_heads_fwd(case):
-    from ...triton_kernels import rotary
-
-    q, weight, bias, cos, sin = _heads(case)
+def _launch_heads_fwd(case: Case, given: Inputs):
+    q, weight, bias, cos, sin = _heads(case, given)
     kind = "layer" if case.activation == "layer" else "rms"
-    rotary.heads_fwd(q, weight, 1e-6, cos, sin, case.activation == "interleaved", bias=bias, kind=kind, out=q)
+    interleaved = case.activation == "interleaved"
+    return given.backend.heads_fwd(q, weight, 1e-6, cos, sin, interleaved, bias=bias, kind=kind, out=q)
 
 
-def _launch_heads_bwd(case):
-    import torch
-
-    from ...triton_kernels import rotary
-
-    q, weight, bias, cos, sin = _heads(case)
-    dq = torch.empty_like(q, memory_format=torch.preserve_format)
-    rotary.heads_bwd(
+def _launch_heads_bwd(case: Case, given: Inputs):
+    q, weight, bias, cos, sin = _heads(case, given)
+    dq = given(*q.shape, dtype=q.dtype)
+    return given.backend.heads_bwd(
         dq, q, weight, 1e-6, cos, sin, case.activation == "interleaved", kind="layer" if case.activation == "layer" else "rms",
         out=dq, need_dweight=weight is not None, need_dbias=bias is not None,
     )  # fmt: skip
 
 
-def _launch_attention(case: AttentionCase):
-    import torch
-
+def _launch_attention(case: AttentionCase, given: Inputs):
     from ...eager import AttentionCore
     from ...triton_kernels import attention
 
-    def meta(*shape, dtype=None):
-        return torch.empty(*shape, dtype=dtype or getattr(torch, case.dtype), device="meta")
-
-    B, S, H, H_kv = 2, 4096, 16, 4 if case.kind == "gqa" else 16
-    qkv = meta(1 if case.kind == "varlen" else B, S, H + 2 * H_kv, case.head_dim)  # as one packed projection returns it
+    dtype, wide, int8 = given.dtype(case.dtype), given.dtype("float32"), given.dtype("int8")
+    B, S, H = given.BATCH, given.LENGTH, given.HEADS
+    H_kv = H // 4 if case.kind == "gqa" else H
+    rows = 1 if case.kind == "varlen" else B
+    qkv = given(rows, S, H + 2 * H_kv, case.head_dim, dtype=dtype)  # as one packed projection returns it
     q, k, v = (part.transpose(1, 2) for part in qkv.split((H, H_kv, H_kv), 2))
-    do = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty_like(do[..., 0], dtype=torch.float32)
-    dropout = (meta(2, dtype=torch.int64), 6554, 1.1111, 0) if case.dropout else (None, 0, 1.0, 0)
-    window = (512 if case.kind == "window" else None, 0 if case.causal else 512 if case.kind == "window" else None)
+    do = given(rows, H, S, case.head_dim, dtype=dtype)
+    reach = S // 8
+    window = (reach if case.kind == "window" else None, 0 if case.causal else reach if case.kind == "window" else None)
     shape = (1, H, 1 if case.kind == "keys" else S, S)  # of a mask that trains
     options = {
-        "bool": lambda: {"mask": meta(B, 1, S, S, dtype=torch.int8)},
-        "additive": lambda: {"mask": meta(1, H, S, S)},
-        "keys": lambda: {"mask": meta(B, 1, 1, S, dtype=torch.int8)},
-        "alibi": lambda: {"slopes": meta(1, H, dtype=torch.float32)},
+        "bool": lambda: {"mask": given(B, 1, S, S, dtype=int8)},
+        "additive": lambda: {"mask": given(1, H, S, S, dtype=dtype)},
+        "keys": lambda: {"mask": given(B, 1, 1, S, dtype=int8)},
+        "alibi": lambda: {"slopes": given(1, H, dtype=wide)},
         "softcap": lambda: {"softcap": 50.0},
-        "varlen": lambda: dict.fromkeys(("cu_q", "cu_k"), meta(B + 1, dtype=torch.int32)) | {"max_q": S, "max_k": S},
+        "varlen": lambda: given.lengths(B, S),
     }.get("additive" if case.kind == "small" else case.kind, dict)()
-    options |= {"mask": meta(*shape)} if case.op == "attn_dmask" else {}
-    core = AttentionCore(0.125, _precision(case), window, dropout=dropout, **options)
+    options |= {"mask": given(*shape, dtype=dtype)} if case.op == "attn_dmask" else {}
+    core = AttentionCore(0.125, _precision(case), window, dropout=given.dropout(case.dropout), **options)
     with mock.patch.object(attention, "shared_memory_of", return_value=case.shared):
+        if case.op in ("attn_fwd", "attn_fwd_delta"):
+            return given.backend.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
+        lse, delta = given.statistics(q, k, v, do, core)
         if case.op == "attn_dmask":
-            attention.attn_dmask(q, k, v, do, lse, lse, core, shape)
-        elif case.op == "attn_bwd":
-            attention.attn_bwd(q, k, v, do, lse, lse, core)
-            if not case.kind:  # delta depends on neither kind, causal nor dropout: compiled once per head dim
-                attention.attn_delta(do, do, core)
-        else:
-            attention.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
+            return given.backend.attn_dmask(q, k, v, do, lse, delta, core, shape)
+        gradients = given.backend.attn_bwd(q, k, v, do, lse, delta, core)
+        if not case.kind:  # delta depends on neither kind, causal nor dropout: compiled once per head dim
+            gradients += (given.backend.attn_delta(do, do, core),)
+        return gradients
 
 
 ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -13,9 +12,9 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from unittest import mock
 
 from .cases import AttentionCase, Case
+from .compiling import Compiled, catch_launches, compile_launch
 from .spills import ALLOWED_HMMA, ALLOWED_TWICE, TRITON, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.
@@ -84,57 +83,23 @@ class Report:
         return found
 
 
-def catch_launches(call, arch: int) -> list[tuple]:
-    """Every (kernel, args, kwargs) that `call()` would have launched on compute capability `arch`."""
-    from triton.runtime.jit import JITFunction
-
-    from ...triton_kernels import attention, elementwise, linear, mlp, norm, stack
-
-    caught = []
-
-    def run(self, *args, grid, warmup, **kwargs):
-        caught.append((self, args, kwargs))
-
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(JITFunction, "run", run))
-        for module in (attention, elementwise, linear, mlp, norm, stack):
-            patches.enter_context(mock.patch.object(module, "arch_of", return_value=arch))
-        call()
-    return caught
-
-
-def compile_launch(kernel, args, kwargs, arch: int):
-    """The compiled kernel of a caught launch, for compute capability `arch`; no driver is needed."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    kwargs = dict(kwargs, debug=False)
-    bound, specialization, options = binder(*args, **kwargs)
-    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
-
-
-def inspect_cubin(compiled, tool: str, option: str) -> str:
-    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of a compiled kernel."""
+def inspect_cubin(cubin: bytes, tool: str, option: str) -> str:
+    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of machine code."""
     import triton
 
     path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         result = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
     return result.stdout + result.stderr
 
 
-def read_cubin(compiled) -> dict[str, int]:
+def read_cubin(compiled: Compiled) -> dict[str, int]:
     """Registers, stack, shared memory and instruction counts, from the machine code."""
-    usage = inspect_cubin(compiled, "cuobjdump", "-res-usage")
-    sass = inspect_cubin(compiled, "nvdisasm", "-c")
+    cubin = compiled.assemble()
+    usage = inspect_cubin(cubin, "cuobjdump", "-res-usage")
+    sass = inspect_cubin(cubin, "nvdisasm", "-c")
     mnemonics = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
 
     # four warps share an HGMMA, one warp makes an HMMA, whose 16816 is 16 x 8 x 16
@@ -148,7 +113,7 @@ def read_cubin(compiled) -> dict[str, int]:
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         local=count(r"(STL|LDL)\b"),
-        shared=compiled.metadata.shared,
+        shared=compiled.shared,
         hgmma=count(r"[HQ]GMMA"),
         hmma=count(r"[HI]MMA"),
         multiplies=sum(int(m) * int(n) * int(k) // warps for warps, m, n, k in shapes),

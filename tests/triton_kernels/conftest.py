@@ -1,9 +1,13 @@
-"""Kernels are tested on CPU tensors in Triton's interpreter, and the same tests run on a GPU under `pytest -m gpu`."""
+"""Kernels are tested on CPU tensors in Triton's interpreter. The same tests run on a GPU under `pytest -m gpu`, and as compiled
+for each architecture, on CPU tensors in the emulator, under `--device emulated`."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+import triton
+
+ARCHS = (80, 90)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -11,9 +15,34 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.config.option.device == "emulated":
+        metafunc.fixturenames.append("architecture")
+        metafunc.parametrize("architecture", ARCHS, ids="sm_{}".format, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def architecture(request: pytest.FixtureRequest) -> Iterator[int | None]:
+    """What the emulator runs kernels as, or None."""
+    arch = getattr(request, "param", None)
+    if arch is None:
+        yield None
+        return
+    from ckptkern.tools.emulated import emulated
+
+    with emulated(arch):
+        yield arch
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def interpreted() -> bool:
+    """Are the kernels interpreted, with one small tile each, rather than compiled?"""
+    return triton.knobs.runtime.interpret
 
 
 @pytest.fixture(autouse=True)
@@ -27,5 +56,5 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def repeats(device):
-    """How often a result is computed again: what differs from run to run on a GPU, the interpreter runs in one order."""
+    """How often a result is computed again: what differs from run to run on a GPU runs in one order elsewhere."""
     return 9 if device == "cuda" else 1

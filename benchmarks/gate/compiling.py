@@ -1,0 +1,88 @@
+"""From a launch to its PTX, for any compute capability and without a driver: what the gate reads and the emulator runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+PTX_ONLY = "ckptkern: PTX only"  # in the keys of Triton's cache, which must not take these for whole kernels
+
+
+@contextlib.contextmanager
+def instead_of_launches(run: Callable, arch: int) -> Iterator[None]:
+    """`run(kernel, grid, args, kwargs)` in place of every launch; launchers choose as on compute capability `arch`."""
+    from triton.runtime.jit import JITFunction
+
+    from ... import triton_kernels
+
+    def launch(self, *args, grid, warmup, **kwargs):
+        run(self, grid, args, kwargs)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(JITFunction, "run", launch))
+        for name, module in list(sys.modules.items()):
+            if name.startswith(triton_kernels.__name__ + ".") and hasattr(module, "arch_of"):
+                patches.enter_context(mock.patch.object(module, "arch_of", return_value=arch))
+        yield
+
+
+def catch_launches(call: Callable, arch: int) -> list[tuple]:
+    """Every (kernel, args, kwargs) that `call()` would have launched on compute capability `arch`."""
+    caught = []
+    with instead_of_launches(lambda kernel, grid, args, kwargs: caught.append((kernel, args, kwargs)), arch):
+        call()
+    return caught
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A launch as PTX. arguments: (Triton's type, value) of what is no constant, in the order of the PTX's parameters."""
+
+    ptx: str
+    shared: int  # bytes that a block uses
+    bound: dict[str, object]  # every argument by name, for a grid that is a function of them
+    arguments: list[tuple[str, object]]
+    assemble: Callable[[], bytes]  # the cubin
+
+
+def _stop_at_ptx(backend=None, stages=None, options=None, language=None, capability=None):
+    """Triton's hook for its stages; called without arguments it names itself for the cache."""
+    if stages is None:
+        return PTX_ONLY, PTX_ONLY
+    stages["cubin"] = lambda ptx, metadata: b""
+    return None
+
+
+def _leaves(kind, value) -> Iterator[tuple[str, object]]:
+    """The members of arguments that are tuples."""
+    if isinstance(kind, (tuple, list)):
+        for one, part in zip(kind, value, strict=True):
+            yield from _leaves(one, part)
+    elif kind != "constexpr":
+        yield kind, value
+
+
+def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
+    """The PTX of a launch for compute capability `arch`, compiled as that launch would be; Triton's cache keeps it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    kwargs = dict(kwargs, debug=False)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
+        compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target, options.__dict__)
+    ptx = compiled.asm["ptx"]
+    arguments = [leaf for name, kind in signature.items() for leaf in _leaves(kind, bound[name])]
+    return Compiled(
+        ptx, compiled.metadata.shared, bound, arguments, lambda: backend.make_cubin(ptx, {}, options, arch)
+    )

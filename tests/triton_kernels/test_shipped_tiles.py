@@ -1,0 +1,130 @@
+"""The shipped tiles, compiled: every kernel on aligned and ragged sizes, in both classes of dtypes, with every mask.
+
+These are the compile gate's cases on small tensors with data. They run on a GPU (`-m gpu`) and in the emulator (`--device
+emulated`; `make test` runs them there on both architectures).
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from kernel_cases import STATE, assert_accurate
+from torch import Tensor
+
+from ckptkern import eager, state, triton_kernels
+from ckptkern.benchmarks.gate.cases import (
+    ATTENTION_KINDS, ATTENTION_OPS, DMASK_KINDS, DROPOUT_OPS, OPS, PRODUCT_OPS, VARIANTS, AttentionCase, Case, Inputs,
+)  # fmt: skip
+from ckptkern.triton_kernels.tile import MULTIPROCESSORS, arch_of, family_of
+
+TF32 = 2.0**-10  # of a product's operands, rounded to 10 bits
+
+
+class Small(Inputs):
+    """Normal numbers, of sizes that take two tiles each way and several steps; it remembers what it gave."""
+
+    ROWS, FEATURES, HIDDEN = 200, 128, 320
+    RAGGED = (137, 83, 301, 69)
+    BATCH, LENGTH, HEADS = 2, 136, 4
+    backend = triton_kernels
+
+    def __init__(self, device: str):
+        self.device, self.given = device, []
+
+    def __call__(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape) * scale
+        if not dtype.is_floating_point:  # a mask of int8, or bits
+            values = values > -0.5 if dtype == torch.int8 else torch.randint(256, shape)
+        return self.remember(values.to(self.device, dtype))
+
+    def remember(self, tensor: Tensor) -> Tensor:
+        self.given.append(tensor.clone())
+        return tensor
+
+    def dropout(self, wanted: bool) -> tuple:
+        seed = self.remember(torch.tensor(STATE, device=self.device))
+        return (seed, *state.threshold_scale(0.1), 0) if wanted else eager.NO_DROPOUT
+
+    def lengths(self, batch: int, length: int) -> dict:
+        cu = self.remember(torch.tensor([0, length // 3, length][: batch + 1], dtype=torch.int32, device=self.device))
+        return {"cu_q": cu, "cu_k": cu, "max_q": length, "max_k": length}
+
+    def statistics(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, core: eager.AttentionCore) -> tuple[Tensor, Tensor]:
+        return eager.attn_fwd(q, k, v, core, do=do)[1:]
+
+
+class Again(Small):
+    """The same numbers for eager PyTorch, in their dtypes or in float64."""
+
+    backend = eager
+
+    def __init__(self, first: Small, exact: bool):
+        super().__init__(first.device)
+        self.rest, self.exact = iter(first.given), exact
+
+    def remember(self, tensor: Tensor) -> Tensor:
+        same = next(self.rest)
+        return same.double() if self.exact and same.is_floating_point() else same.clone()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float64 if self.exact else super().dtype(name)
+
+
+def of_products() -> list[Case]:
+    """Few rows, too; float32 at torch's default precision, and at its other one."""
+    kinds = [("bfloat16", False, ""), ("bfloat16", True, ""), ("float32", False, "ieee"), ("float32", True, "ieee")]
+    cases = [Case(op, 80, dtype, ragged, "gelu", op in DROPOUT_OPS, True, kind) for op in PRODUCT_OPS for dtype, ragged, kind in kinds]
+    cases += [
+        Case(op, 80, "bfloat16", False, "gelu", op in DROPOUT_OPS, True, "narrow" if op.startswith("stack_") else "few")
+        for op in PRODUCT_OPS
+    ]
+    return cases + [Case(op, 80, "float32", False, "relu", False, True) for op in PRODUCT_OPS]
+
+
+def of_others() -> list[Case]:
+    cases = []
+    for op in OPS.keys() - set(PRODUCT_OPS):
+        for variant, (dtype, ragged) in itertools.product(
+            VARIANTS.get(op, ("gelu", "relu")), itertools.product(("bfloat16", "float32"), (False, True))
+        ):
+            if not (variant == "layer-autocast" and dtype == "float32"):
+                cases.append(Case(op, 80, dtype, ragged, variant, op == "dropout", True))
+    return sorted(cases, key=lambda case: case.name)
+
+
+def of_attention() -> list[AttentionCase]:
+    """Every mask with the heaviest flags at 128 dims, which the gate compiles too, and without dropout at 64."""
+    kinds = ("", *ATTENTION_KINDS)
+    heavy = [AttentionCase(op, 80, "bfloat16", 128, True, True, kind) for op in ATTENTION_OPS[1:] for kind in kinds]
+    light = [AttentionCase(op, 80, "bfloat16", 64, False, False, kind) for op in (ATTENTION_OPS[0], "attn_bwd") for kind in kinds]
+    heavy += [AttentionCase("attn_dmask", 80, "bfloat16", 128, True, True, kind) for kind in ("", *DMASK_KINDS)]
+    others = [AttentionCase(op, 80, "bfloat16", 40, True, True) for op in ("attn_fwd_delta", "attn_bwd", "attn_dmask")]
+    others += [AttentionCase(op, 80, "float32", 64, True, True, "ieee") for op in ("attn_fwd_delta", "attn_bwd", "attn_dmask")]
+    return heavy + light + others
+
+
+CASES = [*of_products(), *of_others(), *of_attention()]
+
+
+def named(results) -> dict[str, Tensor]:
+    results = results if isinstance(results, tuple) else (results,)
+    return {str(n): result for n, result in enumerate(results) if result is not None}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace("/sm_80", ""))
+def test_results(case, device, architecture, interpreted, monkeypatch):
+    """The 2x rule against eager PyTorch, for everything that a launcher can give."""
+    if interpreted:
+        pytest.skip("the interpreter has one tile for all sizes")
+    family = family_of(architecture or arch_of(torch.empty(0, device=device)))
+    if family != 80 and "narrow" in case.kind:
+        pytest.skip("chains this narrow have a tile of their own on sm_80 alone")
+    case = dataclasses.replace(case, arch=family)
+    if case.kind != "few":  # a card with one multiprocessor is never idle: the tiles of large launches
+        monkeypatch.setitem(MULTIPROCESSORS, family, 1)
+    given = Small(device)
+    ours = named(case.launch(given))
+    eagers, exact = (named(case.launch(Again(given, exact))) for exact in (False, True))
+    tf32 = case.dtype == "float32" and "ieee" not in case.kind and case.op in PRODUCT_OPS
+    assert_accurate(ours, eagers, exact, **({"slack": TF32} if tf32 else {}))
