@@ -61,7 +61,7 @@ def emulated(
         arguments += [np.uint64(0)] * (parameters - len(arguments))  # scratch memory, which these kernels have none of
         grid = tuple(grid(compiled.bound) if callable(grid) else grid)
         ready = time.perf_counter()
-        counts = emulator.launch(ptx, grid, compiled.shared, arguments, tensors.all(), programs(int(np.prod(grid))))
+        counts = emulator.run(ptx, grid, compiled.shared, arguments, tensors.all(), programs(int(np.prod(grid))))
         launches.append(Launch(kernel.fn.__name__, arch, counts, ready - started, time.perf_counter() - ready))
 
     with instead_of_launches(run, arch), mock.patch.object(_choices, "_device_reason", lambda *device: None):
@@ -83,7 +83,7 @@ class Tensors:
             return np.array(value).astype(SCALARS[kind])[()]
         storage = value.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
-        if not size:
+        if not value.data_ptr():  # as torch says of what has no elements
             return np.uint64(0)
         if start not in self.storages:
             data = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start))

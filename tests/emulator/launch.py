@@ -136,7 +136,7 @@ def granule_of(widths: Iterable[int]) -> int:
     return min([*widths, 4])
 
 
-def launch(
+def run(
     ptx: str, grid: tuple[int, ...], shared: int, arguments: list, tensors: list[Tensor], programs: Iterable[int] | None = None
 ) -> Counts:
     """Runs the kernel of `ptx` on a grid of CTAs, with `shared` bytes of shared memory each.

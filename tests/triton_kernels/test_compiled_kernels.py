@@ -1,0 +1,160 @@
+"""What only the emulator can show: bits across tiles and architectures, any order of CTAs, bounds of views, far offsets."""
+
+import functools
+import random
+import re
+
+import pytest
+import torch
+from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, assert_equal, dropout_of, inputs_of, kernel
+
+from ckptkern import eager, emulator, state, triton_kernels
+from ckptkern.benchmarks.gate.cases import ARCHS
+from ckptkern.tools.emulated import emulated
+from ckptkern.triton_kernels.tile import TILES
+
+BF16 = torch.bfloat16
+TABLE = {
+    "linear_fwd": "linear", "linear_bwd": "linear", "act_grad": "act_grad", "mlp_bwd": "dual", "gated_fwd": "dual",
+    "gated_bwd": "triple", "gated_act_grad": "gated_act_grad",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _on_the_emulator(architecture):
+    if architecture is None:
+        pytest.skip("asks the emulator: --device emulated")
+
+
+@pytest.fixture
+def once(architecture):
+    """For tests that go through the architectures themselves."""
+    if architecture != ARCHS[0]:
+        pytest.skip("the same for every architecture")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_tiles_and_architectures_give_equal_bits(name, once):
+    """Many rows of forward and few of a chunk of backward take different tiles, and a checkpoint may move between cards.
+
+    Sums of columns are of tiles. Tensor cores round in their own way; the order is that of ascending steps of K in any tile.
+    """
+    tensors = inputs_of(LAUNCHERS[name], BF16, M=72, K=128, N=144, D=128)
+    results = []
+    for arch in ARCHS:
+        for row in ("16", "few", "ragged"):
+            with emulated(arch):
+                results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=TILES[TABLE[name], arch][row]))
+    for other in results[1:]:
+        assert_equal(other, results[0], SUMS_OF_ROWS)
+
+
+@pytest.mark.parametrize(("backward", "forward"), [("mlp_bwd", "linear_fwd"), ("gated_bwd", "gated_fwd"), ("act_grad", "linear_fwd")])
+def test_recompute_equals_forward_between_architectures(backward, forward, once):
+    """h that backward rebuilds on one architecture is forward's on the other, dropout included."""
+    tensors = inputs_of(LAUNCHERS[backward], BF16, M=72, K=128, N=144, D=128)
+    options = {"dropout": dropout_of(0.3)}
+    given = dict(zip(LAUNCHERS[forward].inputs, tensors.values(), strict=False))
+    if backward == "act_grad":
+        given = inputs_of(LAUNCHERS[forward], BF16, M=72, K=128, N=144)
+    for first, second in (ARCHS, ARCHS[::-1]):
+        with emulated(first):
+            ahead = kernel(LAUNCHERS[forward], given, "silu", **options)
+        if backward == "act_grad":
+            tensors["z"] = ahead["z"]
+        with emulated(second):
+            again = kernel(LAUNCHERS[backward], tensors, "silu", **options)
+        assert torch.equal(ahead["h"], again["h"])
+
+
+def attention(*, backward: bool):
+    q, k, v, do = (torch.randn(1, 2, 136, 64).to(BF16) for _ in range(4))
+    core = eager.AttentionCore(0.125, "ieee", (None, 0), dropout=dropout_of(0.3))
+    o, lse, delta = eager.attn_fwd(q, k, v, core, do=do)
+    if backward:
+        return lambda: triton_kernels.attn_bwd(q, k, v, do, lse, delta, core)
+    return lambda: triton_kernels.attn_fwd(q, k, v, core, do=do)
+
+
+def product(name: str):
+    tensors = inputs_of(LAUNCHERS[name], BF16, M=200, K=64, N=320, D=64)
+    return lambda: tuple(kernel(LAUNCHERS[name], tensors, "silu").values())
+
+
+def norm():
+    x, weight = torch.randn(600, 64).to(BF16), torch.randn(64).to(BF16)
+    return lambda: triton_kernels.norm_bwd(x, x, weight, 1e-5, "rms", residual=x, need_dweight=True)
+
+
+LAUNCHES = {
+    "linear_bwd": functools.partial(product, "linear_bwd"), "mlp_bwd": functools.partial(product, "mlp_bwd"), "norm_bwd": norm,
+    "attn_fwd": functools.partial(attention, backward=False), "attn_bwd": functools.partial(attention, backward=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_order_of_ctas_changes_no_bit(name, architecture):
+    launch = LAUNCHES[name]()
+    expected = launch()
+    orders = [lambda n: range(n)[::-1], lambda n: random.Random(n).sample(range(n), n)]
+    for order in orders:
+        with emulated(architecture, programs=order) as launches:
+            results = launch()
+        assert max(one.counts.ctas for one in launches) > 1
+        for one, other in zip(results, expected, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cores", [(None, 0), (5, 3)], ids=["causal", "window"])
+def test_masks_of_attention_are_those_of_the_generator(cores, architecture):
+    """v = I spells the dropped probabilities."""
+    q, k = torch.randn(1, 2, 64, 64).to(BF16), torch.randn(1, 2, 64, 64).to(BF16)
+    eye = torch.eye(64, dtype=BF16).expand(1, 2, 64, 64)
+    core = eager.AttentionCore(0.125, "ieee", cores, dropout=dropout_of(0.5))
+    ours, theirs = (backend.attn_fwd(q, k, eye, core)[0] for backend in (triton_kernels, eager))
+    assert torch.equal(ours != 0, theirs != 0)
+    assert 0.2 < (theirs != 0).float().mean() < 0.3 or cores == (5, 3)
+
+
+def test_masks_of_products_are_those_of_the_generator(architecture):
+    tensors = inputs_of(LAUNCHERS["linear_fwd"], BF16, M=72, K=64, N=144)
+    with_it, without = (kernel(LAUNCHERS["linear_fwd"], tensors, "identity", **options)["h"] for options in ({"dropout": dropout_of(0.5)}, {}))
+    kept = state.keep_mask(dropout_of(0.5)[0], 0.5, 72, 144)
+    assert torch.equal(with_it != 0, kept & (without != 0))
+
+
+def inside(x: torch.Tensor, rows: int = 2, columns: int = 16) -> torch.Tensor:
+    """x as a view in the midst of NaN."""
+    around = torch.full((x.shape[0] + 2 * rows, x.shape[1] + 2 * columns), float("nan"), dtype=x.dtype)
+    view = around[rows:-rows, columns:-columns]
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize("sizes", [{"M": 72, "K": 64, "N": 144, "D": 80}, {}, {"M": 0}, {"K": 0, "D": 0}], ids=["aligned", "ragged", "no rows", "no terms"])
+@pytest.mark.parametrize("name", ["linear_fwd", "linear_bwd", "act_grad", "gated_bwd", "act_fwd", "act_bwd"])
+def test_nothing_round_a_view_is_touched(name, sizes, architecture):
+    """The emulator allows the bytes of views alone; NaN round them would show in results."""
+    tensors = inputs_of(LAUNCHERS[name], BF16, **sizes)
+    views = {key: inside(t) if t.dim() == 2 else t for key, t in tensors.items()}
+    assert_equal(kernel(LAUNCHERS[name], views, "silu"), kernel(LAUNCHERS[name], tensors, "silu"), SUMS_OF_ROWS)
+
+
+def test_a_lost_mask_is_seen(architecture):
+    """A load of rows beyond the view, which are in its storage."""
+    x = inside(torch.randn(40, 144).to(BF16), rows=40)
+    with emulated(architecture, change=lambda ptx: re.sub(r"@%p\d+ (ld\.global)", r"\1", ptx)):
+        with pytest.raises(emulator.Fault, match="outside of the tensor's view"):
+            triton_kernels.act_fwd(x, None, "silu")
+
+
+def test_rows_that_start_beyond_2_to_the_31(architecture):
+    """Rows are 2**31 elements apart; only what is touched takes memory. See test_launchers.py for other kernels."""
+    stride = 2**31 + 16
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        storage = torch.UntypedStorage(((x.shape[0] - 1) * stride + x.shape[1]) * x.element_size())
+        return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (stride, 1)).copy_(x)
+
+    tensors = inputs_of(LAUNCHERS["linear_fwd"], BF16, M=3, K=64, N=144)
+    assert_equal(kernel(LAUNCHERS["linear_fwd"], tensors | {"x": far(tensors["x"])}, "relu"), kernel(LAUNCHERS["linear_fwd"], tensors, "relu"))
