@@ -1,0 +1,55 @@
+"""Bugs in compiled kernels (tests/planted.py) are found, each as what it is."""
+
+import json
+import subprocess
+from collections import Counter
+
+import outside
+import pytest
+
+# bug -> the kind of fault that it is; of these kernels, where it must be found. In other places it may be covered: a barrier
+# that another one makes redundant, a mask that is true everywhere, the last group of copies, a loop that does not run.
+EVERYWHERE = ("norm", "linear", "attention")
+KINDS = {
+    "barrier dropped": ({"race"}, EVERYWHERE),
+    "wait for copies dropped": ({"in flight"}, EVERYWHERE),
+    "wait for copies too lax": ({"in flight"}, EVERYWHERE),
+    "group of copies not closed": ({"in flight"}, EVERYWHERE),
+    "store to shared memory dropped": ({"uninitialised", "results"}, EVERYWHERE),
+    "fence before wgmma dropped": ({"proxy"}, ("linear", "attention")),
+    "wait for wgmma dropped": ({"in flight", "results"}, ("linear", "attention")),
+    "mask of a store dropped": ({"bounds", "race"}, EVERYWHERE),
+    "mask of a load dropped": ({"bounds"}, ("linear", "attention")),
+    "mask of a copy dropped": ({"bounds"}, EVERYWHERE),
+    "load 2 bytes further": ({"alignment", "bounds"}, ("norm", "attention")),
+    "matrix read 16 bytes further": ({"bounds", "uninitialised", "race", "results"}, EVERYWHERE),
+    "shuffle from another lane": ({"race", "results"}, ("norm", "attention")),
+}
+ON_SM_90_ALONE = ("fence before wgmma dropped", "wait for wgmma dropped")
+AT_LEAST = 0.6  # of all places
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Counter]:
+    process = outside.start(str(outside.ROOT / "tests" / "planted.py"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    return {name: Counter(kinds) for name, kinds in json.loads(out).items()}
+
+
+@pytest.mark.parametrize("bug", KINDS)
+def test_planted_bug_is_found_as_what_it_is(bug, found):
+    kinds, kernels = KINDS[bug]
+    for arch in (90,) if bug in ON_SM_90_ALONE else (80, 90):
+        for kernel in kernels:
+            if bug.startswith("matrix") and (kernel, arch) == ("linear", 90):
+                continue  # wgmma reads shared memory itself
+            seen = found[f"{bug}, {kernel}, sm_{arch}"]
+            assert sum(seen[kind] for kind in kinds) > 0, (kernel, arch, seen)
+            assert not seen.keys() - kinds - {"nothing", "results"}, (kernel, arch, seen)
+
+
+def test_most_planted_bugs_are_found(found):
+    total = sum(found.values(), Counter())
+    assert total.total() > 100
+    assert 1 - total["nothing"] / total.total() > AT_LEAST, total
