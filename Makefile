@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format gate bench bench-host convert-families convert-sweep docs test-matrix test-cpus gpu clean
+.PHONY: help install demo test quick lint format gate emulate bench bench-host convert-families convert-sweep docs test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -44,6 +44,9 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 
 gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, memory and instructions. ARGS="--all"
 	$(PY) -m ckptkern.benchmarks.gate $(ARGS)
+
+emulate: $(STAMP) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; hours. ARGS="-k norm" or ARGS=--quick
+	$(VENV)/bin/pytest tests/triton_kernels --device emulated -n auto --dist worksteal $(ARGS)
 
 bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
 	$(PY) -m ckptkern bench $(ARGS)

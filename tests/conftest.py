@@ -81,6 +81,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the emulator ran, by kernel and architecture."""
+    totals: dict[tuple[str, int], list[float]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, launches in getattr(report, "user_properties", ()):
+                if name == "launches" and report.when == "teardown":
+                    for kernel, arch, *numbers in launches:
+                        total = totals.setdefault((kernel, arch), [0, 0, 0.0, 0.0])
+                        for n, number in enumerate((1, *numbers)):
+                            total[n] += number
+    if totals:
+        terminalreporter.section("emulated")
+        terminalreporter.write_line(f"{'kernel':28} {'':6} {'launches':>9} {'CTAs':>9} {'compiled, s':>12} {'ran, s':>9}")
+    for (kernel, arch), (launches, ctas, compiled, ran) in sorted(totals.items()):
+        terminalreporter.write_line(f"{kernel:28} sm_{arch:<3} {launches:9} {ctas:9} {compiled:12.1f} {ran:9.1f}")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

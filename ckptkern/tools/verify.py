@@ -232,6 +232,22 @@ def checks() -> Iterator[Callable[[], Iterator[Result]]]:
                     yield lambda arguments=(name, activation, dtype, device, backend): check_op(*arguments)
 
 
+def emulated_checks() -> Iterator[Callable[[], Iterator[Result]]]:
+    """Kernels as Triton compiles them here, for A100 and for H100 and H200, run by the emulator: any machine can."""
+
+    def check(arch: int, what: Callable[..., Iterator[Result]], *arguments) -> Iterator[Result]:
+        from .emulated import emulated
+
+        with emulated(arch) as launches:
+            for name, fault in what(*arguments):
+                yield f"sm_{arch}, emulated: {name}", fault
+        yield f"sm_{arch}, emulated: {len(launches)} launches without a fault", None if launches else "nothing ran"
+
+    for arch in (80, 90):
+        yield lambda arch=arch: check(arch, check_dropout, "cpu", "triton")
+        yield lambda arch=arch: check(arch, check_op, "linear_act", "relu", torch.bfloat16, "cpu", "triton")
+
+
 def header() -> list[str]:
     """Versions and devices, one line each."""
     data = env.collect()
@@ -244,6 +260,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Check kernels against float64, masks against each other, kept bytes against the documentation."
     )
     parser.add_argument("--quiet", action="store_true", help="print failures and the last line only")
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="instead, compile kernels for A100 and H100 here and run their code on the CPU: is the compiler's code right?",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -254,7 +275,7 @@ def main(args: argparse.Namespace) -> int:
     done = failed = 0
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        for check in checks():
+        for check in emulated_checks() if args.emulated else checks():
             try:
                 results = list(check())
             except Exception as error:  # a kernel that does not compile is a finding, and the other checks still run

@@ -1,11 +1,14 @@
 """``python -m ckptkern verify`` passes here, and each of its checks can fail."""
 
 import argparse
+import re
+import subprocess
 
+import outside
 import pytest
 import torch
 
-from ckptkern import eager, ops, state
+from ckptkern import eager, emulator, ops, state
 from ckptkern.tools import verify
 
 
@@ -16,7 +19,7 @@ def eager_only(monkeypatch):
 
 
 def run(capsys, quiet=True) -> tuple[int, str]:
-    return verify.main(argparse.Namespace(quiet=quiet)), capsys.readouterr().out
+    return verify.main(argparse.Namespace(quiet=quiet, emulated=False)), capsys.readouterr().out
 
 
 def faults(results) -> list[str]:
@@ -125,3 +128,25 @@ def test_passes_on_the_gpu(monkeypatch, capsys):
     monkeypatch.undo()
     status, printed = run(capsys)
     assert status == 0, printed
+
+
+def test_compiled_kernels_on_any_machine():
+    """In a process of its own: here kernels are interpreted, and that is said."""
+    process = outside.start("-m", "ckptkern", "verify", "--emulated", "--quiet", stdout=subprocess.PIPE)
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    assert re.fullmatch(r"all 12 checks passed in \d+ s", out.strip())
+
+
+def test_compiled_kernels_need_a_process_that_does_not_interpret(capsys):
+    assert verify.main(argparse.Namespace(quiet=True, emulated=True)) == 1
+    assert "use a process without TRITON_INTERPRET=1" in capsys.readouterr().out
+
+
+def test_a_fault_of_a_compiled_kernel_fails(monkeypatch, capsys):
+    def emulated(arch):
+        raise emulator.Fault("race", "read at what thread 3 wrote", "kernel.py:7")
+
+    monkeypatch.setattr("ckptkern.tools.emulated.emulated", emulated)
+    assert verify.main(argparse.Namespace(quiet=True, emulated=True)) == 1
+    assert "Fault: race: read at what thread 3 wrote [kernel.py:7]" in capsys.readouterr().out

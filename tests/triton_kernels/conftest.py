@@ -30,8 +30,10 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[int | None]:
         return
     from ckptkern.tools.emulated import emulated
 
-    with emulated(arch):
+    with emulated(arch) as launches:
         yield arch
+    ran = [(one.kernel, arch, one.counts.ctas, one.compiled, one.ran) for one in launches]
+    request.node.user_properties.append(("launches", ran))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

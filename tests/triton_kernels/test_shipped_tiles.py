@@ -19,7 +19,8 @@ from ckptkern.benchmarks.gate.cases import (
 )  # fmt: skip
 from ckptkern.triton_kernels.tile import MULTIPROCESSORS, arch_of, family_of
 
-TF32 = 2.0**-10  # of a product's operands, rounded to 10 bits
+TF32 = 2.0**-9  # operands have 11 bits
+TF32_CHAIN = 2.0**-6  # of eight layers, forward and backward
 
 
 class Small(Inputs):
@@ -84,7 +85,7 @@ def of_products() -> list[Case]:
         Case(op, 80, "bfloat16", False, "gelu", op in DROPOUT_OPS, True, "narrow" if op.startswith("stack_") else "few")
         for op in PRODUCT_OPS
     ]
-    return cases + [Case(op, 80, "float32", False, "relu", False, True) for op in PRODUCT_OPS]
+    return cases + [Case(op, 80, "float32", False, "silu", False, True) for op in PRODUCT_OPS]
 
 
 def of_others() -> list[Case]:
@@ -138,6 +139,7 @@ def test_results(case, device, architecture, interpreted, monkeypatch):
     ours = named(case.launch(given))
     eagers, exact = (named(case.launch(Again(given, exact))) for exact in (False, True))
     tf32 = case.dtype == "float32" and "ieee" not in case.kind and case.op in PRODUCT_OPS
-    assert_accurate(ours, eagers, exact, **({"slack": TF32} if tf32 else {}))
+    slack = {"slack": TF32_CHAIN if case.op.startswith("stack_") else TF32} if tf32 else {}
+    assert_accurate(ours, eagers, exact, **slack)
     for name in ours:
         assert not name.endswith("nothing") or torch.equal(ours[name], exact[name]), name
