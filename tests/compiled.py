@@ -19,8 +19,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ckptkern import triton_kernels
-from ckptkern.benchmarks.gate import cases, compiling, machine_code
+from ckptkern.benchmarks.gate import cases, machine_code
 from ckptkern.eager import AttentionCore
+from ckptkern.tools import compiling
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.philox import philox
 from ckptkern.triton_kernels.tile import Tile

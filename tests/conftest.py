@@ -94,7 +94,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                             total[n] += number
     if totals:
         terminalreporter.section("emulated")
-        terminalreporter.write_line(f"{'kernel':28} {'':6} {'launches':>9} {'CTAs':>9} {'compiled, s':>12} {'ran, s':>9}")
+        terminalreporter.write_line(
+            f"{'kernel':28} {'':6} {'launches':>9} {'CTAs':>9} {'compiled, s':>12} {'ran, s':>9}"
+        )
     for (kernel, arch), (launches, ctas, compiled, ran) in sorted(totals.items()):
         terminalreporter.write_line(f"{kernel:28} sm_{arch:<3} {launches:9} {ctas:9} {compiled:12.1f} {ran:9.1f}")
 

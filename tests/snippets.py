@@ -38,7 +38,15 @@ def ptx_of(body: str, parameters: int = 1, threads: int = 64) -> str:
     return TEXT.format(parameters=declared, threads=threads, body="\n".join(f"\t{line}" for line in lines))
 
 
-def run(body: str, *arrays: np.ndarray, threads: int = 64, grid: tuple = (1,), shared: int = 4096, allowed=None, programs=None):
+def run(
+    body: str,
+    *arrays: np.ndarray,
+    threads: int = 64,
+    grid: tuple = (1,),
+    shared: int = 4096,
+    allowed=None,
+    programs=None,
+):
     """Runs them on arrays, which keep what is written to them."""
     tensors, addresses = [], []
     for n, array in enumerate(arrays):

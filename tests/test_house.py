@@ -21,13 +21,17 @@ import ckptkern
 from ckptkern import state
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"ckptkern": "ckptkern", "triton_kernels": "ckptkern.triton_kernels", "benchmarks": "ckptkern.benchmarks"}
+FOLDERS = {
+    "ckptkern": "ckptkern", "triton_kernels": "ckptkern.triton_kernels", "benchmarks": "ckptkern.benchmarks",
+    "tests/emulator": "ckptkern.emulator",
+}
 
 # A part imports from itself and from parts of lower layers. "ckptkern" itself is the front door: it imports anything,
 # and ours import nothing from it except its version.
 LAYERS = {
     "_C": 0,
     "errors": 0,
+    "emulator": 0,
     "triton_kernels": 0,
     "memory": 0,
     "subclasses": 0,
@@ -45,8 +49,8 @@ LAYERS = {
     "benchmarks": 8,
     "__main__": 9,
 }
-TRITON_ON_FIRST_USE = {"ops", "benchmarks"}
-WITH_EXTRAS = {"benchmarks", "conversion", "planning", "tools", "__main__"}
+TRITON_ON_FIRST_USE = {"ops", "tools", "benchmarks"}
+WITH_EXTRAS = {"benchmarks", "emulator", "conversion", "planning", "tools", "__main__"}
 
 LINES, FUNCTION_LINES = 500, 80  # a longer file or function usually does two things
 
@@ -111,12 +115,12 @@ def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
                 if there == "_C" and module != "ckptkern.state":
                     complain("only state imports the extension")
                 if there == "triton_kernels" != here and not (one.lazy and here in TRITON_ON_FIRST_USE):
-                    complain("kernels are imported on first use, by ops and benchmarks")
+                    complain("kernels are imported on first use, by ops, tools and benchmarks")
                 if here not in ("ckptkern", there) and LAYERS.get(there, -1) >= LAYERS.get(here, 0):
                     complain(f"{here} lies no higher than {there}")
             elif top == "triton":
                 if here != "triton_kernels" and not (one.lazy and here in TRITON_ON_FIRST_USE):
-                    complain("triton is imported on first use, by ops and benchmarks")
+                    complain("triton is imported on first use, by ops, tools and benchmarks")
             elif top != "torch" and top not in sys.stdlib_module_names and here not in WITH_EXTRAS:
                 complain("not a dependency")
     return wrong

@@ -292,9 +292,7 @@ def _narrow(case: Case, given: Inputs):
 
 def _launch_stack_fwd(case: Case, given: Inputs):
     x, w, b, dy, bits = _narrow(case, given)
-    return given.backend.stack_fwd(
-        x, w, b, dy.shape[1], case.activation, _precision(case), keep_bits=bits is not None
-    )
+    return given.backend.stack_fwd(x, w, b, dy.shape[1], case.activation, _precision(case), keep_bits=bits is not None)
 
 
 def _launch_stack_bwd(case: Case, given: Inputs):

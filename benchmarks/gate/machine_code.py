@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .cases import AttentionCase, Case
-from .compiling import Compiled, catch_launches, compile_launch
+from ...tools.compiling import Compiled, catch_launches, compile_launch
 from .spills import ALLOWED_HMMA, ALLOWED_TWICE, TRITON, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.

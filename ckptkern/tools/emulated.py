@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import emulator
-from ..benchmarks.gate.compiling import compile_launch, instead_of_launches
+from .compiling import compile_launch, instead_of_launches
 from ..ops import _choices
 
 ARCHS = (80, 90)
@@ -64,7 +64,7 @@ def emulated(
         counts = emulator.run(ptx, grid, compiled.shared, arguments, tensors.all(), programs(int(np.prod(grid))))
         launches.append(Launch(kernel.fn.__name__, arch, counts, ready - started, time.perf_counter() - ready))
 
-    with instead_of_launches(run, arch), mock.patch.object(_choices, "_device_reason", lambda *device: None):
+    with instead_of_launches(run, arch), mock.patch.object(_choices, "_device_reason", return_value=None):
         yield launches
 
 
@@ -95,11 +95,11 @@ class Tensors:
             self.storages[start][2] = allowed = None
         if allowed is not None and value.numel():
             strides = [stride * item for stride in value.stride()]
-            view = torch.from_numpy(allowed).as_strided((*value.shape, item), (*strides, 1), value.storage_offset() * item)
+            view = torch.from_numpy(allowed).as_strided(
+                (*value.shape, item), (*strides, 1), value.storage_offset() * item
+            )
             view.fill_(True)
         return np.uint64(base + value.data_ptr() - start)
 
     def all(self) -> list[emulator.Tensor]:
-        return [
-            emulator.Tensor(f"tensor {n}", base, data, allowed) for n, (base, data, allowed) in enumerate(self.storages.values())
-        ]
+        return [emulator.Tensor(f"tensor {n}", *storage) for n, storage in enumerate(self.storages.values())]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops, state
+from ..extras import missing
 from ..memory import kept_tensors
 from ..ops import _checks, _choices
 from . import env
@@ -234,6 +235,9 @@ def checks() -> Iterator[Callable[[], Iterator[Result]]]:
 
 def emulated_checks() -> Iterator[Callable[[], Iterator[Result]]]:
     """Kernels as Triton compiles them here, for A100 and for H100 and H200, run by the emulator: any machine can."""
+
+    if hint := missing("numpy", "triton"):
+        raise RuntimeError(hint)
 
     def check(arch: int, what: Callable[..., Iterator[Result]], *arguments) -> Iterator[Result]:
         from .emulated import emulated

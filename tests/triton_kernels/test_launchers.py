@@ -4,12 +4,12 @@ import pytest
 import torch
 from cases import DRAWS, redrawn
 from kernel_cases import (
-    SUMS_OF_ROWS,
     ACTIVATIONS,
     DROPPING,
     DTYPES,
     LAUNCHERS,
     PRODUCTS,
+    SUMS_OF_ROWS,
     assert_accurate,
     assert_equal,
     call,

@@ -3,7 +3,14 @@
 import pytest
 import torch
 from kernel_cases import (
-    ACTIVATIONS_AND_DTYPES, DTYPES, LAUNCHERS, SUMS_OF_ROWS, assert_equal, dropout_of, inputs_of, kernel,
+    ACTIVATIONS_AND_DTYPES,
+    DTYPES,
+    LAUNCHERS,
+    SUMS_OF_ROWS,
+    assert_equal,
+    dropout_of,
+    inputs_of,
+    kernel,
 )  # fmt: skip
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,12 +15,24 @@ from torch import Tensor
 
 from ckptkern import eager, state, triton_kernels
 from ckptkern.benchmarks.gate.cases import (
-    ATTENTION_KINDS, ATTENTION_OPS, DMASK_KINDS, DROPOUT_OPS, OPS, PRODUCT_OPS, VARIANTS, AttentionCase, Case, Inputs,
+    ATTENTION_KINDS,
+   
+    DMASK_KINDS,
+    DROPOUT_OPS,
+    OPS,
+    PRODUCT_OPS,
+    VARIANTS,
+    AttentionCase,
+    Case,
+    Inputs,
 )  # fmt: skip
 from ckptkern.triton_kernels.tile import MULTIPROCESSORS, arch_of, family_of
 
 TF32 = 2.0**-9  # operands have 11 bits
 TF32_CHAIN = 2.0**-6  # of eight layers, forward and backward
+
+
+HEAVY = ("attn_fwd_delta", "attn_bwd")
 
 
 class Small(Inputs):
@@ -45,7 +57,9 @@ class Small(Inputs):
         return tensor
 
     def sizes(self, case: Case) -> dict[str, int]:
-        scalar = (73, 41, 109, 34) if case.ragged else (72, 64, 96, 64)  # many instructions: float32 without tensor cores
+        scalar = (
+            (73, 41, 109, 34) if case.ragged else (72, 64, 96, 64)
+        )  # many instructions: float32 without tensor cores
         return dict(zip("MKND", scalar, strict=True)) if "ieee" in case.kind else super().sizes(case)
 
     def dropout(self, wanted: bool) -> tuple:
@@ -56,7 +70,9 @@ class Small(Inputs):
         cu = self.remember(torch.tensor([0, length // 3, length][: batch + 1], dtype=torch.int32, device=self.device))
         return {"cu_q": cu, "cu_k": cu, "max_q": length, "max_k": length}
 
-    def statistics(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, core: eager.AttentionCore) -> tuple[Tensor, Tensor]:
+    def statistics(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, core: eager.AttentionCore
+    ) -> tuple[Tensor, Tensor]:
         return eager.attn_fwd(q, k, v, core, do=do)[1:]
 
 
@@ -80,7 +96,10 @@ class Again(Small):
 def of_products() -> list[Case]:
     """Few rows, too; float32 at torch's default precision, and at its other one."""
     kinds = [("bfloat16", False, ""), ("bfloat16", True, ""), ("float32", False, "ieee"), ("float32", True, "ieee")]
-    cases = [Case(op, 80, dtype, ragged, "gelu", op in DROPOUT_OPS, True, kind) for op in PRODUCT_OPS for dtype, ragged, kind in kinds]
+    cases = [
+        Case(op, 80, dtype, ragged, "gelu", op in DROPOUT_OPS, True, kind)
+        for op, (dtype, ragged, kind) in itertools.product(PRODUCT_OPS, kinds)
+    ]
     cases += [
         Case(op, 80, "bfloat16", False, "gelu", op in DROPOUT_OPS, True, "narrow" if op.startswith("stack_") else "few")
         for op in PRODUCT_OPS
@@ -102,12 +121,18 @@ def of_others() -> list[Case]:
 def of_attention() -> list[AttentionCase]:
     """Every mask with the heaviest flags at 128 dims, which the gate compiles too, and without dropout at 64."""
     kinds = ("", *ATTENTION_KINDS)
-    heavy = [AttentionCase(op, 80, "bfloat16", 128, True, True, kind) for op in ATTENTION_OPS[1:] for kind in kinds]
-    light = [AttentionCase(op, 80, "bfloat16", 64, False, False, kind) for op in (ATTENTION_OPS[0], "attn_bwd") for kind in kinds]
+    heavy = [AttentionCase(op, 80, "bfloat16", 128, True, True, kind) for op in HEAVY for kind in kinds]
     heavy += [AttentionCase("attn_dmask", 80, "bfloat16", 128, True, True, kind) for kind in ("", *DMASK_KINDS)]
-    others = [AttentionCase(op, 80, "bfloat16", 40, True, True) for op in ("attn_fwd_delta", "attn_bwd", "attn_dmask")]
-    others += [AttentionCase(op, 80, "float32", 64, True, True, "ieee") for op in ("attn_fwd_delta", "attn_bwd", "attn_dmask")]
-    return heavy + light + others
+    light = [
+        AttentionCase(op, 80, "bfloat16", 64, False, False, kind) for op in ("attn_fwd", "attn_bwd") for kind in kinds
+    ]
+    ragged = [AttentionCase(op, 80, "bfloat16", 40, True, True) for op in (*HEAVY, "attn_dmask")]
+    return (
+        heavy
+        + light
+        + ragged
+        + [AttentionCase(op, 80, "float32", 64, True, True, "ieee") for op in (*HEAVY, "attn_dmask")]
+    )
 
 
 CASES = [*of_products(), *of_others(), *of_attention()]

@@ -16,7 +16,7 @@ def instead_of_launches(run: Callable, arch: int) -> Iterator[None]:
     """`run(kernel, grid, args, kwargs)` in place of every launch; launchers choose as on compute capability `arch`."""
     from triton.runtime.jit import JITFunction
 
-    from ... import triton_kernels
+    from .. import triton_kernels
 
     def launch(self, *args, grid, warmup, **kwargs):
         run(self, grid, args, kwargs)
@@ -83,6 +83,4 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
         compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target, options.__dict__)
     ptx = compiled.asm["ptx"]
     arguments = [leaf for name, kind in signature.items() for leaf in _leaves(kind, bound[name])]
-    return Compiled(
-        ptx, compiled.metadata.shared, bound, arguments, lambda: backend.make_cubin(ptx, {}, options, arch)
-    )
+    return Compiled(ptx, compiled.metadata.shared, bound, arguments, lambda: backend.make_cubin(ptx, {}, options, arch))

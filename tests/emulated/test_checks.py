@@ -157,13 +157,15 @@ def test_a_barrier_for_all_that_some_do_not_reach():
 def test_two_ctas_at_one_place():
     store = PLACE + "mov.u32 %r30, %ctaid.x;\nst.global.b32 [%rd10], %r1;"
     assert "what another CTA wrote" in str(fault_of(store, numbers(), grid=(2,)))
-    read = PLACE + "ld.global.b32 %r20, [%rd1];\nmov.u32 %r30, %ctaid.x;\nsetp.eq.b32 %p1, %r30, 1;\n@%p1 st.global.b32 [%rd10], %r1;"
+    read = PLACE + "ld.global.b32 %r20, [%rd1];\nmov.u32 %r30, %ctaid.x;\nsetp.eq.b32 %p1, %r30, 1;\n"
+    read += "@%p1 st.global.b32 [%rd10], %r1;"
     assert "what another CTA read" in str(fault_of(read, numbers(), grid=(2,)))
     run(read, numbers(), grid=(1,))
 
 
 def test_ctas_run_in_the_order_that_is_asked_for():
-    last = "mov.u32 %r2, %ctaid.x;\nmad.wide.u32 %rd10, %r2, 4, %rd1;\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 st.global.b32 [%rd10], %r2;"
+    last = "mov.u32 %r2, %ctaid.x;\nmad.wide.u32 %rd10, %r2, 4, %rd1;\nsetp.eq.b32 %p1, %r1, 0;\n"
+    last += "@%p1 st.global.b32 [%rd10], %r2;"
     x = np.full(4, 9, np.uint32)
     counts = run(last, x, grid=(4,), programs=[3, 1])
     assert x.tolist() == [9, 1, 9, 3]
@@ -171,14 +173,17 @@ def test_ctas_run_in_the_order_that_is_asked_for():
 
 
 def test_a_race_through_global_memory():
-    through = PLACE + "st.global.b32 [%rd10], %r1;\nbar.sync 0;\nmad.wide.u32 %rd11, %r11, 4, %rd1;\nld.global.b32 %r20, [%rd11];"
+    through = PLACE + "st.global.b32 [%rd10], %r1;\nbar.sync 0;\nmad.wide.u32 %rd11, %r11, 4, %rd1;\n"
+    through += "ld.global.b32 %r20, [%rd11];"
     run(through, numbers())
     assert fault_of(through.replace("bar.sync 0;", ""), numbers()).kind == "race"
 
 
 def test_threads_that_part_meet_again():
     """A loop that each thread runs another number of times, with a barrier after it."""
-    loop = PLACE + """
+    loop = (
+        PLACE
+        + """
     mov.b32 %r20, 0;
     mov.b32 %r21, 0;
     $LOOP:
@@ -189,6 +194,7 @@ def test_threads_that_part_meet_again():
     bar.sync 0;
     st.global.b32 [%rd10], %r20;
     """
+    )
     x = numbers()
     run(loop, x)
     assert (x == np.arange(64) * (np.arange(64) + 1) // 2).all()
@@ -196,7 +202,9 @@ def test_threads_that_part_meet_again():
 
 def test_warps_meet_at_a_named_barrier():
     """Warp 0 writes what warp 1 reads, in branches of their own, as producers and consumers do."""
-    named = PLACE + """
+    named = (
+        PLACE
+        + """
     setp.ge.u32 %p1, %r1, 32;
     @%p1 bra $CONSUMER;
     st.shared.b32 [%r10], %r1;
@@ -208,6 +216,7 @@ def test_warps_meet_at_a_named_barrier():
     st.global.b32 [%rd10], %r20;
     $END:
     """
+    )
     x = numbers()
     run(named, x)
     assert (x[32:] == np.arange(32)).all()
@@ -245,7 +254,8 @@ def test_parameters_are_counted():
 def test_a_tensor_of_more_than_2_to_the_31_elements():
     """Only what is touched takes memory."""
     x = np.zeros(2**32 + 64, np.uint8)
-    far = "add.s64 %rd10, %rd1, 4294967296;\ncvt.u64.u32 %rd11, %r1;\nadd.s64 %rd10, %rd10, %rd11;\ncvt.u16.u32 %rs1, %r1;\nst.global.b8 [%rd10], %rs1;"
+    far = "add.s64 %rd10, %rd1, 4294967296;\ncvt.u64.u32 %rd11, %r1;\nadd.s64 %rd10, %rd10, %rd11;\n"
+    far += "cvt.u16.u32 %rs1, %r1;\nst.global.b8 [%rd10], %rs1;"
     run(far, x)
     assert (x[-64:] == np.arange(64)).all()
     assert not x[:64].any()

@@ -47,7 +47,9 @@ def test_fma_is_rounded_once():
     a[:4], b[:4], c[:4] = np.float32(1 + 2**-12), np.float32(1 + 2**-12), np.float32([2**-60, -(2**-60), 1, 2**30])
     twice = np.float32(a.astype(np.float64) * b + c)
     ours = numerics.fma(a, b, c)
-    exact = [rounded(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))) for x, y, z in zip(a, b, c, strict=True)]
+    exact = [
+        rounded(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))) for x, y, z in zip(a, b, c, strict=True)
+    ]
     assert (ours.view(np.uint32) == np.array(exact, np.float32).view(np.uint32)).all()
     assert (twice != ours).any() or (a * b + c != ours).any()
 
@@ -92,7 +94,11 @@ def test_fragments_of_a_product(type):
         pairs, columns = 2, [0, 8]
     lanes = [(lane // 4, lane % 4) for lane in range(32)]
     step = pairs
-    left = [[word(*a[row + 8 * half, k + q * step : k + q * step + pairs]) for row, q in lanes] for k in columns for half in (0, 1)]
+    left = [
+        [word(*a[row + 8 * half, k + q * step : k + q * step + pairs]) for row, q in lanes]
+        for k in columns
+        for half in (0, 1)
+    ]
     right = [[word(*b[k + q * step : k + q * step + pairs, row]) for row, q in lanes] for k in columns]
     third = [[c[row + 8 * half, 2 * q + n] for row, q in lanes] for half in (0, 1) for n in (0, 1)]
     found = matrices.multiply_add(
@@ -100,4 +106,6 @@ def test_fragments_of_a_product(type):
         np.array(third, np.float32),
     )  # fmt: skip
     wanted = a @ b + c
-    assert found.tolist() == [[wanted[row + 8 * half, 2 * q + n] for row, q in lanes] for half in (0, 1) for n in (0, 1)]
+    assert found.tolist() == [
+        [wanted[row + 8 * half, 2 * q + n] for row, q in lanes] for half in (0, 1) for n in (0, 1)
+    ]
