@@ -12,6 +12,7 @@ from pathlib import Path
 from . import __doc__ as description
 from .cases import all_cases, sample_cases, shipped_cases
 from .machine_code import ATTENTION_LOOPS, Report, run
+from .opcodes import write_opcodes
 from .spills import misplaced
 
 DROPOUT_LIMIT = 35  # instructions per element; tl.rand costs 52, and registers spill
@@ -60,11 +61,18 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression on case names, e.g. 'mlp_bwd/sm_90'")
     parser.add_argument("--workers", type=int, default=2, help="compiling processes (default: 2)")
     parser.add_argument("--csv", type=Path, help="write the table here")
+    parser.add_argument(
+        "--opcodes", type=Path, help="instead, write the opcode forms of the kernels here, and see that the emulator knows all"
+    )
     args = parser.parse_args()
     chosen = all_cases() if args.all else sample_cases() if args.sample else shipped_cases()
     cases = [case for case in chosen if re.search(args.only, case.name)]
     if not cases:
         parser.error(f"--only {args.only!r} matches no case")
+    if args.opcodes:
+        unknown = write_opcodes(cases, args.opcodes, args.workers)
+        print("\n".join(unknown) or f"the emulator translates every kernel; the forms are in {args.opcodes}")
+        return 1 if unknown else 0
     reports, faults = run(cases, args.workers)
     dropout = dropout_table(reports)
     faults += [

@@ -13,8 +13,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from .cases import AttentionCase, Case
 from ...tools.compiling import Compiled, catch_launches, compile_launch
+from .cases import AttentionCase, Case
 from .spills import ALLOWED_HMMA, ALLOWED_TWICE, TRITON, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.

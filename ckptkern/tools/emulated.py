@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from .. import emulator
-from .compiling import compile_launch, instead_of_launches
 from ..ops import _choices
+from .compiling import compile_launch, instead_of_launches
 
 ARCHS = (80, 90)
 SCALARS = {

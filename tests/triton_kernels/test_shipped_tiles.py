@@ -16,7 +16,6 @@ from torch import Tensor
 from ckptkern import eager, state, triton_kernels
 from ckptkern.benchmarks.gate.cases import (
     ATTENTION_KINDS,
-   
     DMASK_KINDS,
     DROPOUT_OPS,
     OPS,
