@@ -11,9 +11,11 @@ from collections import defaultdict
 import numpy as np
 
 from . import matrices
+from .mbarriers import MBarriers
 from .memory import Fault, Memory, Order
 from .numerics import UNSIGNED
 from .ptx import Kernel, Unknown
+from .tensor_maps import TMA
 
 LANES = np.arange(32)
 
@@ -57,11 +59,13 @@ class CTA:
         self.events = 0  # what may end a wait
         self.barriers: dict[int, Barrier] = {}
         self.woken: list = []  # strands whose barrier is complete
+        self.met: list = []  # strands at a meeting that others have yet to reach
         self.fragments: dict[tuple, tuple] = {}
         self.open_copies: list[tuple] = []  # cp.async since the last commit
         self.copies: defaultdict[bytes, list[list]] = defaultdict(list)  # groups of them, by the threads that committed them
         self.products: defaultdict[bytes, list[list]] = defaultdict(lambda: [[]])  # wgmma, the same way; the last group is open
         self.pending: dict[int, Pending] = {}
+        self.mbarriers, self.tma = MBarriers(self), TMA(self)
 
     # --- who is here
 
@@ -246,6 +250,10 @@ class CTA:
         source = {"bfly": LANES ^ lane, "idx": lane & 31, "up": LANES - lane, "down": LANES + lane}[mode]
         return np.take_along_axis(value, np.where((source < 0) | (source > 31), LANES, source), 1).reshape(-1)
 
+    def elected(self, mask, at) -> np.ndarray:
+        self.warps_of(mask, at)
+        return self.special["%laneid"] == 0
+
     def _rows(self, address, count: int, mask, at) -> tuple[np.ndarray, np.ndarray]:
         """(warps, offsets of their 8 x count rows of 16 bytes, which the first 8 x count lanes name)"""
         warps = self.warps_of(mask, at)
@@ -383,3 +391,5 @@ class CTA:
         copies = len(self.open_copies) + sum(len(group) for groups in self.copies.values() for group in groups)
         if copies:
             raise Fault("in flight", f"{copies} cp.async instructions are pending at the end", self.kernel.name)
+        self.mbarriers.finish()
+        self.tma.finish()

@@ -11,6 +11,7 @@ import numpy as np
 from .cta import CTA
 from .memory import Fault, Memory
 from .ptx import EXIT
+from .tensor_maps import TensorMap
 from .translate import Program, translate
 
 BLOCKS = 10**7  # that a launch may run before it is taken for one that hangs
@@ -41,6 +42,7 @@ class Strand:
     children: int = 0
     waits: bool = False  # at a barrier
     stalled: int = -1  # the CTA's events when it last asked in vain
+    asked: dict = dataclasses.field(default_factory=dict)  # wait instruction -> (mbarrier, the CTA's events) when it failed
 
 
 @dataclasses.dataclass
@@ -56,10 +58,15 @@ def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
     """Runs all threads to their end. Fault: what they did wrong."""
     registers = [np.bool_(False) if not width else np.zeros((), f"u{width}")[()] for width in program.kernel.registers.values()]
     ready = deque([Strand(None, 0, len(program.blocks))])
-    while ready:
+    while ready or _go_on(cta, ready):
         strand = ready.popleft()
         if strand.stalled == cta.events and all(other.stalled == cta.events for other in ready):
-            raise Fault("hang", f"{len(ready) + 1} strands wait for what nobody will do", program.kernel.name)
+            if _go_on(cta, ready):
+                ready.append(strand)
+                continue
+            awaited = cta.mbarriers.awaited([strand, *ready])
+            text = "; ".join(str(barrier) for barrier, _ in awaited)
+            raise Fault("hang", f"{len(ready) + 1} strands wait for what nobody will do: {text}", awaited[0][1])
         cta.strand = strand
         _turn(program, cta, strand, registers, ready, counts)
         ready.extend(cta.woken)
@@ -123,12 +130,32 @@ def _join(strand: Strand, cta: CTA, ready: deque) -> None:
     if parent is None:
         return
     parent.children -= 1
-    if parent.children == 0:
+    if parent.children:
+        cta.met.append(strand)
+    else:
+        cta.met = [other for other in cta.met if other.parent is not parent]
         mask = cta.alive if parent.mask is None else parent.mask & cta.alive
         parent.mask = None if mask.all() else mask
         if not mask.any():
             parent.block = parent.until
         ready.append(parent)
+
+
+def _go_on(cta: CTA, ready: deque) -> bool:
+    """Whole warps need not wait for others where they meet (each may take its own way through a loop many times): when all is
+    stuck, those that do go on as strands of their own. Were there any?"""
+    waiting, cta.met, before = cta.met, [], len(ready)
+    for strand in waiting:
+        parent, mine = strand.parent, strand.mask & cta.alive
+        rest = (cta.alive if parent.mask is None else parent.mask & cta.alive) & ~mine
+        if not mine.any() or (mine.reshape(-1, 32).any(1) & rest.reshape(-1, 32).any(1)).any():
+            cta.met.append(strand)
+            continue
+        parent.mask = rest
+        if parent.parent is not None:
+            parent.parent.children += 1
+        ready.append(Strand(mine, parent.block, parent.until, parent.parent))
+    return len(ready) > before
 
 
 def granule_of(widths: Iterable[int]) -> int:
@@ -141,7 +168,7 @@ def run(
 ) -> Counts:
     """Runs the kernel of `ptx` on a grid of CTAs, with `shared` bytes of shared memory each.
 
-    arguments: a numpy scalar a parameter, in order. programs: which CTAs run, in which order, by x + X (y + Y z); None: all.
+    arguments: a numpy scalar or a TensorMap a parameter, in order. programs: which CTAs run, in which order, by x + X (y + Y z); None: all.
     Raises Fault for what the kernel does wrong, ptx.Unknown for PTX that has no meaning here.
     """
     program = translate(ptx)
@@ -149,7 +176,8 @@ def run(
     if len(arguments) != len(kernel.parameters):
         raise ValueError(f"{kernel.name} has {len(kernel.parameters)} parameters; {len(arguments)} were given")
     parameters = {name: value for (name, _, _), value in zip(kernel.parameters, arguments, strict=True)}
-    granule = granule_of(kernel.widths("global"))
+    maps = {value.item for value in arguments if isinstance(value, TensorMap)}
+    granule = granule_of(kernel.widths("global") | maps)
     memories = [Memory(t.name, t.data, granule, t.base, t.allowed) for t in sorted(tensors, key=lambda tensor: tensor.base)]
     sizes = dict(zip("xyz", (*grid, 1, 1), strict=False))
     counts, time = Counts(), 1

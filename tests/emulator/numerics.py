@@ -202,6 +202,15 @@ def high_half(a, b, wide):
     return np.asarray(np.asarray(a).astype(wide) * np.asarray(b).astype(wide) >> wide(half)).astype(a.dtype)
 
 
+def high_half_of_64(a, b):
+    """The upper 64 bits of a product of unsigned integers."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b = np.asarray(a), np.asarray(b)
+    middle = (a >> half) * (b & low) + ((a & low) * (b & low) >> half)
+    other = (a & low) * (b >> half) + (middle & low)
+    return (a >> half) * (b >> half) + (middle >> half) + (other >> half)
+
+
 def both(mask, predicate):
     """Where a mask (None: everywhere) and a predicate hold."""
     return predicate if mask is None else mask & predicate

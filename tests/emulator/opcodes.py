@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 
 from .numerics import kind_of
+from .ptx import split
 
 TYPE = re.compile(r"[busf](8|16|32|64|128)|pred|bf16|b?f16x2|tf32")
 HINT = re.compile(r"L[12]::\w+|L2::cache_hint")
@@ -41,6 +42,11 @@ def opcode(names: str, modifiers: str = "", hints: bool = False):
         return emit
 
     return enter
+
+
+def find(i) -> Operation | None:
+    """By the opcode with its first two modifiers, else by the opcode alone."""
+    return TABLE.get(".".join((i.opcode, *i.modifiers[:2]))) or TABLE.get(i.opcode)
 
 
 # --- arithmetic: result, operands; the last modifier is the type of all
@@ -89,6 +95,8 @@ def _mul(w, i) -> None:
         w.set(result, wide, f"{product} + {w.get(c[0], wide)}" if c else product)
     elif "hi" in i.modifiers and not c and kind[1] == "4":
         w.set(result, kind, f"high_half({w.get(a, kind)}, {w.get(b, kind)}, {wide})")
+    elif "hi" in i.modifiers and not c and kind == "u8":
+        w.set(result, kind, f"high_half_of_64({w.get(a, kind)}, {w.get(b, kind)})")
     elif "hi" in i.modifiers or (c and "lo" not in i.modifiers):
         raise w.fail("unknown form")
     else:
@@ -166,7 +174,7 @@ def _mov(w, i) -> None:
         w.set(to, kind, w.get(source, kind))
 
 
-@opcode("cvta", "to global shared")
+@opcode("cvta", "to global shared param")
 def _cvta(w, i) -> None:
     """Addresses are generic already."""
     w.set(i.operands[0], "u8", w.get(i.operands[1], "u8"))
@@ -285,8 +293,40 @@ def _bar(w, i) -> None:
 @opcode("membar fence", "proxy async shared::cta global cta gl sys gpu acq_rel sc mbarrier_init release cluster")
 def _fence(w, i) -> None:
     """Other fences order what the checks of races take for unordered until a barrier comes."""
-    if "proxy" in i.modifiers:
+    if "async" in i.modifiers:
         w.lines.append(f"S.proxy_fence({w.mask}, {w.where})")
+
+
+@opcode("elect", "sync")
+def _elect(w, i) -> None:
+    """The first lane of each warp."""
+    lane, chosen = i.operands[0].split("|")
+    if w.integer(i.operands[1]) not in (-1, 0xFFFFFFFF):
+        raise w.fail("unknown form")
+    w.set(lane, "u4", w.constant(0, "u4"))
+    w.set(chosen, "p", f"S.elected({w.mask}, {w.where})")
+
+
+@opcode("mbarrier", "init inval arrive expect_tx try_wait test_wait parity shared shared::cta release acquire relaxed cta")
+def _mbarrier(w, i) -> None:
+    what, count = i.modifiers[0], len(i.operands)
+    place = w.address(i.operands[what in ("arrive", "try_wait", "test_wait")], "u4")
+    if i.space != "shared" or ("relaxed" in i.modifiers and what != "expect_tx"):
+        raise w.fail("unknown form")
+    if what == "inval":
+        w.lines.append(f"S.mbarriers.inval({place}, {w.mask}, {w.where})")
+    elif what in ("init", "expect_tx"):
+        name = what.removesuffix("_tx")
+        w.lines.append(f"S.mbarriers.{name}({place}, {w.get(i.operands[1], 'u4')}, {w.mask}, {w.where})")
+    elif what == "arrive":
+        amount = w.get(i.operands[2], "u4") if count > 2 else w.constant(1, "u4")
+        many, more = (w.constant(1, "u4"), amount) if "expect_tx" in i.modifiers else (amount, None)
+        phase = w.variable(f"S.mbarriers.arrive({place}, {many}, {more}, {w.mask}, {w.where})")
+        w.set(i.operands[0], "u8", phase)
+    else:  # a fourth operand limits the time that it is suspended
+        parity = "parity" in i.modifiers
+        phase = w.get(i.operands[2], "u4" if parity else "u8")
+        w.set(i.operands[0], "p", f"S.mbarriers.wait({place}, {phase}, {parity}, {w.mask}, {w.where})")
 
 
 # --- matrices
@@ -362,9 +402,43 @@ def _cp(w, i) -> None:
         )
 
 
+AXES = " ".join(f"{n}d" for n in range(1, 6))
+LOAD = re.compile(r"tensor\.\dd\.shared::(cta|cluster)\.global\.mbarrier::complete_tx::bytes")
+STORE = re.compile(r"tensor\.\dd\.global\.shared::cta\.bulk_group")
+
+
+@opcode(
+    "cp.async.bulk",
+    f"async bulk tensor {AXES} tile shared::cta shared::cluster global mbarrier::complete_tx::bytes bulk_group commit_group "
+    "wait_group read",
+    hints=True,
+)
+def _bulk(w, i) -> None:
+    modifiers = [modifier for modifier in i.modifiers[2:] if modifier != "tile" and not HINT.fullmatch(modifier)]
+    if modifiers == ["commit_group"]:
+        return w.lines.append(f"S.tma.commit({w.mask}, {w.where})")
+    if modifiers[0] == "wait_group":
+        return w.lines.append(f"S.tma.wait({w.integer(i.operands[0])}, {'read' in modifiers}, {w.mask}, {w.where})")
+    if LOAD.fullmatch(".".join(modifiers)):
+        to, source, barrier = i.operands[:3]
+        box, coordinates = split(source[1:-1])
+        places = f"{w.address(to, 'u4')}, {w.address(box, 'u8')}, {w.tuple(coordinates, 'i4')}, {w.address(barrier, 'u4')}"
+        return w.lines.append(f"S.tma.load({places}, {w.mask}, {w.where})")
+    if STORE.fullmatch(".".join(modifiers)):
+        box, coordinates = split(i.operands[0][1:-1])
+        places = f"{w.address(box, 'u8')}, {w.tuple(coordinates, 'i4')}, {w.address(i.operands[1], 'u4')}"
+        return w.lines.append(f"S.tma.store({places}, {w.mask}, {w.where})")
+    raise w.fail("unknown form")
+
+
 @opcode("nop nanosleep setmaxnreg", "inc dec sync aligned")
 def _nothing(w, i) -> None:
     pass
+
+
+@opcode("griddepcontrol", "wait launch_dependents")
+def _griddepcontrol(w, i) -> None:
+    """One launch runs at a time."""
 
 
 @opcode("trap")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 
 STATEMENT = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<opcode>[a-z]\w*)(?P<modifiers>(?:\.[\w:]+)*)\s*(?P<operands>.*)", re.DOTALL)
 LOCATION = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*?//\s*(.*))?")
+TARGETS = re.compile(r"(\$?[\w$]+):\s*\.branchtargets\s+(.*)", re.DOTALL)
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s)?([\w$]+)(?:\[(\d+)\])?\s*(?:,|$)")
 
 
@@ -37,7 +39,8 @@ class Instruction:
     @property
     def waits(self) -> bool:
         """May threads have to wait here for those of other warps? A block ends there, so that their turn can come."""
-        return self.opcode in ("bar", "barrier") and "warp" not in self.modifiers
+        named = self.opcode in ("bar", "barrier") and "warp" not in self.modifiers
+        return named or (self.opcode == "mbarrier" and self.modifiers[0] in ("try_wait", "test_wait"))
 
     @property
     def form(self) -> str:
@@ -74,6 +77,16 @@ def split(text: str) -> list[str]:
     return [*parts, text[start:].strip()] if text[start:].strip() else parts
 
 
+def inside_braces(text: str) -> str:
+    """What the first brace and its partner enclose."""
+    depth, start = 0, text.index("{")
+    for match in re.finditer(r"//.*|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if match[0] == "}" and not depth:
+            return text[start + 1 : match.start()]
+    raise ValueError("a brace has no partner")
+
+
 def statements(text: str) -> Iterator[str]:
     """Statements, and the braces of scopes; a brace inside a statement belongs to an operand."""
     current = ""
@@ -104,7 +117,7 @@ class Kernel:
         self.registers: dict[str, int] = {}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
-        self._read(body[body.index("{") + 1 : re.search(r"^}", body, re.MULTILINE).start()])
+        self._read(inside_braces(body))
         self.blocks = self._blocks()
         for block, meeting in zip(self.blocks, self._meetings(), strict=True):
             block.meeting = meeting
@@ -116,13 +129,15 @@ class Kernel:
 
     def _read(self, body: str) -> None:
         line, pending, scopes = "", "", Scopes(self.registers)
+        tables: dict[str, list[str]] = {}  # of brx.idx: its targets
+        jumps: list[tuple[Instruction, list[int]]] = []
         for raw in body.splitlines():
             if match := LOCATION.match(raw):
                 line = match[3] or f"{self.files.get(match[1], match[1])}:{match[2]}"
                 continue
             text = raw.partition("//")[0].strip()
             if match := re.fullmatch(r"(\$?[\w$]+):", text):
-                self.labels[match[1]] = len(self.instructions)
+                self.labels[scopes.label(match[1])] = len(self.instructions)
                 continue
             if not text or text.startswith((".section", ".pragma")):
                 continue
@@ -134,9 +149,27 @@ class Kernel:
                     scopes.enter() if statement == "{" else scopes.leave()
                 elif statement.startswith(".reg"):
                     scopes.declare(statement)
+                elif match := TARGETS.fullmatch(statement):
+                    tables[match[1]] = split(match[2])
                 elif statement and not statement.startswith("."):
-                    self.instructions.append(self._parse(scopes.resolve(statement), line))
+                    for part in self._plain(scopes.resolve(statement), tables):
+                        self.instructions.append(self._parse(part, line))
+                        jumps.append((self.instructions[-1], list(scopes.numbers)))
             pending = ""
+        for jump, numbers in jumps:
+            if jump.opcode == "bra":
+                names = (f"{jump.operands[0]}__{number}" for number in reversed(numbers))
+                jump.operands[0] = next((name for name in names if name in self.labels), jump.operands[0])
+
+    def _plain(self, statement: str, tables: dict[str, list[str]]) -> list[str]:
+        """A brx.idx as a comparison and a branch for each of its targets; else the statement itself."""
+        match = re.fullmatch(r"brx\.idx(?:\.uni)?\s+(%\w+),\s*(\S+)", statement)
+        if match is None:
+            return [statement]
+        self.registers["%brx"] = 0
+        *targets, last = tables[match[2]]
+        tests = [(f"setp.eq.u32 %brx, {match[1]}, {n}", f"@%brx bra {target}") for n, target in enumerate(targets)]
+        return [*itertools.chain(*tests), f"bra {last}"]
 
     @staticmethod
     def _parse(text: str, line: str) -> Instruction:
@@ -189,18 +222,24 @@ class Kernel:
 
 
 class Scopes:
-    """Registers by the scope that declares them; those of inner scopes get a name of their own."""
+    """Registers by the scope that declares them; those of inner scopes get a name of their own, as labels do."""
 
     def __init__(self, registers: dict[str, int]):
         self.registers, self.count = registers, 0
+        self.numbers: list[int] = []
         self.renamed: list[dict[str, str]] = []
 
     def enter(self) -> None:
         self.count += 1
+        self.numbers.append(self.count)
         self.renamed.append({})
 
     def leave(self) -> None:
+        self.numbers.pop()
         self.renamed.pop()
+
+    def label(self, name: str) -> str:
+        return f"{name}__{self.numbers[-1]}" if self.numbers else name
 
     def declare(self, statement: str) -> None:
         kind, names = re.fullmatch(r"\.reg\s*\.(\w+)\s+(.*)", statement, re.DOTALL).groups()

@@ -45,7 +45,7 @@ class BlockWriter:
 
     def emit(self, instruction: Instruction) -> None:
         self.at = instruction
-        operation = opcodes.TABLE.get(instruction.opcode)
+        operation = opcodes.find(instruction)
         if operation is None:
             raise Unknown("unknown opcode", instruction)
         for modifier in instruction.modifiers:
@@ -87,7 +87,7 @@ class BlockWriter:
         if operand == "global_smem":
             return self.constant(0, kind)
         if operand in self.kernel.offsets:
-            return f"S.parameter_address({operand!r})"
+            return f"S.tma.addresses[{operand!r}]"
         if operand not in self.kernel.registers:
             raise self.fail(f"unknown operand {operand}")
         width = self.kernel.registers[operand]
