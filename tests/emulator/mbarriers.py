@@ -126,19 +126,21 @@ class MBarriers:
         return phases
 
     def wait(self, address, which, parity: bool, mask, at) -> np.ndarray:
-        """Is the phase complete of this parity, or of this number?"""
+        """Is the phase complete of this parity, or of this number? If it is not yet, then not before one asks again."""
         cta = self.cta
         result = np.zeros(cta.threads, bool)
         for place, threads in self._places(address, mask):
             barrier, wanted = self.at(place, threads, at), cta.full(which, threads).astype(np.int64)
             if parity:  # the number of the phase that is meant; Triton 3.7.1 writes -1 for 1
                 wanted = barrier.phase - ((barrier.phase ^ wanted) & 1)
-            if (wanted >= barrier.phase).any():
+            if (wanted >= barrier.phase).any() and at in cta.strand.asked:
                 self._land(barrier)
             result[threads] = done = wanted < barrier.phase
             if done.any():
                 cta.order.acquire(np.unique(threads[done] >> 5), barrier.known)
-            if not done.all():
+            if done.all():
+                cta.strand.asked.pop(at, None)
+            else:
                 self._in_vain(barrier, at)
         return result
 

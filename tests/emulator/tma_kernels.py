@@ -1,0 +1,155 @@
+"""Kernels that move tiles by TMA, compiled for sm_90: tma_kernels.py FILE writes them there as JSON, for test_tma.py.
+
+It runs in a process of its own, without TRITON_INTERPRET, because a kernel decorated under that cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource, make_backend
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TARGET = GPUTarget("cuda", 90, 32)
+M, N, K = 200, 72, 96
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@triton.jit
+def product(
+    a, b, c, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPECIALIZE: tl.constexpr
+):
+    """c = a b^T by descriptors of tiles; a program takes every num_programs-th tile."""
+    columns = tl.cdiv(N, BLOCK_N)
+    tiles = tl.cdiv(M, BLOCK_M) * columns
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), warp_specialize=SPECIALIZE):
+        row, column = tile // columns * BLOCK_M, tile % columns * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            total = tl.dot(a.load([row, k]), b.load([column, k]).T, total)
+        c.store([row, column], total.to(c.dtype))
+
+
+@gluon.jit
+def produce(a, b, a_tiles, b_tiles, ready, empty, M, N, K):
+    """Loads the tiles of a and b, in the order in which `consume` takes them, as far ahead as there is room."""
+    STAGES: gl.constexpr = b_tiles.type.shape[0]
+    GROUPS: gl.constexpr = a_tiles.type.shape[0] // STAGES
+    BLOCK_M: gl.constexpr = a.block_type.shape[0]
+    columns = gl.cdiv(N, b.block_type.shape[0])
+    step = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, GROUPS * BLOCK_M) * columns, gl.num_programs(0)):
+        row, column = tile // columns * GROUPS * BLOCK_M, tile % columns * b.block_type.shape[0]
+        for k in range(0, K, a.block_type.shape[1]):
+            stage, phase = step % STAGES, step // STAGES & 1
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(ready.index(stage), GROUPS * a.block_type.nbytes + b.block_type.nbytes)
+            for group in gl.static_range(GROUPS):
+                place = a_tiles.index(stage * GROUPS + group)
+                tma.async_copy_global_to_shared(a, [row + group * BLOCK_M, k], ready.index(stage), place)
+            tma.async_copy_global_to_shared(b, [column, k], ready.index(stage), b_tiles.index(stage))
+            step += 1
+
+
+@gluon.jit
+def consume(c, a_tiles, b_tiles, c_tile, ready, empty, group, M, N, K):
+    """Multiplies what `produce` loads; a tile of c is stored while the next one is computed."""
+    STAGES: gl.constexpr = b_tiles.type.shape[0]
+    GROUPS: gl.constexpr = a_tiles.type.shape[0] // STAGES
+    BLOCK_M: gl.constexpr = c.block_type.shape[0]
+    BLOCK_N: gl.constexpr = c.block_type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    columns = gl.cdiv(N, BLOCK_N)
+    step = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, GROUPS * BLOCK_M) * columns, gl.num_programs(0)):
+        total = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        for _ in range(0, K, a_tiles.type.shape[2]):
+            stage, phase = step % STAGES, step // STAGES & 1
+            mbarrier.wait(ready.index(stage), phase)
+            a_tile = a_tiles.index(stage * GROUPS + group)
+            total = hopper.warpgroup_mma(a_tile, b_tiles.index(stage).permute((1, 0)), total)
+            mbarrier.arrive(empty.index(stage))
+            step += 1
+        tma.store_wait(0)
+        gl.barrier()
+        c_tile.index(group).store(total.to(c.dtype))
+        hopper.fence_async_shared()
+        gl.barrier()
+        row = (tile // columns * GROUPS + group) * BLOCK_M
+        tma.async_copy_shared_to_global(c, [row, tile % columns * BLOCK_N], c_tile.index(group))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def specialized(a, b, c, M, N, K, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """product by one warp that loads and one or two warp groups that multiply, which get most of the registers."""
+    a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES * GROUPS] + a.block_type.shape, a.layout)  # noqa: RUF005
+    b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
+    c_tile = gl.allocate_shared_memory(c.dtype, [GROUPS] + c.block_type.shape, c.layout)  # noqa: RUF005
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    first = (c, a_tiles, b_tiles, c_tile, ready, empty, 0, M, N, K)
+    second = (c, a_tiles, b_tiles, c_tile, ready, empty, 1, M, N, K)
+    producer = (a, b, a_tiles, b_tiles, ready, empty, M, N, K)
+    if GROUPS == 1:
+        gl.warp_specialize([(consume, first), (produce, producer)], [1], [24])
+    else:
+        gl.warp_specialize([(consume, first), (consume, second), (produce, producer)], [4, 1], [216, 24])
+
+
+def compiled(kernel, *args, **options) -> dict:
+    """What emulator.launch needs of a kernel, compiled for these arguments, without ptxas."""
+    backend = make_backend(TARGET)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options["debug"] = False
+    bound, specialization, options = binder(*args, **options)
+    options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+    with mock.patch.object(CUDABackend, "make_cubin", return_value=b"none"):
+        result = triton.compile(source, target=TARGET, options=options.__dict__)
+    return {"ptx": result.asm["ptx"], "shared": result.metadata.shared, "maps": result.metadata.tensordesc_meta}
+
+
+def descriptors(dtype: torch.dtype, *boxes: list[int], gluon: bool = False) -> list:
+    """Those of a, b and c, of boxes that Gluon wants the layouts of."""
+    found = []
+    for shape, box in zip(((M, K), (N, K), (M, N)), boxes, strict=True):
+        tensor = torch.zeros(shape, dtype=dtype)
+        layout = [gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(dtype)[6:]))] if gluon else []
+        found.append((GluonDescriptor if gluon else TensorDescriptor).from_tensor(tensor, box, *layout))
+    return found
+
+
+def kernels() -> dict[str, dict]:
+    """`product alike`: warp_specialize, by which Triton 3.7.1 has two warp groups compute and store the same tile."""
+    found = {}
+    for name, dtype in DTYPES.items():
+        plain = descriptors(dtype, [64, 32], [64, 32], [64, 64])
+        layouts = descriptors(dtype, [64, 32], [64, 32], [64, 64], gluon=True)
+        wide = descriptors(dtype, [64, 64], [64, 64], [64, 64], gluon=True)
+        found[f"product {name}"] = compiled(product, *plain, M, N, K, 64, 64, 32, False, num_warps=4, num_stages=3)
+        found[f"specialized {name}"] = compiled(specialized, *layouts, M, N, K, 3, 1, num_warps=4)
+        found[f"two groups {name}"] = compiled(specialized, *wide, M, N, K, 2, 2, num_warps=4)
+    return found | {"product alike": compiled(product, *plain, M, N, K, 64, 64, 32, True, num_warps=4, num_stages=3)}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(kernels()))
