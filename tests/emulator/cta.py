@@ -65,6 +65,8 @@ class CTA:
         self.copies: defaultdict[bytes, list[list]] = defaultdict(list)  # groups of them, by the threads that committed them
         self.products: defaultdict[bytes, list[list]] = defaultdict(lambda: [[]])  # wgmma, the same way; the last group is open
         self.pending: dict[int, Pending] = {}
+        self.held = np.full(self.warps, kernel.maxnreg)  # registers that a thread of each warp may use
+        self.growing: list[tuple] = []  # (strand, its warps, registers that they want, instruction)
         self.mbarriers, self.tma = MBarriers(self), TMA(self)
 
     # --- who is here
@@ -196,6 +198,29 @@ class CTA:
             unfenced.fill(False)
         else:
             unfenced &= ~np.isin(self.shared.writer >> 5, warps)
+
+    # --- registers
+
+    def set_registers(self, count: int, grows: bool, mask, at) -> None:
+        """setmaxnreg: all that a CTA has is what it starts with; an increase waits for what others give back."""
+        warps = self.warps_of(mask, at)
+        held = self.held[warps]
+        if not self.kernel.maxnreg or (held > count if grows else held < count).any():
+            raise Fault("registers", f"setmaxnreg to {count} of warps that have {sorted(set(held.tolist()))}", at)
+        if grows:
+            self.growing.append((self.strand, warps, count, at))
+            self.strand.waits = True
+        else:
+            self.held[warps] = count
+        for entry in list(self.growing):
+            strand, wanting, wanted, _ = entry
+            if self.held.sum() + (wanted - self.held[wanting]).sum() <= self.warps * self.kernel.maxnreg:
+                self.held[wanting] = wanted
+                self.growing.remove(entry)
+                self.events += 1
+                strand.waits = False
+                if strand is not self.strand:
+                    self.woken.append(strand)
 
     # --- cp.async
 

@@ -11,7 +11,7 @@ import numpy as np
 from .cta import CTA
 from .memory import Fault, Memory
 from .ptx import EXIT
-from .tensor_maps import TensorMap
+from .tensor_maps import TensorMap, made
 from .translate import Program, translate
 
 BLOCKS = 10**7  # that a launch may run before it is taken for one that hangs
@@ -71,6 +71,8 @@ def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
         _turn(program, cta, strand, registers, ready, counts)
         ready.extend(cta.woken)
         cta.woken.clear()
+    if cta.growing:
+        raise Fault("hang", f"{len(cta.growing)} strands wait for registers that no setmaxnreg.dec frees", cta.growing[0][-1])
     waiting = [(number, barrier) for number, barrier in cta.barriers.items() if barrier.waiting]
     if waiting:
         number, barrier = waiting[0]
@@ -176,7 +178,7 @@ def run(
     if len(arguments) != len(kernel.parameters):
         raise ValueError(f"{kernel.name} has {len(kernel.parameters)} parameters; {len(arguments)} were given")
     parameters = {name: value for (name, _, _), value in zip(kernel.parameters, arguments, strict=True)}
-    maps = {value.item for value in arguments if isinstance(value, TensorMap)}
+    maps = {value.item for value in arguments if isinstance(value, TensorMap)} | made(kernel)
     granule = granule_of(kernel.widths("global") | maps)
     memories = [Memory(t.name, t.data, granule, t.base, t.allowed) for t in sorted(tensors, key=lambda tensor: tensor.base)]
     sizes = dict(zip("xyz", (*grid, 1, 1), strict=False))

@@ -40,7 +40,8 @@ class Instruction:
     def waits(self) -> bool:
         """May threads have to wait here for those of other warps? A block ends there, so that their turn can come."""
         named = self.opcode in ("bar", "barrier") and "warp" not in self.modifiers
-        return named or (self.opcode == "mbarrier" and self.modifiers[0] in ("try_wait", "test_wait"))
+        grows = self.opcode == "setmaxnreg" and "inc" in self.modifiers
+        return named or grows or (self.opcode == "mbarrier" and self.modifiers[0] in ("try_wait", "test_wait"))
 
     @property
     def form(self) -> str:
@@ -101,7 +102,7 @@ def statements(text: str) -> Iterator[str]:
 
 
 class Kernel:
-    """The one entry of a module: name, threads, parameters [(name, type, bytes or 0)], registers {name: bytes, 0: predicate},
+    """The one entry of a module: name, threads, registers of each at most (0: no limit), parameters [(name, type, bytes or 0)], registers {name: bytes, 0: predicate},
     blocks."""
 
     def __init__(self, ptx: str):
@@ -114,6 +115,8 @@ class Kernel:
         self.files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:.*/)?([^"/]+)"', ptx, re.MULTILINE))
         body = ptx[head.end() :]
         self.threads = int(re.search(r"\.reqntid\s+(\d+)", body)[1])
+        limit = re.search(r"\.maxnreg\s+(\d+)", body)
+        self.maxnreg = int(limit[1]) if limit else 0
         self.registers: dict[str, int] = {}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}

@@ -7,9 +7,10 @@ import re
 
 import numpy as np
 import pytest
+from outside import start
+
 from emulator import Fault, Tensor, TensorMap, Unknown, launch
 from emulator.numerics import from_bf16, to_bf16
-from outside import start
 
 THREADS, BYTES, BARRIER = 256, 1024, 2048  # a box has a word for each thread; the mbarrier comes after two boxes
 IN, OUT = 1 << 44, 2 << 44
@@ -19,6 +20,7 @@ HEAD = """
     .param .u64 .ptr .global .align 16 out
 )
 .reqntid {threads}
+.maxnreg 128
 {{
     .reg .pred %p<8>;
     .reg .b32 %r<16>;
@@ -36,6 +38,7 @@ HEAD = """
 }}
 """
 INIT = "@%p0 mbarrier.init.shared::cta.b64 [global_smem+2048], 1;"
+INVAL = "@%p0 mbarrier.inval.shared::cta.b64 [global_smem+2048];"
 EXPECT = "@%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [global_smem+2048], 1024;"
 LOAD = (
     "@%p0 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -102,7 +105,7 @@ def cut(tensor: np.ndarray, box: tuple[int, ...], start: tuple[int, ...], fill: 
 
 
 def exchanged(rows: np.ndarray, swizzle: int) -> np.ndarray:
-    """The pieces of 16 bytes of each row at the places that the swizzle gives them: c at c ^ (row, of 128 bytes, % its pieces)."""
+    """The pieces of 16 bytes of each row where the swizzle puts them: c at c ^ (the number of its 128 bytes % pieces)."""
     pieces = rows.reshape(len(rows), -1, 4)
     found = np.empty_like(pieces)
     for row, piece in np.ndindex(*pieces.shape[:2]):
@@ -117,7 +120,7 @@ CORNERS = [(0, 0), (-3, -5), (17, 30), (5, -32), (40, 3)]  # the last two are ou
 
 
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
-@pytest.mark.parametrize("x, y", CORNERS)
+@pytest.mark.parametrize(("x", "y"), CORNERS)
 def test_load(swizzle, x, y):
     tensor = np.random.default_rng(0).integers(1, 2**32, (37, 36), np.uint32)
     box = (BYTES // (swizzle or 64), (swizzle or 64) // 4)
@@ -127,7 +130,7 @@ def test_load(swizzle, x, y):
 
 
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
-@pytest.mark.parametrize("x, y", CORNERS)
+@pytest.mark.parametrize(("x", "y"), CORNERS)
 def test_store(swizzle, x, y):
     tensor = np.full((37, 36), 999, np.uint32)
     box = (BYTES // (swizzle or 64), (swizzle or 64) // 4)
@@ -209,7 +212,7 @@ def test_arrivals_of_several_warps_with_counts():
     )  # fmt: skip
     expected = np.arange(256) ^ 32
     assert (run(body) == np.where(expected < 224, expected, 0)).all()
-    with pytest.raises(Fault, match="hang.*at 2048, phase 0: 2 arrivals and 0 bytes to come"):
+    with pytest.raises(Fault, match=r"hang.*at 2048, phase 0: 2 arrivals and 0 bytes to come"):
         run(tuple(part for part in body if not part.startswith("@%p3")))
 
 
@@ -229,7 +232,7 @@ def test_a_look_ahead_is_no_hang():
 
 
 def test_a_new_mbarrier_where_one_ended():
-    again = (BAR, "@%p0 mbarrier.inval.shared::cta.b64 [global_smem+2048];", *LOADED[1:])
+    again = (BAR, INVAL, *LOADED[1:])
     assert (run((*LOADED, *again)) == np.arange(256)).all()
 
 
@@ -251,6 +254,17 @@ def test_elected():
     assert run(("elect.sync %r5|%p1, -1;", "@%p1 mov.b32 %r4, 1;", RESULT)).nonzero()[0].tolist() == list(
         range(0, 256, 32)
     )
+
+
+def test_registers_change_hands():
+    """The first warp group waits for those of the second, unless there were too few."""
+    first = ("setp.lt.u32 %p1, %r0, 128;", "@%p1 bra first;", "setmaxnreg.dec.sync.aligned.u32 40;", "bra after;")
+    body = (*first, "first:", "setmaxnreg.inc.sync.aligned.u32 216;", "mov.b32 %r4, 1;", "after:", BAR, RESULT)
+    assert run(body).nonzero()[0].tolist() == list(range(128))
+    with pytest.raises(Fault, match=r"hang: 1 strands wait for registers"):
+        run(tuple(part.replace("216", "224") for part in body))
+    with pytest.raises(Fault, match=r"registers: setmaxnreg to 136 of warps that have \[128\]"):
+        run(tuple(part.replace("40", "136") for part in body))
 
 
 # --- planted bugs
@@ -286,18 +300,16 @@ PLANTED = {
     "init again": ((*LOADED, BAR, INIT), "mbarrier: init over the one at 2048"),
     "one arrival too many": (with_instead(LOADED, LOAD=EXPECT), "mbarrier: 1 arrivals at .*phase 0: 0 arrivals and 2048 bytes"),
     "overwritten": ((*LOADED[:3], "@%p0 st.shared.b32 [global_smem+2052], 0;", *LOADED[3:]), "mbarrier: .*overwritten"),
-    "inval too early": (
-        (*LOADED[:5], "@%p0 mbarrier.inval.shared::cta.b64 [global_smem+2048];"),
-        "in flight: inval of the mbarrier",
-    ),
-    "use after inval": ((*LOADED, BAR, "@%p0 mbarrier.inval.shared::cta.b64 [global_smem+2048];", wait()), "mbarrier: no mbarrier"),
-    "inval beside others": ((*LOADED, "@%p0 mbarrier.inval.shared::cta.b64 [global_smem+2048];"), "race: write of shared memory"),
+    "inval too early": ((*LOADED[:5], INVAL), "in flight: inval of the mbarrier"),
+    "use after inval": ((*LOADED, BAR, INVAL, wait()), "mbarrier: no mbarrier"),
+    "inval beside others": ((*LOADED, INVAL), "race: write of shared memory"),
     "load over what others read": ((*LOADED[:7], EXPECT, LOAD, wait(1)), "race: write .* another warp read, no barrier"),
     "load over what threads wrote": ((*LOADED[:2], WRITE, BAR, *LOADED[3:]), "proxy: TMA's write of what was written"),
     "load over a load": ((*LOADED[:5], LOAD, *LOADED[5:]), "in flight: write of what an asynchronous copy has yet to write"),
     "load to 64 bytes": (with_instead(LOADED, LOAD=LOAD.replace("[global_smem]", "[global_smem+64]")), "alignment: 128 bytes"),
-    "load to the end": (with_instead(LOADED, LOAD=LOAD.replace("[global_smem]", "[global_smem+3200]")), "bounds: a box of 1024 bytes"),
-    "load of another rank": (with_instead(LOADED, LOAD=LOAD.replace("{%r2, %r3}", "{%r2}")), "bounds: 1 coordinates of 2 axes"),
+    "load to the end": (with_instead(LOADED, LOAD=LOAD.replace("[global_smem]", "[global_smem+3200]")), "bounds: a box of"),
+    "load by no map": (with_instead(LOADED, LOAD=LOAD.replace("[%rd1", "[%rd0")), "tensor map: none at 0x200000000000"),
+    "load of another rank": (with_instead(LOADED, LOAD=LOAD.replace("{%r2, %r3}", "{%r2}")), "bounds: 1 coordinates"),
     "no fence": (without(STORED, FENCE), "proxy: TMA's read of what was written with no fence.proxy.async"),
     "no barrier before the store": (without(STORED, BAR), "race: TMA's read .*no b"),
     "store of nothing": (without(STORED, WRITE), "uninitialised"),
@@ -350,7 +362,6 @@ def test_limits_of_a_map(changes, limit):
         (".shared::cluster", ".shared::cluster.multicast::cluster", "modifier .multicast::cluster"),
         (".2d", ".2d.im2col", "modifier .im2col"),
         (".tensor.2d.shared::cluster", ".shared::cluster", "form"),
-        ("[%rd1", "[%rd0", "a tensor map that is no parameter"),
         (".arrive.expect_tx", ".arrive.noComplete", "modifier .noComplete"),
         ("mbarrier.arrive.expect_tx.", "mbarrier.arrive.expect_tx.relaxed.", "form"),
         (
@@ -387,30 +398,37 @@ def kernels(tmp_path_factory) -> dict[str, dict]:
     return json.loads(path.read_text())
 
 
-def multiply(kernel: dict, kind: str, programs: int, swizzles=SWIZZLE) -> tuple[np.ndarray, np.ndarray]:
+def multiply(kernel: dict, kind: str, grid: tuple[int, ...], swizzles=SWIZZLE) -> tuple[np.ndarray, np.ndarray]:
     """(what the kernel makes of random a and b, a b^T rounded once), as float32."""
     encode, decode = CODES[kind]
     rng = np.random.default_rng(0)
     a, b = (encode(rng.standard_normal(shape).astype(np.float32)) for shape in ((M, K), (N, K)))
     c, tensors, arguments = np.zeros((M, N), np.uint16), [], []
-    for n, (matrix, meta) in enumerate(zip((a, b, c), kernel["maps"], strict=True)):
-        base, shape = n + 1 << 44, matrix.shape
-        tensors.append(Tensor("abc"[n], base, matrix.reshape(-1).view(np.uint8)))
+    scratch = np.zeros(max(kernel["scratch"], 16) * int(np.prod(grid)), np.uint8)
+    for n, matrix in enumerate((a, b, c, scratch), 1):
+        tensors.append(Tensor("-abcs"[n], n << 44, matrix.reshape(-1).view(np.uint8)))
+    for n, (matrix, meta) in enumerate(zip((a, b, c), kernel["maps"] or [None] * 3, strict=True), 1):
+        base, shape = n << 44, matrix.shape
+        if meta is None:
+            arguments.append(np.uint64(base))
+            continue
         box, swizzle = tuple(meta["block_size"]), swizzles[meta["swizzle"]]
         arguments += [TensorMap(base, shape, matrix.strides, box, meta["elem_size"], swizzle)]
         arguments += [*map(np.uint32, shape), np.uint64(shape[1]), np.uint64(1)]
-    arguments += [*map(np.uint32, (M, N, K)), np.uint64(0), np.uint64(0)]  # the last two: scratch memory
-    launch(kernel["ptx"], (programs,), kernel["shared"], arguments, tensors)
+    arguments += [*map(np.uint32, (M, N, K)), np.uint64(4 << 44), np.uint64(0)]
+    launch(kernel["ptx"], grid, kernel["shared"], arguments, tensors)
     exact = decode(a).astype(np.float32) @ decode(b).astype(np.float32).T
     return decode(c).astype(np.float32), decode(encode(exact)).astype(np.float32)
 
 
-@pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("kind", CODES)
-@pytest.mark.parametrize("name", ["product", "specialized", "two groups"])
-def test_product(kernels, name, kind, programs):
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [*((name, (n,)) for name in ("product", "specialized", "two groups") for n in (1, 3)), ("described", (4, 2))],
+)
+def test_product(kernels, name, grid, kind):
     """Sums that differ in float32's last bits may round to the next number of 16 bits."""
-    got, expected = multiply(kernels[f"{name} {kind}"], kind, programs)
+    got, expected = multiply(kernels[f"{name} {kind}"], kind, grid)
     assert np.allclose(got, expected, rtol=2**-7 if kind == "bf16" else 2**-10, atol=1e-5)
     assert (got == expected).mean() > 0.99
 
@@ -424,9 +442,9 @@ def changed(kernel: dict, pattern: str, replacement: str, count: int = 0) -> dic
 def test_two_warp_groups_of_one_tile(kernels):
     """Triton 3.7.1's warp_specialize on sm_90 has both of its warp groups compute and store every tile."""
     kernel = kernels["product alike"]
-    with pytest.raises(Fault, match="race: write of c by thread 128 at what a TMA copy wrote"):
-        multiply(kernel, "f16", 1)
-    got, expected = multiply(changed(kernel, r"@%p\d+ (cp\.async\.bulk\.tensor\.2d\.global.*)", "", 1), "f16", 1)
+    with pytest.raises(Fault, match=r"race: write of c by thread .* at what a TMA copy wrote"):
+        multiply(kernel, "f16", (1,))
+    got, expected = multiply(changed(kernel, r"@%p\d+ (cp\.async\.bulk\.tensor\.2d\.global.*)", "", 1), "f16", (1,))
     assert (got == expected).mean() > 0.99
 
 
@@ -438,7 +456,7 @@ KERNEL_BUGS = {
     "it expects a box too much": ("specialized", r"(expect_tx.*), 8192;", r"\1, 12288;", "hang"),
     "it expects one byte too much": ("two groups", r"(expect_tx.*), 24576;", r"\1, 24577;", "hang"),
     "the consumer's wait dropped": ("specialized", r"(?s)@!complete bra\.uni waitLoop;(.*@!comp)", r"\1", "in flight"),
-    "the producer's wait dropped": ("specialized", r"(?s)(@!complete bra.*)@!complete bra\.uni waitLoop;", r"\1", "in flight|mbarrier"),
+    "the producer's wait dropped": ("specialized", r"(?s)(@!complete bra.*)@!complete bra\.uni waitLoop;", r"\1", "mbarrier"),
     "waits of one block dropped": ("product", r"@!complete bra\.uni waitLoop;", "", "in flight"),
     "proxy fence dropped": ("specialized", r"fence\.proxy\.async\S*;", "", "proxy"),
     "proxy fence of one block dropped": ("product", r"fence\.proxy\.async\S*;", "", "proxy"),
@@ -446,6 +464,9 @@ KERNEL_BUGS = {
     "wait_group.read one too lax": ("two groups", r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\g<1>1;", "in flight"),
     "wgmma's wait dropped": ("specialized", r"wgmma\.wait_group\S*\s+0;", "", "in flight|race"),
     "barriers of the consumer dropped": ("specialized", r"bar\.sync\s+0, 128;", "", "race"),
+    "a map that nobody acquires": ("described", r"@%p\d+ fence\.proxy\.tensormap.*", "", "tensor map"),
+    "a map without a box": ("described", r"@%p\d+ tensormap\.replace\.tile\.box_dim.* 0x1, .*", "", "tensor map"),
+    "maps of all programs in one place": ("described", r"(mov\.u32\s+%r\d+, )%ctaid\.x;", r"\g<1>0;", "race"),
     "all init dropped": ("specialized", r"@%p\d+ mbarrier\.init.*", "", "mbarrier"),
 }  # fmt: skip
 
@@ -454,11 +475,11 @@ KERNEL_BUGS = {
 def test_planted_in_a_kernel(kernels, name):
     of, pattern, replacement, kind = KERNEL_BUGS[name]
     with pytest.raises(Fault) as found:
-        multiply(changed(kernels[f"{of} bf16"], pattern, replacement), "bf16", 1)
+        multiply(changed(kernels[f"{of} bf16"], pattern, replacement), "bf16", (4, 2) if of == "described" else (1,))
     assert re.fullmatch(kind, found.value.kind), found.value
 
 
 @pytest.mark.parametrize("name", ["product", "specialized"])
 def test_another_swizzle_gives_other_numbers(kernels, name):
-    got, expected = multiply(kernels[f"{name} bf16"], "bf16", 1, swizzles=(0, 32, 0, 128))
+    got, expected = multiply(kernels[f"{name} bf16"], "bf16", (1,), swizzles=(0, 32, 0, 128))
     assert (got == expected).mean() < 0.5

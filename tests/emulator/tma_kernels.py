@@ -45,6 +45,19 @@ def product(
         c.store([row, column], total.to(c.dtype))
 
 
+@triton.jit
+def described(a, b, c, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of c = a b^T, by descriptors that the kernel makes."""
+    row, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    a = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    b = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    c = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BLOCK_M, BLOCK_N])
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        total = tl.dot(a.load([row, k]), b.load([column, k]).T, total)
+    c.store([row, column], total.to(c.dtype))
+
+
 @gluon.jit
 def produce(a, b, a_tiles, b_tiles, ready, empty, M, N, K):
     """Loads the tiles of a and b, in the order in which `consume` takes them, as far ahead as there is room."""
@@ -125,7 +138,13 @@ def compiled(kernel, *args, **options) -> dict:
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     with mock.patch.object(CUDABackend, "make_cubin", return_value=b"none"):
         result = triton.compile(source, target=TARGET, options=options.__dict__)
-    return {"ptx": result.asm["ptx"], "shared": result.metadata.shared, "maps": result.metadata.tensordesc_meta}
+    metadata = result.metadata
+    return {
+        "ptx": result.asm["ptx"],
+        "shared": metadata.shared,
+        "scratch": metadata.global_scratch_size,
+        "maps": metadata.tensordesc_meta,
+    }
 
 
 def descriptors(dtype: torch.dtype, *boxes: list[int], gluon: bool = False) -> list:
@@ -148,6 +167,8 @@ def kernels() -> dict[str, dict]:
         found[f"product {name}"] = compiled(product, *plain, M, N, K, 64, 64, 32, False, num_warps=4, num_stages=3)
         found[f"specialized {name}"] = compiled(specialized, *layouts, M, N, K, 3, 1, num_warps=4)
         found[f"two groups {name}"] = compiled(specialized, *wide, M, N, K, 2, 2, num_warps=4)
+        tensors = (descriptor.base for descriptor in plain)
+        found[f"described {name}"] = compiled(described, *tensors, M, N, K, 64, 64, 32, num_warps=4, num_stages=3)
     return found | {"product alike": compiled(product, *plain, M, N, K, 64, 64, 32, True, num_warps=4, num_stages=3)}
 
 
