@@ -42,7 +42,7 @@ class Strand:
     children: int = 0
     waits: bool = False  # at a barrier
     stalled: int = -1  # the CTA's events when it last asked in vain
-    asked: dict = dataclasses.field(default_factory=dict)  # wait instruction -> (mbarrier, the CTA's events) when it failed
+    asked: dict = dataclasses.field(default_factory=dict)  # instruction -> (mbarrier, the CTA's events) when it failed
 
 
 @dataclasses.dataclass
@@ -72,7 +72,8 @@ def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
         ready.extend(cta.woken)
         cta.woken.clear()
     if cta.growing:
-        raise Fault("hang", f"{len(cta.growing)} strands wait for registers that no setmaxnreg.dec frees", cta.growing[0][-1])
+        text = f"{len(cta.growing)} strands wait for registers that no setmaxnreg.dec frees"
+        raise Fault("hang", text, cta.growing[0][-1])
     waiting = [(number, barrier) for number, barrier in cta.barriers.items() if barrier.waiting]
     if waiting:
         number, barrier = waiting[0]
@@ -144,8 +145,8 @@ def _join(strand: Strand, cta: CTA, ready: deque) -> None:
 
 
 def _go_on(cta: CTA, ready: deque) -> bool:
-    """Whole warps need not wait for others where they meet (each may take its own way through a loop many times): when all is
-    stuck, those that do go on as strands of their own. Were there any?"""
+    """Whole warps need not wait for others where they meet, as a loop may have each take its own way many times: when all
+    is stuck, those that do go on as strands of their own. Were there any?"""
     waiting, cta.met, before = cta.met, [], len(ready)
     for strand in waiting:
         parent, mine = strand.parent, strand.mask & cta.alive
@@ -170,7 +171,8 @@ def run(
 ) -> Counts:
     """Runs the kernel of `ptx` on a grid of CTAs, with `shared` bytes of shared memory each.
 
-    arguments: a numpy scalar or a TensorMap a parameter, in order. programs: which CTAs run, in which order, by x + X (y + Y z); None: all.
+    arguments: a numpy scalar or a TensorMap a parameter, in order. programs: which CTAs run, in which order, by
+    x + X (y + Y z); None: all.
     Raises Fault for what the kernel does wrong, ptx.Unknown for PTX that has no meaning here.
     """
     program = translate(ptx)

@@ -128,7 +128,7 @@ class MBarriers:
     def wait(self, address, which, parity: bool, mask, at) -> np.ndarray:
         """Is the phase complete of this parity, or of this number? If it is not yet, then not before one asks again."""
         cta = self.cta
-        result = np.zeros(cta.threads, bool)
+        result, late = np.zeros(cta.threads, bool), None
         for place, threads in self._places(address, mask):
             barrier, wanted = self.at(place, threads, at), cta.full(which, threads).astype(np.int64)
             if parity:  # the number of the phase that is meant; Triton 3.7.1 writes -1 for 1
@@ -138,10 +138,12 @@ class MBarriers:
             result[threads] = done = wanted < barrier.phase
             if done.any():
                 cta.order.acquire(np.unique(threads[done] >> 5), barrier.known)
-            if done.all():
-                cta.strand.asked.pop(at, None)
-            else:
-                self._in_vain(barrier, at)
+            if not done.all():
+                late = barrier
+        if late is None:
+            cta.strand.asked.pop(at, None)
+        else:
+            self._in_vain(late, at)
         return result
 
     def _in_vain(self, barrier: MBarrier, at) -> None:

@@ -290,7 +290,10 @@ def _bar(w, i) -> None:
         w.lines.append(f"S.barrier({number}, {(*count, None)[0]}, {'arrive' not in i.modifiers}, {w.mask}, {w.where})")
 
 
-@opcode("membar fence", "proxy async shared::cta global cta gl sys gpu acq_rel sc mbarrier_init release cluster tensormap::generic acquire")
+@opcode(
+    "membar fence",
+    "proxy async shared::cta global cta gl sys gpu acq_rel sc mbarrier_init release cluster tensormap::generic acquire",
+)
 def _fence(w, i) -> None:
     """Other fences order what the checks of races take for unordered until a barrier comes."""
     if "tensormap::generic" in i.modifiers and i.operands:

@@ -102,8 +102,8 @@ def statements(text: str) -> Iterator[str]:
 
 
 class Kernel:
-    """The one entry of a module: name, threads, registers of each at most (0: no limit), parameters [(name, type, bytes or 0)], registers {name: bytes, 0: predicate},
-    blocks."""
+    """The one entry of a module: name, threads, maxnreg (registers of each at most, 0: no limit), parameters [(name, type,
+    bytes or 0)], registers {name: bytes, 0: predicate}, blocks."""
 
     def __init__(self, ptx: str):
         head = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)", ptx, re.DOTALL)

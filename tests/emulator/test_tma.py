@@ -388,6 +388,7 @@ CODES = {
     "f16": (lambda x: x.astype(np.float16).view(np.uint16), lambda x: x.view(np.float16)),
 }
 M, N, K = 200, 72, 96
+HEADS, T, SCALE = 2, 150, 0.125
 
 
 @pytest.fixture(scope="module")
@@ -398,27 +399,44 @@ def kernels(tmp_path_factory) -> dict[str, dict]:
     return json.loads(path.read_text())
 
 
-def multiply(kernel: dict, kind: str, grid: tuple[int, ...], swizzles=SWIZZLE) -> tuple[np.ndarray, np.ndarray]:
-    """(what the kernel makes of random a and b, a b^T rounded once), as float32."""
-    encode, decode = CODES[kind]
-    rng = np.random.default_rng(0)
-    a, b = (encode(rng.standard_normal(shape).astype(np.float32)) for shape in ((M, K), (N, K)))
-    c, tensors, arguments = np.zeros((M, N), np.uint16), [], []
+def call(kernel: dict, matrices: dict[str, np.ndarray], numbers: list, grid: tuple[int, ...], swizzles=SWIZZLE) -> None:
+    """Launches a kernel as Triton does: for a descriptor its map, shape and strides; then the scratch memory."""
     scratch = np.zeros(max(kernel["scratch"], 16) * int(np.prod(grid)), np.uint8)
-    for n, matrix in enumerate((a, b, c, scratch), 1):
-        tensors.append(Tensor("-abcs"[n], n << 44, matrix.reshape(-1).view(np.uint8)))
-    for n, (matrix, meta) in enumerate(zip((a, b, c), kernel["maps"] or [None] * 3, strict=True), 1):
-        base, shape = n << 44, matrix.shape
+    tensors, arguments = [Tensor("scratch", 1 << 44, scratch)], []
+    for (name, matrix), meta in zip(matrices.items(), kernel["maps"] or [None] * len(matrices), strict=True):
+        base, shape, strides = len(tensors) + 1 << 44, matrix.shape, matrix.strides
+        tensors.append(Tensor(name, base, matrix.reshape(-1).view(np.uint8)))
         if meta is None:
             arguments.append(np.uint64(base))
             continue
-        box, swizzle = tuple(meta["block_size"]), swizzles[meta["swizzle"]]
-        arguments += [TensorMap(base, shape, matrix.strides, box, meta["elem_size"], swizzle)]
-        arguments += [*map(np.uint32, shape), np.uint64(shape[1]), np.uint64(1)]
-    arguments += [*map(np.uint32, (M, N, K)), np.uint64(4 << 44), np.uint64(0)]
+        item, box = meta["elem_size"], tuple(meta["block_size"])
+        arguments.append(TensorMap(base, shape, strides, box, item, swizzles[meta["swizzle"]]))
+        arguments += [*map(np.uint32, shape), *(np.uint64(stride // item) for stride in strides)]
+    arguments += [*numbers, np.uint64(1 << 44), np.uint64(0)]
     launch(kernel["ptx"], grid, kernel["shared"], arguments, tensors)
-    exact = decode(a).astype(np.float32) @ decode(b).astype(np.float32).T
-    return decode(c).astype(np.float32), decode(encode(exact)).astype(np.float32)
+
+
+def random(kind: str, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: CODES[kind][0](rng.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
+
+
+def multiply(kernel: dict, kind: str, grid: tuple[int, ...] = (1,), swizzles=SWIZZLE) -> tuple[np.ndarray, np.ndarray]:
+    """(what the kernel makes of random a and b, a b^T rounded once), as float32."""
+    encode, decode = CODES[kind]
+    matrices = random(kind, a=(M, K), b=(N, K)) | {"c": np.zeros((M, N), np.uint16)}
+    call(kernel, matrices, [*map(np.uint32, (M, N, K))], grid, swizzles)
+    a, b, c = (decode(matrix).astype(np.float32) for matrix in matrices.values())
+    return c, decode(encode(a @ b.T)).astype(np.float32)
+
+
+def attend(kernel: dict, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The same of attention with T rows of 64 by HEADS heads."""
+    matrices = random(kind, **dict.fromkeys("qkv", (HEADS, T, 64))) | {"o": np.zeros((HEADS, T, 64), np.uint16)}
+    call(kernel, matrices, [np.uint32(T), np.float32(SCALE)], (-(-T // 64), HEADS))
+    q, k, v, o = (CODES[kind][1](matrix).astype(np.float32) for matrix in matrices.values())
+    p = np.exp2(SCALE * q @ k.swapaxes(1, 2))
+    return o, p / p.sum(2, keepdims=True) @ v
 
 
 @pytest.mark.parametrize("kind", CODES)
@@ -433,19 +451,27 @@ def test_product(kernels, name, grid, kind):
     assert (got == expected).mean() > 0.99
 
 
+@pytest.mark.parametrize("kind", CODES)
+def test_attention(kernels, kind):
+    """Its p is rounded to 16 bits, and so is its result of about 1."""
+    got, expected = attend(kernels[f"attention {kind}"], kind)
+    assert np.abs(got - expected).max() < 2 * (2**-9 if kind == "bf16" else 2**-12)
+
+
 def changed(kernel: dict, pattern: str, replacement: str, count: int = 0) -> dict:
     ptx, times = re.subn(pattern, replacement, kernel["ptx"], count=count)
     assert times
     return {**kernel, "ptx": ptx}
 
 
-def test_two_warp_groups_of_one_tile(kernels):
+@pytest.mark.parametrize(("name", "compute"), [("product", multiply), ("attention", attend)])
+def test_two_warp_groups_of_one_tile(kernels, name, compute):
     """Triton 3.7.1's warp_specialize on sm_90 has both of its warp groups compute and store every tile."""
-    kernel = kernels["product alike"]
-    with pytest.raises(Fault, match=r"race: write of c by thread .* at what a TMA copy wrote"):
-        multiply(kernel, "f16", (1,))
-    got, expected = multiply(changed(kernel, r"@%p\d+ (cp\.async\.bulk\.tensor\.2d\.global.*)", "", 1), "f16", (1,))
-    assert (got == expected).mean() > 0.99
+    kernel = kernels[f"{name} alike"]
+    with pytest.raises(Fault, match=r"race: write of [co] by thread .* at what a TMA copy wrote"):
+        compute(kernel, "f16")
+    got, expected = compute(changed(kernel, r"@%p\d+ (cp\.async\.bulk\.tensor\.\dd\.global.*)", "", 1), "f16")
+    assert np.allclose(got, expected, rtol=2**-10, atol=2**-11)
 
 
 KERNEL_BUGS = {

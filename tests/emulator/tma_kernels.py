@@ -26,7 +26,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGET = GPUTarget("cuda", 90, 32)
-M, N, K = 200, 72, 96
+M, N, K, HEADS = 200, 72, 96, 2
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -56,6 +56,26 @@ def described(a, b, c, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BL
     for k in range(0, K, BLOCK_K):
         total = tl.dot(a.load([row, k]), b.load([column, k]).T, total)
     c.store([row, column], total.to(c.dtype))
+
+
+@triton.jit
+def attention(q, k, v, o, T, scale, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SPECIALIZE: tl.constexpr):
+    """A tile of softmax(scale q k^T) v of one head, with 2 as the base, by descriptors of [heads, rows, WIDTH]."""
+    row, head = tl.program_id(0) * BLOCK, tl.program_id(1)
+    queries = q.load([head, row, 0]).reshape(BLOCK, WIDTH)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for start in tl.range(0, T, BLOCK, warp_specialize=SPECIALIZE):
+        scores = tl.dot(queries, k.load([head, start, 0]).reshape(BLOCK, WIDTH).T) * scale
+        scores = tl.where((start + tl.arange(0, BLOCK) < T)[None, :], scores, float("-inf"))
+        new = tl.maximum(best, tl.max(scores, 1))
+        p, shrink = tl.exp2(scores - new[:, None]), tl.exp2(best - new)
+        weight = weight * shrink + tl.sum(p, 1)
+        values = v.load([head, start, 0]).reshape(BLOCK, WIDTH)
+        total = tl.dot(p.to(v.dtype), values, total * shrink[:, None])
+        best = new
+    o.store([head, row, 0], (total / weight[:, None]).to(o.dtype).reshape(1, BLOCK, WIDTH))
 
 
 @gluon.jit
@@ -158,7 +178,7 @@ def descriptors(dtype: torch.dtype, *boxes: list[int], gluon: bool = False) -> l
 
 
 def kernels() -> dict[str, dict]:
-    """`product alike`: warp_specialize, by which Triton 3.7.1 has two warp groups compute and store the same tile."""
+    """`alike`: warp_specialize, by which Triton 3.7.1 has two warp groups compute and store the same tile."""
     found = {}
     for name, dtype in DTYPES.items():
         plain = descriptors(dtype, [64, 32], [64, 32], [64, 64])
@@ -169,7 +189,11 @@ def kernels() -> dict[str, dict]:
         found[f"two groups {name}"] = compiled(specialized, *wide, M, N, K, 2, 2, num_warps=4)
         tensors = (descriptor.base for descriptor in plain)
         found[f"described {name}"] = compiled(described, *tensors, M, N, K, 64, 64, 32, num_warps=4, num_stages=3)
-    return found | {"product alike": compiled(product, *plain, M, N, K, 64, 64, 32, True, num_warps=4, num_stages=3)}
+        heads = [TensorDescriptor.from_tensor(torch.zeros(HEADS, M, 64, dtype=dtype), [1, 64, 64])] * 4
+        found[f"attention {name}"] = compiled(attention, *heads, M, 0.1, 64, 64, False, num_warps=4, num_stages=2)
+    found["product alike"] = compiled(product, *plain, M, N, K, 64, 64, 32, True, num_warps=4, num_stages=3)
+    found["attention alike"] = compiled(attention, *heads, M, 0.1, 64, 64, True, num_warps=4, num_stages=2)
+    return found
 
 
 if __name__ == "__main__":
