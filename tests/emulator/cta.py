@@ -34,9 +34,10 @@ class Pending:
 
 @dataclasses.dataclass(eq=False)
 class Barrier:
-    """Who has arrived at a named barrier, and which of them wait."""
+    """Who has arrived at a named barrier, how many it wants, and which of them wait."""
 
     arrived: np.ndarray
+    wanted: int
     waiting: list = dataclasses.field(default_factory=list)  # (strand, instruction)
 
 
@@ -171,12 +172,12 @@ class CTA:
         """bar.sync, bar.arrive: complete when `count` threads (None: all that live) are here."""
         number = int(np.max(number))
         here = self.warps_of(mask, at)
-        barrier = self.barriers.setdefault(number, Barrier(np.zeros(self.threads, bool)))
+        wanted = int(self.alive.sum()) if count is None else int(np.max(count))
+        barrier = self.barriers.setdefault(number, Barrier(np.zeros(self.threads, bool), wanted))
         barrier.arrived |= np.repeat(np.isin(np.arange(self.warps), here), 32) & self.alive
         if waits:
             barrier.waiting.append((self.strand, at))
-        wanted = int(self.alive.sum()) if count is None else int(np.max(count))
-        if int(barrier.arrived.sum()) < wanted:
+        if int(barrier.arrived.sum()) < barrier.wanted:
             self.strand.waits |= waits
             return
         del self.barriers[number]

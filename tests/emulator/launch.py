@@ -77,8 +77,8 @@ def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
     waiting = [(number, barrier) for number, barrier in cta.barriers.items() if barrier.waiting]
     if waiting:
         number, barrier = waiting[0]
-        here, alive = int(barrier.arrived.sum()), int(cta.alive.sum())
-        raise Fault("barrier", f"{here} of {alive} threads reach barrier {number}", barrier.waiting[0][1])
+        text = f"{int(barrier.arrived.sum())} of {barrier.wanted} threads reach barrier {number}"
+        raise Fault("barrier", text, barrier.waiting[0][1])
     cta.finish()
 
 
