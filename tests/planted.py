@@ -57,7 +57,9 @@ BUGS: dict[str, tuple[str, Callable[[re.Match], str]]] = {
         r"(cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x\w+), %r\d+;", lambda found: f"{found[1]};"
     ),
     "load 2 bytes further": (r"(ld\.global[^\[]*\[ %rd\d+ \+ )0", lambda found: f"{found[1]}2"),
-    "matrix read 16 bytes further": (r"(ldmatrix[^\[]*\[%r\d+)(\+(\d+))?\]", lambda found: f"{found[1]}+{int(found[3] or 0) + 16}]"),
+    "matrix read 16 bytes further": (
+        r"(ldmatrix[^\[]*\[%r\d+)(\+(\d+))?\]", lambda found: f"{found[1]}+{int(found[3] or 0) + 16}]"
+    ),
     "shuffle from another lane": (
         r"(shfl\.sync\.bfly\.b32 [^,]*,[^,]*, )(\d+)", lambda found: found[1] + ("2" if found[2] == "1" else "1")
     ),

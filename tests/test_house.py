@@ -22,7 +22,9 @@ from ckptkern import state
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
-    "ckptkern": "ckptkern", "triton_kernels": "ckptkern.triton_kernels", "benchmarks": "ckptkern.benchmarks",
+    "ckptkern": "ckptkern",
+    "triton_kernels": "ckptkern.triton_kernels",
+    "benchmarks": "ckptkern.benchmarks",
     "tests/emulator": "ckptkern.emulator",
 }
 

@@ -62,7 +62,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="compiling processes (default: 2)")
     parser.add_argument("--csv", type=Path, help="write the table here")
     parser.add_argument(
-        "--opcodes", type=Path, help="instead, write the opcode forms of the kernels here, and see that the emulator knows all"
+        "--opcodes",
+        type=Path,
+        help="instead, write the opcode forms of the kernels here, and see that the emulator knows all",
     )
     args = parser.parse_args()
     chosen = all_cases() if args.all else sample_cases() if args.sample else shipped_cases()

@@ -39,13 +39,16 @@ def write_opcodes(cases: list[Case | AttentionCase], path: Path, workers: int) -
     counts, examples, faults = Counter(), {}, []
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for done, (case, (kernels, unknown)) in enumerate(zip(cases, pool.map(forms_of, cases, chunksize=4), strict=True), 1):
+        for done, (case, (kernels, unknown)) in enumerate(
+            zip(cases, pool.map(forms_of, cases, chunksize=4), strict=True), 1
+        ):
             faults += unknown
             for forms in kernels:
                 counts.update((form, case.arch) for form in forms)
                 examples = forms | examples
             if done % 20 == 0 or done == len(cases):
-                print(f"{done}/{len(cases)} translated, {len(examples)} forms, {len(faults)} unknown", file=sys.stderr, flush=True)
+                text = f"{done}/{len(cases)} translated, {len(examples)} forms, {len(faults)} unknown"
+                print(text, file=sys.stderr, flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)

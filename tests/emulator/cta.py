@@ -44,7 +44,16 @@ class Barrier:
 class CTA:
     """`strand` is what runs now (launch.Strand); the methods are called by the functions of blocks."""
 
-    def __init__(self, kernel: Kernel, shared: int, granule: int, tensors: list[Memory], parameters: dict, special: dict, time: int):
+    def __init__(
+        self,
+        kernel: Kernel,
+        shared: int,
+        granule: int,
+        tensors: list[Memory],
+        parameters: dict,
+        special: dict,
+        time: int,
+    ):
         self.kernel, self.parameters = kernel, parameters
         self.threads, self.warps = kernel.threads, kernel.threads // 32
         self.ids = np.arange(self.threads, dtype=np.int32)
@@ -63,8 +72,12 @@ class CTA:
         self.met: list = []  # strands at a meeting that others have yet to reach
         self.fragments: dict[tuple, tuple] = {}
         self.open_copies: list[tuple] = []  # cp.async since the last commit
-        self.copies: defaultdict[bytes, list[list]] = defaultdict(list)  # groups of them, by the threads that committed them
-        self.products: defaultdict[bytes, list[list]] = defaultdict(lambda: [[]])  # wgmma, the same way; the last group is open
+        self.copies: defaultdict[bytes, list[list]] = defaultdict(
+            list
+        )  # groups of them, by the threads that committed them
+        self.products: defaultdict[bytes, list[list]] = defaultdict(
+            lambda: [[]]
+        )  # wgmma, the same way; the last group is open
         self.pending: dict[int, Pending] = {}
         self.held = np.full(self.warps, kernel.maxnreg)  # registers that a thread of each warp may use
         self.growing: list[tuple] = []  # (strand, its warps, registers that they want, instruction)
@@ -82,7 +95,9 @@ class CTA:
             return np.arange(self.warps // per)
         active = np.broadcast_to(self.alive if mask is None else mask, (self.threads,)).reshape(-1, 32 * per)
         if (active.any(1) != active.all(1)).any():
-            raise Fault("barrier", f"{int(active.sum())} threads are here, a part of a warp{' group' if per > 1 else ''}", at)
+            raise Fault(
+                "barrier", f"{int(active.sum())} threads are here, a part of a warp{' group' if per > 1 else ''}", at
+            )
         return np.flatnonzero(active.all(1))
 
     def who(self, mask) -> bytes:
@@ -124,7 +139,9 @@ class CTA:
         offset = offset.astype(np.int64)
         self.check_alignment(offset, size, at)
         if offset.size and int(offset.max()) + size > self.shared.size:
-            raise Fault("bounds", f"{size} bytes at {int(offset.max())} of {self.shared.size} bytes of shared memory", at)
+            raise Fault(
+                "bounds", f"{size} bytes at {int(offset.max())} of {self.shared.size} bytes of shared memory", at
+            )
         return offset
 
     def locate(self, address: np.ndarray, size: int, what: str, at) -> list[tuple[Memory, np.ndarray | slice]]:
@@ -134,8 +151,8 @@ class CTA:
         for n, part in parts:
             here, tensor = address[part], self.tensors[n]
             if n < 0 or int(here.max()) + size > tensor.base + tensor.size:
-                near = hex(int(here.min())) if n < 0 else f"{int(here.max()) - tensor.base} of {tensor.size} bytes of {tensor.name}"
-                raise Fault("bounds", f"{what} of {size} bytes at {near}", at)
+                inside = f"{int(here.max()) - tensor.base} of {tensor.size} bytes of {tensor.name}"
+                raise Fault("bounds", f"{what} of {size} bytes at {hex(int(here.min())) if n < 0 else inside}", at)
         return [(self.tensors[n], part) for n, part in parts]
 
     def load(self, space: str, address, size: int, count: int, mask, at):
@@ -334,13 +351,17 @@ class CTA:
             raise Fault("barrier", "a wgmma descriptor differs inside a warp group", at)
         return value[:, 0]
 
-    def _described(self, descriptor, rows: int, depth: int, type: str, transpose: bool, groups, at) -> tuple[np.ndarray, list]:
+    def _described(
+        self, descriptor, rows: int, depth: int, type: str, transpose: bool, groups, at
+    ) -> tuple[np.ndarray, list]:
         """([groups, rows, depth], the granules that are read)"""
         item, shared, parts, read = matrices.BYTES[type], self.shared, [], []
         for value in self._descriptor(descriptor, groups, at):
             address = matrices.described(int(value), rows, depth, item, transpose)
             if int(address.max()) + item > shared.size:
-                raise Fault("bounds", f"wgmma reads up to {int(address.max())} of {shared.size} bytes of shared memory", at)
+                raise Fault(
+                    "bounds", f"wgmma reads up to {int(address.max())} of {shared.size} bytes of shared memory", at
+                )
             index = shared.granules(address.reshape(-1) // shared.granule * shared.granule, max(item, shared.granule))
             self._read_asynchronously(index, "wgmma", at)
             read.append(index)
@@ -365,7 +386,9 @@ class CTA:
     def wgmma_fence(self, mask, at) -> None:
         self.warps_of(mask, at, per=4)
 
-    def wgmma(self, columns: int, depth: int, type: str, c: tuple, a, b, scale, transpose: list, mask, at) -> list[np.ndarray]:
+    def wgmma(
+        self, columns: int, depth: int, type: str, c: tuple, a, b, scale, transpose: list, mask, at
+    ) -> list[np.ndarray]:
         groups = self.warps_of(mask, at, per=4)
         old = np.stack([self.full(x if (pending := self._pending_of(x)) is None else pending.values) for x in c])
         transpose_a, transpose_b = [False, False, *transpose][-2:]
@@ -381,7 +404,11 @@ class CTA:
         here = None if threads.size == self.threads else np.isin(self.ids, threads)
         registers = []
         for before, values in zip(old, new, strict=True):
-            array = np.full(self.threads, np.nan, np.float32) if here is None else np.where(here, np.float32(np.nan), before)
+            array = (
+                np.full(self.threads, np.nan, np.float32)
+                if here is None
+                else np.where(here, np.float32(np.nan), before)
+            )
             self.pending[id(array)] = Pending(values, [(array, here)])
             registers.append(array)
         self.products[self.who(mask)][-1].append((registers, [*read, *more], threads))

@@ -56,7 +56,9 @@ class Counts:
 
 def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
     """Runs all threads to their end. Fault: what they did wrong."""
-    registers = [np.bool_(False) if not width else np.zeros((), f"u{width}")[()] for width in program.kernel.registers.values()]
+    registers = [
+        np.bool_(False) if not width else np.zeros((), f"u{width}")[()] for width in program.kernel.registers.values()
+    ]
     ready = deque([Strand(None, 0, len(program.blocks))])
     while ready or _go_on(cta, ready):
         strand = ready.popleft()
@@ -167,7 +169,12 @@ def granule_of(widths: Iterable[int]) -> int:
 
 
 def run(
-    ptx: str, grid: tuple[int, ...], shared: int, arguments: list, tensors: list[Tensor], programs: Iterable[int] | None = None
+    ptx: str,
+    grid: tuple[int, ...],
+    shared: int,
+    arguments: list,
+    tensors: list[Tensor],
+    programs: Iterable[int] | None = None,
 ) -> Counts:
     """Runs the kernel of `ptx` on a grid of CTAs, with `shared` bytes of shared memory each.
 
@@ -182,11 +189,17 @@ def run(
     parameters = {name: value for (name, _, _), value in zip(kernel.parameters, arguments, strict=True)}
     maps = {value.item for value in arguments if isinstance(value, TensorMap)} | made(kernel)
     granule = granule_of(kernel.widths("global") | maps)
-    memories = [Memory(t.name, t.data, granule, t.base, t.allowed) for t in sorted(tensors, key=lambda tensor: tensor.base)]
+    memories = [
+        Memory(t.name, t.data, granule, t.base, t.allowed) for t in sorted(tensors, key=lambda tensor: tensor.base)
+    ]
     sizes = dict(zip("xyz", (*grid, 1, 1), strict=False))
     counts, time = Counts(), 1
     for number in range(int(np.prod(grid))) if programs is None else programs:
-        place = {"x": number % sizes["x"], "y": number // sizes["x"] % sizes["y"], "z": number // sizes["x"] // sizes["y"]}
+        place = {
+            "x": number % sizes["x"],
+            "y": number // sizes["x"] % sizes["y"],
+            "z": number // sizes["x"] // sizes["y"],
+        }
         special = {f"%ctaid.{axis}": np.uint32(at) for axis, at in place.items()}
         special |= {f"%nctaid.{axis}": np.uint32(size) for axis, size in sizes.items()}
         special |= {f"%ntid.{axis}": np.uint32(kernel.threads if axis == "x" else 1) for axis in "xyz"}

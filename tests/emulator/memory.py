@@ -142,14 +142,18 @@ class Memory:
             place = tuple(np.argwhere(bad)[0])
             mine, other = int(threads[place[-1]]), int(writer[place])
             copied = other >> 5 >= len(order.known)
-            text = f"{what} of {self.name} by thread {mine} at what {'a TMA copy' if copied else f'thread {other}'} wrote"
+            text = (
+                f"{what} of {self.name} by thread {mine} at what {'a TMA copy' if copied else f'thread {other}'} wrote"
+            )
             missing = "no bar.warp.sync" if mine >> 5 == other >> 5 else "no barrier"
             raise Fault("race", f"{text}, {missing} between ({int(bad.any(0).sum())} threads)", at)
 
     def check_unread(self, index: np.ndarray, threads: np.ndarray, order: Order, at) -> None:
         """No other warp read here, unordered with this write."""
-        if self.first_read is not None and ((first := self.first_read[index]) > 0).any() and (first[first > 0] <= order.start).any():
-            raise Fault("race", f"write of {self.name} at what another CTA read", at)
+        if self.first_read is not None:
+            first = self.first_read[index]
+            if ((first > 0) & (first <= order.start)).any():
+                raise Fault("race", f"write of {self.name} at what another CTA read", at)
         if self.last_read <= order.synced:
             return
         self._sort_reads(len(order.known))

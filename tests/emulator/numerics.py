@@ -193,7 +193,9 @@ def bit_field(value, position, length):
 
 def insert_bits(a, b, position, length):
     field = ((1 << length) - 1) << position
-    return b & b.dtype.type(~field & (1 << 8 * b.dtype.itemsize) - 1) | a << a.dtype.type(position) & a.dtype.type(field)
+    return b & b.dtype.type(~field & (1 << 8 * b.dtype.itemsize) - 1) | a << a.dtype.type(position) & a.dtype.type(
+        field
+    )
 
 
 def high_half(a, b, wide):

@@ -14,7 +14,18 @@ from .ptx import split
 
 TYPE = re.compile(r"[busf](8|16|32|64|128)|pred|bf16|b?f16x2|tf32")
 HINT = re.compile(r"L[12]::\w+|L2::cache_hint")
-COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+COMPARE = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +75,8 @@ ARITHMETIC = {
     "add": ("{0} + {1}", "rn ftz"), "sub": ("{0} - {1}", "rn ftz"), "neg": ("negative({0})", "ftz"),
     "abs": ("absolute({0})", "ftz"), "sqrt": ("sqrt({0})", "rn approx ftz"), "rem": ("integer_remainder({0}, {1})", ""),
     "ex2": ("exp2({0}.astype(f8)).astype(f4)", "approx ftz"), "lg2": ("log2({0}.astype(f8)).astype(f4)", "approx ftz"),
-    "rcp": ("(1 / {0}.astype(f8)).astype(f4)", "approx rn ftz"), "rsqrt": ("(1 / sqrt({0}.astype(f8))).astype(f4)", "approx ftz"),
+    "rcp": ("(1 / {0}.astype(f8)).astype(f4)", "approx rn ftz"),
+    "rsqrt": ("(1 / sqrt({0}.astype(f8))).astype(f4)", "approx ftz"),
     "sin": ("sin({0}.astype(f8)).astype(f4)", "approx ftz"), "cos": ("cos({0}.astype(f8)).astype(f4)", "approx ftz"),
     "tanh": ("tanh({0}.astype(f8)).astype(f4)", "approx"),
     "and": ("{0} & {1}", ""), "or": ("{0} | {1}", ""), "xor": ("{0} ^ {1}", ""), "not": ("~{0}", ""),
@@ -166,8 +178,8 @@ def _mov(w, i) -> None:
         for n, part in enumerate(parts):
             w.set(part, f"u{size}", f"({value} >> {w.constant(8 * size * n, kind)}).astype(u{size})")
     elif source.startswith("{"):
-        terms = (f"{w.get(part, f'u{size}')}.astype({kind}) << {w.constant(8 * size * n, kind)}" for n, part in enumerate(parts))
-        w.set(to, kind, " | ".join(terms))
+        values = [f"{w.get(part, f'u{size}')}.astype({kind})" for part in parts]
+        w.set(to, kind, " | ".join(f"{value} << {w.constant(8 * size * n, kind)}" for n, value in enumerate(values)))
     elif not i.predicate and source in registers and registers[source] == registers[to]:
         w.copy(to, source)
     else:
@@ -312,7 +324,9 @@ def _elect(w, i) -> None:
     w.set(chosen, "p", f"S.elected({w.mask}, {w.where})")
 
 
-@opcode("mbarrier", "init inval arrive expect_tx try_wait test_wait parity shared shared::cta release acquire relaxed cta")
+@opcode(
+    "mbarrier", "init inval arrive expect_tx try_wait test_wait parity shared shared::cta release acquire relaxed cta"
+)
 def _mbarrier(w, i) -> None:
     what, count = i.modifiers[0], len(i.operands)
     place = w.address(i.operands[what in ("arrive", "try_wait", "test_wait")], "u4")
@@ -350,13 +364,19 @@ def _ldmatrix(w, i) -> None:
 @opcode("stmatrix", "sync aligned m8n8 x1 x2 x4 trans shared shared::cta")
 def _stmatrix(w, i) -> None:
     values = w.tuple(i.operands[1], "u4")
-    w.lines.append(f"S.stmatrix({w.address(i.operands[0], 'u4')}, {values}, {'trans' in i.modifiers}, {w.mask}, {w.where})")
+    w.lines.append(
+        f"S.stmatrix({w.address(i.operands[0], 'u4')}, {values}, {'trans' in i.modifiers}, {w.mask}, {w.where})"
+    )
 
 
 @opcode("mma", "sync aligned row col m16n8k8 m16n8k16")
 def _mma(w, i) -> None:
     to, of = i.modifiers[5], i.modifiers[6]
-    if i.modifiers[3:5] != ["row", "col"] or (to, i.modifiers[8]) != ("f32", "f32") or of not in ("f16", "bf16", "tf32"):
+    if (
+        i.modifiers[3:5] != ["row", "col"]
+        or (to, i.modifiers[8]) != ("f32", "f32")
+        or of not in ("f16", "bf16", "tf32")
+    ):
         raise w.fail("unknown form")
     a, b, c = (w.tuple(operand, kind) for operand, kind in zip(i.operands[1:], ("u4", "u4", "f4"), strict=True))
     values = w.variable(f"S.mma({of!r}, {a}, {b}, {c}, {w.mask}, {w.where})")
@@ -365,9 +385,10 @@ def _mma(w, i) -> None:
 
 
 WGMMA = re.compile(r"m64n(\d+)k(\d+)")
+SHAPES = " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16))
 
 
-@opcode("wgmma", "fence commit_group wait_group mma_async sync aligned " + " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16)))
+@opcode("wgmma", f"fence commit_group wait_group mma_async sync aligned {SHAPES}")
 def _wgmma(w, i) -> None:
     what = i.modifiers[0]
     if what != "mma_async":
@@ -427,7 +448,9 @@ def _bulk(w, i) -> None:
     if LOAD.fullmatch(".".join(modifiers)):
         to, source, barrier = i.operands[:3]
         box, coordinates = split(source[1:-1])
-        places = f"{w.address(to, 'u4')}, {w.address(box, 'u8')}, {w.tuple(coordinates, 'i4')}, {w.address(barrier, 'u4')}"
+        places = (
+            f"{w.address(to, 'u4')}, {w.address(box, 'u8')}, {w.tuple(coordinates, 'i4')}, {w.address(barrier, 'u4')}"
+        )
         return w.lines.append(f"S.tma.load({places}, {w.mask}, {w.where})")
     if STORE.fullmatch(".".join(modifiers)):
         box, coordinates = split(i.operands[0][1:-1])

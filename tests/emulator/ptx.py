@@ -7,7 +7,10 @@ import itertools
 import re
 from collections.abc import Iterator
 
-STATEMENT = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<opcode>[a-z]\w*)(?P<modifiers>(?:\.[\w:]+)*)\s*(?P<operands>.*)", re.DOTALL)
+STATEMENT = re.compile(
+    r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<opcode>[a-z]\w*)(?P<modifiers>(?:\.[\w:]+)*)\s*(?P<operands>.*)",
+    re.DOTALL,
+)
 LOCATION = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*?//\s*(.*))?")
 TARGETS = re.compile(r"(\$?[\w$]+):\s*\.branchtargets\s+(.*)", re.DOTALL)
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s)?([\w$]+)(?:\[(\d+)\])?\s*(?:,|$)")
@@ -34,7 +37,9 @@ class Instruction:
 
     @property
     def space(self) -> str:
-        return next((m.partition(":")[0] for m in self.modifiers if m.partition(":")[0] in ("param", "shared", "global")), "")
+        return next(
+            (m.partition(":")[0] for m in self.modifiers if m.partition(":")[0] in ("param", "shared", "global")), ""
+        )
 
     @property
     def waits(self) -> bool:
@@ -180,7 +185,9 @@ class Kernel:
         if match is None:
             raise ValueError(f"no PTX statement: {text} [{line}]")
         predicate, modifiers = match["predicate"], match["modifiers"].split(".")[1:]
-        return Instruction(text, predicate, bool(match["negated"]), match["opcode"], modifiers, split(match["operands"]), line)
+        return Instruction(
+            text, predicate, bool(match["negated"]), match["opcode"], modifiers, split(match["operands"]), line
+        )
 
     def _blocks(self) -> list[Block]:
         code = self.instructions

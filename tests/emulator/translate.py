@@ -21,8 +21,8 @@ NUMBER = re.compile(r"(-?(?:0x[0-9A-Fa-f]+|\d+))U?|0[fd]([0-9A-Fa-f]+)")
 # type -> the kind of its register; these are computed in float32 and rounded once
 SMALL_FLOATS = {"bf16": "u2", "f16": "u2", "bf16x2": "u4", "f16x2": "u4"}
 NUMPY = (
-    "where", "isnan", "minimum", "maximum", "fmin", "fmax", "absolute", "negative", "exp2", "log2", "sqrt", "sin", "cos", "tanh",
-    "bitwise_count",
+    "where", "isnan", "minimum", "maximum", "fmin", "fmax", "absolute", "negative", "exp2", "log2", "sqrt", "sin", "cos",
+    "tanh", "bitwise_count",
 )  # fmt: skip
 NAMES = {
     **numerics.TYPES, **{name: getattr(np, name) for name in NUMPY},
@@ -100,8 +100,9 @@ class BlockWriter:
             have, name = next(iter(forms.items()))
             if "p" in (have, kind):
                 raise self.fail(f"{operand} as {kind}")
-            same = have[1] == kind[1]
-            forms[kind] = self.variable(f"{name}.view({kind})" if same else f"{name}.view(u{have[1]}).astype(u{kind[1]}).view({kind})")
+            if have[1] != kind[1]:  # the low bits of a wider register
+                name = f"{name}.view(u{have[1]}).astype(u{kind[1]})"
+            forms[kind] = self.variable(f"{name}.view({kind})")
         return forms[kind]
 
     def set(self, register: str, kind: str, expression: str) -> None:
@@ -110,9 +111,16 @@ class BlockWriter:
             return
         width = self.kernel.registers[register]
         if kind != "p" and int(kind[1]) != width:  # a wider register is filled up by the value's own kind
-            kind, expression = f"{kind[0]}{width}", f"({expression}).astype({'u' if kind[0] == 'f' else kind[0]}{width})"
+            kind, expression = (
+                f"{kind[0]}{width}",
+                f"({expression}).astype({'u' if kind[0] == 'f' else kind[0]}{width})",
+            )
         if self.at.predicate:
-            old = self.get(register, kind) if register in self.known or register in self.outlive else self.constant(0, kind)
+            old = (
+                self.get(register, kind)
+                if register in self.known or register in self.outlive
+                else self.constant(0, kind)
+            )
             expression = f"where({self.predicate}, {expression}, {old})"
         self.known[register] = {kind: self.variable(expression)}
         self.written[register] = None
