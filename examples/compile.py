@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(64, 64), Block(), Block(), nn.Linear(64, 64))
+model = nn.Sequential(nn.Embedding(64, 64), Block(), nn.Linear(64, 64))
 ids = torch.randint(64, (160, 32))
 labels = (5 * ids + 7) % 64  # each label follows from its token
 print(ckptkern.convert(model, ids[:8]))

@@ -62,7 +62,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(64, 64), Block(), Block(), nn.RMSNorm(64), nn.Linear(64, 64, bias=False))
 
 torch.manual_seed(mesh["data"].get_local_rank())  # other data for each group
-ids = torch.randint(64, (48, 32))
+ids = torch.randint(64, (32, 32))
 labels = (5 * ids + 7) % 64  # each label follows from its token
 conversion = ckptkern.convert(model, ids[:8])
 tp.parallelize_module(model, mesh["tensor"], styles)

@@ -31,7 +31,7 @@ print(ckptkern.convert(model, input_ids=batch(), use_cache=False))
 
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer, losses = torch.optim.AdamW(trained, 1e-2), []
-for _ in range(30):
+for _ in range(12):
     ids = batch()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
