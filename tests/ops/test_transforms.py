@@ -207,16 +207,22 @@ def test_compiled_module_in_a_chain(setup):
     )
 
 
-@pytest.mark.parametrize("setup", setups(("relu",), ("selective", "full"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(("relu",), ("none",), dropout=(P,)))
 def test_compiled_without_gradients(setup):
-    """Evaluation: under no_grad, and with nothing that needs a gradient."""
+    """Evaluation, under no_grad and with nothing that needs a gradient: the graph has the level that keeps nothing."""
     tensors = make(setup)
-    expected = setup.fused(tensors).detach()
-    assert torch.equal(compiled(setup)({name: t.detach() for name, t in tensors.items()}), expected)
+    expected, counter = setup.fused(tensors).detach(), CompileCounterWithBackend("aot_eager")
+    assert torch.equal(compiled(setup, counter)({name: t.detach() for name, t in tensors.items()}), expected)
     with torch.no_grad():
-        y = compiled(setup)(tensors)
+        y = compiled(setup, counter)(tensors)
     assert not y.requires_grad
     assert torch.equal(y, expected)
+    op = getattr(torch.ops.ckptkern, f"{setup.op.name}_fwd").default
+    names = [argument.name for argument in op._schema.arguments]
+    calls = [node for graph in counter.graphs for node in graph.graph.nodes if node.target is op]
+    levels = [dict(zip(names, call.args, strict=True)).get("recompute") for call in calls]
+    level = {"dropout": None, "linear_stack": "forward"}.get(setup.op.name, "full")
+    assert levels == [level, level]
 
 
 def test_changing_the_backend_compiles_again():

@@ -256,6 +256,15 @@ def test_gradient_of_a_mask(pattern, case, device):
         assert not ours[core.mask == -math.inf].any()
 
 
+def test_eager_sums_the_gradient_of_a_mask_in_float32():
+    """The 2x rule sees nothing of it: there eager is the ruler."""
+    core, tensors, shape = learned_of("[1, H, 1, Sk]", Case(torch.bfloat16, 24, (2, 1), (37, 41)), "cpu")
+    q, k, v, do = wide(tensors).values()
+    _, lse, delta = eager.attn_fwd(q, k, v, core, do=do)
+    ours = eager.attn_dmask(*tensors.values(), lse.float(), delta.float(), core, shape)
+    torch.testing.assert_close(ours.double(), trained(tensors, core, shape), rtol=1e-5, atol=1e-5)
+
+
 def test_gradient_of_one_of_several_masks(device, repeats):
     """The core's mask is the sum of one that samples share and one of their own. Runs are equal, tiles within rounding."""
     case = Case(torch.float32, 24, (2, 1), (37, 41), dropout=0.3)
