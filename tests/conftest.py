@@ -37,30 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
     elif not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
         if importlib.util.find_spec("triton"):
-            _patch_the_language_once()
+            from interpreter import quicken
+
+            quicken()
     # Test tensors are small: on busy cores, waiting for a second OpenMP thread takes longer than the work.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Inductor's C++ is compiled without vectors: it would try each of the processor's kinds in a process, 9 s in every run.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-
-def _patch_the_language_once() -> None:
-    """Triton's interpreter patches its language in a launch, and again whenever a helper is called: half of all its time.
-
-    A helper's first call has to, because the library's own helpers see another module of the language than kernels do.
-    """
-    from triton.runtime.interpreter import InterpretedFunction
-
-    call, called = InterpretedFunction.__call__, set()
-
-    def call_helper(helper, *args, **kwargs):
-        if helper.fn in called:
-            return helper.rewrite()(*args, **kwargs)
-        called.add(helper.fn)
-        return call(helper, *args, **kwargs)
-
-    InterpretedFunction.__call__ = call_helper
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import ARCHITECTURES, DropPath, adapted, ids
+from interpreter import quicken
 from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -204,6 +205,7 @@ def test_a_half_communicates_once_forward_and_once_backward(ranks):
 
 def _check_kernels(mesh: DeviceMesh) -> None:
     """In Triton's interpreter, float32."""
+    quicken()
     with ckptkern.backend("triton"):
         for name, sequence in (("llama with all", True), ("mlp", False), ("gated mlp", False)):
             plain = BLOCKS[name]()
