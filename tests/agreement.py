@@ -1,0 +1,87 @@
+"""Compiled kernels on the emulator against Triton's interpreter, output by output: agreement.py OUT.csv [REGEX of cases]
+
+Equal bits, or how many elements differ and by how much of the largest. They may differ where the two sum in another order (the
+interpreter has one small tile; numpy's matmul has its own order) and where exp2 and the like are rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+HEADER = ("kernel", "architecture", "case", "output", "elements", "that differ", "largest difference / largest value")
+
+
+def shipped_tiles():
+    """tests/triton_kernels/test_shipped_tiles.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("shipped_tiles", HERE / "triton_kernels" / "test_shipped_tiles.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def results(chosen: str, arch: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Of every case; by the interpreter where it is on, or as compiled for `arch`."""
+    import contextlib
+    import dataclasses
+
+    import triton
+
+    from ckptkern.tools.emulated import emulated
+    from ckptkern.triton_kernels.tile import MULTIPROCESSORS
+
+    tiles, found = shipped_tiles(), {}
+    for case in tiles.CASES:
+        if not re.search(chosen, case.name) or ("narrow" in case.kind and arch != 80):
+            continue
+        torch.manual_seed(0)
+        with contextlib.nullcontext() if triton.knobs.runtime.interpret else emulated(arch):
+            before = MULTIPROCESSORS[arch]
+            MULTIPROCESSORS[arch] = before if case.kind == "few" else 1
+            found[case.name] = tiles.named(dataclasses.replace(case, arch=arch).launch(tiles.Small("cpu")))
+            MULTIPROCESSORS[arch] = before
+        print(f"{len(found)} {case.name}", file=sys.stderr, flush=True)
+    return found
+
+
+def rows(ours: dict, interpreted: dict, arch: int):
+    for name, outputs in ours.items():
+        op, _, *rest = name.split("/")
+        for output, value in outputs.items():
+            if output.endswith("nothing"):
+                continue
+            other = interpreted[name][output]
+            one, two = value.double(), other.double()
+            differ = (one != two) & ~(one.isnan() & two.isnan())
+            largest = two.abs().max().item() if two.numel() else 0.0
+            size = (one - two).abs()[differ].max().item() / (largest or 1.0) if differ.any() else 0.0
+            yield op, f"sm_{arch}", "/".join(rest), output, value.numel(), int(differ.sum()), f"{size:.1e}"
+
+
+def main(path: str, chosen: str = "") -> None:
+    with tempfile.TemporaryDirectory() as folder, open(path, "w", newline="") as file:
+        saved = f"{folder}/interpreted.pt"
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        subprocess.run([sys.executable, __file__, saved, chosen], env=environment, check=True)
+        interpreted = torch.load(saved)
+        writer = csv.writer(file)
+        writer.writerow(HEADER)
+        for arch in (80, 90):
+            writer.writerows(rows(results(chosen, arch), interpreted, arch))
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        torch.save(results((*sys.argv, "")[2], 80), sys.argv[1])
+    else:
+        main(*sys.argv[1:])
