@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from outside import start
 
-from ckptkern import emulator
-from ckptkern.emulator import Fault, Tensor, TensorMap, Unknown
-from ckptkern.emulator.numerics import from_bf16, to_bf16
+from emulator import Fault, Tensor, TensorMap, Unknown, launch
+from emulator.numerics import from_bf16, high_half_of_64, to_bf16
 
 THREADS, BYTES, BARRIER = 256, 1024, 2048  # a box has a word for each thread; the mbarrier comes after two boxes
 IN, OUT = 1 << 44, 2 << 44
@@ -91,7 +90,7 @@ def run(
     out = np.zeros(threads, np.uint32)
     views = [Tensor(n, b, t.reshape(-1).view(np.uint8)) for n, b, t in (("in", IN, tensor), ("out", OUT, out))]
     text = HEAD.format(threads=threads, body="\n".join(parts))
-    emulator.run(text, (1,), shared, [box or described(tensor, (8, 32)), np.uint64(OUT)], views)
+    launch(text, (1,), shared, [box or described(tensor, (8, 32)), np.uint64(OUT)], views)
     return out
 
 
@@ -357,6 +356,22 @@ def test_limits_of_a_map(changes, limit):
         TensorMap(**{**dict(base=IN, shape=(8, 32), strides=(128, 4), box=(8, 32), item=4), **changes})
 
 
+def test_map_of_a_descriptor_of_triton():
+    meta = {"swizzle": 1, "elem_size": 2, "elem_type": 10, "block_size": [32, 16], "fp4_padded": False}
+    tensor = np.arange(20 * 24, dtype=np.uint16).reshape(20, 24)
+    box = TensorMap.of_triton(meta, IN, (20, 24), (24, 1), "nan")
+    assert box == TensorMap(IN, (20, 24), (48, 2), (32, 16), 2, 32, box.fill)
+    out = run((corner(16, 0), *LOADED[1:]), tensor, box).view(np.uint16)
+    assert np.isnan(from_bf16(out)).sum() == 32 * 16 - 20 * 8
+    with pytest.raises(NotImplementedError, match="4-bit"):
+        TensorMap.of_triton({**meta, "fp4_padded": True}, IN, (20, 24), (24, 1))
+
+
+def test_high_half_of_64():
+    a, b = np.random.default_rng(3).integers(0, 2**64, (2, 1000), np.uint64)
+    assert high_half_of_64(a, b).tolist() == [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
@@ -383,7 +398,7 @@ def test_unknown(old, new, what):
 # --- Triton's kernels
 
 
-SWIZZLE = (0, 32, 64, 128)  # by CUtensorMapSwizzle
+AS_TOLD = (0, 1, 2, 3)  # the swizzle that Triton says, by CUtensorMapSwizzle
 CODES = {
     "bf16": (to_bf16, from_bf16),
     "f16": (lambda x: x.astype(np.float16).view(np.uint16), lambda x: x.view(np.float16)),
@@ -395,26 +410,26 @@ HEADS, T, SCALE = 2, 150, 0.125
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> dict[str, dict]:
     path = tmp_path_factory.mktemp("tma") / "kernels.json"
-    process = start("tma_kernels.py", str(path))
+    process = start("emulator/tma_kernels.py", str(path))
     assert process.wait() == 0
     return json.loads(path.read_text())
 
 
-def call(kernel: dict, matrices: dict[str, np.ndarray], numbers: list, grid: tuple[int, ...], swizzles=SWIZZLE) -> None:
+def call(kernel: dict, matrices: dict[str, np.ndarray], numbers: list, grid: tuple[int, ...], swizzles=AS_TOLD) -> None:
     """Launches a kernel as Triton does: for a descriptor its map, shape and strides; then the scratch memory."""
     scratch = np.zeros(max(kernel["scratch"], 16) * int(np.prod(grid)), np.uint8)
     tensors, arguments = [Tensor("scratch", 1 << 44, scratch)], []
     for (name, matrix), meta in zip(matrices.items(), kernel["maps"] or [None] * len(matrices), strict=True):
-        base, shape, strides = len(tensors) + 1 << 44, matrix.shape, matrix.strides
+        base, shape = len(tensors) + 1 << 44, matrix.shape
+        strides = tuple(stride // matrix.itemsize for stride in matrix.strides)
         tensors.append(Tensor(name, base, matrix.reshape(-1).view(np.uint8)))
         if meta is None:
             arguments.append(np.uint64(base))
             continue
-        item, box = meta["elem_size"], tuple(meta["block_size"])
-        arguments.append(TensorMap(base, shape, strides, box, item, swizzles[meta["swizzle"]]))
-        arguments += [*map(np.uint32, shape), *(np.uint64(stride // item) for stride in strides)]
+        meta = {**meta, "swizzle": swizzles[meta["swizzle"]]}
+        arguments += [TensorMap.of_triton(meta, base, shape, strides), *map(np.uint32, shape), *map(np.uint64, strides)]
     arguments += [*numbers, np.uint64(1 << 44), np.uint64(0)]
-    emulator.run(kernel["ptx"], grid, kernel["shared"], arguments, tensors)
+    launch(kernel["ptx"], grid, kernel["shared"], arguments, tensors)
 
 
 def random(kind: str, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -422,7 +437,7 @@ def random(kind: str, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     return {name: CODES[kind][0](rng.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
 
 
-def multiply(kernel: dict, kind: str, grid: tuple[int, ...] = (1,), swizzles=SWIZZLE) -> tuple[np.ndarray, np.ndarray]:
+def multiply(kernel: dict, kind: str, grid: tuple[int, ...] = (1,), swizzles=AS_TOLD) -> tuple[np.ndarray, np.ndarray]:
     """(what the kernel makes of random a and b, a b^T rounded once), as float32."""
     encode, decode = CODES[kind]
     matrices = random(kind, a=(M, K), b=(N, K)) | {"c": np.zeros((M, N), np.uint16)}
@@ -508,5 +523,5 @@ def test_planted_in_a_kernel(kernels, name):
 
 @pytest.mark.parametrize("name", ["product", "specialized"])
 def test_another_swizzle_gives_other_numbers(kernels, name):
-    got, expected = multiply(kernels[f"{name} bf16"], "bf16", (1,), swizzles=(0, 32, 0, 128))
+    got, expected = multiply(kernels[f"{name} bf16"], "bf16", (1,), swizzles=(0, 1, 0, 3))
     assert (got == expected).mean() < 0.5

@@ -22,7 +22,7 @@ MAPS = 1 << 60  # the address of the first; every parameter has 128 bytes there
 SWIZZLE_BITS = {0: 0, 32: 1, 64: 2, 128: 3}
 SWIZZLES = (0, 32, 64, 128)  # by .swizzle_mode
 ITEMS = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2)  # bytes, by .elemtype
-NAN = {6: 0x7FFF, 7: 0x7FFFFFFF, 8: 0x7FFFFFFF, 10: 0x7FFF}  # by .elemtype, for .fill_mode 1
+NAN = {6: 0x7FFF, 7: 0x7FFFFFFF, 8: 0x7FFFFFFF, 10: 0x7FFF}  # by .elemtype; which NaN it is, nobody says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,16 @@ class TensorMap:
         for limit, kept in limits.items():
             if not kept:
                 raise ValueError(f"a tensor map has {limit}: {self}")
+
+    @classmethod
+    def of_triton(cls, meta: dict, base: int, shape: tuple, strides: tuple, padding: str = "zero") -> TensorMap:
+        """What Triton's make_tensordesc_arg makes of an entry of tensordesc_meta and of a TensorDescriptor, whose strides are
+        elements."""
+        if meta["fp4_padded"]:
+            raise NotImplementedError("a tensor map of padded 4-bit elements")
+        item, fill = meta["elem_size"], NAN[meta["elem_type"]] if padding == "nan" else 0
+        swizzle, strides = SWIZZLES[meta["swizzle"]], tuple(stride * item for stride in strides)
+        return cls(base, tuple(shape), strides, tuple(meta["block_size"]), item, swizzle, fill)
 
     @property
     def bytes(self) -> int:
