@@ -26,7 +26,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGET = GPUTarget("cuda", 90, 32)
-M, N, K, HEADS = 200, 72, 96, 2
+M, N, K, HEADS = 200, 72, 152, 2
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 

@@ -403,7 +403,7 @@ CODES = {
     "bf16": (to_bf16, from_bf16),
     "f16": (lambda x: x.astype(np.float16).view(np.uint16), lambda x: x.view(np.float16)),
 }
-M, N, K = 200, 72, 96
+M, N, K = 200, 72, 152
 HEADS, T, SCALE = 2, 150, 0.125
 
 
@@ -505,6 +505,7 @@ KERNEL_BUGS = {
     "wait_group.read dropped": ("specialized", r"cp\.async\.bulk\.wait_group\.read\s+0;", "", "in flight"),
     "wait_group.read one too lax": ("two groups", r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\g<1>1;", "in flight"),
     "wgmma's wait dropped": ("specialized", r"wgmma\.wait_group\S*\s+0;", "", "in flight|race"),
+    "wgmma's wait for all but one dropped": ("product", r"wgmma\.wait_group\S*\s+1;", "", "in flight"),
     "barriers of the consumer dropped": ("specialized", r"bar\.sync\s+0, 128;", "", "race"),
     "a map that nobody acquires": ("described", r"@%p\d+ fence\.proxy\.tensormap.*", "", "tensor map"),
     "a map without a box": ("described", r"@%p\d+ tensormap\.replace\.tile\.box_dim.* 0x1, .*", "", "tensor map"),
