@@ -300,6 +300,10 @@ PLANTED = {
     "init again": ((*LOADED, BAR, INIT), "mbarrier: init over the one at 2048"),
     "one arrival too many": (with_instead(LOADED, LOAD=EXPECT), "mbarrier: 1 arrivals at .*phase 0: 0 arrivals and 2048 bytes"),
     "overwritten": ((*LOADED[:3], "@%p0 st.shared.b32 [global_smem+2052], 0;", *LOADED[3:]), "mbarrier: .*overwritten"),
+    "overwritten at once": ((INIT, "@%p0 st.shared.b32 [global_smem+2048], 0;", *LOADED[2:]), "mbarrier: .*overwritten"),
+    "overwritten and begun again": (
+        (*LOADED[:5], "@%p0 st.shared.b32 [global_smem+2048], 0;", INIT), "mbarrier: init over the one at 2048",
+    ),
     "inval too early": ((*LOADED[:5], INVAL), "in flight: inval of the mbarrier"),
     "use after inval": ((*LOADED, BAR, INVAL, wait()), "mbarrier: no mbarrier"),
     "inval beside others": ((*LOADED, INVAL), "race: write of shared memory"),
@@ -492,7 +496,12 @@ def test_two_warp_groups_of_one_tile(kernels, name, compute):
 
 KERNEL_BUGS = {
     "the consumer's arrival dropped": ("specialized", r"@%p\d+ mbarrier\.arrive\.shared.*", "", "hang"),
-    "one of two consumers' arrivals dropped": ("two groups", r"@%p\d+ mbarrier\.arrive\.shared.*", "", "hang"),
+    "one of two consumers' arrivals dropped": (
+        "two groups", r"(?s)@%p\d+ mbarrier\.arrive\.shared[^;]*;(.*mbarrier\.arrive\.shared)", r"\1", "hang",
+    ),
+    "the consumer waits for another phase": (
+        "specialized", r"(?s)^(.*?try_wait\.parity\S* \S+, \[%r\d+\], )%r\d+;", r"\g<1>1;", "in flight",
+    ),
     "the producer expects one box of two": ("specialized", r"(expect_tx.*), 8192;", r"\1, 4096;", "in flight"),
     "it expects half a box": ("specialized", r"(expect_tx.*), 8192;", r"\1, 2048;", "hang"),
     "it expects a box too much": ("specialized", r"(expect_tx.*), 8192;", r"\1, 12288;", "hang"),

@@ -1,6 +1,7 @@
 """A running CTA: its threads, its shared memory, and what its instructions do.
 
-Found here: alignment and bounds of addresses, barriers, what is in flight at the end (`memory.Fault`).
+Found here: alignment and bounds of addresses, barriers, registers (setmaxnreg), what is in flight at the end
+(`memory.Fault`).
 """
 
 from __future__ import annotations

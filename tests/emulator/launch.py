@@ -32,7 +32,8 @@ class Strand:
     """Threads that go together (None: all) until they reach block `until`, where those that parted from them wait.
 
     A branch whose threads do not agree makes two strands, which run in turns: warps go on on their own, as on a GPU, and a
-    barrier that only one of the two reaches stays incomplete.
+    barrier that only one of the two reaches stays incomplete. Where a strand's wait for the others would last for ever, its
+    warps go on without them (`_go_on`).
     """
 
     mask: np.ndarray | None

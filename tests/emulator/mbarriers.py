@@ -79,12 +79,13 @@ class MBarriers:
                 raise Fault("mbarrier", f"init with a count of {wanted}", at)
             old = self.live.get(place)
             # Undefined for any that is valid; Triton 3.7.1 leaves the init of barriers that it does not use, two at one place.
-            if old is not None and old.used and (cta.shared.written[index] == old.created).all():
+            if old is not None and old.used and (old.flying or (cta.shared.written[index] == old.created).all()):
                 raise Fault("mbarrier", f"init over the one at {place}, which no mbarrier.inval has ended", at)
             self._write(index, threads, at)
             nothing = np.zeros(cta.order.known.shape[1], np.int64)
             barrier = MBarrier(place, wanted, cta.order.time, cta.order.unit(place // 8), nothing, nothing, wanted)
             self.live[place] = barrier
+            cta.order.time += 1  # so that no other write of its memory has the same time
 
     def inval(self, address, mask, at) -> None:
         for place, threads in self._places(address, mask):
