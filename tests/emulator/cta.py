@@ -105,7 +105,8 @@ class CTA:
         return b"" if mask is None else np.packbits(np.broadcast_to(mask, (self.threads,))).tobytes()
 
     def full(self, value, threads: np.ndarray | None = None) -> np.ndarray:
-        value = np.broadcast_to(value, (self.threads,))
+        if np.shape(value) != (self.threads,):
+            value = np.broadcast_to(value, (self.threads,))
         return value if threads is None or threads is self.ids else value[threads]
 
     def stacked(self, values, threads: np.ndarray | None = None) -> np.ndarray:
