@@ -149,7 +149,7 @@ def specialized(a, b, c, M, N, K, STAGES: gl.constexpr, GROUPS: gl.constexpr):
 
 
 def compiled(kernel, *args, **options) -> dict:
-    """What emulator.launch needs of a kernel, compiled for these arguments, without ptxas."""
+    """What emulator.run needs of a kernel, compiled for these arguments, without ptxas."""
     backend = make_backend(TARGET)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     options["debug"] = False

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from outside import start
 
-from emulator import Fault, Tensor, TensorMap, Unknown, launch
-from emulator.numerics import from_bf16, high_half_of_64, to_bf16
+from ckptkern import emulator
+from ckptkern.emulator import Fault, Tensor, TensorMap, Unknown
+from ckptkern.emulator.numerics import from_bf16, high_half_of_64, to_bf16
 
 THREADS, BYTES, BARRIER = 256, 1024, 2048  # a box has a word for each thread; the mbarrier comes after two boxes
 IN, OUT = 1 << 44, 2 << 44
@@ -90,7 +91,7 @@ def run(
     out = np.zeros(threads, np.uint32)
     views = [Tensor(n, b, t.reshape(-1).view(np.uint8)) for n, b, t in (("in", IN, tensor), ("out", OUT, out))]
     text = HEAD.format(threads=threads, body="\n".join(parts))
-    launch(text, (1,), shared, [box or described(tensor, (8, 32)), np.uint64(OUT)], views)
+    emulator.run(text, (1,), shared, [box or described(tensor, (8, 32)), np.uint64(OUT)], views)
     return out
 
 
@@ -414,7 +415,7 @@ HEADS, T, SCALE = 2, 150, 0.125
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> dict[str, dict]:
     path = tmp_path_factory.mktemp("tma") / "kernels.json"
-    process = start("emulator/tma_kernels.py", str(path))
+    process = start("tma_kernels.py", str(path))
     assert process.wait() == 0
     return json.loads(path.read_text())
 
@@ -433,7 +434,7 @@ def call(kernel: dict, matrices: dict[str, np.ndarray], numbers: list, grid: tup
         meta = {**meta, "swizzle": swizzles[meta["swizzle"]]}
         arguments += [TensorMap.of_triton(meta, base, shape, strides), *map(np.uint32, shape), *map(np.uint64, strides)]
     arguments += [*numbers, np.uint64(1 << 44), np.uint64(0)]
-    launch(kernel["ptx"], grid, kernel["shared"], arguments, tensors)
+    emulator.run(kernel["ptx"], grid, kernel["shared"], arguments, tensors)
 
 
 def random(kind: str, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
