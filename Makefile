@@ -43,7 +43,7 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 	$(VENV)/bin/clang-format -i csrc/*
 
 gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, memory and instructions. ARGS="--all"
-	$(PY) -m ckptkern.benchmarks.gate $(ARGS)
+	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.gate $(ARGS)
 
 emulate: $(STAMP) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; hours. ARGS="-k norm" or ARGS=--quick
 	$(VENV)/bin/pytest tests/triton_kernels --device emulated -n auto --dist worksteal $(ARGS)

@@ -107,14 +107,16 @@ def of_products() -> list[Case]:
 
 
 def of_others() -> list[Case]:
+    """The heaviest variant in all four ways, the others in two."""
     cases = []
-    for op in OPS.keys() - set(PRODUCT_OPS):
-        for variant, (dtype, ragged) in itertools.product(
-            VARIANTS.get(op, ("gelu", "relu")), itertools.product(("bfloat16", "float32"), (False, True))
-        ):
-            if not (variant == "layer-autocast" and dtype == "float32"):
-                cases.append(Case(op, 80, dtype, ragged, variant, op == "dropout", True))
-    return sorted(cases, key=lambda case: case.name)
+    for op in sorted(OPS.keys() - set(PRODUCT_OPS)):
+        heavy, *others = ("",) if op == "dropout" else VARIANTS.get(op, ("gelu", "relu"))
+        ways = list(itertools.product(("bfloat16", "float32"), (False, True)))
+        cases += [Case(op, 80, *way, heavy, op == "dropout", True) for way in ways]
+        for variant in others:
+            chosen = [("bfloat16", False), ("bfloat16" if "autocast" in variant else "float32", True)]
+            cases += [Case(op, 80, *way, variant, op == "dropout", True) for way in chosen]
+    return cases
 
 
 def of_attention() -> list[AttentionCase]:
