@@ -7,7 +7,7 @@ import outside
 import pytest
 import triton
 
-# file, and what of it: two halves of about the same length for each architecture
+# file, and what of it
 PARTS = {
     "products on sm_80": ("test_shipped_tiles.py", "sm_80 and not attn"),
     "products on sm_90": ("test_shipped_tiles.py", "sm_90 and not attn"),
@@ -20,14 +20,14 @@ PARTS = {
 @pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_compiled_kernels(part):
-    """tests/triton_kernels/FILE --device emulated -k WHAT: all pass, and some run."""
+    """tests/triton_kernels/FILE --device emulated --sample -k WHAT: all pass, and some run."""
     if not triton.knobs.runtime.interpret:
         pytest.skip("these run here anyway")
     file, chosen = PARTS[part]
     process = outside.start(
-        "-m", "pytest", f"triton_kernels/{file}", "--device", "emulated", "-k", chosen, "-q", "-p", "no:cacheprovider",
-        "-p", "no:xdist", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        "-m", "pytest", f"triton_kernels/{file}", "--device", "emulated", "--sample", "-k", chosen, "-q",
+        "-p", "no:cacheprovider", "-p", "no:xdist", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     out, _ = process.communicate()
     assert process.returncode == 0, out[-8000:]
-    assert int(re.search(r"(\d+) passed", out)[1]) >= 30, out[-2000:]
+    assert int(re.search(r"(\d+) passed", out)[1]) >= 20, out[-2000:]

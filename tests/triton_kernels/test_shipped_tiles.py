@@ -139,6 +139,14 @@ def of_attention() -> list[AttentionCase]:
 CASES = [*of_products(), *of_others(), *of_attention()]
 
 
+def in_sample(case: Case | AttentionCase, arch: int) -> bool:
+    """Of `--sample`: every kernel aligned and ragged, in both classes of dtypes, on both architectures; of other tiles,
+    variants and masks each on one of them."""
+    heavy = case.kind in ("", "ieee") and getattr(case, "activation", "") in ("", "gelu", "layer")
+    everywhere = isinstance(case, Case) and heavy
+    return everywhere or (CASES.index(case) + arch // 10) % 2 == 0
+
+
 def named(results) -> dict[str, Tensor]:
     """Results by their place; for lse 0 where a row sees nothing, and beside it which rows these are."""
     results = results if isinstance(results, tuple) else (results,)
@@ -151,13 +159,15 @@ def named(results) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace("/sm_80", ""))
-def test_results(case, device, architecture, interpreted, monkeypatch):
+def test_results(case, device, architecture, interpreted, monkeypatch, request):
     """The 2x rule against eager PyTorch, for everything that a launcher can give."""
     if interpreted:
         pytest.skip("the interpreter has one tile for all sizes")
     family = family_of(architecture or arch_of(torch.empty(0, device=device)))
     if family != 80 and "narrow" in case.kind:
         pytest.skip("chains this narrow have a tile of their own on sm_80 alone")
+    if request.config.option.sample and not in_sample(case, family):
+        pytest.skip("not in the sample")
     case = dataclasses.replace(case, arch=family)
     if case.kind != "few":  # a card with one multiprocessor is never idle: the tiles of large launches
         monkeypatch.setitem(MULTIPROCESSORS, family, 1)
