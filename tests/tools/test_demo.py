@@ -1,6 +1,7 @@
 """``python -m ckptkern demo`` end to end at a tiny size, and what its comparison rests on."""
 
 import csv
+import functools
 import json
 import math
 import time
@@ -10,10 +11,19 @@ import torch
 import torch.nn.functional as F
 
 from ckptkern import __main__
+from ckptkern.tools import demo
 from ckptkern.tools.demo import config, data, model, results, training
 
 TINY = ("--device=cpu", "--dtype=fp32", "--steps=6", "--batch-size=2", "--seq-len=16")
 TINY += ("--layers=2", "--d-model=16", "--heads=2", "--threads=1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _read_once():
+    """The corpus is the standard library, a third of a tiny run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "load_corpus", functools.cache(demo.load_corpus))
+        yield
 
 
 def run_demo(out, *arguments):
