@@ -1,4 +1,4 @@
-"""Triton's interpreter without its idle work, which is four fifths of its time."""
+"""Triton's interpreter without its idle work, which is 16 to 45 % of the time of the files that use it most."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def once(architecture):
         pytest.skip("the same for every architecture")
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", ["linear_bwd", "act_grad", "mlp_bwd", "gated_bwd"])  # one, two and three products
 def test_tiles_and_architectures_give_equal_bits(name, once):
     """Many rows of forward and few of a chunk of backward take different tiles, and a checkpoint may move between cards.
 
