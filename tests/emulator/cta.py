@@ -73,12 +73,9 @@ class CTA:
         self.met: list = []  # strands at a meeting that others have yet to reach
         self.fragments: dict[tuple, tuple] = {}
         self.open_copies: list[tuple] = []  # cp.async since the last commit
-        self.copies: defaultdict[bytes, list[list]] = defaultdict(
-            list
-        )  # groups of them, by the threads that committed them
-        self.products: defaultdict[bytes, list[list]] = defaultdict(
-            lambda: [[]]
-        )  # wgmma, the same way; the last group is open
+        # groups of them, by the threads that committed them; of wgmma, the same way, and the last group is open
+        self.copies: defaultdict[bytes, list[list]] = defaultdict(list)
+        self.products: defaultdict[bytes, list[list]] = defaultdict(lambda: [[]])
         self.pending: dict[int, Pending] = {}
         self.held = np.full(self.warps, kernel.maxnreg)  # registers that a thread of each warp may use
         self.growing: list[tuple] = []  # (strand, its warps, registers that they want, instruction)
@@ -406,11 +403,7 @@ class CTA:
         here = None if threads.size == self.threads else np.isin(self.ids, threads)
         registers = []
         for before, values in zip(old, new, strict=True):
-            array = (
-                np.full(self.threads, np.nan, np.float32)
-                if here is None
-                else np.where(here, np.float32(np.nan), before)
-            )
+            array = np.where(True if here is None else here, np.float32(np.nan), before)
             self.pending[id(array)] = Pending(values, [(array, here)])
             registers.append(array)
         self.products[self.who(mask)][-1].append((registers, [*read, *more], threads))
