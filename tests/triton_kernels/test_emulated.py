@@ -9,10 +9,8 @@ import triton
 
 # file, and what of it
 PARTS = {
-    "products on sm_80": ("test_shipped_tiles.py", "sm_80 and not attn"),
-    "products on sm_90": ("test_shipped_tiles.py", "sm_90 and not attn"),
-    "attention on sm_80": ("test_shipped_tiles.py", "sm_80 and attn"),
-    "attention on sm_90": ("test_shipped_tiles.py", "sm_90 and attn"),
+    "shipped tiles of sm_80": ("test_shipped_tiles.py", "sm_80"),
+    "shipped tiles of sm_90": ("test_shipped_tiles.py", "sm_90"),
     "what only it can show": ("test_compiled_kernels.py", ""),
 }
 
