@@ -8,24 +8,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource, make_backend
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-TARGET = GPUTarget("cuda", 90, 32)
+from ckptkern.tools.compiling import compile_launch
+
 M, N, K, HEADS = 200, 72, 152, 2
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -149,22 +144,9 @@ def specialized(a, b, c, M, N, K, STAGES: gl.constexpr, GROUPS: gl.constexpr):
 
 
 def compiled(kernel, *args, **options) -> dict:
-    """What emulator.run needs of a kernel, compiled for these arguments, without ptxas."""
-    backend = make_backend(TARGET)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    options["debug"] = False
-    bound, specialization, options = binder(*args, **options)
-    options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-    with mock.patch.object(CUDABackend, "make_cubin", return_value=b"none"):
-        result = triton.compile(source, target=TARGET, options=options.__dict__)
-    metadata = result.metadata
-    return {
-        "ptx": result.asm["ptx"],
-        "shared": metadata.shared,
-        "scratch": metadata.global_scratch_size,
-        "maps": metadata.tensordesc_meta,
-    }
+    """What emulator.run needs of a kernel, compiled for these arguments."""
+    result = compile_launch(kernel, args, options, 90)
+    return {"ptx": result.ptx, "shared": result.shared, "scratch": result.scratch, "maps": result.maps}
 
 
 def descriptors(dtype: torch.dtype, *boxes: list[int], gluon: bool = False) -> list:

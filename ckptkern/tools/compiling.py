@@ -43,6 +43,8 @@ class Compiled:
 
     ptx: str
     shared: int  # bytes that a block uses
+    scratch: int  # bytes of global memory that a block gets for itself
+    maps: list[dict] | None  # of descriptors among the arguments: how their TMA maps are made
     bound: dict[str, object]  # every argument by name, for a grid that is a function of them
     arguments: list[tuple[str, object]]
     assemble: Callable[[], bytes]  # the cubin
@@ -70,6 +72,7 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
     target = GPUTarget("cuda", arch, 32)
@@ -80,7 +83,11 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
     options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
-        compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target, options.__dict__)
-    ptx = compiled.asm["ptx"]
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
+        compiled = triton.compile(source, target, options.__dict__)
+    ptx, metadata = compiled.asm["ptx"], compiled.metadata
     arguments = [leaf for name, kind in signature.items() for leaf in _leaves(kind, bound[name])]
-    return Compiled(ptx, compiled.metadata.shared, bound, arguments, lambda: backend.make_cubin(ptx, {}, options, arch))
+    return Compiled(
+        ptx, metadata.shared, metadata.global_scratch_size, metadata.tensordesc_meta, bound, arguments,
+        lambda: backend.make_cubin(ptx, {}, options, arch),
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 import torch
-from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, assert_equal, dropout_of, inputs_of, kernel
+from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
 
 from ckptkern import eager, emulator, state, triton_kernels
 from ckptkern.benchmarks.gate.cases import ARCHS
@@ -16,10 +16,6 @@ from ckptkern.tools.emulated import emulated
 from ckptkern.triton_kernels.tile import TILES
 
 BF16 = torch.bfloat16
-TABLE = {
-    "linear_fwd": "linear", "linear_bwd": "linear", "act_grad": "act_grad", "mlp_bwd": "dual", "gated_fwd": "dual",
-    "gated_bwd": "triple", "gated_act_grad": "gated_act_grad",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +50,7 @@ def test_tiles_and_architectures_give_equal_bits(name, once):
     for arch in ARCHS:
         for row in ("16", "few", "ragged"):
             with emulated(arch):
-                results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=TILES[TABLE[name], arch][row]))
+                results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=TILES[TILE_NAMES[name], arch][row]))
     for other in results[1:]:
         assert_equal(other, results[0], SUMS_OF_ROWS)
 

@@ -10,6 +10,7 @@ from kernel_cases import (
     LAUNCHERS,
     PRODUCTS,
     SUMS_OF_ROWS,
+    TILE_NAMES,
     assert_accurate,
     assert_equal,
     call,
@@ -162,18 +163,12 @@ def test_expanded_gradient(launcher, dims, device):
     assert_equal(kernel(launcher, tensors, "gelu"), expected, SUMS_OF_ROWS)
 
 
-TABLE = {
-    "linear_fwd": "linear", "linear_bwd": "linear", "act_grad": "act_grad", "mlp_bwd": "dual", "gated_fwd": "dual",
-    "gated_bwd": "triple", "gated_act_grad": "gated_act_grad",
-}  # fmt: skip
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
 def test_tiles_of_the_table_give_equal_bits(launcher):
     """Many rows of forward and few of a chunk of backward take different ones. Sums of columns are of tiles, so not db."""
     tensors = inputs_of(launcher, torch.bfloat16, "cuda", M=256, K=512, N=512, D=512)
-    table = TILES[TABLE[launcher.name], 90 if device_arch(torch.cuda.current_device()) // 10 == 9 else 80]
+    table = TILES[TILE_NAMES[launcher.name], 90 if device_arch(torch.cuda.current_device()) // 10 == 9 else 80]
     first, *others = (
         {name: t for name, t in kernel(launcher, tensors, "gelu", tile=table[row]).items() if not name.startswith("db")}
         for row in ("16", "few", "ragged")
