@@ -261,3 +261,45 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
     assert not x[:64].any()
     wrapped = far.replace("4294967296", "4294967360")
     assert fault_of(wrapped, x).kind == "bounds"
+
+
+def test_two_values_at_one_address():
+    """Equal ones are allowed: layouts repeat values."""
+    assert "two threads write different values" in str(fault_of("st.global.b32 [%rd1], %r1;", numbers()))
+    run("mov.b32 %r2, 5;\nst.global.b32 [%rd1], %r2;", numbers())
+
+
+# zeros in shared memory, and a product of a warp group that reads them: a at 0, b at 2048, rows of 16 bytes, no swizzle
+PRODUCT = """
+shl.b32 %r10, %r1, 5;
+mov.b32 %r2, 0;
+st.shared.v4.b32 [%r10], {%r2, %r2, %r2, %r2};
+st.shared.v4.b32 [%r10+16], {%r2, %r2, %r2, %r2};
+fence.proxy.async.shared::cta;
+bar.sync 0;
+mov.u64 %rd10, 68720001024;
+mov.u64 %rd11, 68720001152;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r20, %r21, %r22, %r23}, %rd10, %rd11, 1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+mad.wide.u32 %rd12, %r1, 4, %rd1;
+st.global.b32 [%rd12], %r20;
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("bar.sync 0;", "", "race"),
+        ("fence.proxy.async.shared::cta;", "", "proxy"),
+        ("wgmma.fence.sync", "cvt.u64.u32 %rd13, %r1;\nadd.s64 %rd11, %rd11, %rd13;\nwgmma.fence.sync", "barrier"),
+        ("68720001152", "68720001272", "bounds"),
+        ("wgmma.commit", "st.shared.b32 [%r10], %r2;\nwgmma.commit", "in flight"),
+    ],
+)
+def test_a_product_of_a_warp_group(old, new, kind):
+    x = np.full(128, 9, np.uint32)
+    run(PRODUCT, x, threads=128)
+    assert not x.any()
+    assert fault_of(PRODUCT.replace(old, new), x, threads=128).kind == kind
