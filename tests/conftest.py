@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Decoration decides whether a kernel is interpreted or compiled, so this comes before every import of ours.
+    # Decoration decides whether a kernel is interpreted or compiled, Triton's own too, so this comes before every import.
+    assert "triton" not in sys.modules, "a conftest.py or a plugin has imported triton"
     on_gpu = config.option.markexpr == "gpu" and torch.cuda.is_available()
     if config.option.device == "emulated":
         os.environ["TRITON_INTERPRET"] = "0"
