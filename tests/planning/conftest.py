@@ -2,9 +2,7 @@
 
 import pytest
 
-from ckptkern.planning import measure
-
 
 @pytest.fixture(autouse=True)
 def _one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr("ckptkern.planning.measure.ROUNDS", 1)
