@@ -235,6 +235,7 @@ def test_a_loop_without_end(monkeypatch):
     [
         ("frobnicate.b32 %r2, %r1;", "unknown opcode: frobnicate.b32 %r2, %r1"),
         ("add.rz.f32 %r2, %r1, %r1;", "unknown modifier .rz: add.rz.f32"),
+        ("min.relu.u32 %r2, %r1, %r1;", "unknown form: min.relu.u32"),
         ("mov.u32 %r2, %clock;", "unknown operand %clock: mov.u32"),
         ("atom.global.add.u32 %r2, [%rd1], 1;", "unknown opcode: atom.global.add.u32"),
         ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r2}, {%r3}, {%r4}, {%r5};", "unknown modifier .m16n8k32"),
@@ -244,6 +245,15 @@ def test_what_has_no_meaning_is_named(statement, named):
     with pytest.raises(emulator.Unknown, match=re.escape(named)) as found:
         run(statement, numbers())
     assert "[kernel.py:7]" in str(found.value)
+
+
+@pytest.mark.parametrize(("modifier", "least"), [("", -12), (".relu", 0)])
+def test_a_minimum_that_may_not_be_negative(modifier, least):
+    """Thread t has min(t - 12, 9): Triton's windows of attention on sm_90."""
+    x = numbers()
+    body = f"sub.s32 %r2, %r1, 12;\nmov.b32 %r3, 9;\nmin{modifier}.s32 %r4, %r2, %r3;\nst.global.b32 [%rd10], %r4;"
+    run(PLACE + body, x)
+    assert (x.view(np.int32) == (np.arange(64) - 12).clip(least, 9)).all()
 
 
 def test_parameters_are_counted():

@@ -90,11 +90,16 @@ def _div(w, i) -> None:
     arithmetic("{0} / {1}" if "f" in i.modifiers[-1] else "integer_quotient({0}, {1})")(w, i)
 
 
-@opcode("min max", "NaN ftz")
+@opcode("min max", "NaN ftz relu")
 def _extreme(w, i) -> None:
-    """Without .NaN the number wins over a NaN."""
+    """Without .NaN the number wins over a NaN. .relu: 0 instead of a negative integer."""
     numbers = "f" in i.modifiers[-1] and "NaN" not in i.modifiers
-    arithmetic(f"f{i.opcode}({{0}}, {{1}})" if numbers else f"{i.opcode}imum({{0}}, {{1}})")(w, i)
+    extreme = f"f{i.opcode}({{0}}, {{1}})" if numbers else f"{i.opcode}imum({{0}}, {{1}})"
+    if "relu" in i.modifiers:
+        if i.modifiers[-1] != "s32":
+            raise w.fail("unknown form")
+        extreme = f"maximum({extreme}, {w.constant(0, 'i4')})"
+    arithmetic(extreme)(w, i)
 
 
 @opcode("mul mad", "lo hi wide rn ftz")
