@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import eager
 from ..errors import DtypeError
 from ..memory import parse_size
+from . import _routes
 from ._checks import check_choice
 
 BACKENDS = ("auto", "eager", "triton")
@@ -30,6 +31,7 @@ class _Choice:
 
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
+        self.route = ""  # of all products, instead of the table's
 
 
 _choice = _Choice()
@@ -119,6 +121,47 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     return "eager"
 
 
+@functools.cache
+def _route(op: str, device_type: str, index: int | None, itemsize: int, size: int) -> str:
+    # What the interpreter stands in for: the card that the kernels are tuned for.
+    card = torch.cuda.get_device_capability(index) if device_type == "cuda" else (9, 0)
+    return _routes.shipped_route(op, card, itemsize, size)
+
+
+def _constant_route(*key) -> str:
+    return _route(*key)
+
+
+_constant_route._dynamo_marked_constant = True  # as _constant_device_reason
+
+
+def choose_route(op: str, x: Tensor, *features: int, name: str | None = None) -> str:
+    """What `choose_backend` gives, or the route of its products (`_routes`) where that is "triton".
+
+    features: of the op's input and output. name: what the table calls the op, if it is another one. Under backend("triton")
+    no library's product stands in for a kernel.
+    """
+    backend = choose_backend(op, x)
+    if backend != "triton":
+        return backend
+    if _choice.route:
+        return _choice.route
+    size = _routes.size_class(max(features))
+    route = _constant_route(name or op, x.device.type, x.device.index, x.dtype.itemsize, size)
+    return "triton" if route == "library" and kernels_alone() else route
+
+
+@contextmanager
+def forced_route(name: str) -> Iterator[None]:
+    """All products take this route inside; for tests, and to time routes."""
+    check_choice("forced_route", "name", name, tuple(_routes.ROUTES))
+    outer, _choice.route = _choice.route, name
+    try:
+        yield
+    finally:
+        _choice.route = outer
+
+
 def compose(op: str, reason: str) -> None:
     """PyTorch ops stand in for this op: logs it once, or raises under backend("triton")."""
     if kernels_alone():
@@ -147,13 +190,14 @@ def kernels_alone() -> bool:
     return _choice.backend == "triton"
 
 
-def primitives(name: str) -> ModuleType:
-    """The module whose functions the ops call: `ckptkern.eager`, or `triton_kernels` with launchers of the same names."""
+@functools.cache
+def primitives(name: str) -> Any:
+    """What the ops call: `ckptkern.eager`, or launchers of the same names, by a route over `triton_kernels`."""
     if name == "eager":
         return eager
     from .. import triton_kernels  # imports triton: only here, on first use
 
-    return triton_kernels
+    return _routes.ROUTES[name](triton_kernels)
 
 
 def matmul_precision(x: Tensor) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import eager
 from ..errors import ShapeError
 from ._checks import check_input, check_statics, check_weight
-from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
+from ._choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision, primitives
 from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import needed
 from ._op import Op, build
@@ -17,8 +17,6 @@ from ._shard import ACTIVE
 from .dropout import draw_state, dropout_arguments, dropped
 
 X, WG, BG, WU, BU, WD, BD = range(7)
-# As in ops/mlp.py: up to this many features one kernel makes three products; above it g and u come first, then one product.
-TRIPLE_MAX_FEATURES = 1024
 
 
 class GatedMLP(Op):
@@ -81,6 +79,7 @@ class GatedMLP(Op):
         # dropout holds two more and a mask.
         eagerly, e = backend == "eager", wd.shape[0]
         held = 5 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
+        held += backend == "library"  # dh beside dg
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(features, e)
         chunks = token_chunks(M, row_bytes(dy, held * hidden, masks, summed, 3 * hidden), workspace)
         weight_grads = {i: WeightGrad(w, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)}
@@ -101,21 +100,16 @@ class GatedMLP(Op):
                     h_rows = dropped(p, p.act_fwd(g[rows], u[rows], activation), **options)
             else:
                 wanted = dict(keep_h=keep_h, dbg=BG in bias_grads, dbu=BU in bias_grads)
-                if g is None and (backend == "eager" or max(features, wd.shape[0]) <= TRIPLE_MAX_FEATURES):
+                if g is None:
                     dg, du, made, dbg, dbu = p.gated_bwd(
                         x_rows, wg_, bg_, wu_, bu_, dy_rows, wd_, activation, precision, **wanted, **options
                     )
                 else:
-                    if g is None:
-                        g_rows = p.linear_fwd(x_rows, wg_, bg_, "identity", precision)[0]
-                        u_rows = p.linear_fwd(x_rows, wu_, bu_, "identity", precision)[0]
-                    else:
-                        g_rows, u_rows = g[rows], u[rows]
                     dg, du, made, dbg, dbu = p.gated_act_grad(
-                        dy_rows, wd_, g_rows, u_rows, activation, precision, **wanted, **options
+                        dy_rows, wd_, g[rows], u[rows], activation, precision, **wanted, **options
                     )
                 h_rows = made if keep_h else h_rows
-                g_rows = u_rows = made = None
+                made = None
             if WD in weight_grads:
                 weight_grads[WD].add(dy_rows, h_rows)
                 h_rows = None  # gone before the other gradients are made
@@ -229,7 +223,8 @@ def gated_mlp(
     check_weight(op, "down_weight", down_weight, down_bias, x, gate_weight.shape[0], "the hidden layer")
     x = cast_input(op, x, gate_weight, up_weight, down_weight)
     statics = (
-        activation, float(dropout_p), choose_level(recompute), choose_backend(op, x), matmul_precision(x),
+        activation, float(dropout_p), choose_level(recompute),
+        choose_route(op, x, x.shape[-1], down_weight.shape[0]), matmul_precision(x),
         choose_workspace(op, workspace, x), 0,
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import eager
 from ._checks import check_input, check_statics, check_weight
-from ._choices import cast_input, choose_backend, choose_level, compose, matmul_precision, primitives
+from ._choices import cast_input, choose_level, choose_route, compose, matmul_precision, primitives
 from ._gradients import BiasGrad, WeightGrad
 from ._needs import needed
 from ._op import Op, build
@@ -160,5 +160,6 @@ def linear_act(
         return eager.act(torch.nn.functional.linear(x, weight, bias), activation)
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
     x = cast_input("linear_act", x, weight)
-    statics = (activation, choose_level(recompute), choose_backend("linear_act", x), matmul_precision(x))
+    route = choose_route("linear_act", x, *weight.shape)
+    statics = (activation, choose_level(recompute), route, matmul_precision(x))
     return _apply(statics, x, weight, bias)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import eager
 from ._checks import check_input, check_statics, check_weight
-from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
+from ._choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision, primitives
 from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import flags, needed
 from ._op import Op, build
@@ -16,9 +16,6 @@ from ._shard import ACTIVE
 from .dropout import draw_state, dropout_arguments, dropped
 
 X, W1, B1, W2, B2 = range(5)
-# The dual product saves one pass over z and dh (4 M h bytes), but its 128-wide tile costs 10-15 % of two products:
-# worth it up to a reduction of about 1024. That is from a model of the H100, not a measurement.
-DUAL_MAX_FEATURES = 1024
 
 
 def hidden_activation_kept(activation: str, recompute: str) -> tuple[bool, bool]:
@@ -82,9 +79,11 @@ class MLP(Op):
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
         dropout = dropout_arguments(rng, dropout_p, first_column)
-        # z and dh, with dz over dh and h over z; in the eager backend some activations hold more, dropout two more and a mask
+        # z and dh, with dz over dh and h over z, or beside them on the library's route; in the eager backend some activations
+        # hold more, dropout two more and a mask
         hidden, eagerly = w1.shape[0], backend == "eager"
         held = 2 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
+        held += 2 * (backend == "library")
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(w1.shape[1], w2.shape[0])
         bytes_per_row = row_bytes(dy, held * hidden, masks, summed, 2 * hidden)
         chunks = token_chunks(dy.shape[0], bytes_per_row, workspace)
@@ -109,16 +108,10 @@ class MLP(Op):
                         dy_rows, w2_, h_rows if z is None else z_rows, activation, precision, dropout=dropout,
                         row_base=start, keep_h=keep_h, db=need_db1,
                     )  # fmt: skip
-                elif backend == "eager" or max(w1.shape[1], w2.shape[0]) <= DUAL_MAX_FEATURES:
+                else:
                     dz, made, db = p.mlp_bwd(
                         x_rows, w1_, b1_, dy_rows, w2_, activation, precision, dropout=dropout, row_base=start,
                         keep_h=keep_h, db=need_db1,
-                    )  # fmt: skip
-                else:
-                    z_rows = p.linear_fwd(x_rows, w1_, b1_, "identity", precision)[0]
-                    dz, made, db = p.act_grad(
-                        dy_rows, w2_, z_rows, activation, precision, dropout=dropout, row_base=start, keep_h=keep_h,
-                        h_over_z=True, db=need_db1,
                     )  # fmt: skip
                 h_rows = made if keep_h else h_rows
             if need_dw2:
@@ -226,7 +219,8 @@ def mlp(
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
     statics = (
-        activation, float(dropout_p), choose_level(recompute), choose_backend("mlp", x), matmul_precision(x),
+        activation, float(dropout_p), choose_level(recompute), choose_route("mlp", x, x.shape[-1], fc2_weight.shape[0]),
+        matmul_precision(x),
         choose_workspace("mlp", workspace, x), 0,
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)

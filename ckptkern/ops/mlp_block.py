@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from ._across import across_ranks
 from ._checks import check_flags, check_input, check_statics, check_weight
-from ._choices import choose_backend, choose_level, choose_workspace, compute_dtype, matmul_precision
+from ._choices import choose_level, choose_route, choose_workspace, compute_dtype, matmul_precision
 from ._half import around, drawn
 from ._needs import fake_gradients, in_order
 from ._op import Op, build, schema_of
@@ -133,9 +133,10 @@ def gather(
         down_bias=down_bias, **lora_tensors, **tensors,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
+    name = "mlp" if gate_weight is None else "gated_mlp"
     o = MLPOptions(
         activation=activation, dropout_p=float(dropout_p), first_column=0, recompute=choose_level(recompute),
-        backend=choose_backend(op, probe), precision=matmul_precision(probe),
+        backend=choose_route(op, probe, features, down_weight.shape[0], name=name), precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe), lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip

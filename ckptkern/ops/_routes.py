@@ -1,0 +1,125 @@
+"""How a product with an epilogue is made where kernels run: the launchers of triton_kernels, or what takes less time.
+
+| route | z = x w^T + b and h = act(z) | backward at "full" |
+|---|---|---|
+| triton | one kernel | z by one kernel; dh = dy v with h and dz in its epilogue |
+| dual | one kernel | both products in one kernel (three of a gated MLP): z is never written, the tile is half as wide |
+| library | cuBLAS, then one elementwise kernel | cuBLAS twice, then elementwise kernels |
+
+A route is one of the ops' static arguments, chosen in forward and kept for backward. On "triton" and "dual", recompute equals
+forward bit for bit (`dual` adds in the same order). On "library" cuBLAS may choose another algorithm for the rows of a chunk:
+the same rounding points and masks, and the 2x rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import eager
+
+
+class Separate:
+    """The kernels, with one launch for each product."""
+
+    def __init__(self, kernels: ModuleType):
+        self.kernels = kernels
+
+    def __getattr__(self, name: str):
+        return getattr(self.kernels, name)
+
+    def dropped(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
+        return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
+
+    def mlp_bwd(
+        self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_h=True, db=False
+    ):
+        z = self.linear_fwd(x, w1, b1, "identity", precision)[0]
+        return self.act_grad(
+            dy, w2, z, activation, precision, dropout=dropout, row_base=row_base, keep_h=keep_h, h_over_z=True, db=db
+        )
+
+    def gated_bwd(self, x, wg, bg, wu, bu, dy, wd, activation, precision, **wanted):
+        g = self.linear_fwd(x, wg, bg, "identity", precision)[0]
+        u = self.linear_fwd(x, wu, bu, "identity", precision)[0]
+        return self.gated_act_grad(dy, wd, g, u, activation, precision, **wanted)
+
+
+class Library(Separate):
+    """cuBLAS's products, and elementwise kernels between them."""
+
+    def linear_fwd(
+        self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_z=False, keep_bits=False
+    ):
+        if keep_bits:  # no elementwise kernel packs them
+            return self.kernels.linear_fwd(
+                x, w, b, activation, precision, dropout=dropout, row_base=row_base, keep_z=keep_z, keep_bits=True
+            )
+        if activation == "relu" and b is not None and not keep_z:
+            h, z = torch._addmm_activation(b, x, w.t()), None  # in cuBLAS's own epilogue
+        else:
+            z = eager.product(x, w, b)
+            h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
+        return self.dropped(h, dropout, row_base), z if keep_z else None, None
+
+    def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
+        return self.kernels.act_bwd(dh, eager.product(x, w, b), activation, db=db)
+
+    def act_grad(
+        self, dy, w, z, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False,
+        db=False,
+    ):  # fmt: skip
+        h = self.dropped(self.kernels.act_fwd(z, None, activation), dropout, row_base) if keep_h else None
+        dh = self.dropped(torch.mm(dy, w), dropout, row_base)
+        dz, db_ = self.kernels.act_bwd(dh, z, activation, db=db)
+        return dz, h, db_
+
+    def gated_fwd(
+        self, x, wg, bg, wu, bu, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_gu=False
+    ):
+        g, u = eager.product(x, wg, bg), eager.product(x, wu, bu)
+        h = self.dropped(self.kernels.act_fwd(g, u, activation), dropout, row_base)
+        return (h, g, u) if keep_gu else (h, None, None)
+
+    def gated_act_grad(
+        self, dy, wd, g, u, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_h=True, dbg=False,
+        dbu=False,
+    ):  # fmt: skip
+        h = self.dropped(self.kernels.act_fwd(g, u, activation), dropout, row_base) if keep_h else None
+        dh = self.dropped(torch.mm(dy, wd), dropout, row_base)
+        du = self.kernels.act_fwd(g, dh, activation)  # act(g) dh
+        dg, dbg_ = self.kernels.act_bwd(dh.mul_(u), g, activation, db=dbg)
+        return dg, du, h, dbg_, eager.column_sum(du) if dbu else None
+
+
+# What primitives() gives: an object that has the launchers.
+ROUTES: dict[str, Callable[[ModuleType], Any]] = {
+    "triton": Separate,
+    "dual": lambda kernels: kernels,
+    "library": Library,
+}
+
+SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input or output, in features
+
+# (op, compute capability, bytes of an element) -> a route for each size. From a model of the cards, not a measurement:
+# python -m ckptkern.benchmarks.model. Of a card that no row names nothing is known but that cuBLAS is tuned for it.
+SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
+    (op, card, size): ("dual",) * 3 + ("triton",) * 3
+    for op in ("mlp", "gated_mlp")
+    for card in ((9, 0), (8, 0))
+    for size in (2, 4)
+} | {("linear_act", card, size): ("triton",) * 6 for card in ((9, 0), (8, 0)) for size in (2, 4)}
+UNKNOWN_CARD = ("library",) * len(SIZES)
+
+
+def size_class(features: int) -> int:
+    """The place in SIZES; a number, even if torch.compile has a symbol for `features`."""
+    return next(place for place, most in enumerate(SIZES) if features <= most)
+
+
+def shipped_route(op: str, card: tuple[int, int], itemsize: int, size: int) -> str:
+    return SHIPPED.get((op, card, itemsize), UNKNOWN_CARD)[size]

@@ -1,0 +1,164 @@
+"""The routes of products with an epilogue: each is right, dropout's masks are the same on all, and backward takes forward's."""
+
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from cases import (
+    P,
+    Sizes,
+    assert_same,
+    check_against_float64,
+    expected_mask,
+    gradients,
+    make,
+    output_gradient,
+    setups,
+)
+
+import ckptkern
+from ckptkern import eager, triton_kernels
+from ckptkern.memory import peak_memory
+from ckptkern.ops import _choices, _gradients, _routes
+
+OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
+SUMS = r".*bias\d*"  # over rows
+
+
+@pytest.fixture(autouse=True)
+def _triton(device):
+    with ckptkern.backend("triton"):
+        yield
+
+
+def on(route: str, setup, tensors, dy=None) -> dict:
+    with _choices.forced_route(route):
+        return gradients(setup.fused, tensors, dy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "setup",
+    [*setups(("gelu",), dropout=(P,), ops=OPS), *setups(("relu", "silu"), ("full",), dropout=(0.0, P), ops=OPS)],
+)
+@pytest.mark.parametrize("route", ["triton", "library"])
+def test_gradients_are_as_exact_as_torchs(route, setup, dtype):
+    """`dual`, which is the table's for sizes as small, in test_ops.py."""
+    with _choices.forced_route(route):
+        check_against_float64(setup, make(setup, dtype=dtype))
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("full",), (P,), ops=("mlp", "gated_mlp")))
+def test_one_kernel_and_two_give_equal_bits(setup):
+    tensors = make(setup, dtype=torch.bfloat16)
+    assert_same(on("triton", setup, tensors), on("dual", setup, tensors), SUMS)
+
+
+@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("route", _routes.ROUTES)
+def test_masks_do_not_depend_on_the_route(route, level):
+    """The second weight I spells the hidden layer; dy = I makes its gradient spell it as backward rebuilt it; dy = 1 makes the
+    bias's count the units that backward kept."""
+    N = 160  # two chunks
+    x, eye = torch.randn(N, 7), torch.eye(N, requires_grad=True)
+    w, b = torch.randn(N, 7), torch.randn(N, requires_grad=True)
+    torch.manual_seed(3)
+    with _choices.forced_route(route):
+        y = ckptkern.mlp(x, w, b, eye, None, "identity", P, recompute=level, workspace=1)
+        (h,) = torch.autograd.grad(y, eye, torch.eye(N), retain_graph=True)
+        (db,) = torch.autograd.grad(y, b, torch.ones(N, N))
+    torch.manual_seed(3)
+    kept = expected_mask(P, N, N, seed=3)
+    assert torch.equal(y != 0, kept)
+    assert torch.equal(h != 0, kept)
+    assert torch.equal((db * (1 - P)).round(), kept.sum(0).float())
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), ("full",), (P,), ops=("mlp", "gated_mlp", "mlp_block")))
+def test_backward_takes_the_route_of_forward(setup):
+    tensors = make(setup)
+    with _choices.forced_route("library"):
+        y = setup.fused(tensors)
+    fails = mock.Mock(side_effect=AssertionError("another route"))
+    names = ("linear_fwd", "act_grad", "mlp_bwd", "gated_bwd", "gated_act_grad")
+    with (
+        _choices.forced_route("triton"),
+        mock.patch.multiple(triton_kernels, **dict.fromkeys(names, fails)),
+    ):
+        torch.autograd.grad(y, list(tensors.values()), output_gradient(y))
+
+
+def test_a_compiled_graph_follows_the_route():
+    x, w1, w2 = (torch.randn(shape, requires_grad=True) for shape in ((6, 8), (16, 8), (8, 16)))
+    compiled = torch.compile(ckptkern.mlp, backend="aot_eager", fullgraph=True)
+    of_library = _routes.Library.act_grad
+    for route in ("dual", "library", "dual"):
+        with (
+            _choices.forced_route(route),
+            mock.patch.object(_routes.Library, "act_grad", autospec=True, side_effect=of_library) as spy,
+        ):
+            compiled(x, w1, None, w2, None).sum().backward()
+        assert spy.called == (route == "library")
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("mlp", 4), ("gated_mlp", 6)])
+def test_workspace_bounds_the_library_too(name, hidden):
+    """`hidden` tensors of the hidden layer at once, in chunks of 128 rows. Without kernels: the interpreter copies tensors."""
+    setup = setups(("relu",), ("full",), ops=(name,))[0].values[0]
+    tensors = make(setup, Sizes(lead=(640,), features=8, hidden=64, out=8))
+    workspace = 128 * hidden * 64 * 4
+    with (
+        _choices.forced_route("library"),
+        mock.patch.object(_choices.primitives("library"), "kernels", eager),
+        mock.patch.object(sys.modules[f"ckptkern.ops.{name}"], "token_chunks", wraps=_gradients.token_chunks) as spy,
+    ):
+        y = setup.with_(workspace=workspace).fused(tensors)
+        dy = output_gradient(y)
+        with peak_memory("cpu") as peak:
+            grads = torch.autograd.grad(y, list(tensors.values()), dy)
+    assert spy.call_args.args[1:] == (hidden * 64 * 4, workspace)
+    transient = peak.bytes - sum(g.numel() * g.element_size() * (2 if g.dim() == 1 else 1) for g in grads)
+    assert 0.7 * workspace < transient <= workspace
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table():
+    sizes = [_routes.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)]
+    assert sizes == [0, 0, 1, 2, 5, 5]
+    assert {len(routes) for routes in _routes.SHIPPED.values()} == {len(_routes.SIZES)}
+    assert {route for routes in _routes.SHIPPED.values() for route in routes} <= _routes.ROUTES.keys()
+    assert _routes.shipped_route("mlp", (9, 0), 2, 0) == "dual"
+    assert _routes.shipped_route("mlp", (9, 0), 2, 5) == "triton"
+    assert _routes.shipped_route("mlp", (12, 0), 2, 0) == "library"
+
+
+def chosen(card: tuple[int, int], features: int, backend: str = "auto") -> str:
+    x = mock.Mock(spec=torch.Tensor, is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    _choices._route.cache_clear()
+    with (
+        ckptkern.backend(backend),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=card),
+        mock.patch.object(_choices, "_device_reason", return_value=None),
+    ):
+        try:
+            return _choices.choose_route("mlp", x, features, 8)
+        finally:
+            _choices._route.cache_clear()
+
+
+def test_a_card_that_nobody_measured_takes_cublas():
+    assert chosen((9, 0), 8192) == "triton"
+    assert chosen((12, 0), 8192) == "library"
+    assert chosen((12, 0), 8192, backend="triton") == "triton"  # nothing stands in for a kernel
+    assert chosen((12, 0), 8192, backend="eager") == "eager"
+
+
+def test_a_route_that_does_not_exist():
+    with (
+        pytest.raises(ValueError, match=r"forced_route: name must be .*'library'.*'fast'"),
+        _choices.forced_route("fast"),
+    ):
+        pass
