@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
             from interpreter import quicken
 
             quicken()
+    os.environ["CKPTKERN_CACHE"] = os.path.join(
+        tempfile.gettempdir(), f"no-ckptkern-cache-{os.getpid()}"
+    )  # nobody's table
     # Test tensors are small: on busy cores, waiting for a second OpenMP thread takes longer than the work.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Inductor's C++ is compiled without vectors: it would try each of the processor's kinds in a process, 9 s in every run.

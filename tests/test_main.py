@@ -108,7 +108,16 @@ def test_env_as_json_imports_no_extra():
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert answer.stderr == "[]\n"
     data = json.loads(answer.stdout)
-    assert list(data) == ["versions", "system", "devices", "extension", "backends", "fp32_precision", "sdpa"]
+    assert list(data) == [
+        "versions",
+        "system",
+        "devices",
+        "extension",
+        "backends",
+        "fp32_precision",
+        "sdpa",
+        "tuned routes",
+    ]
     assert data["versions"]["torch"] == torch.__version__
     assert data["versions"]["ckptkern"] == ckptkern.__version__
     assert data["extension"]["built for torch"] == torch.__version__

@@ -32,7 +32,7 @@ from .elementwise import (
     pack_bits,
     unpack_bits,
 )
-from .linear import act_grad, linear_bwd, linear_fwd, product
+from .linear import act_grad, linear_bwd, linear_fwd, mm, product
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, mlp_bwd
 from .norm import norm_bwd, norm_fwd
 from .rotary import heads_bwd, heads_fwd
@@ -68,6 +68,7 @@ __all__ = [
     "linear_bwd",
     "linear_fwd",
     "mlp_bwd",
+    "mm",
     "norm_bwd",
     "norm_fwd",
     "pack_bits",

@@ -13,6 +13,11 @@ def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
 
 
+def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """a b, written to `out`, or added to what it holds."""
+    return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+
+
 def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_z=False, keep_bits=False):
     z = product(x, w, b)
     h = dropped(act(z, activation), dropout, row_base)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import eager
 from ..errors import DtypeError
 from ..memory import parse_size
-from . import _routes
+from . import _routes, _tuned
 from ._checks import check_choice
 
 BACKENDS = ("auto", "eager", "triton")
@@ -32,6 +32,7 @@ class _Choice:
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
         self.route = ""  # of all products, instead of the table's
+        self.seen: list[tuple] | None = None  # the arguments of choose_route, while somebody asks
 
 
 _choice = _Choice()
@@ -122,10 +123,16 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
 
 
 @functools.cache
-def _route(op: str, device_type: str, index: int | None, itemsize: int, size: int) -> str:
+def _route(op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
+    """From the table that `python -m ckptkern tune` wrote on this machine, else from ours."""
+    tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
+    if tuned in _routes.candidates(backend, device_type, dtype):
+        return tuned
+    if backend == "eager":
+        return backend
     # What the interpreter stands in for: the card that the kernels are tuned for.
     card = torch.cuda.get_device_capability(index) if device_type == "cuda" else (9, 0)
-    return _routes.shipped_route(op, card, itemsize, size)
+    return _routes.shipped_route(op, card, dtype.itemsize, size)
 
 
 def _constant_route(*key) -> str:
@@ -135,26 +142,28 @@ def _constant_route(*key) -> str:
 _constant_route._dynamo_marked_constant = True  # as _constant_device_reason
 
 
-def choose_route(op: str, x: Tensor, *features: int, name: str | None = None) -> str:
-    """What `choose_backend` gives, or the route of its products (`_routes`) where that is "triton".
+def choose_route(op: str, x: Tensor, features: int, hidden: int, *, name: str | None = None) -> str:
+    """The route of an op's products (`_routes`), on the backend that `choose_backend` gives.
 
-    features: of the op's input and output. name: what the table calls the op, if it is another one. Under backend("triton")
-    no library's product stands in for a kernel.
+    features: the more of the op's input and output; hidden: of the layer between, or linear_act's output. name: what the table
+    calls the op, if it is another one. Under backend("triton") no library's product stands in for a kernel.
     """
+    if _choice.seen is not None:
+        _choice.seen.append((name or op, features, hidden, x.dtype))
     backend = choose_backend(op, x)
-    if backend != "triton":
+    if backend == "eager" and (not x.is_cpu or x.dtype.itemsize != 2):
         return backend
-    if _choice.route:
+    if _choice.route in _routes.candidates(backend, x.device.type, x.dtype):
         return _choice.route
-    size = _routes.size_class(max(features))
-    route = _constant_route(name or op, x.device.type, x.device.index, x.dtype.itemsize, size)
+    size = _routes.size_class(features)
+    route = _constant_route(name or op, backend, x.device.type, x.device.index, x.dtype, size)
     return "triton" if route == "library" and kernels_alone() else route
 
 
 @contextmanager
 def forced_route(name: str) -> Iterator[None]:
-    """All products take this route inside; for tests, and to time routes."""
-    check_choice("forced_route", "name", name, tuple(_routes.ROUTES))
+    """All products that may take this route do so inside; for tests, and to time routes."""
+    check_choice("forced_route", "name", name, _routes.ROUTES)
     outer, _choice.route = _choice.route, name
     try:
         yield
@@ -192,12 +201,14 @@ def kernels_alone() -> bool:
 
 @functools.cache
 def primitives(name: str) -> Any:
-    """What the ops call: `ckptkern.eager`, or launchers of the same names, by a route over `triton_kernels`."""
+    """What the ops call: `ckptkern.eager`, or functions of the same names, by a route over it or over `triton_kernels`."""
     if name == "eager":
         return eager
+    if name in _routes.OF_EAGER:
+        return _routes.OF_EAGER[name](eager)
     from .. import triton_kernels  # imports triton: only here, on first use
 
-    return _routes.ROUTES[name](triton_kernels)
+    return _routes.OF_KERNELS[name](triton_kernels)
 
 
 def matmul_precision(x: Tensor) -> str:

@@ -84,11 +84,11 @@ def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
 class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
-    If the weight has a main_grad, that is the sum, and the result is None.
+    wide: from float32 copies (`_routes`). If the weight has a main_grad, that is the sum, and the result is None.
     """
 
-    def __init__(self, weight: Tensor, chunks: int):
-        self.weight, self.dtype, self.chunks = weight, weight.dtype, chunks
+    def __init__(self, weight: Tensor, chunks: int, *, wide: bool = False):
+        self.weight, self.dtype, self.chunks, self.wide = weight, weight.dtype, chunks, wide
         self.main = self.total = main_grad_of(weight)
 
     def add(self, a: Tensor, b: Tensor) -> None:
@@ -100,7 +100,7 @@ class WeightGrad:
             else:
                 torch.addmm(self.total, a, b, out_dtype=torch.float32, out=self.total)
             return
-        if sums and a.dtype.itemsize < 4:  # a CPU has no such product
+        if (sums or self.wide) and a.dtype.itemsize < 4:  # a CPU has no such product
             a, b = a.float(), b.float()
         self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
 

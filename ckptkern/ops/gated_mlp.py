@@ -38,11 +38,12 @@ class GatedMLP(Op):
     ):  # fmt: skip
         wg, bg, wu, bu, wd, bd = (cast_parameter(t, x.dtype) for t in (wg, bg, wu, bu, wd, bd))
         keep_gu, keep_h = recompute != "full", recompute == "none"
-        h, g, u = primitives(backend).gated_fwd(
+        p = primitives(backend)
+        h, g, u = p.gated_fwd(
             rows_2d(x), wg, bg, wu, bu, activation, precision, dropout=dropout_arguments(rng, dropout_p, first_column),
             keep_gu=keep_gu,
         )  # fmt: skip
-        y = unflattened(eager.product(h, wd, bd), x.shape[:-1])
+        y = unflattened(p.product(h, wd, bd), x.shape[:-1])
         return y, g if keep_gu else None, u if keep_gu else None, h if keep_h else None
 
     @staticmethod
@@ -77,12 +78,16 @@ class GatedMLP(Op):
         need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
         # g, u, dg, du, h. The eager backend writes dg and du over dh and act(g), but some activations hold more tensors, and
         # dropout holds two more and a mask.
-        eagerly, e = backend == "eager", wd.shape[0]
+        eagerly, e = backend in ("eager", "wide"), wd.shape[0]
         held = 5 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
-        held += backend == "library"  # dh beside dg
+        held += backend in ("library", "wide")  # dh beside dg
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(features, e)
         chunks = token_chunks(M, row_bytes(dy, held * hidden, masks, summed, 3 * hidden), workspace)
-        weight_grads = {i: WeightGrad(w, len(chunks)) for i, w in ((WG, wg), (WU, wu), (WD, wd)) if needed(needs, i)}
+        weight_grads = {
+            i: WeightGrad(w, len(chunks), wide=backend == "wide")
+            for i, w in ((WG, wg), (WU, wu), (WD, wd))
+            if needed(needs, i)
+        }
         bias_grads = {i: BiasGrad(b.dtype) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
         dx = None
 
@@ -121,12 +126,12 @@ class GatedMLP(Op):
                     weight_grads[WG].add(dg, x_rows)
                 if needed(needs, X):
                     dx = dy.new_empty((M, features)) if dx is None else dx
-                    torch.mm(dg, wg_, out=dx[rows])
+                    p.mm(dg, wg_, out=dx[rows])
                 dg = None
                 if WU in weight_grads:
                     weight_grads[WU].add(du, x_rows)
                 if needed(needs, X):
-                    dx[rows].addmm_(du, wu_)
+                    p.mm(du, wu_, out=dx[rows], add=True)
 
         for start, stop in chunks if need_gate or needed(needs, WD) else ():
             add(start, stop)
@@ -224,7 +229,7 @@ def gated_mlp(
     x = cast_input(op, x, gate_weight, up_weight, down_weight)
     statics = (
         activation, float(dropout_p), choose_level(recompute),
-        choose_route(op, x, x.shape[-1], down_weight.shape[0]), matmul_precision(x),
+        choose_route(op, x, max(x.shape[-1], down_weight.shape[0]), up_weight.shape[0]), matmul_precision(x),
         choose_workspace(op, workspace, x), 0,
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)

@@ -38,7 +38,7 @@ class LinearAct(Op):
         keep_z, keep_bits = preactivation_kept(activation, recompute)
         w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
         if activation == "identity":  # without an epilogue our kernel has nothing to gain
-            y, z, bits = eager.product(rows_2d(x), w, b), None, None
+            y, z, bits = primitives(backend).product(rows_2d(x), w, b), None, None
         else:
             y, z, bits = primitives(backend).linear_fwd(
                 rows_2d(x), w, b, activation, precision, keep_z=keep_z, keep_bits=keep_bits
@@ -88,13 +88,13 @@ class LinearAct(Op):
             dz, db = p.act_bwd(dy, rows_2d(z), activation, db=need_db)
         else:
             dz, db = p.linear_bwd(x, w_, b_, dy, activation, precision, db=need_db)
-        dw, bias_grad = WeightGrad(w, 1), BiasGrad(w.dtype if b is None else b.dtype)
+        dw, bias_grad = WeightGrad(w, 1, wide=backend == "wide"), BiasGrad(w.dtype if b is None else b.dtype)
         if needed(needs, W):
             dw.add(dz, x)
         if need_db:
             bias_grad.add(db)
         return (
-            unflattened(torch.mm(dz, w_), lead) if needed(needs, X) else None,
+            unflattened(p.mm(dz, w_), lead) if needed(needs, X) else None,
             dw.result() if needed(needs, W) else None,
             bias_grad.result() if need_db else None,
         )
@@ -160,6 +160,6 @@ def linear_act(
         return eager.act(torch.nn.functional.linear(x, weight, bias), activation)
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
     x = cast_input("linear_act", x, weight)
-    route = choose_route("linear_act", x, *weight.shape)
+    route = choose_route("linear_act", x, max(weight.shape), weight.shape[0])
     statics = (activation, choose_level(recompute), route, matmul_precision(x))
     return _apply(statics, x, weight, bias)

@@ -44,7 +44,7 @@ class MLP(Op):
         w1, b1, w2, b2 = (cast_parameter(t, dtype) for t in (w1, b1, w2, b2))
         dropout = dropout_arguments(rng, dropout_p, first_column)
         h, z, _ = p.linear_fwd(rows, w1, b1, activation, precision, dropout=dropout, keep_z=keep_z)
-        y = unflattened(eager.product(h, w2, b2), x.shape[:-1])
+        y = unflattened(p.product(h, w2, b2), x.shape[:-1])
         if activation == "identity" and keep_z and keep_h and rng is None:
             h = h.clone()  # results of an op may not share memory
         return y, z if keep_z else None, h if keep_h else None
@@ -79,15 +79,15 @@ class MLP(Op):
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
         dropout = dropout_arguments(rng, dropout_p, first_column)
-        # z and dh, with dz over dh and h over z, or beside them on the library's route; in the eager backend some activations
-        # hold more, dropout two more and a mask
-        hidden, eagerly = w1.shape[0], backend == "eager"
+        # z and dh, with dz over dh and h over z, or beside them on routes that write each result anew; in the eager backend
+        # some activations hold more, dropout two more and a mask
+        hidden, eagerly = w1.shape[0], backend in ("eager", "wide")
         held = 2 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
-        held += 2 * (backend == "library")
+        held += 2 * (backend in ("library", "wide"))
         masks, summed = hidden * (eagerly and rng is not None), hidden + max(w1.shape[1], w2.shape[0])
         bytes_per_row = row_bytes(dy, held * hidden, masks, summed, 2 * hidden)
         chunks = token_chunks(dy.shape[0], bytes_per_row, workspace)
-        dw1, dw2 = WeightGrad(w1, len(chunks)), WeightGrad(w2, len(chunks))
+        dw1, dw2 = (WeightGrad(w, len(chunks), wide=backend == "wide") for w in (w1, w2))
         db1 = BiasGrad(b1.dtype) if need_db1 else None
         dx = dy.new_empty((dy.shape[0], w1.shape[1])) if need_dx and len(chunks) > 1 else None
 
@@ -123,9 +123,9 @@ class MLP(Op):
                 if need_dw1:
                     dw1.add(dz, x_rows)
                 if need_dx and dx is None:
-                    dx = torch.mm(dz, w1_)
+                    dx = p.mm(dz, w1_)
                 elif need_dx:
-                    torch.mm(dz, w1_, out=dx[start:stop])
+                    p.mm(dz, w1_, out=dx[start:stop])
 
         for start, stop in chunks if need_dz or need_dw2 else ():
             add(start, stop)
@@ -218,8 +218,9 @@ def mlp(
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
+    route = choose_route("mlp", x, max(x.shape[-1], fc2_weight.shape[0]), fc1_weight.shape[0])
     statics = (
-        activation, float(dropout_p), choose_level(recompute), choose_route("mlp", x, x.shape[-1], fc2_weight.shape[0]),
+        activation, float(dropout_p), choose_level(recompute), route,
         matmul_precision(x),
         choose_workspace("mlp", workspace, x), 0,
     )  # fmt: skip

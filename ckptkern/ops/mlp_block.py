@@ -133,10 +133,11 @@ def gather(
         down_bias=down_bias, **lora_tensors, **tensors,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
-    name = "mlp" if gate_weight is None else "gated_mlp"
+    widest = max(features, down_weight.shape[0])
+    route = choose_route(op, probe, widest, up_weight.shape[0], name="mlp" if gate_weight is None else "gated_mlp")
     o = MLPOptions(
         activation=activation, dropout_p=float(dropout_p), first_column=0, recompute=choose_level(recompute),
-        backend=choose_route(op, probe, features, down_weight.shape[0], name=name), precision=matmul_precision(probe),
+        backend=route, precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe), lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip

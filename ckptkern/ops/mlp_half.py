@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import eager
 from ._half import Half, after_branch, composite_inputs, composite_output, output_dtype, reads_branch
 from ._needs import needed, needed_names
 from ._rows import rows_2d
@@ -111,7 +110,7 @@ class MLPHalf(Half):
             hidden = dropped(self.p, made, dropout_arguments(t.rng, o.dropout_p, o.first_column), 0)
         if hidden is None or op is LowRankMLP:
             return self.drop(op.forward(h, *arguments, *statics[:2], "full", *statics[3:])[0])
-        return self.drop(eager.product(hidden, self.cast(t.down_weight), self.cast(t.down_bias)))
+        return self.drop(self.p.product(hidden, self.cast(t.down_weight), self.cast(t.down_bias)))
 
 
 def mlp_half(x: Tensor, t: MLPTensors, o: MLPOptions):

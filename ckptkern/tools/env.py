@@ -35,6 +35,7 @@ def collect() -> dict[str, Any]:
         "backends": _backends(),
         "fp32_precision": _fp32_precision(),
         "sdpa": _sdpa(),
+        "tuned routes": _tuned_routes(),
     }
 
 
@@ -166,6 +167,24 @@ def _sdpa() -> dict[str, bool]:
         "math": cuda.math_sdp_enabled(),
         "cuDNN": cuda.cudnn_sdp_enabled(),
     }
+
+
+@_or_missing
+def _tuned_routes() -> dict[str, str]:
+    """Of each device its table, if `python -m ckptkern tune` wrote one, and whether it is used."""
+    from ..ops import _tuned
+
+    answer = {}
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        index = torch.cuda.current_device() if device == "cuda" else None
+        file = _tuned.path(device, index)
+        try:
+            answer[device] = f"{len(_tuned.read(file, _tuned.machine(device, index)))} products, {file}"
+        except FileNotFoundError:
+            answer[device] = "none: python -m ckptkern tune"
+        except (OSError, ValueError) as error:
+            answer[device] = f"{file} is not used: {error}"
+    return answer
 
 
 def lines(data: dict[str, Any], indent: int = 0) -> list[str]:

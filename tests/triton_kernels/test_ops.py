@@ -39,7 +39,7 @@ def sizes_of(setup):
 def test_the_kernels_serve(setup):
     with Watch() as watch:
         gradients(setup.fused, make(setup))
-    assert sum(watch.strings.count(route) for route in _routes.ROUTES) == 2
+    assert sum(watch.strings.count(route) for route in _routes.OF_KERNELS) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -56,7 +56,7 @@ def test_one_kernel_and_two_give_equal_bits(setup):
 
 
 @pytest.mark.parametrize("level", ["none", "full"])
-@pytest.mark.parametrize("route", _routes.ROUTES)
+@pytest.mark.parametrize("route", _routes.OF_KERNELS)
 def test_masks_do_not_depend_on_the_route(route, level):
     """The second weight I spells the hidden layer; dy = I makes its gradient spell it as backward rebuilt it; dy = 1 makes the
     bias's count the units that backward kept."""
@@ -129,7 +129,7 @@ def test_the_table():
     sizes = [_routes.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)]
     assert sizes == [0, 0, 1, 2, 5, 5]
     assert {len(routes) for routes in _routes.SHIPPED.values()} == {len(_routes.SIZES)}
-    assert {route for routes in _routes.SHIPPED.values() for route in routes} <= _routes.ROUTES.keys()
+    assert {route for routes in _routes.SHIPPED.values() for route in routes} <= set(_routes.OF_KERNELS)
     assert _routes.shipped_route("mlp", (9, 0), 2, 0) == "dual"
     assert _routes.shipped_route("mlp", (9, 0), 2, 5) == "triton"
     assert _routes.shipped_route("mlp", (12, 0), 2, 0) == "library"

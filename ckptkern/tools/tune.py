@@ -1,0 +1,308 @@
+"""``python -m ckptkern tune``: measure which route is quickest for each product here, and remember it for this machine.
+
+Of every op, dtype and size the routes (`ops/_routes.py`) are checked against float64, then timed in turns, forward and
+backward at "full". A route replaces the default if it is quicker by more than the noise: its median by MARGIN, and its 80th
+percentile below the default's median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..conversion.convert import progress
+from ..ops import _choices, _routes, _tuned
+from ..planning.measure import seconds
+from .convert import load, model_and_inputs
+from .verify import error_ratio, gradients, relative_errors
+
+OPS = ("linear_act", "mlp", "gated_mlp")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MARGIN = 0.03  # of the default's median
+ROUNDS, ENOUGH = 30, 5
+CHECKED_ROWS = 256
+ERROR_AT_MOST = 2.0  # in units of eager's own: the rule of verify and of the benchmarks
+
+
+class Problem(NamedTuple):
+    """What is timed: an op at a size. features: of its input and output; hidden: of the layer between."""
+
+    op: str
+    features: int
+    hidden: int
+    dtype: torch.dtype
+    tokens: int
+
+    @property
+    def size(self) -> int:
+        return _routes.size_class(self.features)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.op} {self.features}x{self.hidden} {dtype}, {self.tokens} tokens"
+
+
+@dataclass
+class Outcome:
+    """ms of every round by route; wrong: what was not timed, and why; chosen: the route that the table gets."""
+
+    problem: Problem
+    default: str
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {route: statistics.median(times) for route, times in self.ms.items()}
+
+    @property
+    def chosen(self) -> str:
+        medians = self.medians
+        if self.default not in medians:
+            return min(medians, key=medians.__getitem__, default=self.default)
+        limit = medians[self.default]
+
+        def surely(route: str) -> bool:
+            times = sorted(self.ms[route])
+            return medians[route] < (1 - MARGIN) * limit and times[int(0.8 * (len(times) - 1))] < limit
+
+        return min(filter(surely, medians), key=medians.__getitem__, default=self.default)
+
+    def row(self) -> dict[str, Any]:
+        """Of the table's file."""
+        problem = self.problem._asdict() | {
+            "dtype": str(self.problem.dtype).removeprefix("torch."), "features": _routes.SIZES[self.problem.size],
+            "measured_features": self.problem.features,
+        }  # fmt: skip
+        return problem | {"route": self.chosen, "ms": {route: round(ms, 4) for route, ms in self.medians.items()}}
+
+
+# -- one problem ------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(problem: Problem, device: torch.device, rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    d, h = problem.features, problem.hidden
+    shapes = {
+        "linear_act": {"weight": (h, d), "bias": (h,)},
+        "mlp": {"fc1_weight": (h, d), "fc1_bias": (h,), "fc2_weight": (d, h), "fc2_bias": (d,)},
+        "gated_mlp": {"gate_weight": (h, d), "up_weight": (h, d), "down_weight": (d, h)},
+    }[problem.op]
+
+    def random(*shape: int) -> Tensor:
+        made = torch.randn(shape, generator=generator, device=device) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
+        return made.to(problem.dtype).requires_grad_()
+
+    return {"x": random(rows, d).detach().mul(d**0.5).requires_grad_(), **{n: random(*s) for n, s in shapes.items()}}
+
+
+def forward(problem: Problem, t: dict[str, Tensor]) -> Tensor:
+    if problem.op == "linear_act":
+        return ops.linear_act(t["x"], t["weight"], t["bias"], "gelu", recompute="full")
+    if problem.op == "mlp":
+        return ops.mlp(t["x"], t["fc1_weight"], t["fc1_bias"], t["fc2_weight"], t["fc2_bias"], "gelu", recompute="full")
+    return ops.gated_mlp(t["x"], t["gate_weight"], t["up_weight"], t["down_weight"], "silu", recompute="full")
+
+
+def fault(problem: Problem, route: str, t: dict[str, Tensor]) -> str | None:
+    """What is wrong with a route's results, by the rule of error_ratio."""
+
+    def found(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        y = forward(problem, tensors)
+        dy = torch.randn(y.shape, generator=torch.Generator(y.device).manual_seed(1), device=y.device).to(problem.dtype)
+        return gradients(lambda: forward(problem, tensors), tensors, dy.to(y.dtype))
+
+    with ops.backend("eager"), _choices.forced_route("eager"):
+        exact = found({name: one.detach().double().requires_grad_() for name, one in t.items()})
+        eager = relative_errors(found(t), exact)
+    with _choices.forced_route(route):
+        ratio, worst = error_ratio(relative_errors(found(t), exact), eager, problem.dtype)
+    return None if ratio <= ERROR_AT_MOST else f"error of {worst} {ratio:.1f} times eager's"
+
+
+def step_of(problem: Problem, route: str, t: dict[str, Tensor]) -> Callable[[], float]:
+    """Runs forward and backward, and gives its ms."""
+    leaves, outputs = list(t.values()), []
+
+    def run() -> float:
+        with _choices.forced_route(route):
+            outputs.clear()
+            took = seconds(
+                lambda: outputs.append(forward(problem, t)),
+                lambda: torch.autograd.grad(outputs[0], leaves, torch.ones_like(outputs[0])),
+                leaves[0].device,
+            )
+        return 1e3 * took
+
+    return run
+
+
+def measure(problem: Problem, device: torch.device, patience: float, timer=step_of) -> Outcome:
+    """Checks the routes, then times them in turns for `patience` seconds at most. timer: what step_of is."""
+    probe = torch.empty(0, dtype=problem.dtype, device=device)
+    backend = _choices.choose_backend("tune", probe)
+    outcome = Outcome(problem, default_route(problem, backend, device))
+    few = tensors_of(problem, device, min(problem.tokens, CHECKED_ROWS))
+    steps, t = {}, None
+    for route in _routes.candidates(backend, device.type, problem.dtype):
+        try:
+            if wrong := fault(problem, route, few):
+                outcome.wrong[route] = wrong
+                continue
+            t = tensors_of(problem, device, problem.tokens) if t is None else t
+            steps[route] = timer(problem, route, t)
+            steps[route]()
+        except (
+            Exception
+        ) as error:  # a kernel that does not compile here, or memory that is not there, costs that route only
+            outcome.wrong[route] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120]
+            steps.pop(route, None)
+    start = time.perf_counter()
+    for done in range(ROUNDS if len(steps) > 1 else 1):
+        if done >= ENOUGH and time.perf_counter() - start > patience:
+            break
+        for route, step in steps.items():
+            outcome.ms.setdefault(route, []).append(step())
+    return outcome
+
+
+def default_route(problem: Problem, backend: str, device: torch.device) -> str:
+    if backend == "eager":
+        return backend
+    card = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return _routes.shipped_route(problem.op, card, problem.dtype.itemsize, problem.size)
+
+
+# -- which problems ---------------------------------------------------------------------------------------------------
+
+
+def shapes_of(text: str) -> list[tuple[int, int]]:
+    """ "1024x4096,2048x8192" -> pairs. For argparse."""
+    try:
+        pairs = [tuple(map(int, part.split("x"))) for part in text.split(",")]
+        if all(len(pair) == 2 and min(pair) > 0 for pair in pairs):
+            return pairs
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"wanted FEATURESxHIDDEN, such as 1024x4096,2048x8192, but got {text!r}")
+
+
+def of_model(target: str, tokens: int) -> list[Problem]:
+    """The problems that a forward of FILE:FUNCTION's model meets, each once."""
+    model, given, named = model_and_inputs(load(target)())
+    choice = _choices._choice
+    choice.seen = seen = []
+    try:
+        with torch.random.fork_rng():
+            copy.deepcopy(model).train()(*given, **named)
+    finally:
+        choice.seen = None
+    found = dict.fromkeys(Problem(*one, tokens) for one in seen)
+    if not found:
+        raise ValueError(
+            f"{target}: the forward met no fused MLP or linear layer; tune a model of ckptkern.nn, or convert it first"
+        )
+    return list(found)
+
+
+def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
+    """What the command line asks for."""
+    tokens = args.tokens or (8192 if device.type == "cuda" else 512)
+    if args.model:
+        return of_model(args.model, tokens)
+    sizes = _routes.SIZES[:-1] if device.type == "cuda" else _routes.SIZES[:3]
+    dtypes = args.dtype or ("bf16", "fp16")
+    shapes = args.shapes or [(n, 4 * n) for n in sizes]
+    return [Problem(op, *shape, DTYPES[name], tokens) for op in args.ops for name in dtypes for shape in shapes]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``python -m ckptkern tune``."""
+    parser.description = (
+        "Measure which route is quickest for each product on this machine (our kernels, cuBLAS and elementwise kernels, one "
+        "kernel for two products; on a CPU, 16-bit products as they are or through float32), and write the table that "
+        "ckptkern then reads. Nothing is tuned unless you ask."
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP", help=f"of {', '.join(OPS)}")
+    parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), help="default: bf16 and fp16")
+    parser.add_argument("--shapes", type=shapes_of, help="FEATURESxHIDDEN,...; default: one of each class of sizes")
+    parser.add_argument("--model", metavar="FILE:FUNCTION", help="the products of your model, as `report` loads it")
+    parser.add_argument("--tokens", type=int, help="default: 8192, on a CPU 512")
+    parser.add_argument("--minutes", type=float, default=10.0, help="at most this long (default: %(default)g)")
+    parser.add_argument("--dry-run", action="store_true", help="measure, and write nothing")
+    parser.add_argument("--reset", action="store_true", help="remove this machine's table, and measure nothing")
+
+
+def line(outcome: Outcome) -> str:
+    """One problem's result."""
+    medians = outcome.medians
+    parts = [f"{route} {ms:.3g} ms{' *' if route == outcome.chosen else ''}" for route, ms in medians.items()]
+    parts += [f"{route}: {why}" for route, why in outcome.wrong.items()]
+    return f"{outcome.problem!s:44} {'; '.join(parts) or 'nothing ran'}"
+
+
+def merged(file, wanted: dict[str, str], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a file that is valid here, with these over them."""
+
+    def key(row: dict[str, Any]) -> tuple:
+        return row["op"], row["dtype"], row["features"]
+
+    try:
+        _tuned.read(file, wanted)
+        before = _tuned.rows(file)
+    except (OSError, ValueError):
+        before = []
+    return list({key(row): row for row in (*before, *rows)}.values())
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures, prints and writes the table; returns the exit status."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            print("ckptkern tune: there is no CUDA device", file=sys.stderr)
+            return 2
+        device = torch.device("cuda", torch.cuda.current_device())
+    file, machine = _tuned.path(device.type, device.index), _tuned.machine(device.type, device.index)
+    if args.reset:
+        known = file.exists()
+        file.unlink(missing_ok=True)
+        print(f"removed {file}" if known else f"there is no table of this machine: {file}")
+        return 0
+    try:
+        todo = problems(args, device)
+    except ValueError as error:
+        print(f"ckptkern tune: {error}", file=sys.stderr)
+        return 2
+    print(f"{machine['device']}, torch {machine['torch']}: {len(todo)} products, at most {args.minutes:g} minutes")
+    outcomes, start = [], time.perf_counter()
+    with progress("tune", len(todo)) as bar:
+        for n, problem in enumerate(todo):
+            left = 60 * args.minutes - (time.perf_counter() - start)
+            if left <= 0:
+                print(f"the time is over: {len(todo) - n} of {len(todo)} products are left; --minutes gives more")
+                break
+            bar(str(problem), n)
+            outcomes.append(measure(problem, device, left / (len(todo) - n)))
+            print(line(outcomes[-1]), flush=True)
+    rows = [outcome.row() for outcome in outcomes if outcome.ms]
+    if args.dry_run or not rows:
+        print("nothing is written")
+        return 0 if rows else 1
+    _tuned.write(file, machine, merged(file, machine, rows))
+    print(f"* is what the table has now: {file}\nprocesses that start from now on read it; `tune --reset` removes it")
+    return 0

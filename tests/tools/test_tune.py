@@ -1,0 +1,276 @@
+"""The tuned table: what is timed and chosen, what is written, and which files are refused."""
+
+import json
+import re
+import warnings
+
+import pytest
+import torch
+from cases import Sizes, Watch, check_against_float64, gradients, make, output_gradient, setups
+
+import ckptkern
+from ckptkern.__main__ import main
+from ckptkern.memory import peak_memory
+from ckptkern.ops import _choices, _routes, _tuned
+from ckptkern.tools import tune
+
+FP16, BF16 = torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
+PROBLEM = tune.Problem("mlp", 24, 40, FP16, 32)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Nobody's table before, and none after."""
+    monkeypatch.setenv("CKPTKERN_CACHE", str(tmp_path))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    """As a process that starts."""
+    _tuned.table.cache_clear()
+    _choices._route.cache_clear()
+
+
+def route(dtype=FP16, features=24, op="mlp", device="cpu") -> str:
+    return _choices.choose_route(op, torch.empty(0, dtype=dtype, device=device), features, 40)
+
+
+def file_of_this_machine():
+    return _tuned.path("cpu", None)
+
+
+def write(route="wide", **changes) -> None:
+    row = {"op": "mlp", "dtype": "float16", "features": 256, "route": route}
+    _tuned.write(file_of_this_machine(), _tuned.machine("cpu", None) | changes, [row])
+    forget()
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
+
+def planned(ms: dict[str, list[float]]):
+    """A timer whose routes take these ms, again and again."""
+
+    def timer(problem, route, t):
+        times = iter(ms[route] * 1000)
+        return lambda: next(times)
+
+    return timer
+
+
+@pytest.mark.parametrize(
+    ("ms", "chosen"),
+    [
+        ({"eager": [10.0], "wide": [5.0]}, "wide"),
+        ({"eager": [10.0], "wide": [20.0]}, "eager"),
+        ({"eager": [10.0], "wide": [9.9]}, "eager"),  # within the margin
+        ({"eager": [10.0], "wide": [5.0, 5.0, 11.0]}, "eager"),  # every third step is slower than the default
+        ({"eager": [10.0, 30.0], "wide": [5.0]}, "wide"),
+    ],
+)
+def test_a_route_has_to_be_surely_quicker(ms, chosen):
+    assert tune.measure(PROBLEM, CPU, 60, planned(ms)).chosen == chosen
+
+
+@pytest.mark.parametrize("slow", ["triton", "dual", "library"])
+def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
+    """The default among them, too."""
+    ms = {name: [9.0 if name == slow else 1.0 + n] for n, name in enumerate(_routes.OF_KERNELS)}
+    with ckptkern.backend("triton"):
+        first, second = (tune.measure(PROBLEM, CPU, 60, planned(ms)) for _ in range(2))
+    assert list(first.ms) == list(_routes.OF_KERNELS)
+    assert first.chosen == second.chosen == ("dual" if slow == "triton" else "triton")
+
+
+def test_a_wrong_route_is_not_timed(monkeypatch):
+    monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: _routes.eager.mm(a, b, **out) * 1.01))
+    outcome = tune.measure(PROBLEM, CPU, 60, planned({"eager": [10.0], "wide": [1.0]}))
+    assert outcome.chosen == "eager"
+    assert outcome.ms.keys() == {"eager"}
+    assert "times eager's" in outcome.wrong["wide"]
+
+
+def test_a_route_that_fails_costs_itself_alone(monkeypatch):
+    monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: 1 / 0))
+    outcome = tune.measure(PROBLEM, CPU, 60, planned({"eager": [10.0]}))
+    assert outcome.wrong == {"wide": "ZeroDivisionError: division by zero"}
+    assert outcome.chosen == "eager"
+
+
+@pytest.mark.parametrize("op", tune.OPS)
+def test_every_op_is_timed_for_real(op):
+    outcome = tune.measure(PROBLEM._replace(op=op), CPU, 0.0)
+    assert outcome.wrong == {}
+    assert {len(times) for times in outcome.ms.values()} == {tune.ENOUGH}
+    assert min(map(min, outcome.ms.values())) > 0
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wide_is_quicker(monkeypatch):
+    timer = planned({"eager": [10.0], "wide": [5.0]})
+    measured = tune.measure
+    monkeypatch.setattr(tune, "measure", lambda problem, device, patience: measured(problem, device, patience, timer))
+
+
+def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
+    assert route() == "eager"
+    assert main(["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
+    assert "mlp 24x40 float16, 16 tokens" in capsys.readouterr().out
+    assert route() == "eager"  # of this process the table is read
+    forget()
+    assert route() == "wide"
+    assert [route(BF16), route(features=257), route(op="gated_mlp"), route(torch.float32)] == ["eager"] * 4
+    assert main(["tune", "--ops", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
+    forget()
+    assert [route(), route(op="gated_mlp")] == ["wide", "wide"]  # the earlier rows stay
+    assert main(["env"]) == 0
+    assert f"cpu: 2 products, {file_of_this_machine()}" in capsys.readouterr().out
+    assert main(["tune", "--reset"]) == 0
+    forget()
+    assert route() == "eager"
+    assert main(["tune", "--reset"]) == 0
+    assert "there is no table" in capsys.readouterr().out
+
+
+def test_nothing_is_written_in_a_dry_run_or_without_time(wide_is_quicker, cache, capsys):
+    arguments = ["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert main([*arguments, "--minutes", "0"]) == 1
+    assert "the time is over: 1 of 1 products are left" in capsys.readouterr().out
+    assert not list(cache.iterdir())
+
+
+MODEL = """
+import torch, ckptkern
+
+def build():
+    layer = ckptkern.nn.MLP(24, 40, dtype=torch.float16)
+    return torch.nn.Sequential(layer, ckptkern.nn.GatedMLP(24, 32, dtype=torch.float16)), torch.randn(3, 24).half()
+
+def plain():
+    return torch.nn.Linear(3, 4), torch.randn(2, 3)
+"""
+
+
+def test_the_products_of_a_model(tmp_path, wide_is_quicker, capsys):
+    file = tmp_path / "its_model.py"
+    file.write_text(MODEL)
+    found = tune.of_model(f"{file}:build", 16)
+    assert found == [tune.Problem("mlp", 24, 40, FP16, 16), tune.Problem("gated_mlp", 24, 32, FP16, 16)]
+    assert main(["tune", "--model", f"{file}:plain"]) == 2
+    assert "met no fused MLP" in capsys.readouterr().err
+    assert main(["tune", "--model", f"{file}:nothing"]) == 2
+
+
+@pytest.mark.parametrize("shapes", ["12", "12x", "0x4", "axb", "1x2x3"])
+def test_shapes_that_are_none(shapes, capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "--shapes", shapes])
+    assert f"wanted FEATURESxHIDDEN, such as 1024x4096,2048x8192, but got {shapes!r}" in capsys.readouterr().err
+
+
+# -- files that are refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda file: file.write_text(file.read_text()[:-9]), "it is damaged (JSONDecodeError"),
+        (lambda file: file.write_bytes(b"\xff\xfe{}"), "it is damaged (UnicodeDecodeError"),
+        (lambda file: file.write_text("[]"), "it is damaged (TypeError"),
+        (lambda file: file.write_text('{"format": 9}'), "it is damaged (ValueError: format 9, not 1"),
+        (lambda file: file.write_text(file.read_text().replace("256", "255")), "it is damaged (ValueError"),
+        (lambda file: write(device="another"), "it was made for device another, not "),
+        (lambda file: write(torch="1.0"), "it was made for torch 1.0, not "),
+        (lambda file: write(ckptkern="0.0.1"), "it was made for ckptkern 0.0.1, not "),
+        (lambda file: write("warp"), "it names routes that do not exist: warp"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_once(spoil, why, capsys):
+    write()
+    assert route() == "wide"
+    spoil(file_of_this_machine())
+    forget()
+    with pytest.warns(UserWarning, match=re.escape(why)) as said:
+        assert route() == "eager"
+    assert len(said) == 1
+    assert f"{file_of_this_machine()} is not used, because {why}" in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert route(features=2000) == "eager"
+    assert main(["env"]) == 0
+    assert f"is not used: {why}" in capsys.readouterr().out
+
+
+def test_a_row_that_does_not_apply_is_passed_over():
+    """A table of routes of kernels, where PyTorch ops run, and the other way round."""
+    write("dual")
+    assert route() == "eager"
+    write("wide")
+    with ckptkern.backend("triton"):
+        assert route() in _routes.OF_KERNELS
+
+
+def test_a_table_of_a_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    row = {"op": "mlp", "dtype": "bfloat16", "features": 4096, "route": "library"}
+    file = _tuned.path("cuda", 0)
+    assert file.name == "routes-nvidia-h200.json"
+    _tuned.write(file, _tuned.machine("cuda", 0), [row])
+    assert _choices._route("mlp", "triton", "cuda", 0, BF16, _routes.size_class(4096)) == "library"
+    assert _choices._route("mlp", "triton", "cuda", 0, FP16, _routes.size_class(4096)) == "triton"
+    assert json.loads(file.read_text())["machine"]["device"] == "NVIDIA H200"
+
+
+# -- wide --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize(
+    "setup",
+    setups(("gelu", "identity"), ("selective", "full"), (0.3,), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")),
+)
+def test_products_through_float32_are_as_exact(setup, dtype):
+    tensors = make(setup, Sizes(lead=(300,)), dtype)
+    with _choices.forced_route("wide"):
+        check_against_float64(setup, tensors)
+        check_against_float64(setup.with_(workspace=1), tensors)
+
+
+@pytest.mark.parametrize("setup", setups(("relu",), ("full",), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")))
+def test_no_product_has_16_bit_operands(setup):
+    tensors = make(setup, dtype=FP16)
+    with _choices.forced_route("wide"), Watch() as watch:
+        gradients(setup.fused, tensors)
+    assert {dtype for pair in watch.dtypes for dtype in pair} == {torch.float32}
+
+
+def test_float32_is_not_copied():
+    setup = setups(("relu",), ("full",), ops=("mlp",))[0].values[0]
+    tensors = make(setup)
+    with _choices.forced_route("wide"):
+        ours = gradients(setup.fused, tensors)
+    theirs = gradients(setup.fused, tensors)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
+def test_workspace_bounds_wide_products(name):
+    setup = setups(("relu",), ("full",), ops=(name,))[0].values[0]
+    tensors = make(setup, Sizes(lead=(1280,), features=8, hidden=64, out=8), FP16)
+    with _choices.forced_route("wide"):
+        y = setup.with_(workspace="150KiB").fused(tensors)
+        dy = output_gradient(y)
+        with peak_memory("cpu") as peak:
+            grads = torch.autograd.grad(y, list(tensors.values()), dy)
+    weights = sum(4 * t.numel() for t in tensors.values() if t.dim() == 2 and t.shape[0] != 1280)  # copies
+    transient = peak.bytes - sum(g.numel() * (2 if i == 0 else 4) for i, g in enumerate(grads)) - weights
+    assert 0.5 * 150 * 2**10 < transient <= 150 * 2**10
