@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format gate emulate bench bench-host convert-families convert-sweep docs test-matrix test-cpus gpu clean
+.PHONY: help install demo test quick lint format gate emulate bench bench-host model convert-families convert-sweep docs test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -53,6 +53,9 @@ bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --ca
 
 bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, with its bound
 	$(PY) -m ckptkern.benchmarks.host $(ARGS)
+
+model: $(STAMP) ## MODEL, not measured: the price of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
+	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.model $(ARGS)
 
 convert-families: $(STAMP) ## convert on 37 families of models of transformers and timm, which it needs. ARGS="--only llama"
 	$(PY) -m ckptkern.benchmarks.conversion.families $(ARGS)

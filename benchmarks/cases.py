@@ -265,7 +265,7 @@ class SelectiveCheckpoint:
     def unseen_bytes(self) -> int:
         """Bytes that the last call keeps out of sight of saved-tensor hooks."""
         tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 ATTENTION_RIVALS: dict[str, Maker] = {

@@ -21,6 +21,7 @@ from .spills import ALLOWED_HMMA, ALLOWED_TWICE, TRITON, allowed_stack
 PHILOX_MULTIPLY = re.compile(
     r"(?:IMAD\.HI\.U32|IMAD\.WIDE\.U32)[^\n]*(?:-0x2daee0ad|-0x326172a9|0xd2511f53|0xcd9e8d57)"
 )
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", re.MULTILINE)  # of nvdisasm
 TILE_KEYS = (
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_S", "BLOCK_HALF", "BLOCK_REST", "WIDTH", "num_warps",
     "num_stages", "SUB",
@@ -95,12 +96,19 @@ def inspect_cubin(cubin: bytes, tool: str, option: str) -> str:
     return result.stdout + result.stderr
 
 
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers per thread, and bytes of stack."""
+    usage = inspect_cubin(cubin, "cuobjdump", "-res-usage")
+    return {
+        name: int(re.search(rf"{word}:(\d+)", usage)[1]) for name, word in (("registers", "REG"), ("stack", "STACK"))
+    }
+
+
 def read_cubin(compiled: Compiled) -> dict[str, int]:
     """Registers, stack, shared memory and instruction counts, from the machine code."""
     cubin = compiled.assemble()
-    usage = inspect_cubin(cubin, "cuobjdump", "-res-usage")
     sass = inspect_cubin(cubin, "nvdisasm", "-c")
-    mnemonics = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
+    mnemonics = INSTRUCTION.findall(sass)
 
     # four warps share an HGMMA, one warp makes an HMMA, whose 16816 is 16 x 8 x 16
     shapes = [(4, *shape) for shape in re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", sass)]
@@ -110,8 +118,7 @@ def read_cubin(compiled: Compiled) -> dict[str, int]:
         return sum(bool(re.match(pattern, m)) for m in mnemonics)
 
     return dict(
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        stack=int(re.search(r"STACK:(\d+)", usage)[1]),
+        **resources(cubin),
         local=count(r"(STL|LDL)\b"),
         shared=compiled.shared,
         hgmma=count(r"[HQ]GMMA"),

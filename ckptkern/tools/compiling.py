@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 PTX_ONLY = "ckptkern: PTX only"  # in the keys of Triton's cache, which must not take these for whole kernels
@@ -67,12 +68,29 @@ def _leaves(kind, value) -> Iterator[tuple[str, object]]:
         yield kind, value
 
 
-def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
-    """The PTX of a launch for compute capability `arch`, compiled as that launch would be; Triton's cache keeps it."""
-    import triton
+@dataclasses.dataclass(frozen=True)
+class Specialized:
+    """What a launch is compiled for: types, constants and divisibility of its arguments, and options."""
+
+    kernel: Any
+    target: Any
+    backend: Any
+    bound: dict[str, object]
+    options: Any
+    signature: dict[str, object]
+    constexprs: dict
+    attrs: dict
+
+    @property
+    def key(self) -> str:
+        """Equal for launches that share a compilation."""
+        return repr((self.kernel.fn.__name__, self.target, self.options, self.signature, self.constexprs, self.attrs))
+
+
+def specialize(kernel, args, kwargs, arch: int) -> Specialized:
+    """As `compile_launch` compiles the launch."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
     target = GPUTarget("cuda", arch, 32)
@@ -80,14 +98,24 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     kwargs = dict(kwargs, debug=False)
     bound, specialization, options = binder(*args, **kwargs)
-    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    packed = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return Specialized(kernel, target, backend, bound, *packed)
+
+
+def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
+    """The PTX of a launch for compute capability `arch`, compiled as that launch would be; Triton's cache keeps it."""
+    import triton
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    one = specialize(kernel, args, kwargs, arch)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
-        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
-        compiled = triton.compile(source, target, options.__dict__)
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, one.signature, one.constexprs, one.attrs)
+        compiled = triton.compile(source, one.target, one.options.__dict__)
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
-    arguments = [leaf for name, kind in signature.items() for leaf in _leaves(kind, bound[name])]
+    arguments = [leaf for name, kind in one.signature.items() for leaf in _leaves(kind, one.bound[name])]
     return Compiled(
-        ptx, metadata.shared, metadata.global_scratch_size, metadata.tensordesc_meta, bound, arguments,
-        lambda: backend.make_cubin(ptx, {}, options, arch),
+        ptx, metadata.shared, metadata.global_scratch_size, metadata.tensordesc_meta, one.bound, arguments,
+        lambda: one.backend.make_cubin(ptx, {}, one.options, arch),
     )  # fmt: skip

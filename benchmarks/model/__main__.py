@@ -1,0 +1,103 @@
+"""``python -m ckptkern.benchmarks.model``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..cases import LEVELS, Item
+from ..run import DEFAULT_RESULTS, say, select
+from . import __doc__ as description
+from . import calibrate, rates, sheet
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.model", description=description.split("\n")[0])
+    made.add_argument("--gpu", choices=rates.GPUS, default="h200", help="whose rates (default: %(default)s)")
+    made.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
+    made.add_argument("--levels", default="", help=f"of ours: some of {','.join(LEVELS)} (default: all)")
+    made.add_argument(
+        "--explain", nargs="?", const="", metavar="REGEX",
+        help="print every launch, its price and what bounds it; of all steps, or of those whose 'CASE, WAY' matches",
+    )  # fmt: skip
+    made.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help=f"write DIR/GPU.csv (default: {DEFAULT_RESULTS}/model for all cases at the table's rates; for a part, nothing)",
+    )  # fmt: skip
+    made.add_argument("--rates", type=Path, metavar="FILE", help="rates that --calibrate wrote")
+    made.add_argument(
+        "--calibrate", type=Path, metavar="RESULTS.csv",
+        help="fit the rates to a run of `ckptkern bench` on that GPU, say how far the model was off, and write rates-GPU.json "
+        "for --rates beside it, or into --out",
+    )  # fmt: skip
+    made.add_argument("--workers", type=int, default=2, help="compiling processes (default: %(default)s)")
+    return made
+
+
+def chosen(pattern: str) -> list[Item]:
+    """Items with a price. Raises ValueError where no name matches."""
+    found = [item for item in select(pattern, "cuda") if not item.case.host]
+    if not found:
+        raise ValueError(f"--cases {pattern!r}: host time has no price")
+    return found
+
+
+def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) -> None:
+    known = {item.name: item for item in items}
+    measured = calibrate.read(args.calibrate, gpu, list(known))
+    timed = {row.case: known[row.case] for row in measured}
+    steps = sheet.traces(gpu, list(timed.values()))
+    rows = [row for row in measured if (row.case, row.way) in steps]
+    if not rows:
+        raise ValueError(f"{args.calibrate} has no way that the model prices")
+    codes = sheet.codes_of(gpu, {(row.case, row.way): steps[row.case, row.way] for row in rows}, args.workers)
+    fitted = calibrate.fit(gpu, [steps[row.case, row.way] for row in rows], [row.ms for row in rows], codes)
+    print("\n".join(calibrate.report(gpu, fitted, rows, steps, codes)))
+    folder = args.out or args.calibrate.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rates-{gpu.name}.json"
+    rates.write(fitted, path, f"fitted to {len(rows)} rows of {args.calibrate.name}")
+    print(f"rates in {path}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 for arguments that make no sense."""
+    args = parser().parse_args(argv)
+    levels = [level for level in args.levels.split(",") if level]
+    gpu = rates.GPUS[args.gpu]
+    try:
+        if unknown := set(levels) - set(LEVELS):
+            raise ValueError(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS)}")
+        if args.workers < 1:
+            raise ValueError(f"--workers: wanted at least 1 but got {args.workers}")
+        re.compile(args.explain or "")
+        items = chosen(args.cases)
+        if args.calibrate:
+            _calibrate(gpu, args, items)
+            return 0
+        gpu = rates.read(gpu, args.rates) if args.rates else gpu
+    except re.error as error:
+        say(f"ckptkern.benchmarks.model: --explain {args.explain!r}: {error}")
+        return 2
+    except (ValueError, OSError) as error:
+        say(f"ckptkern.benchmarks.model: {error}")
+        return 2
+    steps = sheet.traces(gpu, items, levels)
+    codes = sheet.codes_of(gpu, steps, args.workers)
+    if args.explain is not None:
+        told = {name: trace for name, trace in steps.items() if re.search(args.explain, ", ".join(name))}
+        print(sheet.explanation(gpu, told, codes))
+    found = sheet.rows(gpu, steps, codes)
+    print(sheet.table(gpu, found))
+    whole = not (args.cases or args.levels or args.rates)
+    if folder := args.out or (DEFAULT_RESULTS / "model" if whole else None):
+        sheet.write(gpu, found, folder / f"{gpu.name}.csv")
+        print(f"MODEL in {folder / gpu.name}.csv")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Rates that fit a run of the benchmark: factors on the times of which the model's prices consist.
+
+log(measured / modelled) of every case and way is made small by Gauss and Newton's steps. A part's share of the modelled time is
+the derivative by the logarithm of its factor, so factors stay positive. What no row depends on stays at 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .price import Codes, total
+from .rates import GPU, Scales
+from .trace import Trace
+
+COLUMNS = ("case", "way", "device", "dtype", "status", "ms")
+HELD = 1e-6  # weight of "the factor is 1" beside one row: decides where the rows do not
+STEPS, CLOSE, FARTHEST = (
+    100,
+    1e-9,
+    0.5,
+)  # Newton's steps at most, and a step's smallest and largest change of a logarithm
+WITHOUT_PRICE = ("ceiling", "host")  # beginnings of cases that no price is asked for
+
+
+class Measured(NamedTuple):
+    case: str
+    way: str
+    ms: float
+
+
+def read(path: Path, gpu: GPU, known: Sequence[str]) -> list[Measured]:
+    """The timed rows of a results.csv. known: the model's cases. Raises ValueError for a file that is no match."""
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+                raise ValueError(f"{path} is no results.csv of `ckptkern bench`: it has no column {', '.join(missing)}")
+            lines = [row for row in reader if row["status"] == "ok" and row["ms"]]
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    lines = [row for row in lines if not row["case"].startswith(WITHOUT_PRICE)]
+    if not lines:
+        raise ValueError(f"{path} has no case that was timed")
+    if others := {row["device"] for row in lines} - {"cuda"}:
+        raise ValueError(f"{path} was measured on {', '.join(sorted(others))}; the model prices CUDA devices")
+    if others := {row["dtype"] for row in lines} - {"bfloat16"}:
+        raise ValueError(f"{path} has times in {', '.join(sorted(others))}; the model's are in bfloat16")
+    if others := sorted({row["case"] for row in lines} - set(known)):
+        raise ValueError(f"{path} has cases that the model does not know: {', '.join(others)}")
+    environment = path.with_name("env.json")
+    device = json.loads(environment.read_text()).get("device", "") if environment.exists() else gpu.name
+    if gpu.name not in device:
+        raise ValueError(f"{path} was measured on {device}, not on {gpu.name}: name its table by --gpu")
+    return [Measured(row["case"], row["way"], float(row["ms"])) for row in lines]
+
+
+def fit(gpu: GPU, steps: Sequence[Trace], ms: Sequence[float], codes: Codes) -> GPU:
+    """The GPU with the factors that bring the prices of the steps closest to `ms`, in the mean square of logarithms."""
+    measured = torch.tensor(ms, dtype=torch.float64).log()
+    logs = torch.zeros(len(Scales._fields), dtype=torch.float64)
+    hold = math.sqrt(HELD) * torch.eye(len(logs), dtype=torch.float64)
+    for _ in range(STEPS):
+        now = dataclasses.replace(gpu, scales=Scales(*logs.exp().tolist()))
+        parts = [total(step.launches, now, codes).parts for step in steps]
+        seconds = torch.tensor(parts, dtype=torch.float64)
+        modelled = seconds.sum(1, keepdim=True)
+        off = measured - (1e3 * modelled[:, 0]).log()
+        equations = torch.cat([seconds / modelled, hold])
+        step = torch.linalg.lstsq(equations, torch.cat([off, -math.sqrt(HELD) * logs])[:, None]).solution[:, 0]
+        if step.abs().max() < CLOSE:
+            break
+        logs = logs + step.clamp(-FARTHEST, FARTHEST)
+    return dataclasses.replace(gpu, scales=Scales(*logs.exp().tolist()))
+
+
+def report(
+    table: GPU, fitted: GPU, rows: Sequence[Measured], steps: Mapping[tuple[str, str], Trace], codes: Codes
+) -> list[str]:
+    """What came out: rates, and how far the model is off for each row, before and after."""
+    scales = fitted.scales
+    rates = {
+        "cuBLAS, TFLOP/s": (table.products / 1e12, scales.products),
+        "our kernels' tensor cores and epilogues, part of the table's": (1.0, scales.kernels),
+        "bandwidth, TB/s": (table.bandwidth / 1e12, scales.bandwidth),
+        f"torch's core, forward at {max(table.core_forward)}, TFLOP/s": (
+            table.core_forward[max(table.core_forward)] / 1e12, scales.attention
+        ),
+        "gap between launches, us": (1e6 * table.launch, 1 / scales.launch),
+    }  # fmt: skip
+    lines = [f"MODEL of {table.name}, fitted to {len(rows)} rows: rate in the table, and fitted"]
+    lines += [f"  {name:62} {rate:8.3g} {rate / scale:8.3g}" for name, (rate, scale) in rates.items()]
+    lines.append(f"{'case':40} {'way':28} {'measured ms':>12} {'before':>8} {'after':>8}")
+    errors: list[list[float]] = [[], []]
+    for row in rows:
+        launches = steps[row.case, row.way].launches
+        off = [1e3 * total(launches, gpu, codes).seconds / row.ms - 1 for gpu in (table, fitted)]
+        for kind, error in zip(errors, off, strict=True):
+            kind.append(abs(error))
+        lines.append(f"{row.case:40} {row.way:28} {row.ms:12.3f} {off[0]:+8.1%} {off[1]:+8.1%}")
+    means = [sum(kind) / len(kind) for kind in errors]
+    lines.append(f"mean distance: {means[0]:.1%} before, {means[1]:.1%} after")
+    return lines

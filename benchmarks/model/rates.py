@@ -1,0 +1,120 @@
+"""What a GPU can do: the one table that prices are made of. Nothing in it was measured by this project; sources are beside it.
+
+FLOP/s of attention count what is visible: half of the scores under a causal mask.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+TERA, GIB = 1e12, 2**30
+
+
+class Scales(NamedTuple):
+    """Factors on the time of what a price consists of: 1 is the table's rate, 2 is half as fast."""
+
+    products: float = 1.0  # cuBLAS
+    kernels: float = 1.0  # our kernels with products on tensor cores
+    bandwidth: float = 1.0  # what moves bytes
+    attention: float = 1.0  # torch's core of attention
+    launch: float = 1.0  # the gap between two launches
+
+
+TABLE = Scales()
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """Rates in FLOP/s, bytes/s and seconds."""
+
+    name: str
+    arch: int
+    multiprocessors: int
+    clock: float  # Hz, under a load of products
+    tensor_core: int  # bf16 FLOP per cycle and multiprocessor
+    bandwidth: float  # of the memory, as a large copy reaches it
+    memory: int  # bytes, as torch reports them: the default workspace is a part of it
+    block_shared: int  # bytes of shared memory that a block may have
+    shared: int  # bytes of shared memory of a multiprocessor
+    products: float  # cuBLAS, bf16, 8192 x 8192, large K
+    main_loop: float  # part of the peak at `clock` that the main loop of a Triton product reaches
+    core: str  # torch's default kernel for attention's core
+    core_forward: dict[int, float]  # sequence length -> FLOP/s, heads of 128, causal
+    core_backward: dict[int, float]
+    launch: float = 1.5e-6  # between two small kernels of a queue that is full; 1-2 us are usual
+    scales: Scales = TABLE
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return divmod(self.arch, 10)
+
+    def cublas(self, K: int) -> float:
+        """FLOP/s of a plain product over K."""
+        place = bisect.bisect_left(list(CUBLAS_SHAPE), K)
+        return self.products * list(CUBLAS_SHAPE.values())[min(place, len(CUBLAS_SHAPE) - 1)]
+
+    def core_rate(self, length: int, backward: bool) -> float:
+        """FLOP/s of torch's core at the nearest length of the table, in powers of two."""
+        table = self.core_backward if backward else self.core_forward
+        return table[min(table, key=lambda known: abs(known.bit_length() - length.bit_length()))]
+
+
+# K -> rate / rate at large K of cuBLAS, M = N = 8192, H100, fp16: Triton's tutorial python/tutorials/gluon/07-persistence.py,
+# 588 588 616 646 661 665 TFLOP/s for 512 ... 16384; 256 is extrapolated.
+CUBLAS_SHAPE = {256: 0.80, 512: 0.885, 1024: 0.885, 2048: 0.926, 4096: 0.971, 8192: 0.994, 16384: 1.0}
+
+# Parts of `bandwidth` that a kernel reaches: elementwise in one pass; a norm's row, read and held; columns summed over rows
+# into a few results. From others' profiles on A100 and H100, rounded.
+STREAMS = {"elementwise": 0.85, "norm": 0.75, "reduction": 0.60}
+
+# Multiprocessors, tensor cores and shared memory: NVIDIA's whitepapers and the CUDA programming guide's table of compute
+# capabilities. H100 and H200 here are the SXM ones.
+# Clock: H100 and H200 leave their 1.98 GHz under products, at 700 W; 1.55 GHz is where 132 x 4096 FLOP give the 838 TFLOP/s of
+# which cuBLAS's published 700-760 are 0.84-0.90. A100: 1.41 GHz, its 312 TFLOP/s.
+# bandwidth: data sheets say 4.8, 3.35 and 2.04 TB/s (A100 80 GB); large copies reach 0.86-0.93 of it.
+# products: H100 660-700 (Gluon's table), H200 about 750 with its larger memory clock; A100 270 (CUTLASS's own figures).
+# main_loop: Triton's products with pointers and cp.async against cuBLAS. Optimistic: triton#5726 has 0.76 of cuBLAS for the
+# plain kernel of the tutorial and 0.92 for the persistent one with TMA, at 8192 x 8192 x 512.
+# core: cuDNN 9 on H100, causal, heads of 128, arXiv 2407.08608 (forward 484-529, backward 316-480); flash attention 2 on A100,
+# arXiv 2307.08691 (forward 175-190, backward 140-165).
+_HOPPER = dict(
+    arch=90, multiprocessors=132, clock=1.55e9, tensor_core=4096, block_shared=232448, shared=233472, main_loop=0.86,
+    core="cudnn", core_forward={2048: 484 * TERA, 8192: 529 * TERA}, core_backward={2048: 316 * TERA, 8192: 480 * TERA},
+)  # fmt: skip
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("h200", bandwidth=4.3 * TERA, memory=140 * GIB, products=750 * TERA, **_HOPPER),
+        GPU("h100", bandwidth=3.0 * TERA, memory=79 * GIB, products=700 * TERA, **_HOPPER),
+        GPU(
+            "a100", arch=80, multiprocessors=108, clock=1.41e9, tensor_core=2048, bandwidth=1.75 * TERA, memory=79 * GIB,
+            block_shared=166912, shared=167936, products=270 * TERA, main_loop=0.84, core="flash",
+            core_forward={2048: 175 * TERA, 8192: 190 * TERA}, core_backward={2048: 140 * TERA, 8192: 165 * TERA},
+        ),
+    )
+}  # fmt: skip
+
+
+def write(gpu: GPU, path: Path, note: str) -> None:
+    """The factors of a calibrated GPU, for `read`."""
+    found = {"source": "MODEL", "gpu": gpu.name, "time factors": gpu.scales._asdict(), "note": note}
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def read(gpu: GPU, path: Path) -> GPU:
+    """The GPU with the factors of a file of `write`. Raises ValueError for another GPU's file, or another kind of file."""
+    try:
+        found = json.loads(path.read_text())
+        name, scales = found["gpu"], Scales(**found["time factors"])
+        right = all(isinstance(scale, (int, float)) and scale > 0 for scale in scales)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no file of --calibrate: {type(error).__name__}: {error}") from None
+    if not right:
+        raise ValueError(f"{path}: time factors must be positive numbers, not {found['time factors']}")
+    if name != gpu.name:
+        raise ValueError(f"{path} has the rates of {name}, not of {gpu.name}")
+    return dataclasses.replace(gpu, scales=scales)

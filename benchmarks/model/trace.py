@@ -1,0 +1,279 @@
+"""Every launch of a step, caught on meta tensors that pass for tensors of a GPU: Triton's and torch's."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from ...memory import kept_tensors
+from ...ops import _choices, _op, attention_core
+from ...tools.compiling import instead_of_launches
+from ..cases import DTYPES, Item, Maker
+from ..gate.machine_code import ATTENTION_LOOPS, PRODUCTS
+from .rates import GPU
+
+aten = torch.ops.aten
+
+
+class Caught(NamedTuple):
+    """A launch of a Triton kernel: what compiling.compile_launch takes, and the grid."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Every argument by name."""
+        return dict(zip((p.name for p in self.kernel.params), self.args, strict=False)) | self.kwargs
+
+
+class Launch(NamedTuple):
+    """One launch.
+
+    kind   "product" (cuBLAS), "core" (torch's own of attention), "elementwise", "norm", "reduction", "kernel" (Triton, with
+           products), "triton" (Triton, without)
+    flops  as torch counts them: of products alone, a causal core in full
+    bytes  of all tensors that it reads or writes, each once
+    shape  of a product: M, N, K; of a core: B, H, Sq, Sk, D
+    causal a core sees half of the scores
+    """
+
+    name: str
+    kind: str
+    flops: int
+    bytes: int
+    shape: tuple[int, ...] = ()
+    causal: bool = False
+    caught: Caught | None = None
+
+
+class Trace(NamedTuple):
+    """The launches of a step in order, and the bytes that its forward keeps, parameters apart."""
+
+    forward: list[Launch]
+    backward: list[Launch]
+    kept: int
+
+    @property
+    def launches(self) -> list[Launch]:
+        return self.forward + self.backward
+
+
+# -- torch's ops -------------------------------------------------------------------------------------------------------
+
+ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"}
+OVERWRITES = {"copy_", "zero_", "fill_", "_foreach_copy_"}  # their first argument is not read
+REDUCTIONS = {"sum", "mean", "amax"}
+
+
+# What a CUDA device has a kernel for and meta tensors have not, or not on every release: what it returns.
+CUDA_ONLY = {
+    "aten::_fused_rms_norm_backward": lambda dy, x, shape, rstd, weight, need: (
+        torch.empty_like(x), torch.empty_like(weight)
+    ),
+    "aten::mm.dtype": lambda a, b, dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
+    "aten::addmm.dtype": lambda c, a, b, dtype, **scales: c.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
+    "aten::addmm.dtype_out": lambda c, a, b, dtype, out, **scales: out,
+}  # fmt: skip
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """F.rms_norm as on CUDA, one kernel each way; on meta tensors torch decomposes it before a mode sees it."""
+
+    @staticmethod
+    def forward(ctx, x, shape, weight):
+        ctx.save_for_backward(x, x.new_empty(x.shape[: -len(shape)], dtype=torch.float32), weight)
+        ctx.shape = shape
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, rstd, weight = ctx.saved_tensors
+        dx, dweight = aten._fused_rms_norm_backward.default(dy, x, ctx.shape, rstd, weight, [True, True])
+        return dx, None, dweight
+
+
+def _attention(gpu: GPU, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """torch's scaled_dot_product_attention with its own choice on that GPU."""
+    if attn_mask is not None:
+        raise NotImplementedError("the model prices attention without a mask tensor only")
+    if gpu.core == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, is_causal, False, scale=scale)[
+            0
+        ]
+    return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+
+
+def _touched(tensors) -> int:
+    """Bytes of tensors; a dimension of stride 0 counts once."""
+    return sum(
+        t.element_size() * math.prod(n if stride else 1 for n, stride in zip(t.shape, t.stride(), strict=True))
+        for t in tensors
+        if t.numel()
+    )
+
+
+def torch_launch(func, args, kwargs, out) -> Launch | None:
+    """What an op of torch launches; None for views, allocations and what asks for sizes."""
+    name = func._schema.name.removeprefix("aten::")
+    tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+    if func.is_view or name in ALLOCATES or not (tensors or func._schema.is_mutable):
+        return None
+    read = {key: value for key, value in kwargs.items() if key != "out"}
+    given = [t for t in tree_leaves((args[name in OVERWRITES :], read)) if isinstance(t, Tensor)]
+    moved = _touched(given) + _touched(tensors or [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)])
+    if "scaled_dot_product" in name:
+        way = "backward" if "backward" in name else "forward"
+        q, k = args[1:3] if way == "backward" else args[:2]
+        shape = (*q.shape[:3], k.shape[2], q.shape[3])
+        place = [a.name for a in func._schema.arguments].index("is_causal")
+        causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
+        flops = 2 * (5 if way == "backward" else 2) * math.prod(shape)
+        return Launch(f"torch core {way}", "core", flops, moved, shape, bool(causal))
+    formula = flop_registry.get(getattr(aten, name.removesuffix("_"), None))
+    flops = formula(*args, **read, out_val=out) if formula else 0
+    if flops:
+        a, b = (args[0], args[1]) if name == "mm" else (args[1], args[2])
+        shape = a.shape[0], b.shape[1], a.shape[1]
+        return Launch(f"{name} {'x'.join(map(str, shape))}", "product", flops, moved, shape)
+    kind = "norm" if "norm" in name else "reduction" if name in REDUCTIONS else "elementwise"
+    shapes = "x".join(map(str, (tensors or given)[0].shape)) or "scalar"
+    return Launch(f"{name} {shapes}", kind, 0, moved)
+
+
+class _Log(TorchDispatchMode):
+    """Hands every op of torch that launches something to `log`."""
+
+    def __init__(self, log: list[Launch]):
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        overload = "" if func._overloadname == "default" else f".{func._overloadname}"
+        out = CUDA_ONLY.get(func._schema.name + overload, func)(*args, **kwargs)
+        if launch := torch_launch(func, args, kwargs, out):
+            self.log.append(launch)
+        return out
+
+
+# -- Triton's ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...]]:
+    """(FLOPs, shape) of a kernel's products; (0, ()) if it has none."""
+    if name in ATTENTION_LOOPS:
+        q, k = given["q_heads"][0], given["k_heads"][0]
+        B, Sq, Sk, D = q.shape[0], given["Sq"], given["Sk"], given["D"]
+        shape = B, given["H"], Sq, Sk, D
+        return 2 * PRODUCTS[name] * math.prod(shape), (*shape, k.shape[0])[:5]
+    if (
+        "WIDTH" in given and "L" in given
+    ):  # a narrow chain; relu's backward has the last layer's bits and does not run it again
+        M, L, width = given["M"], given["L"], given["WIDTH"]
+        backward = "dy_rows" in given
+        products = (3 * L - (given["bits_rows"][0] is not None)) if backward else L
+        return 2 * M * width * width * products, (M, width, width)
+    if name in PRODUCTS:
+        M, N, K = (given[size] for size in "MNK")
+        inner = (PRODUCTS[name] - ("D" in given)) * K + given.get("D", 0)
+        return 2 * M * N * inner, (M, N, inner)
+    return 0, ()
+
+
+def triton_launch(caught: Caught) -> Launch:
+    given = caught.named
+    flops, shape = _kernel_flops(caught.name, given)
+    # a narrow chain's scratch never leaves L2
+    tensors = [t for key, t in given.items() if key != "scratch_ptr" for t in tree_leaves(t) if isinstance(t, Tensor)]
+    causal = bool(given.get("RIGHT")) if caught.name in ATTENTION_LOOPS else False
+    name = caught.name.strip("_").removesuffix("_kernel")
+    return Launch(name, "kernel" if flops else "triton", flops, _touched(tensors), shape, causal, caught)
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_on(gpu: GPU) -> Iterator[list[Launch]]:
+    """Inside, meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks as there. Yields the launches."""
+    from ... import triton_kernels  # noqa: F401  (patched below: has to be there)
+    from ...triton_kernels import attention
+
+    log: list[Launch] = []
+
+    def caught(kernel, grid, args, kwargs) -> None:
+        one = Caught(
+            kernel, (), tree_map_only(Tensor, Tensor.detach, args), kwargs
+        )  # without the graph: it goes elsewhere
+        log.append(triton_launch(one._replace(grid=tuple(grid(one.named) if callable(grid) else grid))))
+
+    def sdpa(*args, **kwargs):
+        return _attention(gpu, *args, **kwargs)
+
+    def dropout(x, p=0.5, training=True, inplace=False):  # on CUDA one kernel; elsewhere torch decomposes it
+        return aten.native_dropout(x, p, training)[0]
+
+    def rms_norm(x, normalized_shape, weight=None, eps=None):
+        log.append(Launch(f"_fused_rms_norm {'x'.join(map(str, x.shape))}", "norm", 0, _touched((x, x, weight))))
+        return FusedRMSNorm.apply(x, list(normalized_shape), weight)
+
+    patches = [
+        instead_of_launches(caught, gpu.arch),
+        mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu.capability),
+        mock.patch.object(attention, "shared_memory_of", return_value=gpu.block_shared),
+        mock.patch.object(_choices, "_device_reason", return_value=None),
+        mock.patch.object(_choices, "_device_workspace", return_value=gpu.memory // 32),
+        mock.patch.object(attention_core, "_accepts", return_value=True),
+        mock.patch.object(_op, "dispatched", return_value=False),  # so that op bodies run, not their fakes
+        mock.patch.object(F, "scaled_dot_product_attention", sdpa),
+        mock.patch.object(F, "rms_norm", rms_norm),
+        mock.patch.object(F, "dropout", dropout),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        with _Log(log):
+            yield log
+
+
+def build(item: Item, dtype: torch.dtype = DTYPES["cuda"]) -> tuple[nn.Module, Tensor]:
+    """(model, x) of an item on meta tensors, in training."""
+    with torch.device("meta"):
+        model = item.case.model(item.size.width).to(dtype)
+        return model.train(), torch.empty(item.size.shape, dtype=dtype, requires_grad=True)
+
+
+def step(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> Trace:
+    """The launches of forward and backward of one way, with gradients that are None at first."""
+    for leaf in (x, *model.parameters()):
+        leaf.grad = None
+    with as_on(gpu) as log:
+        function = make(model, x)
+        with kept_tensors(exclude=[*model.parameters(), *model.buffers()]) as kept:
+            function(x)
+        unseen = function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0
+        log.clear()
+        y = function(x)
+        forward = list(log)
+        dy = torch.empty_like(y)
+        log.clear()
+        y.backward(dy)
+        return Trace(forward, list(log), kept.bytes + unseen)
