@@ -49,17 +49,17 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
     known = {item.name: item for item in items}
     measured = calibrate.read(args.calibrate, gpu, list(known))
     timed = {row.case: known[row.case] for row in measured}
-    steps = sheet.traces(gpu, list(timed.values()))
+    steps = sheet.traces(gpu, timed.values(), only={(row.case, row.way) for row in measured})
     rows = [row for row in measured if (row.case, row.way) in steps]
     if not rows:
         raise ValueError(f"{args.calibrate} has no way that the model prices")
-    codes = sheet.codes_of(gpu, {(row.case, row.way): steps[row.case, row.way] for row in rows}, args.workers)
+    codes = sheet.codes_of(gpu, steps, args.workers)
     fitted = calibrate.fit(gpu, [steps[row.case, row.way] for row in rows], [row.ms for row in rows], codes)
     print("\n".join(calibrate.report(gpu, fitted, rows, steps, codes)))
     folder = args.out or args.calibrate.parent
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rates-{gpu.name}.json"
-    rates.write(fitted, path, f"fitted to {len(rows)} rows of {args.calibrate.name}")
+    rates.write(fitted.gpu, path, f"fitted to {len(rows)} rows of {args.calibrate.name}")
     print(f"rates in {path}")
 
 

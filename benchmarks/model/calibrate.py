@@ -21,7 +21,7 @@ from .rates import GPU, Scales
 from .trace import Trace
 
 COLUMNS = ("case", "way", "device", "dtype", "status", "ms")
-HELD = 1e-6  # weight of "the factor is 1" beside one row: decides where the rows do not
+HELD = 1e-9  # weight of "the factor is 1" beside one row: decides where no row does
 STEPS, CLOSE, FARTHEST = (
     100,
     1e-9,
@@ -62,8 +62,15 @@ def read(path: Path, gpu: GPU, known: Sequence[str]) -> list[Measured]:
     return [Measured(row["case"], row["way"], float(row["ms"])) for row in lines]
 
 
-def fit(gpu: GPU, steps: Sequence[Trace], ms: Sequence[float], codes: Codes) -> GPU:
-    """The GPU with the factors that bring the prices of the steps closest to `ms`, in the mean square of logarithms."""
+class Fit(NamedTuple):
+    """A GPU with fitted factors, and the standard error of each, relative; infinite where no row depends on it."""
+
+    gpu: GPU
+    errors: Scales
+
+
+def fit(gpu: GPU, steps: Sequence[Trace], ms: Sequence[float], codes: Codes) -> Fit:
+    """The factors that bring the prices of the steps closest to `ms`, in the mean square of logarithms."""
     measured = torch.tensor(ms, dtype=torch.float64).log()
     logs = torch.zeros(len(Scales._fields), dtype=torch.float64)
     hold = math.sqrt(HELD) * torch.eye(len(logs), dtype=torch.float64)
@@ -78,14 +85,18 @@ def fit(gpu: GPU, steps: Sequence[Trace], ms: Sequence[float], codes: Codes) -> 
         if step.abs().max() < CLOSE:
             break
         logs = logs + step.clamp(-FARTHEST, FARTHEST)
-    return dataclasses.replace(gpu, scales=Scales(*logs.exp().tolist()))
+    spread = off.square().sum() / max(len(steps) - len(logs), 1)
+    variance = spread * torch.linalg.inv(equations.T @ equations).diagonal()
+    seen = seconds.sum(0) > 0
+    errors = torch.where(seen, variance.sqrt(), torch.inf)
+    return Fit(dataclasses.replace(gpu, scales=Scales(*logs.exp().tolist())), Scales(*errors.tolist()))
 
 
 def report(
-    table: GPU, fitted: GPU, rows: Sequence[Measured], steps: Mapping[tuple[str, str], Trace], codes: Codes
+    table: GPU, fit: Fit, rows: Sequence[Measured], steps: Mapping[tuple[str, str], Trace], codes: Codes
 ) -> list[str]:
     """What came out: rates, and how far the model is off for each row, before and after."""
-    scales = fitted.scales
+    fitted, scales = fit.gpu, fit.gpu.scales
     rates = {
         "cuBLAS, TFLOP/s": (table.products / 1e12, scales.products),
         "our kernels' tensor cores and epilogues, part of the table's": (1.0, scales.kernels),
@@ -96,7 +107,9 @@ def report(
         "gap between launches, us": (1e6 * table.launch, 1 / scales.launch),
     }  # fmt: skip
     lines = [f"MODEL of {table.name}, fitted to {len(rows)} rows: rate in the table, and fitted"]
-    lines += [f"  {name:62} {rate:8.3g} {rate / scale:8.3g}" for name, (rate, scale) in rates.items()]
+    for (name, (rate, scale)), error in zip(rates.items(), fit.errors, strict=True):
+        sure = f"± {100 * error:.1f} %" if math.isfinite(error) else "no row depends on it"
+        lines.append(f"  {name:62} {rate:8.3g} {rate / scale:8.3g}  {sure}")
     lines.append(f"{'case':40} {'way':28} {'measured ms':>12} {'before':>8} {'after':>8}")
     errors: list[list[float]] = [[], []]
     for row in rows:

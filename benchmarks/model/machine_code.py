@@ -113,10 +113,10 @@ def read_all(launches: dict[str, Caught], arch: int, workers: int = 2) -> dict[s
 
     Raises RuntimeError where Triton interprets: a kernel that was decorated so cannot be compiled.
     """
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError("the model compiles kernels: run it in a process without TRITON_INTERPRET=1")
     if not launches:
         return {}
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("the model compiles kernels: run it in a process without TRITON_INTERPRET=1")
     found: dict[str, Code] = {}
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         jobs = {

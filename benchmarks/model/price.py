@@ -23,7 +23,6 @@ ISSUE_ALONE, ISSUE_SHARED = 0.80, 0.85  # part of the issue slots that one progr
 NARROW, MIDDLE = 1.25, 1.13
 EDGE = 0.15  # of prologue and epilogue, where two programs take turns: what is left to see of them
 CORE_EFFICIENCY = 0.85  # of products and softmax in turns; gives Triton's published 320-390 TFLOP/s forward on H100
-SMALL = 1.0  # a launch that takes less than this many gaps is bound by the gap
 
 Codes = Callable[[Caught], Code]
 
@@ -133,7 +132,7 @@ def price(launch: Launch, gpu: GPU, codes: Codes) -> Price:
     working *= getattr(gpu.scales, family)
     if moving >= working:
         family, working, bound, epilogue = "bandwidth", moving, "bytes", 0.0
-    if working < SMALL * gap["launch"]:
+    if working < gap["launch"]:
         bound = "launch"
     return Price({family: working, **gap}, bound, epilogue, note)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,13 +32,16 @@ def modelled(item: Item, levels: Sequence[str] = ()) -> dict[str, Maker]:
     return found
 
 
-def traces(gpu: GPU, items: Sequence[Item], levels: Sequence[str] = ()) -> dict[tuple[str, str], Trace]:
-    """(case, way) -> its launches."""
+def traces(
+    gpu: GPU, items: Iterable[Item], levels: Sequence[str] = (), only: Collection[tuple[str, str]] | None = None
+) -> dict[tuple[str, str], Trace]:
+    """(case, way) -> its launches, of all or of `only` these."""
     found = {}
     for item in items:
         model, x = build(item)
         for name, make in modelled(item, levels).items():
-            found[item.name, name] = step(gpu, make, model, x)
+            if only is None or (item.name, name) in only:
+                found[item.name, name] = step(gpu, make, model, x)
     return found
 
 

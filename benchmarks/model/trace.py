@@ -147,7 +147,10 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
         flops = 2 * (5 if way == "backward" else 2) * math.prod(shape)
         return Launch(f"torch core {way}", "core", flops, moved, shape, bool(causal))
     formula = flop_registry.get(getattr(aten, name.removesuffix("_"), None))
-    flops = formula(*args, **read, out_val=out) if formula else 0
+    operands = [
+        a for a in args if isinstance(a, Tensor)
+    ]  # an out_dtype among the arguments is unknown to torch's formulas
+    flops = formula(*operands, out_val=out) if formula else 0
     if flops:
         a, b = (args[0], args[1]) if name == "mm" else (args[1], args[2])
         shape = a.shape[0], b.shape[1], a.shape[1]

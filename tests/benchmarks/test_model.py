@@ -1,0 +1,479 @@
+"""The model's launches, FLOPs and prices against torch's own counts and formulas by hand; none of it is a time of a GPU."""
+
+import csv
+import dataclasses
+import json
+import math
+import subprocess
+import types
+from collections import Counter
+from pathlib import Path
+
+import outside
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckptkern.benchmarks import cases, measure
+from ckptkern.benchmarks.model import calibrate, machine_code, price, rates, sheet, trace
+from ckptkern.benchmarks.model.__main__ import main
+
+H200, A100 = rates.GPUS["h200"], rates.GPUS["a100"]
+BY_NAME = {case.name: case for case in cases.CASES}
+CPU_RESULTS = Path(outside.ROOT, "benchmarks", "results", "cpu", "results.csv")
+
+
+def no_codes(caught):
+    raise AssertionError(f"{caught} was to be no launch of ours")
+
+
+def steps(name: str, width: int, rows: int, length: int | None = None, gpu=H200) -> dict[str, trace.Trace]:
+    """Eager and the checkpoints of a case at a size of its own."""
+    item = cases.Item(BY_NAME[name], cases.Size(width, rows, length), 0)
+    model, x = trace.build(item)
+    made = sheet.modelled(item)
+    return {
+        way: trace.step(gpu, made[way], model, x) for way in (cases.EAGER, cases.CHECKPOINT, sheet.SAVED) if way in made
+    }
+
+
+def seconds(launches, gpu=H200) -> float:
+    return price.total(launches, gpu, no_codes).seconds
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+class Names(TorchDispatchMode):
+    """The ops that CPU tensors meet, without what makes or views one."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in (
+            "t",
+            "transpose",
+            "view",
+            "_unsafe_view",
+            "detach",
+            "empty_like",
+            "empty",
+            "unsafe_split",
+            "expand",
+        ):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("mlp-gelu", (3, 7)), ("gated_mlp-silu", (5, 10)), ("linear_stack-relu", (20, 40))]
+)
+def test_launches_are_those_of_real_tensors(name, counts):
+    found = steps(name, 16, 8)[cases.EAGER]
+    model = BY_NAME[name].model(16)
+    x = torch.randn(8, 16, requires_grad=True)
+    with Names() as real:
+        y = model(x)
+        y.backward(torch.ones_like(y).clone())
+    assert Counter(launch.name.split()[0] for launch in found.launches) == Counter(real.names) - Counter(
+        {"ones_like": 1, "clone": 1}
+    )
+    assert (len(found.forward), len(found.backward)) == counts
+
+
+def test_a_gpt_layer_by_hand():
+    found = steps("gpt_layer", 1024, 4096, 2048)
+    kinds = [launch.kind for launch in found[cases.EAGER].forward]
+    assert kinds == ["norm", "product", "core", "product", "elementwise", "norm", *(["product", "elementwise"] * 2)]
+    again = len(found[cases.CHECKPOINT].backward) - len(found[cases.EAGER].backward)
+    assert again == len(kinds) - 2  # stops before the last product and the sum after it
+    assert len(found[cases.CHECKPOINT].backward) - len(found[sheet.SAVED].backward) == 1  # the core
+    assert found[cases.CHECKPOINT].kept == 4096 * 1024 * 2
+    assert found[sheet.SAVED].kept > found[cases.CHECKPOINT].kept + 4096 * 1024 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("mlp-relu", (64, 32)),
+        ("linear_stack-relu", (64, 32)),
+        ("gpt_layer", (512, 256, 128)),
+        ("llama_layer", (512, 256, 128)),
+    ],
+)
+def test_flops_of_eager_are_those_of_torchs_counter(name, size):
+    found = steps(name, *size)[cases.EAGER]
+    model, x = trace.build(cases.Item(BY_NAME[name], cases.Size(*size), 0))
+    with trace.as_on(H200), FlopCounterMode(display=False) as counter:
+        y = model(x)
+        y.backward(torch.empty_like(y))
+    assert sum(launch.flops for launch in found.launches) == counter.get_total_flops() > 0
+
+
+def test_bytes_are_read_and_written_once():
+    a, b = (torch.empty(64, 32, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    with trace.as_on(H200) as log:
+        a + b
+        a.copy_(b)
+        a.expand(8, 64, 32) * 2
+        torch.sum(a, 0)
+        a.t()
+    size = 64 * 32 * 2
+    assert [launch.bytes for launch in log] == [3 * size, 2 * size, 9 * size, size + 32 * 2]
+
+
+def test_everything_is_as_before_afterwards():
+    x = torch.empty(2, device="meta")
+    before = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.rms_norm, torch.nn.functional.dropout
+    with trace.as_on(A100):
+        assert x.is_cuda
+        assert torch.cuda.get_device_capability() == (8, 0)
+    assert not x.is_cuda
+    assert "is_cuda" not in vars(torch.Tensor)
+    after = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.rms_norm, torch.nn.functional.dropout
+    assert before == after
+
+
+# -- prices ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", rates.GPUS.values(), ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize(("name", "length"), [("mlp-gelu", None), ("gpt_layer", 1024)])
+def test_more_tokens_and_slower_parts_cost_more(gpu, name, length):
+    found = [steps(name, 512, rows, length, gpu) for rows in (1024, 2048, 4096)]
+    for way in found[0]:
+        costs = [seconds(one[way].launches, gpu) for one in found]
+        assert costs == sorted(set(costs)), way
+        slower = dataclasses.replace(gpu, scales=rates.Scales(bandwidth=2.0))
+        assert costs[0] < seconds(found[0][way].launches, slower) < 2 * costs[0]
+    dearer = [name for name in rates.Scales._fields if name != "kernels" and (length or name != "attention")]
+    for name in dearer:
+        slower = dataclasses.replace(gpu, scales=rates.Scales(**{name: 1.5}))
+        assert seconds(found[-1][cases.EAGER].launches, slower) > seconds(found[-1][cases.EAGER].launches, gpu), name
+
+
+def test_checkpoint_by_hand():
+    """eager, and the first product and GELU again: torch stops early, before the last product."""
+    d, rows = 128, 4096
+    found = steps("mlp-gelu", d, rows)
+    h, gap = 4 * d, H200.launch
+
+    def moving(elements):
+        return 2 * elements / (4.3e12 * 0.85)
+
+    def product(m, n, k):
+        rate = 750e12 * {128: 0.80, 512: 0.885, 4096: 0.971}[k]
+        return max(2 * m * n * k / rate, moving(m * k + k * n + m * n)) + gap
+
+    first = max(2 * rows * h * d / (750e12 * 0.80), moving(rows * d + d * h + h + rows * h)) + gap
+    gelu = moving(2 * rows * h) + gap
+    last = max(2 * rows * d * h / (750e12 * 0.885), moving(rows * h + d * h + d + rows * d)) + gap
+    sums = sum(2 * (rows * n + n) / (4.3e12 * 0.60) + gap for n in (d, h))
+    backward = product(rows, h, d) + product(d, h, rows) + product(rows, d, h) + product(h, d, rows) + sums
+    backward += moving(3 * rows * h) + gap
+    assert seconds(found[cases.EAGER].forward) == pytest.approx(first + gelu + last)
+    assert seconds(found[cases.EAGER].backward) == pytest.approx(backward)
+    assert seconds(found[cases.CHECKPOINT].forward) == pytest.approx(first + gelu + last)
+    assert seconds(found[cases.CHECKPOINT].backward) == pytest.approx(first + gelu + backward)
+
+
+def test_selective_checkpoint_is_cheaper_by_the_core():
+    found = steps("attention", 1024, 8192, 2048)
+    (core,) = [launch for launch in found[cases.EAGER].forward if launch.kind == "core"]
+    assert core.flops == 2 * 2 * 4 * 8 * 2048 * 2048 * 128
+    assert seconds([core]) == pytest.approx(core.flops / 2 / 484e12 + H200.launch)
+    saved = seconds(found[cases.CHECKPOINT].launches) - seconds(found[sheet.SAVED].launches)
+    assert saved == pytest.approx(seconds([core]))
+
+
+CODE = machine_code.Code(registers=128, stack=0, shared=100_000, warps=8, loops=(100,), outside=1000)
+
+
+def of_ours(M=16384, N=4096, K=1024, tile=(128, 128, 64), moved=0) -> trace.Launch:
+    caught = types.SimpleNamespace(named=dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True)))
+    return trace.Launch("linear_fwd", "kernel", 2 * M * N * K, moved, (M, N, K), caught=caught)
+
+
+def priced(launch, **changes) -> price.Price:
+    return price.price(launch, H200, lambda caught: dataclasses.replace(CODE, **changes))
+
+
+def test_a_product_of_ours_by_hand():
+    """4096 tiles of 128 x 128 on 132 multiprocessors; 128 wide, so shared memory slows the tensor cores by 1.13."""
+    tensor = 2 * 128 * 128 * 1024 / 4096 / 0.86 * 1.13
+    alone = math.ceil(4096 / 132) * (tensor + 800 + 1000 * 2 / 0.80) / 1.55e9
+    found = priced(of_ours(), registers=200)
+    assert found.parts == pytest.approx({"kernels": alone, "launch": 1.5e-6})
+    assert (found.bound, found.epilogue) == ("tensor cores", pytest.approx(2500 / (tensor + 3300)))
+    issue = (2000 + 100 * 16 * 2) / 0.85
+    assert issue < tensor
+    shared = math.ceil(4096 / 264) * 2 * (1.04 * tensor + 0.15 * 3300) / 1.55e9
+    assert priced(of_ours()).parts["kernels"] == pytest.approx(shared)
+
+
+def test_what_bounds_a_launch():
+    assert priced(of_ours(), registers=200, outside=20_000).bound == "epilogue"
+    assert priced(of_ours(moved=2**33)).parts.keys() == {"bandwidth", "launch"}
+    assert priced(of_ours(moved=2**33)).bound == "bytes"
+    assert priced(of_ours(M=128, N=128, K=64), outside=100).bound == "launch"
+    assert priced(of_ours(), outside=2000).seconds > priced(of_ours()).seconds
+    assert priced(of_ours(M=128)).seconds < priced(of_ours(M=1024)).seconds
+
+
+def attention_of_ours(causal: bool) -> price.Price:
+    flops = 4 * 8 * 8 * 2048 * 2048 * 128
+    named = dict(BLOCK_M=128, BLOCK_N=64, HEAD_D=128)
+    caught = types.SimpleNamespace(named=named, grid=(1024,))
+    launch = trace.Launch("attn_fwd", "kernel", flops, 0, (8, 8, 2048, 2048, 128), causal, caught)
+    return priced(launch, registers=200, loops=(434, 562))
+
+
+def test_attention_of_ours_visits_what_is_visible():
+    assert price.visible_tiles(2048, 2048, 128, 64, False) == 16 * 32
+    assert price.visible_tiles(2048, 2048, 128, 64, True) == sum(2 * (i + 1) for i in range(16))
+    causal, whole = attention_of_ours(True), attention_of_ours(False)
+    assert 0.5 < causal.seconds / whole.seconds < 0.6
+    tensor, issue = 4 * 128 * 64 * 128 / 4096, 434 * 2
+    cycles = (tensor + issue) / 0.85 * 64 * 512 + 1024 * (800 + 1000 * 2 / 0.80)
+    assert whole.parts["kernels"] == pytest.approx(cycles / 132 / 1.55e9)
+
+
+# -- machine code ------------------------------------------------------------------------------------------------------
+
+SASS = """
+.L_x_0:
+        /*0000*/                   MOV R1, R2 ;
+.L_x_1:
+        /*0010*/                   MUFU.EX2 R3, R3 ;
+        /*0020*/              @!P0 HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8] ;
+        /*0030*/              @P1 BRA `(.L_x_1) ;
+        /*0040*/                   LOP3.LUT R3, R4, R5 ;
+        /*0050*/               @P2 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0060*/                   FADD R3, R4, R5 ;
+        /*0070*/               @P3 BRA `(.L_x_2) ;
+        /*0080*/               @P3 BRA `(.L_x_9) ;
+.L_x_9:
+        /*0090*/                   EXIT ;
+"""
+
+
+def test_the_innermost_loop_with_products_is_found():
+    loops, others = machine_code.innermost_loops(SASS)
+    assert loops == [["MUFU.EX2", "HGMMA.64", "BRA"]]
+    assert others == ["MOV", "LOP3.LUT", "BRA", "FADD", "BRA", "BRA", "EXIT"]
+
+
+@pytest.mark.parametrize(
+    ("mnemonics", "cycles"),
+    [
+        (["FADD"] * 20, 20),
+        (["FADD"] * 4 + ["MUFU.EX2"] * 2, 16),
+        (["IADD3.X", "LOP3.LUT"] * 5 + ["MOV"], 20),
+        (["F2FP.BF16.F32.PACK_AB"] * 3, 6),
+    ],
+)
+def test_issue_cycles(mnemonics, cycles):
+    assert machine_code.issue_cycles(mnemonics) == cycles
+
+
+@pytest.mark.parametrize(
+    ("changes", "programs"),
+    [
+        ({}, 2),
+        ({"registers": 129}, 1),
+        ({"registers": 121}, 2),
+        ({"shared": 120_000}, 1),
+        ({"warps": 4, "shared": 50_000}, 4),
+    ],
+)
+def test_programs_of_a_multiprocessor(changes, programs):
+    assert dataclasses.replace(CODE, **changes).programs(H200.shared) == programs
+
+
+def test_the_model_refuses_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="run it in a process without TRITON_INTERPRET=1"):
+        machine_code.read_all({"a": None}, 90)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What a process without the interpreter traced, said and wrote."""
+    folder = tmp_path_factory.mktemp("model")
+    process = outside.start(
+        str(outside.ROOT / "tests" / "modelled.py"), str(folder / "launched.json"), "--cases", "linear_act-relu/d4096x128",
+        "--levels", "selective,full", "--explain", "ckptkern full", "--workers", "1", "--out", str(folder),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    with open(folder / "h200.csv", newline="") as file:
+        return json.loads((folder / "launched.json").read_text()), out, error, list(csv.DictReader(file))
+
+
+def test_launches_of_ours(outcome):
+    """By hand: mlp at "full" rebuilds z with a kernel of ours, and forms dz with another; the rest is cuBLAS's."""
+    launched, *_ = outcome
+    full = launched["h200 mlp-gelu/d2048x16384 ckptkern full"]
+    assert [name.split()[0] for name in full["forward"]] == ["linear_fwd", "addmm"]
+    assert [name.split()[0] for name in full["backward"]] == [
+        "linear_fwd", "act_grad", "sum", "mm", "mm", "mm", "_to_copy", "sum", "_to_copy"
+    ]  # fmt: skip
+    assert full["flops"] == 7 * 2 * 16384 * 2048 * 8192
+    assert full["kept"] == 16384 * 2048 * 2
+    selective = launched["h200 mlp-gelu/d2048x16384 ckptkern selective"]
+    assert selective["flops"] == 6 * 2 * 16384 * 2048 * 8192
+    assert selective["kept"] == 16384 * (2048 + 8192) * 2
+
+
+def test_the_gpu_decides_cores_and_chunks(outcome):
+    launched, *_ = outcome
+    for gpu in ("h200", "a100"):
+        layer = launched[f"{gpu} gpt_layer/d1024x16384-s2048 ckptkern selective"]
+        assert "torch core forward" in layer["forward"]
+        assert "torch core backward" in layer["backward"]
+        own = launched[f"{gpu} gpt_layer/d1024x16384-s2048 own core, selective"]
+        assert {"attn_fwd", "attn_dkdv", "attn_dq"} <= {*own["forward"], *own["backward"]}
+        dropout = launched[f"{gpu} attention-dropout/d1024x16384-s2048 ckptkern full"]
+        assert [name for name in dropout["backward"] if name.startswith("attn_")] == [
+            "attn_fwd",
+            "attn_dkdv",
+            "attn_dq",
+        ]
+    full = "mlp-gelu/d2048x16384 ckptkern full"
+    chunks = [launched[f"{gpu} {full}"]["backward"].count("act_grad") for gpu in ("h200", "small")]
+    assert chunks == [1, 2]  # z and dz of all rows are 512 MiB; a 32nd of the small card's memory is 256
+    assert len({launched[f"{gpu} {full}"]["flops"] for gpu in ("h200", "a100", "small")}) == 1
+
+
+def test_the_command(outcome):
+    _, out, error, rows = outcome
+    assert "3/3 kernels read" in error
+    assert out.count("MODEL, not measured: h200") == 2
+    explained = [line for line in out.splitlines() if " x linear_" in line]
+    assert len(explained) == 2
+    assert all("64x64x64" in line and "registers" in line for line in explained)
+    assert {(row["source"], row["gpu"], row["case"]) for row in rows} == {
+        ("MODEL", "h200", "linear_act-relu/d4096x128")
+    }
+    by_way = {row["way"]: row for row in rows}
+    assert list(by_way) == ["eager", "torch checkpoint", "ckptkern selective", "ckptkern full"]
+    product = 2 * 128 * 4096 * 4096 / 1e9
+    assert [round(float(row["gflop"]) / product, 3) for row in rows] == [3, 4, 3, 4]
+    assert [(row["launches_fwd"], row["launches_bwd"]) for row in rows] == [
+        ("2", "4"),
+        ("2", "6"),
+        ("1", "5"),
+        ("1", "5"),
+    ]
+    for row in rows:
+        assert float(row["ms"]) == pytest.approx(float(row["fwd_ms"]) + float(row["bwd_ms"]), rel=1e-3)
+        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(by_way["eager"]["ms"]), rel=1e-3)
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sample():
+    """Steps of several sizes, and one of ours, so that each factor shows somewhere."""
+    sizes = [
+        ("mlp-gelu", 256, 16384),
+        ("mlp-gelu", 2048, 16384),
+        ("linear_stack-relu", 32, 2048),
+        ("attention", 1024, 8192, 2048),
+    ]
+    found = [step for size in sizes for step in steps(*size).values()]
+    return [*found, trace.Trace([of_ours(), of_ours(K=4096)], [], 0)]
+
+
+@pytest.mark.parametrize("scales", [rates.Scales(1.3, 1.5, 0.8, 2.0, 3.0), rates.Scales(0.7, 0.9, 1.6, 0.6, 0.5)])
+def test_calibration_recovers_other_rates(sample, scales):
+    other = dataclasses.replace(H200, scales=scales)
+    ms = [1e3 * price.total(step.launches, other, lambda caught: CODE).seconds for step in sample]
+    fitted = calibrate.fit(H200, sample, ms, lambda caught: CODE)
+    assert fitted.gpu.scales == pytest.approx(scales, rel=1e-3)
+    assert max(fitted.errors) < 1e-3
+
+
+def test_calibration_leaves_what_no_row_depends_on(sample):
+    faster = dataclasses.replace(H200, scales=rates.Scales(products=0.8))
+    some = sample[:6]  # torch's products, of MLPs and chains
+    fitted = calibrate.fit(H200, some, [1e3 * seconds(step.launches, faster) for step in some], no_codes)
+    assert fitted.gpu.scales.products == pytest.approx(0.8, rel=1e-3)
+    assert fitted.gpu.scales.attention == fitted.gpu.scales.kernels == 1.0
+    assert fitted.errors.attention == fitted.errors.kernels == math.inf
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Writes a results.csv of a run of the benchmark, given (case, way, device, ms)."""
+
+    def write(*rows, name="nvidia-h200", dtype="bfloat16"):
+        with open(tmp_path / "results.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, measure.FIELDS)
+            writer.writeheader()
+            for case, way, device, ms in rows:
+                writer.writerow({"case": case, "way": way, "device": device, "dtype": dtype, "status": "ok", "ms": ms})
+        (tmp_path / "env.json").write_text(json.dumps({"device": name}))
+        return tmp_path / "results.csv"
+
+    return write
+
+
+def test_calibrate_and_rates_as_commands(results, capsys, tmp_path):
+    scales = rates.Scales(products=1.25, bandwidth=0.9, launch=2.0)
+    slower, found = dataclasses.replace(H200, scales=scales), []
+    for item in cases.items("cuda"):
+        if item.name in ("mlp-gelu/d256x16384", "mlp-gelu/d2048x16384", "linear_stack-relu/d32x262144"):
+            size = item.size
+            for way, step in steps(item.case.name, size.width, size.rows).items():
+                found.append((item.name, way, "cuda", 1e3 * seconds(step.launches, slower)))
+    path = results(("ceiling", "copy 1 GiB", "cuda", 0.5), *found, ("mlp-gelu/d256x16384", "compile", "cuda", 0.1))
+    assert main(["--calibrate", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "mean distance" in out
+    assert "fitted to 6 rows" in out
+    assert rates.read(H200, tmp_path / "rates-h200.json").scales == pytest.approx(scales, rel=1e-3)
+    with pytest.raises(ValueError, match="has the rates of h200, not of a100"):
+        rates.read(A100, tmp_path / "rates-h200.json")
+    assert main(["--gpu", "a100", "--rates", str(tmp_path / "rates-h200.json")]) == 2
+
+
+def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
+    def refused(path, *arguments):
+        assert main(["--calibrate", str(path), *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "was measured on cpu; the model prices CUDA devices" in refused(CPU_RESULTS)
+    assert "No such file" in refused(tmp_path / "none.csv")
+    row = ("mlp-gelu/d1024x16384", "eager", "cuda", 1.0)
+    assert "does not know: mlp/d1" in refused(results(row, ("mlp/d1", "eager", "cuda", 1.0)))
+    assert "was measured on nvidia-a100-sxm4-80gb, not on h200" in refused(results(row, name="nvidia-a100-sxm4-80gb"))
+    assert "times in float16" in refused(results(row, dtype="float16"))
+    assert "has no case that was timed" in refused(results(("ceiling", "copy", "cuda", 1.0)))
+    assert "has no way that the model prices" in refused(results((row[0], "compile", "cuda", 1.0)))
+    (tmp_path / "results.csv").write_text("case,ms\n")
+    assert "has no column way, device, dtype, status" in refused(tmp_path / "results.csv")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cases", "nothing"], "matches none of"),
+        (["--cases", "host"], "host time has no price"),
+        (["--levels", "some"], "--levels: some is none of none, selective, full"),
+        (["--workers", "0"], "--workers: wanted at least 1 but got 0"),
+        (["--explain", "("], "--explain '(': "),
+        (["--rates", "none.json"], "No such file"),
+        (["--rates", str(CPU_RESULTS)], "is no file of --calibrate"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, said, capsys):
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err

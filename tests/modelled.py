@@ -1,0 +1,34 @@
+"""What test_model.py learns without Triton's interpreter: launches of ours on meta tensors, and a run of the command."""
+
+import dataclasses
+import json
+import sys
+
+from ckptkern.benchmarks import cases
+from ckptkern.benchmarks.model import __main__ as command
+from ckptkern.benchmarks.model import rates, sheet
+
+ITEMS = ("mlp-gelu/d2048x16384", "gpt_layer/d1024x16384-s2048", "attention-dropout/d1024x16384-s2048")
+
+
+def launched() -> dict[str, dict]:
+    """GPU, case and way -> names and FLOPs of the launches, forward and backward."""
+    items = {item.name: item for item in cases.items("cuda")}
+    small = dataclasses.replace(rates.GPUS["h200"], name="small", memory=2**33)
+    found = {}
+    for gpu in (rates.GPUS["h200"], rates.GPUS["a100"], small):
+        for (case, way), step in sheet.traces(gpu, [items[name] for name in ITEMS]).items():
+            found[f"{gpu.name} {case} {way}"] = {
+                "forward": [launch.name for launch in step.forward],
+                "backward": [launch.name for launch in step.backward],
+                "flops": sum(launch.flops for launch in step.launches),
+                "kept": step.kept,
+            }
+    return found
+
+
+if __name__ == "__main__":
+    out, *arguments = sys.argv[1:]
+    with open(out, "w") as file:
+        json.dump(launched(), file)
+    sys.exit(command.main(arguments))
