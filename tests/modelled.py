@@ -8,16 +8,17 @@ from ckptkern.benchmarks import cases
 from ckptkern.benchmarks.model import __main__ as command
 from ckptkern.benchmarks.model import rates, sheet
 
-ITEMS = ("mlp-gelu/d2048x16384", "gpt_layer/d1024x16384-s2048", "attention-dropout/d1024x16384-s2048")
+MLP, LAYER, DROPOUT = "mlp-gelu/d2048x16384", "gpt_layer/d1024x16384-s2048", "attention-dropout/d1024x16384-s2048"
+SMALL = dataclasses.replace(rates.GPUS["h200"], name="small", memory=2**33)
+ITEMS = ((rates.GPUS["h200"], (MLP, LAYER, DROPOUT)), (rates.GPUS["a100"], (MLP, LAYER)), (SMALL, (MLP,)))
 
 
 def launched() -> dict[str, dict]:
     """GPU, case and way -> names and FLOPs of the launches, forward and backward."""
     items = {item.name: item for item in cases.items("cuda")}
-    small = dataclasses.replace(rates.GPUS["h200"], name="small", memory=2**33)
     found = {}
-    for gpu in (rates.GPUS["h200"], rates.GPUS["a100"], small):
-        for (case, way), step in sheet.traces(gpu, [items[name] for name in ITEMS]).items():
+    for gpu, names in ITEMS:
+        for (case, way), step in sheet.traces(gpu, [items[name] for name in names]).items():
             found[f"{gpu.name} {case} {way}"] = {
                 "forward": [launch.name for launch in step.forward],
                 "backward": [launch.name for launch in step.backward],

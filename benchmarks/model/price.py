@@ -51,7 +51,10 @@ def _products(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, 
     tensor *= NARROW if block_n <= 64 else MIDDLE if block_n <= 128 and gpu.arch >= 90 else 1.0
     steps = inner / given["BLOCK_K"]
     loop = sum(code.loops) / len(code.loops) * steps * code.warps / 4
-    epilogue, prologue = code.outside * code.warps / 4, PROLOGUE * len(code.loops)
+    epilogue = code.outside * code.warps / 4
+    prologue = (
+        PROLOGUE * len(code.loops) * min(1, math.prod(launch.caught.grid) / tiles)
+    )  # a persistent program has one
     programs = code.programs(gpu.shared)
     if programs == 1:
         exposed = epilogue / ISSUE_ALONE

@@ -63,24 +63,24 @@ class GPU:
         return table[min(table, key=lambda known: abs(known.bit_length() - length.bit_length()))]
 
 
-# K -> rate / rate at large K of cuBLAS, M = N = 8192, H100, fp16: Triton's tutorial python/tutorials/gluon/07-persistence.py,
-# 588 588 616 646 661 665 TFLOP/s for 512 ... 16384; 256 is extrapolated.
+# K -> rate / rate at large K of cuBLAS, M = N = 8192, fp16, on Hopper: Triton's python/tutorials/gluon/07-persistence.py has
+# 588, 588, 616, 646, 661, 665 TFLOP/s for 512 ... 16384. 256 is extrapolated.
 CUBLAS_SHAPE = {256: 0.80, 512: 0.885, 1024: 0.885, 2048: 0.926, 4096: 0.971, 8192: 0.994, 16384: 1.0}
 
 # Parts of `bandwidth` that a kernel reaches: elementwise in one pass; a norm's row, read and held; columns summed over rows
-# into a few results. From others' profiles on A100 and H100, rounded.
+# into a few results. Assumed.
 STREAMS = {"elementwise": 0.85, "norm": 0.75, "reduction": 0.60}
 
-# Multiprocessors, tensor cores and shared memory: NVIDIA's whitepapers and the CUDA programming guide's table of compute
-# capabilities. H100 and H200 here are the SXM ones.
-# Clock: H100 and H200 leave their 1.98 GHz under products, at 700 W; 1.55 GHz is where 132 x 4096 FLOP give the 838 TFLOP/s of
-# which cuBLAS's published 700-760 are 0.84-0.90. A100: 1.41 GHz, its 312 TFLOP/s.
-# bandwidth: data sheets say 4.8, 3.35 and 2.04 TB/s (A100 80 GB); large copies reach 0.86-0.93 of it.
-# products: H100 660-700 (Gluon's table), H200 about 750 with its larger memory clock; A100 270 (CUTLASS's own figures).
-# main_loop: Triton's products with pointers and cp.async against cuBLAS. Optimistic: triton#5726 has 0.76 of cuBLAS for the
-# plain kernel of the tutorial and 0.92 for the persistent one with TMA, at 8192 x 8192 x 512.
-# core: cuDNN 9 on H100, causal, heads of 128, arXiv 2407.08608 (forward 484-529, backward 316-480); flash attention 2 on A100,
-# arXiv 2307.08691 (forward 175-190, backward 140-165).
+# Multiprocessors, tensor cores, shared memory, registers: NVIDIA's whitepapers of A100 and H100 (SXM), and the table of compute
+# capabilities in the CUDA programming guide.
+# clock     H100 and H200 leave their 1.98 GHz under products, at 700 W; at 1.55 GHz, assumed, 132 x 4096 FLOP are 838 TFLOP/s,
+#           of which the 665 of Triton's tutorial are 0.79 and the 750 below 0.89. A100: 1.41 GHz, of its 312 TFLOP/s.
+# bandwidth data sheets: 4.8, 3.35 and 2.04 TB/s (A100 80 GB); a large copy reaches 0.86-0.90 of it, assumed.
+# products  assumed: 750 on an H200 and 700 on an H100 with today's cuBLAS, 270 on an A100. A run's ceilings say more.
+# main_loop assumed, and optimistic: triton#5726 has 0.76 of cuBLAS for the tutorial's pointers and 0.92 for a persistent kernel
+#           with TMA, at 8192 x 8192 x 512.
+# core      causal, heads of 128, by length: cuDNN 9 on H100 after the figures of arXiv 2407.08608, flash attention 2 on A100
+#           after those of arXiv 2307.08691. An H200's has the same multiprocessors.
 _HOPPER = dict(
     arch=90, multiprocessors=132, clock=1.55e9, tensor_core=4096, block_shared=232448, shared=233472, main_loop=0.86,
     core="cudnn", core_forward={2048: 484 * TERA, 8192: 529 * TERA}, core_backward={2048: 316 * TERA, 8192: 480 * TERA},
