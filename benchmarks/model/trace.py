@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ...memory import kept_tensors
@@ -197,6 +198,8 @@ def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...
         M, N, K = (given[size] for size in "MNK")
         inner = (PRODUCTS[name] - ("D" in given)) * K + given.get("D", 0)
         return 2 * M * N * inner, (M, N, inner)
+    if "BLOCK_K" in given:
+        raise NotImplementedError(f"{name} has a BLOCK_K but no entry in PRODUCTS (benchmarks/gate/machine_code.py)")
     return 0, ()
 
 
@@ -204,13 +207,23 @@ def triton_launch(caught: Caught) -> Launch:
     given = caught.named
     flops, shape = _kernel_flops(caught.name, given)
     # a narrow chain's scratch never leaves L2
-    tensors = [t for key, t in given.items() if key != "scratch_ptr" for t in tree_leaves(t) if isinstance(t, Tensor)]
+    leaves = [leaf for key, one in given.items() if key != "scratch_ptr" for leaf in tree_leaves(one)]
+    tensors = [
+        t for t in (getattr(leaf, "base", leaf) for leaf in leaves) if isinstance(t, Tensor)
+    ]  # base: of a descriptor
     causal = bool(given.get("RIGHT")) if caught.name in ATTENTION_LOOPS else False
     name = caught.name.strip("_").removesuffix("_kernel")
     return Launch(name, "kernel" if flops else "triton", flops, _touched(tensors), shape, causal, caught)
 
 
 # -- a step ------------------------------------------------------------------------------------------------------------
+
+
+def _without_graph(argument):
+    """A kernel's argument, or the tensor of a descriptor, detached."""
+    if isinstance(getattr(argument, "base", None), Tensor):
+        return dataclasses.replace(argument, base=argument.base.detach())
+    return argument.detach() if isinstance(argument, Tensor) else argument
 
 
 @contextlib.contextmanager
@@ -222,9 +235,7 @@ def as_on(gpu: GPU) -> Iterator[list[Launch]]:
     log: list[Launch] = []
 
     def caught(kernel, grid, args, kwargs) -> None:
-        one = Caught(
-            kernel, (), tree_map_only(Tensor, Tensor.detach, args), kwargs
-        )  # without the graph: it goes elsewhere
+        one = Caught(kernel, (), tree_map(_without_graph, args), kwargs)  # another process compiles it
         log.append(triton_launch(one._replace(grid=tuple(grid(one.named) if callable(grid) else grid))))
 
     def sdpa(*args, **kwargs):
