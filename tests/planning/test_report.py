@@ -70,6 +70,14 @@ def test_the_model_is_as_before() -> None:
     assert [segment.way.level for segment in segments_of(model)] == ["full", ("selective", "none")]
 
 
+def test_statistics_of_batches_are_as_before() -> None:
+    """torch writes them without counting a version."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    before = copy.deepcopy(model.state_dict())
+    ckptkern.report(model, torch.randn(5, 8))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_a_model_without_a_stock_forward() -> None:
     model = nn.Sequential(ckptkern.nn.MLP(8, 32), nn.Linear(8, 8))
     report = ckptkern.report(model, torch.randn(3, 8, requires_grad=True))
