@@ -21,11 +21,12 @@ from .planning import Plan, Report, plan, report
 from .segments.checkpoint import checkpoint, checkpointed
 from .segments.patch import patch_torch, unpatch_torch
 from .segments.sequential import checkpoint_sequential
+from .tools.warm_up import WarmUp, warm_up
 
 __version__ = "0.1.0"
 __all__ = [
-    "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "attention_block", "backend", "checkpoint",
+    "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "WarmUp", "attention_block", "backend", "checkpoint",
     "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "linear_act", "linear_stack",
     "memory", "mlp", "mlp_block", "nn", "patch_torch", "plan", "report", "revert",
-    "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch", "varlen_attn",
+    "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up",
 ]  # fmt: skip

@@ -90,3 +90,10 @@ def planning(model: nn.Module) -> None:
     assert_type(report.totals, dict[str, int])
     report.figure("report.png")
     ckptkern.plan(model, x, budget=0.5)  # type: ignore[arg-type]
+
+
+def warming_up(model: nn.Module) -> None:
+    warm = ckptkern.warm_up(model, x, scale=2.0)
+    assert_type(warm, ckptkern.WarmUp)
+    assert_type((warm.names, warm.count, warm.seconds), tuple[list[str], int, float])
+    ckptkern.warm_up(torch.relu, x)  # type: ignore[arg-type]

@@ -22,11 +22,11 @@ def holds_sharded(module: nn.Module) -> bool:
     return any(map(is_sharded, list(module.modules())[1:]))
 
 
-def check_not_fsdp1(model: nn.Module) -> None:
+def check_not_fsdp1(model: nn.Module, op: str = "convert") -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
         raise ValueError(
-            "convert: FullyShardedDataParallel has already taken the model, and a probe would move its state: convert first, "
+            f"{op}: FullyShardedDataParallel has already taken the model, and a probe would move its state: {op} first, "
             "or use fully_shard"
         )
 

@@ -133,16 +133,21 @@ def levels_of(segment: Segment) -> list[Way]:
 # -- memory over one step
 
 
-def loss_of(output: Any) -> Tensor:
-    """What a step differentiates: the output's loss, or else the sum of its floating-point tensors."""
+def differentiated(op: str, output: Any) -> list[Tensor]:
+    """What a step differentiates: the output's loss, or else its tensors that have a gradient. Raises ValueError for none."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
-        return loss
+        return [loss]
     leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
     wanted = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
     if not wanted:
-        raise ValueError("report: wanted an output with a gradient, but no tensor that the model returned has one")
-    return torch.stack([one.float().sum() for one in wanted]).sum()
+        raise ValueError(f"{op}: wanted an output with a gradient, but no tensor that the model returned has one")
+    return wanted
+
+
+def loss_of(output: Any) -> Tensor:
+    """One number to differentiate."""
+    return torch.stack([one.float().sum() for one in differentiated("report", output)]).sum()
 
 
 @contextmanager

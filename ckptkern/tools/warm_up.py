@@ -1,0 +1,269 @@
+"""ckptkern.warm_up: one training step for the sake of the kernels that it compiles, which leaves nothing else behind."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..conversion.convert import progress
+from ..conversion.proof import unmoved, was_written
+from ..conversion.sharding import check_not_fsdp1
+from ..conversion.trace import leaves_of, mapped
+from ..planning.measure import no_main_grad
+from ..planning.report import differentiated
+
+
+class Kernel(NamedTuple):
+    """A kernel that was compiled, or read if it is `cached` (Triton's cache on disk had it), and the seconds that it took."""
+
+    name: str
+    seconds: float
+    cached: bool
+
+
+@dataclass
+class WarmUp:
+    """What ``ckptkern.warm_up`` compiled: a (name, seconds, cached) per kernel, in the order of the step.
+
+    seconds: of the whole step, compilation included. launches: of compiled kernels. ``print(warm_up)`` says it in words.
+    """
+
+    kernels: list[Kernel] = field(default_factory=list)
+    launches: int = 0
+    seconds: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """Of the kernels, each once; a kernel is compiled again for another dtype, option or divisibility of a size."""
+        return list(dict.fromkeys(kernel.name for kernel in self.kernels))
+
+    @property
+    def count(self) -> int:
+        """Of the kernels that were compiled or read from Triton's cache."""
+        return len(self.kernels)
+
+    def __str__(self) -> str:
+        step = f"the step took {self.seconds:.1f} s"
+        if not self.kernels and not self.launches:
+            return f"no kernel to compile: the model ran in PyTorch ops; {step}"
+        if not self.kernels:
+            return f"no kernel to compile: this process had all that the {self.launches} launches need; {step}"
+        cached = sum(kernel.cached for kernel in self.kernels)
+        spent = sum(kernel.seconds for kernel in self.kernels)
+        lines = [f"{self.count} kernels in {spent:.1f} s, {cached} of them from Triton's cache on disk; {step}"]
+        for name in self.names:
+            times = [kernel.seconds for kernel in self.kernels if kernel.name == name]
+            lines.append(f"{sum(times):8.2f} s  {name}" + (f" x{len(times)}" if len(times) > 1 else ""))
+        return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
+    """Every kernel that Triton compiles or reads from its cache inside the block, in any thread of this process."""
+    found = WarmUp()
+    try:
+        from triton import knobs
+    except ImportError:  # then there is none
+        yield found
+        return
+    before, seen = knobs.compilation.listener, set()
+
+    def listener(**event: Any) -> None:
+        if before is not None:
+            before(**event)
+        if event["metadata"]["hash"] not in seen:  # another device of the same kind asks for it again
+            seen.add(event["metadata"]["hash"])
+            name = event["src"].name
+            found.kernels.append(Kernel(name, event["times"].total / 1e6, event["cache_hit"]))
+            shown(name, len(found.kernels))
+
+    def launched(metadata: Any) -> None:
+        found.launches += 1
+
+    knobs.compilation.listener = listener
+    knobs.runtime.launch_enter_hook.add(launched)
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = before
+        knobs.runtime.launch_enter_hook.remove(launched)
+
+
+# -- what a step moves
+
+_INTERNALS = frozenset(vars(nn.Module()))  # hooks among them: torch.distributed registers some in the first step
+
+
+class _Contents:
+    """What is in tensors, containers and generators, among them those inside of each other."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.seen = set(map(id, parameters))  # so that no parameter is copied
+        self.tensors: list[tuple[Tensor, int, Tensor]] = []
+        self.containers: list[tuple[Any, Any]] = []
+        self.generators: list[tuple[torch.Generator, Tensor]] = []
+
+    def add(self, value: Any) -> None:
+        if id(value) in self.seen:
+            return
+        self.seen.add(id(value))
+        if isinstance(value, Tensor):
+            if not value.is_inference():
+                self.tensors.append((value, value._version, value.detach().clone()))
+        elif isinstance(value, torch.Generator):
+            self.generators.append((value, value.get_state()))
+        elif isinstance(value, (list, dict, set, collections.deque)):
+            self.containers.append((value, value.copy()))
+            for one in list(value.values() if isinstance(value, dict) else value):
+                self.add(one)
+        elif type(value) is tuple:
+            for one in value:
+                self.add(one)
+
+    def restore(self) -> None:
+        for container, before in self.containers:
+            container.clear()
+            (container.extend if isinstance(container, (list, collections.deque)) else container.update)(before)
+        for generator, state in self.generators:
+            generator.set_state(state)
+        with torch.no_grad():
+            for tensor, version, before in self.tensors:
+                if was_written(tensor, version, before):
+                    tensor.copy_(before)
+
+
+@contextlib.contextmanager
+def contents_unmoved(model: nn.Module, call: Any, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """What `unmoved` leaves out: what the modules' own tensors, containers and generators hold, inputs, NumPy's generator."""
+    contents = _Contents(parameters)
+    tables = [(m, {k: v for k, v in vars(m).items() if k not in _INTERNALS}) for m in model.modules()]
+    for _, attributes in tables:
+        for value in attributes.values():
+            contents.add(value)
+    contents.add(call)
+    devices = {one.device for one in leaves_of(call) if isinstance(one, Tensor) and one.is_cuda}
+    numpy = sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        if numpy is not None:
+            numpy.random.set_state(drawn)
+        for module, attributes in tables:  # tensors that were replaced, or made
+            own = vars(module)
+            for name in [k for k, v in own.items() if isinstance(v, Tensor) and k not in attributes]:
+                del own[name]
+            own.update(attributes)
+        contents.restore()
+
+
+@contextlib.contextmanager
+def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Gradients are None for a while, and what waits for them, such as an optimizer inside backward, is not told."""
+    before = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
+    waiting = [(hooks, dict(hooks)) for _, _, hooks in before if hooks]
+    try:
+        for hooks, _ in waiting:
+            hooks.clear()
+        for p, _, _ in before:
+            p.grad = None
+        yield
+    finally:
+        for hooks, own in waiting:
+            hooks.update(own)
+        for p, grad, _ in before:
+            p.grad = grad
+
+
+def check_unchanged(versions: list[tuple[str, nn.Parameter, int]]) -> None:
+    """Raises RuntimeError for a parameter that the step wrote into. A copy of all would take their memory once more."""
+    changed = [name for name, p, version in versions if p._version != version]
+    if changed:
+        raise RuntimeError(
+            f"warm_up: the step changed the parameter {changed[0]} in place, which is not undone: warm up a copy.deepcopy of "
+            "the model, or keep what forward changes in a buffer"
+        )
+
+
+# -- the step
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """The input at its own address, on whose alignment kernels depend, but without its graph and gradient."""
+    leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+    return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
+
+
+def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward in training mode, and backward outside of autocast, as training calls it."""
+    if not model.training:  # a model in training may hold frozen parts, which stay so
+        model.train()
+    results = differentiated("warm_up", model(*args, **kwargs))
+    with contextlib.ExitStack() as stack:
+        for kind in {one.device.type for one in results}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+
+
+def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> WarmUp:
+    """Runs one training step, forward and backward, so that every kernel it launches is compiled before it matters.
+
+        with torch.autocast("cuda", torch.bfloat16):
+            print(ckptkern.warm_up(model, x))        # 9 kernels in 6.1 s, 0 of them from Triton's cache on disk; ...
+
+    Call it before a CUDA graph is captured, where nothing can be compiled, and before a step that is timed; under the autocast,
+    grad requirements and shapes of training, because kernels are compiled for dtypes and for sizes that are multiples of 16.
+    It does not replace the warm-up steps on a side stream that torch asks for before a capture.
+
+    The step differentiates the output's `loss` if there is one, or else its tensors, with ones. A model in evaluation runs in
+    training mode. On a CPU no kernel is compiled; the step runs in PyTorch ops, and the result says so.
+
+    Nothing of the step stays, also if it raises: buffers (BatchNorm's statistics), `.grad` and `main_grad`, training flags,
+    attributes of modules with their lists, dicts and generators, the inputs, and the random states of Python, NumPy and torch
+    are as before, bit for bit. Parameters are not written: hooks that wait for accumulated gradients do not run. Only what
+    other objects hold is out of reach, such as a counter of a forward hook. Memory: of a training step, and a second set of
+    gradients if there is one. Where ranks share the model, all of them call it.
+
+    example_inputs, example_kwargs: a call of the model. Returns a WarmUp.
+    Raises TypeError if model is no nn.Module; ValueError for no inputs, parameters of lazy modules, an output without a
+    gradient and FullyShardedDataParallel (fully_shard works); RuntimeError while a CUDA graph is captured, or if forward
+    itself changed a parameter in place; what the model raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"warm_up: model must be a torch.nn.Module, not {type(model).__name__}")
+    if not example_inputs and not example_kwargs:
+        raise ValueError("warm_up: wanted the inputs of a training step after the model, but there are none")
+    check_not_fsdp1(model, "warm_up")
+    parameters = list(model.parameters())
+    if any(is_lazy(one) for one in (*parameters, *model.buffers())):
+        raise ValueError("warm_up: a lazy module has no parameters yet: run the model once before")
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("warm_up: a CUDA graph is being captured: warm up before")
+    # DistributedDataParallel's own attributes go with its reducer, which counts the step
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    call = example_inputs, example_kwargs
+    versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
+    started = time.perf_counter()
+    try:
+        with (
+            torch.inference_mode(False), torch.enable_grad(), unmoved(inner), contents_unmoved(inner, call, parameters),
+            gradients_unmoved(parameters), no_main_grad(model), progress("warm_up") as shown, compilations(shown) as found,
+        ):  # fmt: skip
+            step(model, *mapped(as_leaf, call))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+    finally:
+        torch.clear_autocast_cache()  # of casts whose graph the step's backward freed
+    check_unchanged(versions)
+    found.seconds = time.perf_counter() - started
+    return found
