@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .. import ops
+from ..conversion.proof import unmoved
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
-from .models import MLP, Attention, GatedMLP, GPTLayer, LlamaLayer
+from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, gpt_layer
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
@@ -65,6 +66,8 @@ class Case:
     drops    has dropout: checked with the model in evaluation, timed in training
     exact    (float64 model, float64 x, a way's y) -> float64 y; None: the model itself
     host     time the host alone: tiny tensors, one thread, no device synchronisation between steps
+    dtype    None: the device's own, of DTYPES
+    given    (device, dtype or None) -> (model, x): what is measured in place of a model of the size and random numbers
     """
 
     name: str
@@ -77,6 +80,8 @@ class Case:
     drops: bool = False
     exact: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     host: bool = False
+    dtype: torch.dtype | None = None
+    given: Callable[[torch.device, torch.dtype | None], tuple[nn.Module, Tensor]] | None = None
 
 
 class Item(NamedTuple):
@@ -180,7 +185,7 @@ def _attention(model: Attention, level: str) -> Function:
     return lambda x: ops.attention_block(x, **model.arguments(x), training=model.training, recompute=level)
 
 
-def _layer(model: GPTLayer | LlamaLayer, level: str) -> Function:
+def _layer(model: Layer | LlamaLayer, level: str) -> Function:
     return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=level)
 
 
@@ -188,16 +193,16 @@ def _linear_act(model: nn.Sequential, level: str) -> Function:
     return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, "relu", recompute=level)
 
 
-def _dropout_exact(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def dropout_exact(p: float, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Dropout by the mask that y shows, since every way draws its own. Raises if the rate of kept elements is off."""
     kept = y != 0
-    rate, sigma = kept.double().mean().item(), (DROPOUT_P * (1 - DROPOUT_P) / y.numel()) ** 0.5
-    if abs(rate - (1 - DROPOUT_P)) > 6 * sigma:
-        raise ValueError(f"keeps {rate:.4f} of the elements, not {1 - DROPOUT_P}")
-    return torch.where(kept, x / (1 - DROPOUT_P), 0)
+    rate, sigma = kept.double().mean().item(), (p * (1 - p) / y.numel()) ** 0.5
+    if abs(rate - (1 - p)) > 6 * sigma:
+        raise ValueError(f"keeps {rate:.4f} of the elements, not {1 - p}")
+    return torch.where(kept, x / (1 - p), 0)
 
 
-def _flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
+def flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
     """FusedMLP at its checkpoint level 2, which keeps x only. No erf GELU."""
     fused_mlp_func = importlib.import_module("flash_attn.ops.fused_dense").fused_mlp_func
     # -1 for GELU, because its authors found the unfused GEMM quicker on H100; ReLU's bit mask needs the fused one
@@ -205,19 +210,19 @@ def _flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
     return lambda x: fused_mlp_func(x, model.fc1.weight, model.fc2.weight, model.fc1.bias, model.fc2.bias, **options)
 
 
-def _quack_mlp(activation: str, model: MLP, x: Tensor) -> Function:
+def quack_mlp(activation: str, model: MLP, x: Tensor) -> Function:
     """QuACK's recomputing MLP: no biases, no erf GELU."""
     mlp_func = importlib.import_module("quack.mlp").mlp_func
     return lambda x: mlp_func(x, model.fc1.weight, model.fc2.weight, activation, recompute=True)
 
 
-def _liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
+def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
     """Liger's SwiGLU: torch's products around one kernel that rebuilds silu(g) in backward."""
     function = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     return lambda x: model.down(function.apply(model.gate(x), model.up(x)))
 
 
-def _sdpa_flash(model: nn.Module, x: Tensor) -> Function:
+def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
     """Eager with torch's flash attention instead of torch's own choice, which is cuDNN's on Hopper."""
     if not x.is_cuda:
         raise ImportError("SDPA has several fused backends on CUDA only")
@@ -270,11 +275,11 @@ class SelectiveCheckpoint:
 
 ATTENTION_RIVALS: dict[str, Maker] = {
     f"{CHECKPOINT}, SDPA saved": SelectiveCheckpoint,
-    "SDPA flash": _sdpa_flash,
+    "SDPA flash": sdpa_flash,
 }
 
 
-def _with_own_core(ours: Callable[[nn.Module, str], Function]) -> dict[str, Maker]:
+def with_own_core(ours: Callable[[nn.Module, str], Function]) -> dict[str, Maker]:
     return ATTENTION_RIVALS | {"own core, selective": functools.partial(_own_core, ours)}
 
 
@@ -301,29 +306,29 @@ _SEQUENCE_SIZES = {
 def _attention_case(name: str, priority: int, **options) -> Case:
     return Case(
         name, lambda d: Attention(d, **options), _attention, _SEQUENCE_SIZES, priority, drops="dropout_p" in options,
-        rivals=ATTENTION_RIVALS if "dropout_p" in options else _with_own_core(_attention),
+        rivals=ATTENTION_RIVALS if "dropout_p" in options else with_own_core(_attention),
     )  # fmt: skip
 
 
 CASES = [
-    Case("gpt_layer", GPTLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=_with_own_core(_layer)),
-    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=_with_own_core(_layer)),
+    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, priority=1, rivals=with_own_core(_layer)),
+    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=with_own_core(_layer)),
     Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=1),
     Case(
         "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=2,
-        rivals={"flash-attn FusedMLP": functools.partial(_flash_attn_mlp, "relu")},
+        rivals={"flash-attn FusedMLP": functools.partial(flash_attn_mlp, "relu")},
     ),
     Case(
         "mlp-gelu_tanh-nobias", lambda d: MLP(d, nn.GELU("tanh"), bias=False), functools.partial(_mlp, "gelu_tanh"),
         _sizes(cuda=(1024, 4096), cpu=(128,)), priority=2,
         rivals={
-            "QuACK mlp_func": functools.partial(_quack_mlp, "gelu_tanh_approx"),
-            "flash-attn FusedMLP": functools.partial(_flash_attn_mlp, "gelu_approx"),
+            "QuACK mlp_func": functools.partial(quack_mlp, "gelu_tanh_approx"),
+            "flash-attn FusedMLP": functools.partial(flash_attn_mlp, "gelu_approx"),
         },
     ),
     Case(
         "gated_mlp-silu", GatedMLP, _gated_mlp, _sizes(cuda=(1024, 4096, 2048), cpu=(128, 256)), priority=1,
-        rivals={"liger-kernel SwiGLU": _liger_swiglu},
+        rivals={"liger-kernel SwiGLU": liger_swiglu},
     ),
     Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=1),
     _attention_case("attention", 1),
@@ -337,7 +342,7 @@ CASES = [
     ),
     Case(
         "dropout", lambda d: nn.Dropout(DROPOUT_P), lambda model, level: lambda x: ops.dropout(x, DROPOUT_P),
-        _sizes(cuda=(4096,), cpu=(256,)), priority=3, levels=("",), exact=_dropout_exact,
+        _sizes(cuda=(4096,), cpu=(256,)), priority=3, levels=("",), exact=functools.partial(dropout_exact, DROPOUT_P),
     ),
     Case(
         "host", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"),
@@ -358,12 +363,18 @@ def items(device: str) -> list[Item]:
 
 
 def build(item: Item, device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    """(model, x, dy) of an item, random, in the device's dtype; x needs a gradient. y has x's shape in every case.
+    """(model, x, dy) of an item, random, in its case's dtype; a floating x that is made here needs a gradient.
 
     The model is as ways are checked: in evaluation if it has dropout.
     """
     torch.manual_seed(seed)
-    dtype = DTYPES[device.type]
-    model = item.case.model(item.size.width).to(device, dtype).train(not item.case.drops)
-    x, dy = (torch.randn(item.size.shape, device=device, dtype=dtype) for _ in range(2))
-    return model, x.requires_grad_(), dy
+    if item.case.given is not None:
+        model, x = item.case.given(device, item.case.dtype)
+        model.train(not item.case.drops)
+    else:
+        dtype = item.case.dtype or DTYPES[device.type]
+        model = item.case.model(item.size.width).to(device, dtype).train(not item.case.drops)
+        x = torch.randn(item.size.shape, device=device, dtype=dtype).requires_grad_()
+    with unmoved(model):
+        y = model(x).detach()
+    return model, x, torch.randn_like(y)

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..conversion.proof import unmoved
 from ..memory import kept_tensors, peak_memory
 from ..tools.verify import error_ratio, gradients, relative_errors
-from .cases import CHECKPOINTS, DTYPES, EAGER, Function, Item, Maker, build
+from .cases import CHECKPOINTS, EAGER, Function, Item, Maker, build
 
 # Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.
 HOST_BATCH, CPU_BATCH = 20, 3
@@ -88,17 +89,22 @@ class Judge:
 
     def __init__(self, item: Item, model: nn.Module, x: Tensor, dy: Tensor):
         self.case, self.dy = item.case, dy
-        self.leaves = {"x": x, **dict(model.named_parameters())}
-        self.double, self.x64 = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
+        self.x, self.leaves = x, self._leaves(x, model)
+        self.double = copy.deepcopy(model).double()
+        self.x64 = x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
         self.exact = None if self.case.exact else self._exact(self.double)
         self.eager = self._errors(model)
 
+    @staticmethod
+    def _leaves(x: Tensor, model: nn.Module) -> dict[str, Tensor]:
+        return {name: one for name, one in [("x", x), *model.named_parameters()] if one.requires_grad}
+
     def _exact(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        leaves = {"x": self.x64, **dict(self.double.named_parameters())}
-        return gradients(lambda: function(self.x64), leaves, self.dy.double())
+        found = gradients(lambda: function(self.x64), self._leaves(self.x64, self.double), self.dy.double())
+        return {name: one for name, one in found.items() if one is not None}  # y does not depend on some parameters
 
     def _errors(self, function: Function) -> dict[str, float]:
-        found = gradients(lambda: function(self.leaves["x"]), self.leaves, self.dy)
+        found = gradients(lambda: function(self.x), self.leaves, self.dy)
         exact = self.exact or self._exact(lambda x: self.case.exact(self.double, x, found["y"]))
         return relative_errors(found, exact)
 
@@ -187,7 +193,7 @@ def rotation(x: Tensor, dy: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(x, dy)]
     l2 = torch.cuda.get_device_properties(x.device).L2_cache_size
     copies = min(max(1, -(-2 * l2 // (x.nbytes + dy.nbytes))), 16)
-    return [(torch.randn_like(x).requires_grad_(), torch.randn_like(dy)) for _ in range(copies)]
+    return [(x.detach().clone().requires_grad_(x.requires_grad), dy.clone()) for _ in range(copies)]
 
 
 def stepper(function: Function, model: nn.Module, inputs: list[tuple[Tensor, Tensor]]) -> Step:
@@ -248,41 +254,17 @@ def _measure(
     model, x, dy = build(item, device)
     judge = Judge(item, model, x, dy)
     inputs = rotation(x, dy)
-    dtype = str(DTYPES[device.type]).removeprefix("torch.")
+    dtype = str(dy.dtype).removeprefix("torch.")
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
     for name, make in makers.items():
         row = Row(item.name, name, device.type, dtype)
-        ours = name.startswith("ckptkern")
-        try:
-            model.train(not item.case.drops)
-            function = make(model, x)
-            row.error_ratio, worst = judge.ratio(function)
-            if ours:
-                with poisoned():
-                    row.error_ratio, worst = max((row.error_ratio, worst), judge.ratio(function))
-            if not row.error_ratio <= (OURS_AT_MOST if ours else RIVALS_AT_MOST):
-                row.status, row.note = "wrong", f"error of {worst} is {row.error_ratio:.3g} times eager's"
-            else:
-                model.train()
-                row.add_note(DROPS if item.case.drops else "")
-                step = stepper(function, model, inputs)
-                with kept_tensors(exclude=[*model.parameters(), *model.buffers()]) as kept:
-                    function(x)
-                row.kept_bytes = kept.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
-                if not item.case.host:
-                    with peak_memory(device) as peak:
-                        step(0)
-                    row.peak_bytes = peak.bytes
-                for index in range(3):
-                    step(index)
-                rows[name], steps[name] = row, step
-                continue
-        except ImportError as error:
-            row.status, row.note = "missing", one_line(error)
-        except Exception as error:  # whatever a way raises is its result, and the others still run
-            row.status, row.note = "failed", one_line(error)
-        emit(row)
+        with unmoved(model):  # no way judges or times the batch statistics that another one moved
+            step = _ready(item, model, make, judge, inputs, device, row)
+        if step is None:
+            emit(row)
+        else:
+            rows[name], steps[name] = row, step
     del judge
     model.train()
 
@@ -302,6 +284,41 @@ def _measure(
             row.rounds, row.graph_ms = len(times[name]), graphs.get(name)
             row.ratio = row.ms / statistics.median(times[EAGER]) if EAGER in times else None
         emit(row)
+
+
+def _ready(
+    item: Item, model: nn.Module, make: Maker, judge: Judge, inputs: list[tuple[Tensor, Tensor]], device: torch.device, row: Row
+) -> Step | None:  # fmt: skip
+    """A way's step, warm, if its results are right; None if its row says what is wrong."""
+    x, ours = judge.x, row.way.startswith("ckptkern")
+    try:
+        model.train(not item.case.drops)
+        function = make(model, x)
+        row.error_ratio, worst = judge.ratio(function)
+        if ours:
+            with poisoned():
+                row.error_ratio, worst = max((row.error_ratio, worst), judge.ratio(function))
+        if not row.error_ratio <= (OURS_AT_MOST if ours else RIVALS_AT_MOST):
+            row.status, row.note = "wrong", f"error of {worst} is {row.error_ratio:.3g} times eager's"
+            return None
+        model.train()
+        row.add_note(DROPS if item.case.drops else "")
+        step = stepper(function, model, inputs)
+        with kept_tensors(exclude=[*model.parameters(), *model.buffers()]) as kept:
+            function(x)
+        row.kept_bytes = kept.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
+        if not item.case.host:
+            with peak_memory(device) as peak:
+                step(0)
+            row.peak_bytes = peak.bytes
+        for index in range(3):
+            step(index)
+        return step
+    except ImportError as error:
+        row.status, row.note = "missing", one_line(error)
+    except Exception as error:  # whatever a way raises is its result, and the others still run
+        row.status, row.note = "failed", one_line(error)
+    return None
 
 
 def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> dict[str, float]:

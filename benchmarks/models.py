@@ -13,38 +13,92 @@ from .. import nn as nn_modules
 
 
 class MLP(nn.Module):
-    """fc2(act(fc1(x))), hidden width 4 d."""
+    """fc2(dropout(act(fc1(x)))), hidden width 4 d unless given."""
 
-    def __init__(self, width: int, act: nn.Module, bias: bool = True):
+    def __init__(
+        self, width: int, act: nn.Module, bias: bool = True, hidden: int | None = None, dropout_p: float = 0.0
+    ):
         super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(width, 4 * width, bias), act, nn.Linear(4 * width, width, bias)
+        hidden = hidden or 4 * width
+        self.fc1, self.act, self.fc2 = nn.Linear(width, hidden, bias), act, nn.Linear(hidden, width, bias)
+        self.dropout_p = dropout_p
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
+        h = self.act(self.fc1(x))
+        return self.fc2(F.dropout(h, self.dropout_p) if self.dropout_p and self.training else h)
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of ckptkern.mlp_block, without the activation."""
+        return dict(
+            up_weight=self.fc1.weight, up_bias=self.fc1.bias, down_weight=self.fc2.weight, down_bias=self.fc2.bias,
+            dropout_p=self.dropout_p,
+        )  # fmt: skip
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), hidden width 8/3 d up to a multiple of 256 (of 8 below 256), no biases: Llama's."""
+    """down(dropout(act(gate(x)) * up(x))). By default Llama's: silu, no biases, hidden width 8/3 d up to a multiple of 256 (of
+    8 in narrow models)."""
 
-    def __init__(self, width: int):
+    def __init__(
+        self, width: int, act: nn.Module | None = None, bias: bool = False, hidden: int | None = None, dropout_p: float = 0.0
+    ):  # fmt: skip
         super().__init__()
+        hidden = hidden or self.hidden_of(width)
+        self.gate, self.up = nn.Linear(width, hidden, bias), nn.Linear(width, hidden, bias)
+        self.down, self.act, self.dropout_p = nn.Linear(hidden, width, bias), act or nn.SiLU(), dropout_p
+
+    @staticmethod
+    def hidden_of(width: int) -> int:
         step = 256 if width >= 256 else 8
-        hidden = -(-8 * width // 3 // step) * step
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        return -(-8 * width // 3 // step) * step
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        h = self.act(self.gate(x)) * self.up(x)
+        return self.down(F.dropout(h, self.dropout_p) if self.dropout_p and self.training else h)
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of ckptkern.mlp_block, without the activation."""
+        return dict(
+            gate_weight=self.gate.weight, gate_bias=self.gate.bias, up_weight=self.up.weight, up_bias=self.up.bias,
+            down_weight=self.down.weight, down_bias=self.down.bias, dropout_p=self.dropout_p,
+        )  # fmt: skip
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Causal attention [B, H, S, D] by torch. float64 takes one head at a time: all 8192 x 8192 scores do not fit a GPU."""
+def norm_of(kind: str | None, width: int) -> nn.Module:
+    """The module of attention_block's `norm`."""
+    return nn.Identity() if kind is None else (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(width, 1e-5)
+
+
+def norm_arguments(kind: str | None, norm: nn.Module) -> dict[str, Any]:
+    """Those of attention_block and mlp_block for it."""
+    if kind is None:
+        return {}
+    return dict(norm=kind, norm_weight=norm.weight, norm_bias=getattr(norm, "bias", None), norm_eps=norm.eps)
+
+
+class MLPBlock(nn.Module):
+    """x + mlp(norm(x)). activation: the name of the MLP's."""
+
+    def __init__(self, width: int, mlp: MLP | GatedMLP, activation: str, norm: str | None = "layer"):
+        super().__init__()
+        self.kind, self.activation, self.norm, self.mlp = norm, activation, norm_of(norm, width), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of ckptkern.mlp_block."""
+        return self.mlp.arguments() | norm_arguments(self.kind, self.norm) | {"activation": self.activation}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = True) -> Tensor:
+    """Attention [B, H, S, D] by torch. float64 takes one head at a time: all 8192 x 8192 scores do not fit a GPU."""
     if q.dtype != torch.float64:
         return F.scaled_dot_product_attention(
-            q, k, v, None, dropout_p, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, None, dropout_p, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
     assert not dropout_p, "float64 is the reference, without dropout"
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1 if causal else k.shape[2])
 
     def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.T * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf")).softmax(-1) @ v
@@ -58,54 +112,70 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
     return torch.stack(heads)
 
 
+class Core(nn.Module):
+    """Attention alone: x [B, S, (H + 2 H_kv) D] holds q, k and v, y [B, S, H D]."""
+
+    def __init__(self, heads: int, kv_heads: int, dropout_p: float = 0.0, causal: bool = True):
+        super().__init__()
+        self.heads, self.kv_heads, self.dropout_p, self.causal = heads, kv_heads, dropout_p, causal
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, S, D], k and v [B, H_kv, S, D], views of x."""
+        parts = [self.heads, self.kv_heads, self.kv_heads]
+        return x.unflatten(-1, (sum(parts), -1)).transpose(1, 2).split(parts, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        o = attend(*self.split(x), self.dropout_p if self.training else 0.0, self.causal)
+        return o.transpose(1, 2).flatten(2)
+
+
 class Attention(nn.Module):
-    """x + out(attention(norm(x))), causal, heads of 128 (16 in narrow models): half of a GPT layer.
+    """x + out(attention(norm(x))), heads of 128 (16 in narrow models) unless given: half of a GPT layer.
 
     share: query heads per key and value head. dropout_p: of the attention weights.
     """
 
-    def __init__(self, width: int, share: int = 1, dropout_p: float = 0.0):
+    def __init__(
+        self, width: int, share: int = 1, dropout_p: float = 0.0, heads: int | None = None, bias: bool = True,
+        norm: str | None = "layer", causal: bool = True,
+    ):  # fmt: skip
         super().__init__()
-        self.head_dim, self.dropout_p = 128 if width >= 512 else 16, dropout_p
-        self.heads = width // self.head_dim
+        self.heads = heads or width // (128 if width >= 512 else 16)
+        self.head_dim, self.kind = width // self.heads, norm
         self.kv_heads = max(1, self.heads // share)
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
-        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        self.norm, self.out = norm_of(norm, width), nn.Linear(width, width, bias)
+        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias)
+        self.core = Core(self.heads, self.kv_heads, dropout_p, causal)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        o = attend(q, k, v, self.dropout_p if self.training else 0.0)
-        return x + self.out(o.transpose(1, 2).flatten(2))
+        return x + self.out(self.core(self.qkv(self.norm(x))))
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
         """The arguments of ckptkern.attention_block."""
         return dict(
             qkv_weight=self.qkv.weight, qkv_bias=self.qkv.bias, out_weight=self.out.weight, out_bias=self.out.bias,
-            num_heads=self.heads, num_kv_heads=self.kv_heads, norm="layer", norm_weight=self.norm.weight,
-            norm_bias=self.norm.bias, norm_eps=self.norm.eps, is_causal=True, dropout_p=self.dropout_p, residual=True,
+            num_heads=self.heads, num_kv_heads=self.kv_heads, is_causal=self.core.causal, dropout_p=self.core.dropout_p,
+            residual=True, **norm_arguments(self.kind, self.norm),
         )  # fmt: skip
 
 
-class GPTLayer(nn.Module):
-    """Attention, and x + mlp(norm(x)) with GELU."""
+class Layer(nn.Module):
+    """Attention, and an MLP block."""
 
-    def __init__(self, width: int):
+    def __init__(self, attention: Attention, block: MLPBlock):
         super().__init__()
-        self.attention, self.norm, self.mlp = Attention(width), nn.LayerNorm(width), MLP(width, nn.GELU())
+        self.attention, self.block = attention, block
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(x)
-        return x + self.mlp(self.norm(x))
+        return self.block(self.attention(x))
 
     def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of ckptkern.transformer_layer."""
-        mlp = self.mlp
-        return self.attention.arguments(x), dict(
-            up_weight=mlp.fc1.weight, up_bias=mlp.fc1.bias, down_weight=mlp.fc2.weight, down_bias=mlp.fc2.bias,
-            activation="gelu", norm="layer", norm_weight=self.norm.weight, norm_bias=self.norm.bias,
-            norm_eps=self.norm.eps,
-        )  # fmt: skip
+        return self.attention.arguments(x), self.block.arguments()
+
+
+def gpt_layer(width: int) -> Layer:
+    return Layer(Attention(width), MLPBlock(width, MLP(width, nn.GELU()), "gelu"))
 
 
 class LlamaLayer(nn.Module):
@@ -139,13 +209,17 @@ class LlamaLayer(nn.Module):
 
     def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of ckptkern.transformer_layer."""
-        S, mlp = x.shape[1], self.mlp
+        S = x.shape[1]
         return dict(
-            qkv_weight=[self.q.weight, self.k.weight, self.v.weight], qkv_bias=None, out_weight=self.out.weight,
-            out_bias=None, num_heads=self.heads, num_kv_heads=self.kv_heads, norm="rms", norm_weight=self.norm.weight,
-            norm_eps=self.norm.eps, rotary=(self.cos[:S], self.sin[:S]), is_causal=True,
-        ), dict(
-            gate_weight=mlp.gate.weight, up_weight=mlp.up.weight, up_bias=None, down_weight=mlp.down.weight,
-            down_bias=None, activation="silu", norm="rms", norm_weight=self.mlp_norm.weight,
-            norm_eps=self.mlp_norm.eps,
-        )  # fmt: skip
+            qkv_weight=[self.q.weight, self.k.weight, self.v.weight],
+            qkv_bias=None,
+            out_weight=self.out.weight,
+            out_bias=None,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            norm="rms",
+            norm_weight=self.norm.weight,
+            norm_eps=self.norm.eps,
+            rotary=(self.cos[:S], self.sin[:S]),
+            is_causal=True,
+        ), self.mlp.arguments() | norm_arguments("rms", self.mlp_norm) | {"activation": "silu"}

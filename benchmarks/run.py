@@ -23,9 +23,11 @@ from typing import Any
 import torch
 
 from ..tools import env
-from . import cases, measure, report
+from . import cases, compare, measure, micro, own, report
 
 DEFAULT_RESULTS = Path("benchmarks/results")
+OWN_RESULTS = Path("bench_output")  # of --op and --case
+FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MINUTES = {"cuda": 5.0, "cpu": 4.0}  # `make gpu` has ten minutes, tests and build included
 SECONDS = {"cuda": 2.5, "cpu": 4.0}  # for timing a case, at most
 
@@ -102,16 +104,69 @@ class Sheet:
         say(f"  {row.way:30} {row.status:8} {measured}")
 
 
+def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
+    """What the arguments ask for: built-in cases, an op, or a user's module. Raises ValueError with what is wrong with them."""
+    levels = tuple(filter(None, args.levels.split(","))) if args.levels is not None else None
+    if levels is not None and (not levels or set(levels) - set(cases.LEVELS)):
+        raise ValueError(f"--levels: wanted some of {', '.join(cases.LEVELS)}, with commas, but got {args.levels!r}")
+    dtype = FLOATS.get(args.dtype)
+    if sum(map(bool, (args.op, args.case, args.cases))) > 1:
+        raise ValueError("--op, --case and --cases exclude each other")
+    stray = [name for name in micro.OPTIONS if not args.op and getattr(args, name) is not None]
+    if stray:
+        raise ValueError(f"{micro.flag(stray[0])} goes with --op, which names one of {', '.join(micro.OPS)}")
+    if args.op:
+        item = micro.item_of(args, device.type, levels, dtype)
+        if not args.list:
+            micro.check_fits(item, device, dtype or cases.DTYPES[device.type])
+        return [item]
+    if args.case:
+        return [own.item_of(args.case, device, levels, dtype)]
+    found = select(args.cases, device.type)
+    if levels is not None:
+        found = [
+            item._replace(case=dataclasses.replace(item.case, levels=[one for one in item.case.levels if one in levels]))
+            if item.case.levels != ("",) else item
+            for item in found
+        ]  # fmt: skip
+    return [item._replace(case=dataclasses.replace(item.case, dtype=dtype)) for item in found]
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+CASE_HELP = """\
+--case: FUNCTION takes no arguments and returns (model, inputs): inputs are a tensor, a tuple of positional arguments, or a dict
+of keyword arguments, of the size that training has. FILE is a file or an importable module. The first floating-point input gets
+a gradient. "ckptkern LEVEL" is what ckptkern.convert makes of the model, or its own layers of ckptkern.nn at that level."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern bench``."""
     parser.description = "Measure every case by every way: time, kept and peak bytes, error. Correct before fast."
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
+    parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
+    parser.add_argument(
+        "--levels", metavar="LEVEL,...", help="of none, selective and full (default: all that a case has)"
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(FLOATS), help="(default: bf16 on a GPU, fp32 on a CPU; --case: the module's)"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OLD.csv",
+        help="a results.csv of before: print what moved beyond noise since (with its env.json beside it)",
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and their ways, and measure nothing")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"(default: {DEFAULT_RESULTS}/<device>)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"(default: {DEFAULT_RESULTS}/<device>; of --op and --case {OWN_RESULTS}/<device>)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
     parser.add_argument("--rounds", type=int, default=30, help="turns of every way (default: 30; on a CPU at most)")
     parser.add_argument(
@@ -122,36 +177,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
     )
+    micro.add_arguments(parser)
 
 
-def main(args: argparse.Namespace) -> int:
-    """0 if all of ours were right and ran, 1 if not, 2 for arguments that make no sense."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        say("ckptkern bench: --device: wanted cuda but torch sees no CUDA device")
-        return 2
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    compiling = kind == "cuda" if args.compile is None else args.compile
-    try:
-        items = select(args.cases, kind)
-    except ValueError as error:
-        say(f"ckptkern bench: {error}")
-        return 2
-    if args.rounds < 1:
-        say(f"ckptkern bench: --rounds: wanted at least 1 but got {args.rounds}")
-        return 2
-    if args.list:
-        for item in items:
-            ways = cases.ways(item.case) | (cases.compiled_ways(item.case) if compiling else {})
-            print(f"{item.name:36} {', '.join(ways)}")
-        return 0
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    out = args.out or DEFAULT_RESULTS / device_name(device)
-    out.mkdir(parents=True, exist_ok=True)
-    settings = {"rounds": args.rounds, "cases": args.cases, "compile": compiling}
-    found = {"device": device_name(device), "settings": settings, **environment(device)}
-    (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
-
-    minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[kind]
+def measure_all(
+    items: list[cases.Item],
+    device: torch.device,
+    out: Path,
+    found: dict[str, Any],
+    rounds: int,
+    minutes: float,
+    compiling: bool,
+) -> tuple[list[str], list[str]]:
+    """Writes results.csv. (what of ours was not right, the cases that were dropped)"""
+    kind = device.type
     deadline = time.monotonic() + 60 * minutes
     dropped, bad = [], []
     jobs = [(item, cases.ways(item.case)) for item in items]
@@ -169,7 +208,7 @@ def main(args: argparse.Namespace) -> int:
                 bad.append(f"{row.case} {row.way}: {row.status}: {row.note}")
 
         if kind == "cuda":
-            found["ceilings"] = measure.ceilings(device, emit, args.rounds)
+            found["ceilings"] = measure.ceilings(device, emit, rounds)
             (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
         for place, (item, makers) in enumerate(jobs, 1):
             compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
@@ -181,7 +220,7 @@ def main(args: argparse.Namespace) -> int:
             say(f"[{place}/{len(jobs)}] {item.name}{', compiled' * compiled}")
             try:
                 left = max(0.0, deadline - time.monotonic()) / (len(jobs) - place + 1)
-                measure.measure(item, makers, device, emit, args.rounds, seconds=min(SECONDS[kind], left / 2))
+                measure.measure(item, makers, device, emit, rounds, seconds=min(SECONDS[kind], left / 2))
             except Exception as error:  # the reference itself: out of memory, usually
                 emit(measure.Row(item.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
             if kind == "cuda":
@@ -193,10 +232,46 @@ def main(args: argparse.Namespace) -> int:
                         f"{item.name}: {measure.one_line(error)}: not measured any further; leave it out by --cases"
                     )
                     break
+    return bad, dropped
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 if all of ours were right and ran, 1 if not, 2 for arguments that make no sense."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        say("ckptkern bench: --device: wanted cuda but torch sees no CUDA device")
+        return 2
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    compiling = kind == "cuda" if args.compile is None else args.compile
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    try:
+        if args.rounds < 1:
+            raise ValueError(f"--rounds: wanted at least 1 but got {args.rounds}")
+        items = chosen(args, device)
+        old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
+    except ValueError as error:
+        say(f"ckptkern bench: {error}")
+        return 2
+    if args.list:
+        for item in items:
+            ways = cases.ways(item.case) | (cases.compiled_ways(item.case) if compiling else {})
+            print(f"{item.name:36} {', '.join(ways)}")
+        return 0
+    out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": compiling}
+    found = {"device": device_name(device), "settings": settings, **environment(device)}
+    (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
+
+    minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[kind]
+    bad, dropped = measure_all(items, device, out, found, args.rounds, minutes, compiling)
     report.write(out)
     for line in bad:
         say(f"NOT RIGHT: {line}")
     if dropped:
         say(f"dropped, over the budget of {minutes:g} minutes: {', '.join(dropped)}")
+    if args.op or args.case:
+        print(report.report(out))
+    if old is not None:
+        print(compare.compare(old, compare.read(out / "results.csv")))
     say(f"results in {out}")
     return 1 if bad else 0

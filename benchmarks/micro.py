@@ -1,0 +1,361 @@
+"""One op at sizes of one's own: what ``python -m ckptkern bench --op OP`` measures.
+
+OPS is the table: which options an op has, what they default to, and how a case is made of them. An option that an op does not
+have is an error that names those which it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import eager, memory, ops
+from . import cases
+from .cases import ATTENTION_RIVALS, LEVELS, TOKENS, Case, Function, Item, Maker, Size
+from .models import MLP, Attention, Core, GatedMLP, Layer, MLPBlock
+
+FEATURES = {"cuda": 1024, "cpu": 128}
+LENGTH = {"cuda": 2048, "cpu": 128}
+NORMS = ("layer", "rms", "none")
+
+
+class Option(NamedTuple):
+    """kind: int, float, bool, or the choices. letter: its mark in a case's name, before its value."""
+
+    kind: Any
+    help: str
+    letter: str = ""
+
+
+OPTIONS = {
+    "features": Option(int, "width of the input"),
+    "tokens": Option(int, "rows of the input, of all sequences together"),
+    "length": Option(int, "tokens per sequence"),
+    "hidden": Option(int, "width of the hidden layer", "h"),
+    "out_features": Option(int, "width of the output", "n"),
+    "layers": Option(int, "of the stack", "L"),
+    "heads": Option(int, "of queries", "H"),
+    "kv_heads": Option(int, "of keys and values", "K"),
+    "head_dim": Option(int, "features per head", "D"),
+    "activation": Option(tuple(ops.ACTIVATIONS), "", ""),
+    "norm": Option(NORMS, "in front of each half", ""),
+    "gated": Option(bool, "act(gate(x)) * up(x) in place of act(up(x))", "gated"),
+    "bias": Option(bool, "of the linear layers", "bias"),
+    "causal": Option(bool, "each token sees those before it", "causal"),
+    "dropout": Option(float, "probability, of attention's weights and of hidden layers; timed, not judged", "p"),
+}
+
+
+class Act(nn.Module):
+    """An activation by its name, in torch's ops."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def forward(self, z: Tensor) -> Tensor:
+        return eager.ACTIVATIONS[self.name].act(z)
+
+
+# -- how models are made of options, and ours of models
+
+
+def _linear(v: SimpleNamespace) -> nn.Module:
+    return nn.Sequential(nn.Linear(v.features, v.out_features, v.bias), Act(v.activation))
+
+
+def _stack(v: SimpleNamespace) -> nn.Module:
+    layers = [nn.Linear(v.features, v.features, v.bias) for _ in range(v.layers)]
+    for layer in layers:
+        nn.init.kaiming_normal_(layer.weight)  # keeps the size of activations over the depth
+    return nn.Sequential(*itertools.chain.from_iterable((layer, Act(v.activation)) for layer in layers))
+
+
+def _mlp(v: SimpleNamespace) -> MLP | GatedMLP:
+    return (GatedMLP if v.gated else MLP)(v.features, Act(v.activation), v.bias, v.hidden, v.dropout)
+
+
+def _mlp_block(v: SimpleNamespace) -> MLPBlock:
+    return MLPBlock(v.features, _mlp(v), v.activation, v.norm)
+
+
+def _core(v: SimpleNamespace) -> Core:
+    return Core(v.heads, v.kv_heads, v.dropout, v.causal)
+
+
+def _attention(v: SimpleNamespace) -> Attention:
+    return Attention(v.features, v.heads // v.kv_heads, v.dropout, v.heads, v.bias, v.norm, v.causal)
+
+
+def _run_linear(v: SimpleNamespace, model: nn.Sequential, level: str) -> Function:
+    return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, v.activation, recompute=level)
+
+
+def _run_stack(v: SimpleNamespace, model: nn.Sequential, level: str) -> Function:
+    weights = [layer.weight for layer in model[::2]]
+    biases = [layer.bias for layer in model[::2]] if v.bias else None
+    return lambda x: ops.linear_stack(x, weights, biases, v.activation, recompute=level)
+
+
+def _run_mlp(v: SimpleNamespace, model: MLP, level: str) -> Function:
+    return lambda x: ops.mlp(
+        x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, v.activation, v.dropout,
+        training=model.training, recompute=level,
+    )  # fmt: skip
+
+
+def _run_gated(v: SimpleNamespace, model: GatedMLP, level: str) -> Function:
+    return lambda x: ops.gated_mlp(
+        x, model.gate.weight, model.up.weight, model.down.weight, v.activation, v.dropout, gate_bias=model.gate.bias,
+        up_bias=model.up.bias, down_bias=model.down.bias, training=model.training, recompute=level,
+    )  # fmt: skip
+
+
+def _run_mlp_block(v: SimpleNamespace, model: MLPBlock, level: str) -> Function:
+    return lambda x: ops.mlp_block(x, **model.arguments(), training=model.training, recompute=level)
+
+
+def _run_attention(v: SimpleNamespace, model: Attention, level: str) -> Function:
+    return lambda x: ops.attention_block(x, **model.arguments(x), training=model.training, recompute=level)
+
+
+def _run_layer(v: SimpleNamespace, model: Layer, level: str) -> Function:
+    return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=level)
+
+
+def _run_core(v: SimpleNamespace, model: Core, level: str) -> Function:
+    def function(x: Tensor) -> Tensor:
+        o = ops.scaled_dot_product_attention(
+            *model.split(x), None, v.dropout if model.training else 0.0, v.causal, enable_gqa=v.heads != v.kv_heads
+        )
+        return o.transpose(1, 2).flatten(2)
+
+    return function
+
+
+def _run_varlen(v: SimpleNamespace, model: Core, level: str) -> Function:
+    def function(x: Tensor) -> Tensor:
+        q, k, v_ = (one.transpose(1, 2).flatten(0, 1) for one in model.split(x))
+        bounds = torch.arange(0, x.shape[0] * x.shape[1] + 1, x.shape[1], dtype=torch.int32, device=x.device)
+        o = ops.varlen_attn(
+            q, k, v_, bounds, bounds, x.shape[1], x.shape[1], is_causal=v.causal, enable_gqa=v.heads != v.kv_heads
+        )
+        return o.reshape(*x.shape[:2], -1)
+
+    return function
+
+
+# -- rivals
+
+
+def _mlp_rivals(v: SimpleNamespace) -> dict[str, Maker]:
+    found: dict[str, Maker] = {}
+    name = {"relu": "relu", "gelu_tanh": "gelu_approx"}.get(v.activation)
+    if name and not v.dropout:
+        found["flash-attn FusedMLP"] = functools.partial(cases.flash_attn_mlp, name)
+    if v.activation == "gelu_tanh" and not v.bias and not v.dropout:
+        found["QuACK mlp_func"] = functools.partial(cases.quack_mlp, "gelu_tanh_approx")
+    return found
+
+
+def _gated_rivals(v: SimpleNamespace) -> dict[str, Maker]:
+    plain = v.activation == "silu" and not v.dropout
+    return {"liger-kernel SwiGLU": cases.liger_swiglu} if plain else {}
+
+
+def _attention_rivals(run: Callable, v: SimpleNamespace) -> dict[str, Maker]:
+    return ATTENTION_RIVALS if v.dropout else cases.with_own_core(functools.partial(run, v))
+
+
+# -- the table
+
+Make = Callable[[SimpleNamespace], nn.Module]
+_ROWS = {"features": FEATURES, "tokens": TOKENS}
+_HEADS = {"heads": None, "kv_heads": None, "length": LENGTH, "causal": True}
+_HIDDEN = {"hidden": None, "dropout": 0.0}
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of the table.
+
+    defaults  its options, and what they are if they are not given: a value, one per device type, or None: of other options
+    """
+
+    defaults: dict[str, Any]
+    model: Make
+    run: Callable[[SimpleNamespace, Any, str], Function]
+    levels: tuple[str, ...] = LEVELS
+    rivals: Callable[[SimpleNamespace], dict[str, Maker]] = field(default=lambda v: {})
+
+
+_CORE = {"head_dim": {"cuda": 128, "cpu": 16}, "tokens": TOKENS, **_HEADS, "heads": 8}
+OPS = {
+    "linear_act": Op({**_ROWS, "out_features": None, "activation": "relu", "bias": True}, _linear, _run_linear),
+    "linear_stack": Op({**_ROWS, "layers": 10, "activation": "relu", "bias": True}, _stack, _run_stack),
+    "mlp": Op({**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, rivals=_mlp_rivals),
+    "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, rivals=_gated_rivals),
+    "mlp_block": Op(
+        {**_ROWS, **_HIDDEN, "activation": "gelu", "gated": False, "norm": "layer", "bias": True}, _mlp_block, _run_mlp_block
+    ),
+    "attention_block": Op(
+        {**_ROWS, **_HEADS, "norm": "layer", "bias": True, "dropout": 0.0}, _attention, _run_attention,
+        rivals=functools.partial(_attention_rivals, _run_attention),
+    ),
+    "transformer_layer": Op(
+        {**_ROWS, **_HIDDEN, **_HEADS, "activation": "gelu", "gated": False, "norm": "layer", "bias": True},
+        lambda v: Layer(_attention(v), _mlp_block(v)), _run_layer, rivals=functools.partial(_attention_rivals, _run_layer),
+    ),
+    "scaled_dot_product_attention": Op(
+        {**_CORE, "dropout": 0.0}, _core, _run_core, ("",), lambda v: {"SDPA flash": cases.sdpa_flash}
+    ),
+    "varlen_attn": Op(_CORE, _core, _run_varlen, ("",), lambda v: {"SDPA flash": cases.sdpa_flash}),
+    "dropout": Op({**_ROWS, "dropout": cases.DROPOUT_P}, lambda v: nn.Dropout(v.dropout),
+                  lambda v, model, level: lambda x: ops.dropout(x, v.dropout), ("",)),
+}  # fmt: skip
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("an op at sizes of your own", "which options an op has: see below")
+    group.add_argument("--op", choices=tuple(OPS), metavar="OP", help=", ".join(OPS))
+    for name, (kind, text, _) in OPTIONS.items():
+        if kind is bool:
+            group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
+        elif isinstance(kind, tuple):
+            group.add_argument(flag(name), choices=kind, metavar=name.upper(), help=f"{text} {', '.join(kind)}".strip())
+        else:
+            group.add_argument(flag(name), type=kind, metavar="P" if kind is float else "N", help=text)
+
+
+def epilog() -> str:
+    """Each op with its options and their defaults."""
+
+    def shown(name: str, value: Any) -> str:
+        if isinstance(value, dict):
+            return f"{flag(name)} {value['cuda']} ({value['cpu']} on a CPU)"
+        if isinstance(value, bool):
+            return flag(name) if value else f"--no-{flag(name)[2:]}"
+        return f"{flag(name)} {DERIVED[name] if value is None else value}"
+
+    lines = ["options of each op, with their defaults:"]
+    for op, entry in OPS.items():
+        lines += [f"  {op}", "    " + "  ".join(shown(name, value) for name, value in entry.defaults.items())]
+    return "\n".join(lines)  # fmt: skip
+
+
+DERIVED = {
+    "hidden": "4 x features (gated: 8/3 x, up to a multiple of 256)",
+    "out_features": "= features",
+    "heads": "features / 128 (16 if features < 512)",
+    "kv_heads": "= heads",
+}
+
+
+# -- from arguments to a case
+
+
+def values_of(op: str, given: dict[str, Any], kind: str) -> SimpleNamespace:
+    """All options of the op. Raises ValueError for one that it does not have, and for sizes that do not go together."""
+    defaults = OPS[op].defaults
+    for name in given:
+        if name not in defaults:
+            raise ValueError(f"{flag(name)} does not apply to --op {op}, which takes {', '.join(map(flag, defaults))}")
+    found = {name: value[kind] if isinstance(value, dict) else value for name, value in defaults.items()} | given
+    v = SimpleNamespace(**{"gated": op == "gated_mlp", "norm": None, "dropout": 0.0} | found)
+    for name, value in found.items():
+        if OPTIONS[name].kind is int and value is not None and value < 1:
+            raise ValueError(f"{flag(name)}: wanted at least 1 but got {value}")
+    if not 0.0 <= v.dropout < 1.0:
+        raise ValueError(f"--dropout: wanted a probability in [0, 1) but got {v.dropout}")
+    if op == "dropout" and not v.dropout:
+        raise ValueError("--dropout: wanted more than 0, because at 0 nothing is done")
+    v.dropout = round(65536 * v.dropout) / 65536  # as ckptkern rounds it, so that torch's scale is ours
+    v.norm = None if v.norm == "none" else v.norm
+    if "out_features" in found and v.out_features is None:
+        v.out_features = v.features
+    if "hidden" in found and v.hidden is None:
+        v.hidden = GatedMLP.hidden_of(v.features) if v.gated else 4 * v.features
+    if "heads" in found:
+        _set_heads(v, "head_dim" in found)
+    return v
+
+
+def _set_heads(v: SimpleNamespace, alone: bool) -> None:
+    """Defaults and checks of attention's sizes."""
+    if not alone:
+        v.heads = v.heads or max(1, v.features // (128 if v.features >= 512 else 16))
+        if v.features % v.heads:
+            raise ValueError(f"--features {v.features} is no multiple of --heads {v.heads}")
+    v.kv_heads = v.kv_heads or v.heads
+    if v.heads % v.kv_heads:
+        raise ValueError(f"--heads {v.heads} is no multiple of --kv-heads {v.kv_heads}")
+    if v.tokens % v.length:
+        raise ValueError(f"--tokens {v.tokens} is no multiple of --length {v.length}")
+    if alone:
+        v.features = (v.heads + 2 * v.kv_heads) * v.head_dim
+
+
+def _name(op: str, v: SimpleNamespace) -> str:
+    parts = [op]
+    for name, (kind, _, letter) in OPTIONS.items():
+        value = getattr(v, name) if name in OPS[op].defaults and name not in ("features", "tokens", "length") else None
+        if kind is bool and value is not None:
+            parts += [letter] if value else [f"no{letter}"] * (name != "gated")
+        elif value:
+            parts.append(f"{letter}{value:g}" if kind in (int, float) else value)
+    return "-".join(parts)
+
+
+def item_of(args: argparse.Namespace, kind: str, levels: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
+    """The case of --op and its options. Raises ValueError with what is wrong with them."""
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    entry, v = OPS[args.op], values_of(args.op, given, kind)
+    if levels and entry.levels == ("",):
+        raise ValueError(f"--levels does not apply to --op {args.op}, which has one way to run")
+    size = Size(v.features, v.tokens, getattr(v, "length", None))
+    case = Case(
+        _name(args.op, v), lambda width: entry.model(v), functools.partial(entry.run, v), {kind: [size]}, priority=0,
+        levels=levels or entry.levels, rivals=entry.rivals(v), dtype=dtype,
+        drops=v.dropout > 0 and args.op != "dropout",
+        exact=functools.partial(cases.dropout_exact, v.dropout) if args.op == "dropout" else None,
+    )  # fmt: skip
+    return Item(case, size, 0)
+
+
+def least_bytes(item: Item, dtype: torch.dtype) -> int:
+    """What the model in dtype and its float64 reference hold at least: weights, gradients, and what the reference keeps."""
+    rows = item.size.length or 1
+    with torch.device("meta"):
+        model = item.case.model(item.size.width).double().eval()
+        x = torch.empty(item.size._replace(rows=rows).shape, dtype=torch.float64, requires_grad=True)
+        with memory.kept_tensors(model) as kept:
+            y = model(x)
+    weights = sum(p.numel() for p in model.parameters())
+    ends = item.size.rows // rows * (2 * x.numel() + 2 * y.numel())
+    return 2 * weights * (8 + dtype.itemsize) + item.size.rows // rows * kept.bytes + ends * (8 + dtype.itemsize)
+
+
+def check_fits(item: Item, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError if the device has too little memory for the least that is needed."""
+    try:
+        need = least_bytes(item, dtype)
+    except RuntimeError as error:  # sizes beyond what torch can count
+        raise ValueError(f"{item.name}: no such tensors can be made: {str(error).splitlines()[0]}") from error
+    free = memory.free_memory(device)
+    if need > free:
+        raise ValueError(
+            f"{item.name} needs at least {memory.format_size(need)}, its float64 reference included, but "
+            f"{memory.format_size(free)} are free on {device}: take fewer --tokens, or smaller sizes"
+        )

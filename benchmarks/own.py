@@ -1,0 +1,136 @@
+"""A user's module as a case: what ``python -m ckptkern bench --case FILE:FUNCTION`` measures."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..conversion.proof import unmoved
+from ..conversion.trace import leaves_of, rebuilt
+from ..planning.plan import found_segments
+from ..planning.segments import Segment, Way
+from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
+from ..tools.convert import load, model_and_inputs
+from .cases import LEVELS, Case, Function, Item
+
+
+class Given(NamedTuple):
+    """The input x as it was given."""
+
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.shape)) or "scalar"
+
+
+class Called(nn.Module):
+    """A module as a function of one tensor among its inputs, x: the first that is floating-point, or else the first.
+
+    The other tensors are buffers, so that they follow to a device or to float64, and none of them counts as kept.
+    y is the output's `loss`, or else its first floating-point tensor.
+    """
+
+    def __init__(self, module: nn.Module, call: tuple[tuple, dict[str, Any]]):
+        super().__init__()
+        self.module, self.call, self.twins = module, call, {}
+        leaves = leaves_of(call)
+        tensors = [i for i, one in enumerate(leaves) if isinstance(one, Tensor)]
+        if not tensors:
+            raise ValueError("FUNCTION must return (model, inputs) with a tensor among the inputs, to measure with")
+        self.place = next((i for i in tensors if leaves[i].is_floating_point()), tensors[0])
+        for i in tensors:
+            if i != self.place:
+                self.register_buffer(f"input_{i}", leaves[i].detach(), persistent=False)
+
+    @property
+    def x(self) -> Tensor:
+        """As it was given. A floating-point one gets a gradient, as inside a model."""
+        x = leaves_of(self.call)[self.place].detach()
+        return x.requires_grad_(x.is_floating_point())
+
+    def inputs(self, x: Tensor) -> tuple[tuple, dict[str, Any]]:
+        """The module's call."""
+        leaves = enumerate(leaves_of(self.call))
+        values = (x if i == self.place else getattr(self, f"input_{i}", one) for i, one in leaves)
+        args, kwargs = rebuilt(self.call, values)
+        return tuple(args), kwargs
+
+    def forward(self, x: Tensor) -> Tensor:
+        args, kwargs = self.inputs(x)
+        output = self.module(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss
+        leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
+        found = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+        if not found:  # not whether it has a gradient: reentrant checkpoints run without
+            raise ValueError("bench: wanted a floating-point tensor among what the model returns")
+        return found[0]
+
+    def train(self, mode: bool = True) -> Called:
+        for twin in self.twins.values():
+            twin.train(mode)
+        return super().train(mode)
+
+    def twin(self) -> Called:
+        """A copy on the same parameters and buffers, which follows `train`."""
+        shared = {id(one): one for one in (*self.parameters(), *self.buffers(), *leaves_of(self.call))}
+        made = copy.deepcopy(self, {**shared, id(self.twins): {}})
+        self.twins[len(self.twins)] = made
+        return made
+
+
+def segments_in(twin: Called) -> list[Segment]:
+    """The segments of ckptkern.nn that it has, or else what convert fuses."""
+    args, kwargs = twin.inputs(twin.x)
+    return [one for one in found_segments(twin.module, args, kwargs, None, None) if not one.is_block]
+
+
+def at_level(model: Called, level: str) -> Function:
+    """The module with all its segments at a level."""
+    twin = model.twin()
+    for segment in segments_in(twin):
+        segment.set(Way(level))
+    return twin
+
+
+def draws(model: Called) -> bool:
+    """Do two runs in training give two results?"""
+    x = model.x
+    with unmoved(model):
+        model.train()
+        first = model(x).detach()
+        return not torch.equal(first, model(x).detach())
+
+
+def _given(model: Called, device: torch.device, dtype: torch.dtype | None) -> tuple[nn.Module, Tensor]:
+    x = model.x.detach()
+    model, x = model.to(device), x.to(device)
+    if dtype is not None:
+        model, x = model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+    model.twins.clear()
+    model.call = model.inputs(x.requires_grad_(x.is_floating_point()))
+    return model, x
+
+
+def item_of(target: str, device: torch.device, levels: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
+    """The case of FILE:FUNCTION. Raises ValueError with what is wrong with it."""
+    module, args, kwargs = model_and_inputs(load(target)())
+    model = Called(module, (args, kwargs))
+    model, x = _given(model, device, dtype)
+    if not segments_in(model.twin()):
+        print(f"convert fuses nothing of it: python -m ckptkern convert {target} says why", file=sys.stderr)
+        levels = ()
+    name, _, function = target.rpartition(":")
+    file = name.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+    case = Case(
+        f"{file}.{function}", lambda width: model, at_level, {}, 0, LEVELS if levels is None else levels, drops=draws(model),
+        rivals={"ckptkern checkpoint": lambda model, x: functools.partial(ckptkern_checkpoint, model)}, dtype=dtype,
+        given=functools.partial(_given, model),
+    )  # fmt: skip
+    return Item(case, Given(tuple(x.shape)), 0)
