@@ -1,0 +1,255 @@
+"""``python -m ckptkern bench --op``, ``--case`` and ``--compare``."""
+
+import argparse
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptkern import __main__, ops
+from ckptkern.benchmarks import cases, compare, measure, micro, own
+
+CPU = torch.device("cpu")
+# Sizes that take no time and that no default has; of tokens 24, in sequences of 12.
+SIZES = dict(
+    features=32, tokens=24, length=12, hidden=40, out_features=16, layers=3, heads=4, kv_heads=2, head_dim=8, activation="silu"
+)  # fmt: skip
+
+
+def item(op: str, **given) -> cases.Item:
+    arguments = argparse.Namespace(op=op, **(dict.fromkeys(micro.OPTIONS) | given))
+    return micro.item_of(arguments, "cpu", None, None)
+
+
+def sized(op: str, **more) -> cases.Item:
+    return item(op, **{name: value for name, value in SIZES.items() if name in micro.OPS[op].defaults}, **more)
+
+
+def bench(out: Path, *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    status = __main__.main(["bench", "--device", "cpu", "--rounds", "1", "--out", str(out), *arguments])
+    if status == 2:
+        return status, {}
+    with open(out / "results.csv", newline="") as file:
+        return status, {row["way"]: row for row in csv.DictReader(file)}
+
+
+def test_every_op_is_in_the_table():
+    assert set(micro.OPS) == set(ops.__all__) - {"ACTIVATIONS", "LoRA", "backend"}
+
+
+@pytest.mark.parametrize("op", micro.OPS)
+@pytest.mark.parametrize(
+    "variant", [{}, {"bias": True, "norm": "rms", "gated": True, "causal": False, "dropout": 0.25}]
+)
+def test_ours_are_right_at_any_sizes(op, variant):
+    """Sizes that were given are those of the parameters."""
+    made = sized(op, **{name: value for name, value in variant.items() if name in micro.OPS[op].defaults})
+    model, x, dy = cases.build(made, CPU)
+    assert model.training == (not made.case.drops)
+    judge = measure.Judge(made, model, x, dy)
+    for level in made.case.levels:
+        assert judge.ratio(made.case.ours(model, level))[0] <= 2
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    if "hidden" in micro.OPS[op].defaults:
+        assert {(40, 32), (32, 40)} <= shapes
+    if op == "linear_act":
+        assert shapes == {(16, 32)}
+    if op == "linear_stack":
+        assert len(list(model.parameters())) == 6
+    if "heads" in micro.OPS[op].defaults and "features" in micro.OPS[op].defaults:
+        assert (64, 32) in shapes  # 4 heads of queries, and 2 each of keys and values, of 8
+    assert x.numel() == 24 * made.size.width
+
+
+def test_dropout_is_drawn_where_it_is_timed():
+    for op in ("mlp", "gated_mlp", "mlp_block", "attention_block", "transformer_layer", "scaled_dot_product_attention"):
+        made = sized(op, dropout=0.5)
+        model, x, _ = cases.build(made, CPU)
+        for function in (model, made.case.ours(model, made.case.levels[0])):
+            for training in (False, True):
+                model.train(training)
+                assert torch.equal(function(x), function(x)) != training, op
+
+
+def test_an_op_from_the_command_line(tmp_path, capsys):
+    arguments = "--op mlp --features 16 --hidden 24 --tokens 8 --activation relu --dtype bf16 --levels selective,full"
+    status, rows = bench(tmp_path, *arguments.split())
+    assert status == 0
+    assert {"eager", *cases.CHECKPOINTS, "ckptkern selective", "ckptkern full"} <= set(rows)
+    assert "ckptkern none" not in rows
+    assert {(row["case"], row["dtype"]) for row in rows.values()} == {("mlp-h24-relu-bias/d16x8", "bfloat16")}
+    assert int(rows["ckptkern full"]["kept_bytes"]) == 8 * 16 * 2
+    assert int(rows["ckptkern selective"]["kept_bytes"]) == 8 * (16 + 24) * 2
+    assert rows["flash-attn FusedMLP"]["status"] == "missing"
+    assert "| ckptkern full |" in capsys.readouterr().out
+    assert (tmp_path / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--op mlp --heads 4", "--heads does not apply to --op mlp, which takes --features, --tokens, --hidden, "),
+        (
+            "--op dropout --no-bias",
+            "--bias does not apply to --op dropout, which takes --features, --tokens, --dropout",
+        ),
+        ("--heads 4", "--heads goes with --op, which names one of linear_act, "),
+        ("--op mlp --cases mlp", "--op, --case and --cases exclude each other"),
+        ("--op mlp --features 0", "--features: wanted at least 1 but got 0"),
+        ("--op mlp --dropout 1", "--dropout: wanted a probability in [0, 1) but got 1.0"),
+        ("--op dropout --dropout 0", "--dropout: wanted more than 0"),
+        ("--op attention_block --features 30 --heads 4", "--features 30 is no multiple of --heads 4"),
+        ("--op attention_block --heads 8 --kv-heads 3", "--heads 8 is no multiple of --kv-heads 3"),
+        ("--op attention_block --length 100", "--tokens 1024 is no multiple of --length 100"),
+        ("--op varlen_attn --levels full", "--levels does not apply to --op varlen_attn"),
+        ("--op mlp --levels some", "--levels: wanted some of none, selective, full, with commas, but got 'some'"),
+        ("--op mlp --tokens 1000000000000", "are free on cpu: take fewer --tokens, or smaller sizes"),
+        ("--op mlp --features 100000000000000", "no such tensors can be made"),
+        ("--case nowhere.py:f", "there is no file nowhere.py"),
+        ("--op mlp --compare nowhere.csv", "--compare: cannot read nowhere.csv"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, message, tmp_path, capsys):
+    assert bench(tmp_path / "out", *arguments.split())[0] == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_names_the_options_of_each_op():
+    text = micro.epilog()
+    for op, entry in micro.OPS.items():
+        assert f"\n  {op}\n" in text
+        line = text.split(f"\n  {op}\n")[1].splitlines()[0]
+        assert all(micro.flag(name) in line.replace("--no-", "--") for name in entry.defaults), op
+
+
+def test_the_least_that_is_needed_is_no_more_than_what_is_used():
+    """Weights and gradients in both dtypes, and what float64 keeps, counted on the real device."""
+    made = sized("attention_block")
+    model, x, _ = cases.build(made, CPU)
+    double = model.double()
+    with measure.kept_tensors(double) as kept:
+        double(x.detach().double().requires_grad_())
+    weights = 2 * sum(p.numel() for p in model.parameters()) * (8 + 4)
+    assert micro.least_bytes(made, torch.float32) == weights + kept.bytes + 2 * 2 * x.numel() * (8 + 4)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.unused = nn.Embedding(9, 8), nn.BatchNorm1d(8), nn.Linear(2, 2)
+        self.mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.25), nn.Linear(32, 8))
+
+    def forward(self, ids, scale):
+        y = self.mlp(self.norm(self.embedding(ids)))
+        return {"logits": y, "loss": (y * scale).square().mean()}
+
+def build():
+    return Model(), {"ids": torch.randint(0, 9, (16,)), "scale": torch.randn(8)}
+
+def plain():
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(4, 8)
+
+def foreign():
+    return nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)), torch.randn(4, 2, 3)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a_module.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_a_module_of_ones_own(file, tmp_path):
+    """Dropout, batch statistics, a loss, an input that is no x, an unused parameter: each way is right."""
+    status, rows = bench(tmp_path / "out", "--case", f"{file}:build")
+    assert status == 0, rows
+    ways = {"eager", *cases.CHECKPOINTS, *(f"ckptkern {level}" for level in (*cases.LEVELS, "checkpoint"))}
+    assert {way: row["status"] for way, row in rows.items()} == dict.fromkeys(ways, "ok")
+    assert {row["note"] for row in rows.values()} == {measure.DROPS}
+    assert {row["case"] for row in rows.values()} == {"a_module.build/8"}
+    assert int(rows["ckptkern full"]["kept_bytes"]) < int(rows["ckptkern none"]["kept_bytes"])
+
+    _, rows = bench(tmp_path / "out", "--case", f"{file}:plain", "--levels", "full", "--dtype", "bf16")
+    assert (rows["ckptkern full"]["kept_bytes"], rows["ckptkern full"]["dtype"]) == (str(4 * 8 * 2), "bfloat16")
+    assert "ckptkern none" not in rows
+
+
+def test_a_module_in_which_nothing_is_fused(file, tmp_path, capsys):
+    status, rows = bench(tmp_path / "out", "--case", f"{file}:foreign")
+    assert status == 0
+    assert [way for way in rows if way.startswith("ckptkern")] == ["ckptkern checkpoint"]
+    assert "convert fuses nothing of it" in capsys.readouterr().err
+
+
+def test_a_twin_follows_its_model(file):
+    made = own.item_of(f"{file}:build", CPU, None, None)
+    model, _, _ = cases.build(made, CPU)
+    twin = made.case.ours(model, "full")
+    assert not twin.module.mlp.training
+    model.train()
+    assert twin.module.mlp.training
+    assert next(twin.parameters()) is next(model.parameters())
+
+
+# -- two runs
+
+
+def run_of(folder: Path, torch_version: str = "2.13.0", **ways: tuple[float, float, float, int]) -> compare.Run:
+    """A folder's results, read. ways: (ms, p20, p80, kept bytes)."""
+    folder.mkdir()
+    with open(folder / "results.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, measure.FIELDS, restval="")
+        writer.writeheader()
+        for way, (ms, p20, p80, kept) in ways.items():
+            ratio = ms / ways["eager"][0]
+            row = dict(case="c", way=way, dtype="float32", status="ok", ms=ms, p20_ms=p20, p80_ms=p80, ratio=ratio)
+            writer.writerow(row | dict(kept_bytes=kept, peak_bytes=2 * kept))
+    env = {"device": "cpu", "versions": {"torch": torch_version, "triton": "3.7.1"}}
+    (folder / "env.json").write_text(json.dumps(env))
+    return compare.read(folder / "results.csv")
+
+
+def test_what_moved_beyond_noise(tmp_path):
+    old = run_of(tmp_path / "old", eager=(10, 9, 11, 64), a=(20, 19, 21, 32), b=(20, 19, 21, 32), gone=(1, 1, 1, 1))
+    new = run_of(tmp_path / "new", eager=(10, 9, 11, 64), a=(29, 28, 30, 32), b=(22, 21, 23, 16), new=(1, 1, 1, 1))
+    lines = compare.compare(old, new).splitlines()
+    assert "| c | a | 2 | 2.9 | slower, 1.45x |  |" in lines  # 19/11 .. 21/9 and 28/11 .. 30/9 do not meet
+    assert "| c | b | 2 | 2.2 | within noise | kept 3.05176e-05 MiB -> 1.52588e-05 MiB, " in "\n".join(lines)
+    assert "| c | eager | 10 ms | 10 ms | within noise |  |" in lines
+    assert {"- c gone: only in the old file", "- c new: not in the old file"} <= set(lines)
+    assert compare.RULE in "\n".join(lines)
+    assert "quicker, 0.69x" in compare.compare(new, old)
+
+
+def test_times_of_another_torch_are_not_compared_and_bytes_are(tmp_path):
+    old = run_of(tmp_path / "old", "2.11.0", eager=(10, 9, 11, 64), a=(20, 19, 21, 32))
+    new = run_of(tmp_path / "new", eager=(10, 9, 11, 64), a=(99, 99, 99, 16))
+    text = compare.compare(old, new)
+    assert text.startswith("WARNING: times are not compared, because these differ: torch: 2.11.0, now 2.13.0\n")
+    assert "slower" not in text
+    assert "| c | a | kept 3.05176e-05 MiB -> 1.52588e-05 MiB" in text
+    (tmp_path / "old" / "env.json").unlink()
+    assert "device: unknown, now cpu" in compare.compare(compare.read(tmp_path / "old" / "results.csv"), new)
+
+
+def test_compare_reads_before_it_writes(tmp_path, capsys):
+    arguments = ["--op", "linear_act", "--features", "8", "--tokens", "4", "--levels", "full"]
+    bench(tmp_path, *arguments)
+    path = tmp_path / "results.csv"
+    path.write_text(path.read_text().replace("ckptkern full", "ckptkern old"))
+    capsys.readouterr()
+    assert bench(tmp_path, *arguments, "--compare", str(path))[0] == 0
+    printed = capsys.readouterr().out
+    assert "ckptkern old: only in the old file" in printed
+    path.write_text("a,b\n1,2\n")
+    assert bench(tmp_path, *arguments, "--compare", str(path))[0] == 2
+    assert "is no results.csv of this command: it has no case, dtype" in capsys.readouterr().err
