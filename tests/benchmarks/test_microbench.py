@@ -200,6 +200,14 @@ def test_a_twin_follows_its_model(file):
     assert next(twin.parameters()) is next(model.parameters())
 
 
+def test_the_other_inputs_follow_to_float64():
+    both = {"input1": torch.randn(3, 4), "input2": torch.randn(3, 4)}
+    model = own.Called(torch.nn.Bilinear(4, 4, 4), ((), both)).double()
+    assert {name: one.dtype for name, one in model.inputs(model.x.double())[1].items()} == dict.fromkeys(
+        both, torch.float64
+    )
+
+
 # -- two runs
 
 
