@@ -248,6 +248,7 @@ def as_on(gpu: GPU) -> Iterator[list[Launch]]:
         log.append(Launch(f"_fused_rms_norm {'x'.join(map(str, x.shape))}", "norm", 0, _touched((x, x, weight))))
         return FusedRMSNorm.apply(x, list(normalized_shape), weight)
 
+    _choices._route.cache_clear()  # of another card
     patches = [
         instead_of_launches(caught, gpu.arch),
         mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),

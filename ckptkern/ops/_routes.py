@@ -130,13 +130,20 @@ def candidates(backend: str, device_type: str, dtype: torch.dtype) -> tuple[str,
 
 SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input or output, in features
 
-# (op, compute capability, bytes of an element) -> a route for each size. From a model of the cards, not a measurement:
-# python -m ckptkern.benchmarks.model. Of a card that no row names nothing is known but that cuBLAS is tuned for it.
+# (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the cards, not from a
+# measurement: python -m ckptkern.benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a card that no row names nothing
+# is known but that cuBLAS is tuned for it.
+WIDE_BY_LIBRARY = ("triton",) * 4 + ("library",) * 2
+NARROW_DUAL = ("dual",) * 3 + ("triton",) * 3
 SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
-    (op, card, size): ("dual",) * 3 + ("triton",) * 3
-    for op in ("mlp", "gated_mlp")
-    for card in ((9, 0), (8, 0))
-    for size in (2, 4)
+    ("mlp", (9, 0), 2): WIDE_BY_LIBRARY,
+    ("mlp", (9, 0), 4): NARROW_DUAL,
+    ("mlp", (8, 0), 2): ("dual",) * 2 + ("triton",) * 4,
+    ("mlp", (8, 0), 4): NARROW_DUAL,
+    ("gated_mlp", (9, 0), 2): WIDE_BY_LIBRARY,
+    ("gated_mlp", (9, 0), 4): NARROW_DUAL,
+    ("gated_mlp", (8, 0), 2): WIDE_BY_LIBRARY,
+    ("gated_mlp", (8, 0), 4): NARROW_DUAL,
 } | {("linear_act", card, size): ("triton",) * 6 for card in ((9, 0), (8, 0)) for size in (2, 4)}
 UNKNOWN_CARD = ("library",) * len(SIZES)
 

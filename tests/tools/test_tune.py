@@ -221,12 +221,12 @@ def test_a_table_of_a_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    row = {"op": "mlp", "dtype": "bfloat16", "features": 4096, "route": "library"}
+    row = {"op": "mlp", "dtype": "bfloat16", "features": 2048, "route": "library"}
     file = _tuned.path("cuda", 0)
     assert file.name == "routes-nvidia-h200.json"
     _tuned.write(file, _tuned.machine("cuda", 0), [row])
-    assert _choices._route("mlp", "triton", "cuda", 0, BF16, _routes.size_class(4096)) == "library"
-    assert _choices._route("mlp", "triton", "cuda", 0, FP16, _routes.size_class(4096)) == "triton"
+    assert _choices._route("mlp", "triton", "cuda", 0, BF16, _routes.size_class(2048)) == "library"
+    assert _choices._route("mlp", "triton", "cuda", 0, FP16, _routes.size_class(2048)) == "triton"
     assert json.loads(file.read_text())["machine"]["device"] == "NVIDIA H200"
 
 
