@@ -43,7 +43,7 @@ def preact_tile(acc, b_ptr, offs_n, N, dtype: tl.constexpr):
 @triton.jit
 def hidden_tile(z, dropout, first_row, first_col, ACT: tl.constexpr):
     """h = dropout(round(act(z))) in z's type."""
-    h = cast(act(widen(z), ACT), z.dtype)
+    h = cast(act(z, ACT), z.dtype)
     if dropout[0] is not None:
         h = cast(dropout_tile(widen(h), dropout, first_row, first_col), z.dtype)
     return h
@@ -72,7 +72,7 @@ def hidden_grad_store(z, dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, 
         store_tile(h_rows, offs_m, offs_n, mask, hidden_tile(z, dropout, first_row, n0, ACT))
     if dropout[0] is not None:
         dh = dropout_tile(dh, dropout, first_row, n0)  # the mask of forward, drawn again
-    dz = cast(act_grad_of(widen(z), dh, ACT), z.dtype)
+    dz = cast(act_grad_of(z, dh, ACT), z.dtype)
     store_tile(dz_rows, offs_m, offs_n, mask, dz)
     if db_ptr is not None:
         store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)

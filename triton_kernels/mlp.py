@@ -48,7 +48,7 @@ def _mlp_bwd_store(acc_z, acc_dh, n0, b_ptr, h_rows, dz_rows, db_ptr, dropout, p
 @triton.jit
 def gated_tile(g, u, dropout, first_row, first_col, ACT: tl.constexpr):
     """h = dropout(round(act(g) u)) in g's type."""
-    h = cast(act(widen(g), ACT) * widen(u), g.dtype)
+    h = cast(act(g, ACT) * widen(u), g.dtype)
     if dropout[0] is not None:
         h = cast(dropout_tile(widen(h), dropout, first_row, first_col), g.dtype)
     return h
@@ -78,11 +78,11 @@ def gated_grad_store(
         store_tile(h_rows, offs_m, offs_n, mask, gated_tile(g, u, dropout, first_row, n0, ACT))
     if dropout[0] is not None:
         dh = dropout_tile(dh, dropout, first_row, n0)
-    du = cast(dh * act(widen(g), ACT), u.dtype)
+    du = cast(dh * act(g, ACT), u.dtype)
     store_tile(du_rows, offs_m, offs_n, mask, du)
     if dbu_ptr is not None:
         store_column_sum(dbu_ptr, pid_m, offs_n, N, du, mask)
-    dg = cast(act_grad(widen(g), dh * widen(u), ACT), g.dtype)
+    dg = cast(act_grad(g, dh * widen(u), ACT), g.dtype)
     store_tile(dg_rows, offs_m, offs_n, mask, dg)
     if dbg_ptr is not None:
         store_column_sum(dbg_ptr, pid_m, offs_n, N, dg, mask)

@@ -76,9 +76,9 @@ def _stack_fwd_kernel(
     h = load_tile(x_rows, offs_m, offs_n, mask_m & (offs_n < K)[None, :])
     for layer in range(L - 1):
         z = layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)
-        h = cast(act(widen(z), ACT), z.dtype)
+        h = cast(act(z, ACT), z.dtype)
     z = layer_tile(h, w_ptr, b_ptr, L - 1, WIDTH, PRECISION)
-    y = cast(act(widen(z), ACT), z.dtype)
+    y = cast(act(z, ACT), z.dtype)
     store_tile(y_rows, offs_m, offs_n, mask_m & (offs_n < N)[None, :], y)
     if bits_rows[0] is not None:
         offs_byte = tl.arange(0, WIDTH // 8)
@@ -130,7 +130,7 @@ def _stack_bwd_kernel(
         tl.debug_barrier()  # the last tile's scratch has been read
         if bits_ptr is not None:
             for layer in range(L - 1):
-                h = cast(act(widen(layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)), ACT), h.dtype)
+                h = cast(act(layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION), ACT), h.dtype)
                 tl.store(scratch_ptr + layer * BLOCK_M * WIDTH + tile_offs, h)
             byte = tl.load(
                 bits_ptr + offs_m.to(tl.int64)[:, None] * stride_bitsm + (offs_n >> 3)[None, :], mask=mask_y, other=0
@@ -140,10 +140,10 @@ def _stack_bwd_kernel(
             for layer in range(L):
                 z = layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION)
                 tl.store(scratch_ptr + layer * BLOCK_M * WIDTH + tile_offs, z)
-                h = cast(act(widen(z), ACT), z.dtype)
+                h = cast(act(z, ACT), z.dtype)
             tl.debug_barrier()
             z = tl.load(scratch_ptr + (L - 1) * BLOCK_M * WIDTH + tile_offs)
-            dz = cast(tl.where(mask_m, act_grad(widen(z), dy, ACT), 0.0), h.dtype)
+            dz = cast(tl.where(mask_m, act_grad(z, dy, ACT), 0.0), h.dtype)
         tl.debug_barrier()  # scratch was written by other threads than those that read it
         for step in range(L - 1):
             layer = L - 1 - step
@@ -152,10 +152,10 @@ def _stack_bwd_kernel(
             if bits_ptr is not None:
                 h = kept
             else:
-                h = cast(act(widen(kept), ACT), kept.dtype)
+                h = cast(act(kept, ACT), kept.dtype)
             _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH, PRECISION)
             dh = _times_weight(dz, w_ptr, layer, WIDTH, PRECISION)
-            dz = cast(tl.where(mask_m, act_grad(widen(kept), dh, ACT), 0.0), kept.dtype)
+            dz = cast(tl.where(mask_m, act_grad(kept, dh, ACT), 0.0), kept.dtype)
         x = load_tile(x_rows, offs_m, offs_n, mask_x)
         _add_to_slot(dw_ptr, db_ptr, 0, dz, x, WIDTH, PRECISION)
         if dx_rows[0] is not None:
