@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .elementwise import act, load_tile, pack_bits, store_column_sum, store_tile
 from .elementwise import act_grad as act_grad_of
-from .philox import dropout_tile, placed
+from .philox import dropout_mask, dropped, placed, times
 from .tile import (
     arch_of,
     by_slices,
@@ -45,7 +45,8 @@ def hidden_tile(z, dropout, first_row, first_col, ACT: tl.constexpr):
     """h = dropout(round(act(z))) in z's type."""
     h = cast(act(z, ACT), z.dtype)
     if dropout[0] is not None:
-        h = cast(dropout_tile(widen(h), dropout, first_row, first_col), z.dtype)
+        keep = dropout_mask(dropout, first_row, first_col, z.shape[0], z.shape[1])
+        h = cast(dropped(widen(h), dropout, keep), z.dtype)
     return h
 
 
@@ -65,14 +66,22 @@ def _linear_fwd_store(acc, n0, b_ptr, h_rows, z_rows, bits_rows, dropout, pid_m,
 
 @triton.jit
 def hidden_grad_store(z, dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, ACT: tl.constexpr):
-    """From z (storage type) and dh (float32): h, dz and the bias partial rows, each written once."""
+    """From z (storage type) and dh (float32): h, dz and the bias partial rows, each written once.
+
+    With dropout dz is dh times one coefficient an element, so that the mask is wanted in z's layout alone. The compiler
+    would draw it again for dh, which lies as products leave it.
+    """
     offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
-    first_row = pid_m * dh.shape[0]
-    if h_rows[0] is not None:
-        store_tile(h_rows, offs_m, offs_n, mask, hidden_tile(z, dropout, first_row, n0, ACT))
+    h = cast(act(z, ACT), z.dtype)
     if dropout[0] is not None:
-        dh = dropout_tile(dh, dropout, first_row, n0)  # the mask of forward, drawn again
-    dz = cast(act_grad_of(z, dh, ACT), z.dtype)
+        keep = dropout_mask(dropout, pid_m * dh.shape[0], n0, z.shape[0], z.shape[1])
+        h = cast(dropped(widen(h), dropout, keep), z.dtype)
+        slope = act_grad_of(z, dropped(1.0, dropout, keep), ACT)
+        dz = cast(times(dh, slope), z.dtype)
+    else:
+        dz = cast(act_grad_of(z, dh, ACT), z.dtype)
+    if h_rows[0] is not None:
+        store_tile(h_rows, offs_m, offs_n, mask, h)
     store_tile(dz_rows, offs_m, offs_n, mask, dz)
     if db_ptr is not None:
         store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)

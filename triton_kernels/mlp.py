@@ -23,7 +23,7 @@ from .linear import (
     partial_rows,
     preact_tile,
 )  # fmt: skip
-from .philox import dropout_tile, placed
+from .philox import dropout_mask, dropped, placed, times
 from .tile import (
     arch_of,
     by_slices,
@@ -50,7 +50,8 @@ def gated_tile(g, u, dropout, first_row, first_col, ACT: tl.constexpr):
     """h = dropout(round(act(g) u)) in g's type."""
     h = cast(act(g, ACT) * widen(u), g.dtype)
     if dropout[0] is not None:
-        h = cast(dropout_tile(widen(h), dropout, first_row, first_col), g.dtype)
+        keep = dropout_mask(dropout, first_row, first_col, g.shape[0], g.shape[1])
+        h = cast(dropped(widen(h), dropout, keep), g.dtype)
     return h
 
 
@@ -71,18 +72,24 @@ def _gated_fwd_store(
 def gated_grad_store(
     g, u, dh, n0, h_rows, dg_rows, du_rows, dbg_ptr, dbu_ptr, dropout, pid_m, M, N, ACT: tl.constexpr
 ):  # fmt: skip
-    """From g, u (storage type) and dh (float32): h, dg, du and the bias partial rows, each written once."""
+    """From g, u (storage type) and dh (float32): h, dg, du and the bias partial rows, each written once; the mask is drawn
+    once, as in `hidden_grad_store`."""
     offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
-    first_row = pid_m * dh.shape[0]
-    if h_rows[0] is not None:
-        store_tile(h_rows, offs_m, offs_n, mask, gated_tile(g, u, dropout, first_row, n0, ACT))
+    a = act(g, ACT)
+    h = cast(a * widen(u), g.dtype)
     if dropout[0] is not None:
-        dh = dropout_tile(dh, dropout, first_row, n0)
-    du = cast(dh * act(g, ACT), u.dtype)
+        keep = dropout_mask(dropout, pid_m * dh.shape[0], n0, g.shape[0], g.shape[1])
+        h = cast(dropped(widen(h), dropout, keep), g.dtype)
+        du = cast(times(dh, dropped(a, dropout, keep)), u.dtype)
+        dg = cast(times(dh, act_grad(g, dropped(widen(u), dropout, keep), ACT)), g.dtype)
+    else:
+        du = cast(dh * a, u.dtype)
+        dg = cast(act_grad(g, dh * widen(u), ACT), g.dtype)
+    if h_rows[0] is not None:
+        store_tile(h_rows, offs_m, offs_n, mask, h)
     store_tile(du_rows, offs_m, offs_n, mask, du)
     if dbu_ptr is not None:
         store_column_sum(dbu_ptr, pid_m, offs_n, N, du, mask)
-    dg = cast(act_grad(g, dh * widen(u), ACT), g.dtype)
     store_tile(dg_rows, offs_m, offs_n, mask, dg)
     if dbg_ptr is not None:
         store_column_sum(dbg_ptr, pid_m, offs_n, N, dg, mask)

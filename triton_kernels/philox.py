@@ -104,12 +104,23 @@ def keep_tile(state_ptr, threshold, first_row, first_col, ROWS: tl.constexpr, CO
 
 
 @triton.jit
-def dropout_tile(x, dropout, first_row, first_col):
-    """keep * scale * x for a float32 tile that starts at (first_row, first_col) of a part, whose first element is (row_base,
-    col_base) of the whole tensor. dropout: (state_ptr, threshold, scale, col_base, row_base)."""
-    state_ptr, threshold, scale, col_base, row_base = dropout
-    keep = keep_tile(state_ptr, threshold, row_base + first_row, col_base + first_col, x.shape[0], x.shape[1])
-    return tl.where(keep, x * scale, 0.0)
+def dropout_mask(dropout, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """`keep_tile` of a tile that starts at (first_row, first_col) of a part, whose first element is (row_base, col_base) of the
+    whole tensor. dropout: (state_ptr, threshold, scale, col_base, row_base)."""
+    state_ptr, threshold, _, col_base, row_base = dropout
+    return keep_tile(state_ptr, threshold, row_base + first_row, col_base + first_col, ROWS, COLS)
+
+
+@triton.jit
+def dropped(x, dropout, keep):
+    """keep * scale * x, float32. What is dropped is 0, infinite or NaN as it may be."""
+    return tl.where(keep, x * dropout[2], 0.0)
+
+
+@triton.jit
+def times(x, coefficient):
+    """x * coefficient, 0 wherever the coefficient is, infinite or NaN as x may be."""
+    return tl.where(coefficient == 0.0, 0.0, x * coefficient)
 
 
 @triton.jit

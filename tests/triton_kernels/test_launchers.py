@@ -21,7 +21,7 @@ from kernel_cases import (
 )
 from twins import pairwise
 
-from ckptkern import eager
+from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 
 
@@ -61,6 +61,18 @@ def test_dropout(launcher, dtype, device):
     """Dropout between act and the next product, in forward and back, against eager with the same 16 bytes."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 48}
     assert_like_eager(launcher, inputs_of(launcher, dtype, device), "gelu", **options)
+
+
+@pytest.mark.parametrize("launcher", [one for one in DROPPING if "dy" in one.inputs], ids=str)
+def test_what_is_dropped_has_no_gradient_whatever_dy_is(launcher, device):
+    """The gradients are 0 where eager PyTorch's are, also in the rows of an infinite dy, and nowhere else."""
+    tensors = inputs_of(launcher, torch.bfloat16, device)
+    tensors["dy"][::2] = float("inf")
+    options = {"dropout": dropout_of(0.3, device), "row_base": 16, "keep_h": False}
+    ours, eagers = (call(launcher, backend, tensors, "identity", **options) for backend in (triton_kernels, eager))
+    for name in ours.keys() & {"dz", "dg", "du"}:
+        assert torch.equal(ours[name] == 0, eagers[name] == 0), name
+        assert 0.2 < (ours[name] == 0).float().mean() < 0.4
 
 
 @pytest.mark.parametrize("launcher", [one for one in LAUNCHERS.values() if one.biases], ids=str)
