@@ -44,37 +44,63 @@ def _load_delta(ptr, offs_m, S, state_ptr, threshold):
 
 
 @triton.jit
-def probability_tile(s, lse):
-    """p = exp(s - lse) for s in units of log 2; lse broadcasts. A row that saw nothing has p = 0.
+def _load_lse(ptr, offs_m, S):
+    """lse in units of log 2, infinite for a row that saw nothing, so that its p is 0.
 
-    So has one of which a mask hides everything by finite numbers, so far down that an lse has no digit for log sum.
+    So for one of which a mask hides everything by finite numbers, so far down that an lse has no digit for log sum.
     """
-    return tl.exp2(s - tl.where(lse < LOWEST_LSE, float("inf"), lse * LOG2E))
+    lse = _load_row_values(ptr, offs_m, S, float("-inf"))
+    return tl.where(lse < LOWEST_LSE, float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def probability_tile(
+    qk, lse, i, j, Sq, Sk, scale, slope, mask, mask_offset, window,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr, MASK_STEP: tl.constexpr,
+):  # fmt: skip
+    """p = exp(s - lse), i, j and lse broadcast. EDGE: where i may not see j it is 0; COLUMNS: also where j is beyond Sk.
+
+    Without masks and slopes one multiply-add an element gives the exponent.
+    """
+    if mask[0] is None and slope is None:
+        p = tl.exp2(tl.fma(qk, scale * LOG2E, -lse))
+        if EDGE and COLUMNS:
+            p = tl.where(j < Sk, p, 0.0)
+        if EDGE and LEFT:
+            p = tl.where(j >= i - window[0], p, 0.0)
+        if EDGE and RIGHT:
+            p = tl.where(j <= i + window[1], p, 0.0)
+        return p
+    else:
+        s = score_tile(
+            qk, i, j, Sq, Sk, scale, slope, mask, mask_offset, window, LEFT, RIGHT, EDGE, MASK_STEP
+        )  # fmt: skip
+        return tl.exp2(s - lse)
 
 
 @triton.jit
 def _dkdv_step(
     dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, n0, start, Sq, Sk, scale, slope, mask, mask_offset, window, dropout,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr,
+    MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dk / (scale keep_scale) and dv / keep_scale of a column tile and the rows start...
 
     Scores are transposed: [BLOCK_N, BLOCK_M]. Products and loads stand in the order that keeps the fewest registers alive.
+    Columns beyond Sk need no mask: each has a row of dk and dv to itself, which is not stored.
     """
     state_ptr, threshold, first_block = dropout
     offs_n = n0 + tl.arange(0, k.shape[0])
     offs_m = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_rows, offs_m, Sq, D, HEAD_D)
     do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
-    lse = _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))
+    lse = _load_lse(lse_ptr, offs_m, Sq)
     qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
     qk, factor = capped_tile(qk, scale)
-    s = score_tile(
-        qk, offs_m[None, :], offs_n[:, None], Sq, Sk, factor, slope, mask, mask_offset, window,
-        LEFT, RIGHT, True, MASK_STEP,
+    p = probability_tile(
+        qk, lse[None, :], offs_m[None, :], offs_n[:, None], Sq, Sk, factor, slope, mask, mask_offset, window,
+        LEFT, RIGHT, EDGE, False, MASK_STEP,
     )  # fmt: skip
-    p = probability_tile(s, lse[None, :])
     dropped = p
     if state_ptr is not None:
         values = score_values(state_ptr, first_block, start, n0, BLOCK_M, k.shape[0], True)
@@ -95,6 +121,41 @@ def _dkdv_step(
 
 
 @triton.jit
+def _dkdv_steps(
+    dk, dv, lo, hi, k, v, tensors, place, scale, window, dropout,
+    EDGE: tl.constexpr, D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The same from rows [lo, hi) of all heads, lo a multiple of BLOCK_M.
+
+    One loop over all heads, which begins again for each: a loop inside a loop needs more registers.
+    """
+    q_heads, do_heads, lse_ptr, delta_ptr, slopes, mask = tensors
+    b, h_kv, row0, n0, Sq_b, Sk_b, Sq, stride_lseb, stride_lseh = place
+    state_ptr, threshold, plane_base, planes = dropout
+    slopes_ptr, stride_slopeb = slopes
+    rows = hi - lo if GROUP == 1 else tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M) * BLOCK_M
+    for start in range(lo, lo + GROUP * rows, BLOCK_M):
+        h = h_kv * GROUP
+        if GROUP > 1:
+            member = (start - lo) // rows
+            h += member
+            start -= member * rows
+        slope = slopes_ptr
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+        mask_offset = mask_offset_of(mask, b, h)
+        row_values = b * stride_lseb + h * stride_lseh + row0
+        dk, dv = _dkdv_step(
+            dk, dv, k, v, rows_at(q_heads, b, h, row0, STRIDE_STEP), rows_at(do_heads, b, h, row0, STRIDE_STEP),
+            lse_ptr + row_values, delta_ptr + row_values, n0, start, Sq_b, Sk_b, scale, slope, mask, mask_offset, window,
+            (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq)),
+            D, HEAD_D, LEFT, RIGHT, EDGE, MASK_STEP, PRECISION, BLOCK_M,
+        )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
 def row_range(n0, Sq, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """[lo, hi) of the rows that see any of the columns n0.., lo a multiple of BLOCK_M."""
     left, right = window
@@ -109,9 +170,9 @@ def row_range(n0, Sq, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT
 
 @triton.jit
 def _dq_steps(
-    dq, q, do, lse, delta, k_rows, v_rows, m0, lo, hi, Sq, Sk, scale, slope, mask, mask_offset, window, dropout,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    dq, lo, hi, slope, q, do, lse, delta, k_rows, v_rows, m0, Sq, Sk, scale, mask, mask_offset, window, dropout,
+    EDGE: tl.constexpr, D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq / (scale keep_scale) of a row tile from the column tiles in [lo, hi)."""
     state_ptr, threshold, first_block = dropout
@@ -122,11 +183,10 @@ def _dq_steps(
         v = load_rows(v_rows, offs_n, Sk, D, HEAD_D)
         qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
         qk, factor = capped_tile(qk, scale)
-        s = score_tile(
-            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask, mask_offset, window,
-            LEFT, RIGHT, True, MASK_STEP,
+        p = probability_tile(
+            qk, lse[:, None], offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask, mask_offset, window,
+            LEFT, RIGHT, EDGE, True, MASK_STEP,
         )  # fmt: skip
-        p = probability_tile(s, lse[:, None])
         if scale[1] is not None:
             p *= 1.0 - qk * qk
         dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
@@ -152,11 +212,10 @@ def _ds_tile(
     k = load_rows(k_rows, offs_n, Sk, D, HEAD_D)
     qk = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
     qk, factor = capped_tile(qk, scale)
-    s = score_tile(
-        qk, offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask, mask_offset, window,
-        LEFT, RIGHT, True, MASK_STEP,
+    p = probability_tile(
+        qk, _load_lse(lse_ptr, offs_m, Sq)[:, None], offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask,
+        mask_offset, window, LEFT, RIGHT, True, True, MASK_STEP,
     )  # fmt: skip
-    p = probability_tile(s, _load_row_values(lse_ptr, offs_m, Sq, float("-inf"))[:, None])
     do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
     v = load_rows(v_rows, offs_n, Sk, D, HEAD_D)
     dp = dot(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
@@ -171,10 +230,10 @@ def _attn_dkdv_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dk_heads, dv_heads,
     Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PHASED: tl.constexpr, STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One column tile of one k/v head: it owns dk and dv, and sums over the GROUP query heads that read it."""
-    slopes_ptr, stride_slopeb = slopes
     pid = tl.program_id(0)
     n0 = pid % tiles * BLOCK_N
     H_kv = H // GROUP
@@ -190,24 +249,24 @@ def _attn_dkdv_kernel(
         dk = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
         dv = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
         lo, hi = row_range(n0, Sq_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        # One loop over all heads, which begins again for each: a loop inside a loop needs more registers.
-        rows = hi - lo if GROUP == 1 else tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M) * BLOCK_M
-        for start in range(lo, lo + GROUP * rows, BLOCK_M):
-            h = h_kv * GROUP
-            if GROUP > 1:
-                member = (start - lo) // rows
-                h += member
-                start -= member * rows
-            slope = slopes_ptr
-            if slopes_ptr is not None:
-                slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-            mask_offset = mask_offset_of(mask, b, h)
-            row_values = b * stride_lseb + h * stride_lseh + row0
-            dk, dv = _dkdv_step(
-                dk, dv, k, v, rows_at(q_heads, b, h, row0, STRIDE_STEP), rows_at(do_heads, b, h, row0, STRIDE_STEP),
-                lse_ptr + row_values, delta_ptr + row_values, n0, start, Sq_b, Sk_b, scale, slope, mask, mask_offset, window,
-                (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq)),
-                D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M,
+        tensors = (q_heads, do_heads, lse_ptr, delta_ptr, slopes, mask)
+        place = (b, h_kv, row0, n0, Sq_b, Sk_b, Sq, stride_lseb, stride_lseh)
+        dropout = (state_ptr, threshold, plane_base, planes)
+        EDGE: tl.constexpr = LEFT or RIGHT
+        if PHASED and RIGHT:
+            full = tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - window[1], 0), BLOCK_M) * BLOCK_M  # these rows see all columns
+            dk, dv = _dkdv_steps(
+                dk, dv, lo, tl.minimum(full, hi), k, v, tensors, place, scale, window, dropout,
+                True, D, HEAD_D, GROUP, LEFT, RIGHT, STRIDE_STEP, MASK_STEP, PRECISION, BLOCK_M,
+            )  # fmt: skip
+            dk, dv = _dkdv_steps(
+                dk, dv, full, hi, k, v, tensors, place, scale, window, dropout,
+                False, D, HEAD_D, GROUP, LEFT, RIGHT, STRIDE_STEP, MASK_STEP, PRECISION, BLOCK_M,
+            )  # fmt: skip
+        else:
+            dk, dv = _dkdv_steps(
+                dk, dv, lo, hi, k, v, tensors, place, scale, window, dropout,
+                EDGE, D, HEAD_D, GROUP, LEFT, RIGHT, STRIDE_STEP, MASK_STEP, PRECISION, BLOCK_M,
             )  # fmt: skip
         factor = scale[0]
         if state_ptr is not None:
@@ -222,7 +281,8 @@ def _attn_dq_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dq_heads,
     Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PHASED: tl.constexpr, STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row tile of one query head: it owns dq."""
     slopes_ptr, stride_slopeb = slopes
@@ -245,14 +305,15 @@ def _attn_dq_kernel(
         q = load_rows(rows_at(q_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
         do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
         row_values = b * stride_lseb + h * stride_lseh + row0
-        lse = _load_row_values(lse_ptr + row_values, offs_m, Sq_b, float("-inf"))
+        lse = _load_lse(lse_ptr + row_values, offs_m, Sq_b)
         delta = _load_delta(delta_ptr + row_values, offs_m, Sq_b, state_ptr, threshold)
         dq = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
-        lo, _, _, hi = column_phases(m0, Sk_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        dq = _dq_steps(
-            dq, q, do, lse, delta, k_rows, v_rows, m0, lo, hi, Sq_b, Sk_b, scale, slope, mask, mask_offset, window, dropout,
-            D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N,
-        )  # fmt: skip
+        lo, _, full, hi = column_phases(m0, Sk_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+        head = (q, do, lse, delta, k_rows, v_rows, m0, Sq_b, Sk_b, scale, mask, mask_offset, window, dropout)
+        if PHASED:
+            dq = _dq_steps(dq, lo, full, slope, *head, False, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N)
+            lo = full
+        dq = _dq_steps(dq, lo, hi, slope, *head, True, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N)
         factor = scale[0]
         if state_ptr is not None:
             factor *= keep_scale

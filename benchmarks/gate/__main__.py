@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import __doc__ as description
 from .cases import all_cases, sample_cases, shipped_cases
-from .machine_code import ATTENTION_LOOPS, Report, run
+from .machine_code import ATTENTION, Report, run
 from .opcodes import write_opcodes
 from .spills import misplaced
 
@@ -29,10 +29,9 @@ def dropout_table(reports: list[Report]) -> list[tuple[str, str, float, float]]:
     rows = []
     for report in reports:
         plain = without.get((report.case.removesuffix("+dropout"), report.kernel))
-        if report.kernel not in ATTENTION_LOOPS or plain is None or plain is report:
+        if report.kernel not in ATTENTION or plain is None or plain is report:
             continue
-        size = dict(re.findall(r"(M|N|num_warps)(\d+)", report.tile))
-        elements = int(size["M"]) * int(size["N"]) / (32 * int(size["num_warps"])) * ATTENTION_LOOPS[report.kernel]
+        elements = report.elements * report.loops
         rows.append((
             report.case, report.kernel, (report.instructions - plain.instructions) / elements,
             report.philox / 20 / (elements / 8),

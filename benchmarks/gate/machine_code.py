@@ -26,8 +26,7 @@ TILE_KEYS = (
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_S", "BLOCK_HALF", "BLOCK_REST", "WIDTH", "num_warps",
     "num_stages", "SUB",
 )  # fmt: skip
-# attention kernel -> copies of the loop in its machine code: forward has one with an edge mask and one without
-ATTENTION_LOOPS = {"_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 1, "_attn_dq_kernel": 1, "_attn_dmask_kernel": 1}
+ATTENTION = ("_attn_fwd_kernel", "_attn_dkdv_kernel", "_attn_dq_kernel", "_attn_dmask_kernel")
 # kernel -> products of a tile (M x N x K, or M x N x head dim) in one pass of a loop
 PRODUCTS = {
     "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
@@ -54,6 +53,13 @@ class Report:
     narrow_loads: int  # 2-byte global loads
     instructions: int
     philox: int  # integer multiplies by the Philox constants; 0 without dropout
+    loops: int  # copies of the loop over products
+
+    @property
+    def elements(self) -> float:
+        """Of a tile, those of a thread."""
+        size = dict(re.findall(r"(M|N|num_warps)(\d+)", self.tile))
+        return int(size["M"]) * int(size["N"]) / (32 * int(size["num_warps"]))
 
     def faults(self, case: Case | AttentionCase, product: bool, min_shared: int, multiplies: float) -> list[str]:
         """product: tensor cores are expected. min_shared, multiplies: what the tile needs."""
@@ -79,6 +85,11 @@ class Report:
                 found.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
                 found.append(f"{self.shared} B of shared memory: less than stages x tile = {min_shared}, not pipelined")
+        draws = (
+            self.philox / 20 / (self.elements / 8) if " K" in self.tile else 0
+        )  # 20 multiplies a call, for 8 elements
+        if draws > 1.5:
+            found.append(f"the mask is drawn {draws:.1f} times")
         if self.narrow_loads and not case.ragged and case.kind != "keys":  # a row of int8, two columns per thread
             found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
         return found
@@ -137,7 +148,7 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
     The last stage may still be in registers, so shared memory holds at least stages - 1 tiles.
     """
     stages = options.get("num_stages", 1)
-    if kernel in ATTENTION_LOOPS:  # two operands of one shape stream by: k and v, or q and do
+    if kernel in ATTENTION:  # two operands of one shape stream by: k and v, or q and do
         rows = options["BLOCK_M" if kernel == "_attn_dkdv_kernel" else "BLOCK_N"]
         rows += options["BLOCK_M"] if kernel == "_attn_dmask_kernel" else 0  # q and do, too
         return 2 * rows * options["HEAD_D"] * itemsize * (stages - 1)
@@ -146,12 +157,19 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
     return 0
 
 
+def loops_of(kernel: str, options: dict) -> int:
+    """Copies of the loop over products in a kernel's machine code: in attention one with an edge mask and one without."""
+    if kernel == "_attn_fwd_kernel":  # a window has a second edge; at 256 dims one loop does all
+        return 2 if not options["LEFT"] else 3 if options["HEAD_D"] <= 128 else 1
+    if kernel == "_attn_dq_kernel":
+        return 1 + options["PHASED"]
+    return 1 + (kernel == "_attn_dkdv_kernel" and options["PHASED"] and options["RIGHT"])  # columns need no mask there
+
+
 def needed_multiplies(kernel: str, options: dict) -> float:
     """Multiplies per warp in the machine code of a tile's products, if each product is computed once."""
-    loops, length = ATTENTION_LOOPS.get(kernel, 1), options.get("HEAD_D") or options.get("BLOCK_K", 0)
-    if kernel == "_attn_fwd_kernel" and options["LEFT"]:  # a window has a second edge; at 256 dims one loop does all
-        loops = 3 if length <= 128 else 1
-    count = loops * PRODUCTS.get(kernel, 0)
+    count = loops_of(kernel, options) * PRODUCTS.get(kernel, 0)
+    length = options.get("HEAD_D") or options.get("BLOCK_K", 0)
     return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
 
 
@@ -171,10 +189,11 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
             tile=" ".join(f"{key.removeprefix('BLOCK_')}{kwargs[key]}" for key in TILE_KEYS if key in kwargs),
             tensor_core=hgmma if sm90 else hmma,
             wrong_tensor_core=hmma if sm90 else 0,
+            loops=loops_of(kernel.fn.__name__, kwargs),
             **read,
         )
         itemsize = 4 if case.dtype == "float32" else 2
-        product = "BLOCK_K" in kwargs or report.kernel in ATTENTION_LOOPS
+        product = "BLOCK_K" in kwargs or report.kernel in ATTENTION
         product = product and "ieee" not in case.kind  # no tensor core computes these
         takes = staged_bytes(report.kernel, kwargs, itemsize), needed_multiplies(report.kernel, kwargs)
         results.append((report, report.faults(case, product, *takes)))

@@ -529,6 +529,19 @@ def test_large_scores_stay_finite(dtype, device):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_scores_stay_finite(dtype, right, device):
+    """Scores of -200, so that exp(0 - lse) overflows in the columns beyond Sk that fill up a tile."""
+    tensors = {name: torch.randn(1, 2, 40, 64, device=device) for name in ("q", "k", "v", "do")}
+    tensors |= {"q": tensors["q"] / 8 + 5, "k": tensors["k"] / 8 - 5}
+    tensors = {name: t.to(dtype) for name, t in tensors.items()}
+    ours = results_of(triton_kernels, tensors, AttentionCore(1 / 8, "ieee", (None, right)))
+    assert ours["lse"].max() < -190
+    for name, result in ours.items():
+        assert result.isfinite().all(), name
+
+
 STRIDE = 2**28 + 16  # elements: row 8 starts beyond 2**31
 
 
