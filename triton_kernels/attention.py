@@ -380,8 +380,9 @@ def attn_bwd(
         if out is not None and out.stride(-1) != 1 and out.shape[-1] > 1:
             raise ValueError(f"dq, dk and dv must have an inner stride of 1, but one has strides {out.stride()}")
     B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, do, dq, dk, dv)
-    # tiles that all see all of take no mask: a loop of its own for these
-    flags["PHASED"] = core.mask is None and core.slopes is None and core.window[0] is None
+    # a loop of their own, without masks, for the tiles that all see all of; where two loops fit into the registers
+    plain = core.mask is None and core.slopes is None and core.window[0] is None and not core.softcap
+    flags["PHASED"] = plain and q.shape[-1] <= 128
     if packed:
         _zero(dq, dk, dv)
     tile_kv, tile_q = tiles or (_tile("dkdv", q, core) if need_dkv else None, _tile("dq", q, core) if need_dq else None)
