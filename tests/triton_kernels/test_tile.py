@@ -181,6 +181,10 @@ def test_shipped_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
         assert tile.BLOCK_N // tile.SUB % 32 == 0
         assert arch < 90 or min(tile.BLOCK_M, tile.BLOCK_N) >= 64
         assert tile.launch_options()["enable_fp_fusion"] is False
+        if tile.maxnreg:  # two programs share 2**16 registers and 228 KiB, of which each takes one more
+            stage = (tile.BLOCK_M + tile.BLOCK_N) * tile.BLOCK_K * 2
+            assert 2 * 32 * tile.num_warps * tile.maxnreg <= 2**16
+            assert 2 * (tile.num_stages * stage + 1024) <= 228 * 1024
 
 
 def test_rows_of_copies_only_where_columns_have_strides():
