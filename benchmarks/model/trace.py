@@ -20,7 +20,7 @@ from ...memory import kept_tensors
 from ...ops import _choices, _op, attention_core
 from ...tools.compiling import instead_of_launches
 from ..cases import DTYPES, Item, Maker
-from ..gate.machine_code import ATTENTION_LOOPS, PRODUCTS
+from ..gate.machine_code import ATTENTION, PRODUCTS
 from .rates import GPU
 
 aten = torch.ops.aten
@@ -182,7 +182,7 @@ class _Log(TorchDispatchMode):
 
 def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...]]:
     """(FLOPs, shape) of a kernel's products; (0, ()) if it has none."""
-    if name in ATTENTION_LOOPS:
+    if name in ATTENTION:
         q, k = given["q_heads"][0], given["k_heads"][0]
         B, Sq, Sk, D = q.shape[0], given["Sq"], given["Sk"], given["D"]
         shape = B, given["H"], Sq, Sk, D
@@ -211,7 +211,7 @@ def triton_launch(caught: Caught) -> Launch:
     tensors = [
         t for t in (getattr(leaf, "base", leaf) for leaf in leaves) if isinstance(t, Tensor)
     ]  # base: of a descriptor
-    causal = bool(given.get("RIGHT")) if caught.name in ATTENTION_LOOPS else False
+    causal = bool(given.get("RIGHT")) if caught.name in ATTENTION else False
     name = caught.name.strip("_").removesuffix("_kernel")
     return Launch(name, "kernel" if flops else "triton", flops, _touched(tensors), shape, causal, caught)
 
