@@ -37,7 +37,7 @@ OTHER_SPILLS: dict[str, int] = {
     r"attn_dmask/sm_\d+/float32/d(32|64|96)\+ieee\S* _attn_dmask_kernel": 8,
     r"attn_dmask/sm_80/bfloat16/d256\+alibi\S* _attn_dmask_kernel": 176,
     r"stack_bwd/sm_90/float16/gelu\+ragged\+extras _stack_bwd_kernel": 16,
-    r"attn_bwd/sm_90/bfloat16/d(80|96)\+(additive|alibi|bool|gqa|keys|varlen|window|softcap).* _attn_dkdv_kernel": 72,
+    r"attn_bwd/sm_90/bfloat16/d(80|96)\+(additive|alibi|bool|gqa|keys|varlen|window|softcap).* _attn_dkdv_kernel": 104,
     r"attn_bwd/sm_80/bfloat16/d32\+varlen _attn_dq_kernel": 8,
     r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+gqa(\+causal)?(\+dropout)? _attn_fwd_kernel": 40,
     r"attn_bwd/sm_\d+/float32/d\d+\+ieee.* _attn_(dkdv|dq)_kernel": 16,
