@@ -113,6 +113,8 @@ def launches(
         "act_fwd": lambda: t.act_fwd(dh, dh, activation),
         "act_bwd": lambda: t.act_bwd(dh, dh, activation, db=True),
         "act_bwd of bits": lambda: t.act_bwd(dh, bits, "relu", bits=True, db=True),
+        "hidden_grad": lambda: t.hidden_grad(dh, dh, activation, keep_h=True, db=True),
+        "gated_hidden_grad": lambda: t.gated_hidden_grad(dh, dh, dh, activation, dbg=True, dbu=True),
         "dropout": lambda: t.dropout(dh, *dropped["dropout"], row_base=first_row),
         "norm_fwd": lambda: t.norm_fwd(x, gain, gain, 1e-5, "layer", torch.bfloat16),
         "norm_bwd": lambda: t.norm_bwd(x, x, gain, 1e-5, "layer", residual=x, need_dweight=True, need_dbias=True),

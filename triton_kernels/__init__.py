@@ -7,14 +7,15 @@ attention_scores.py and attention_backward.py). Kernels import nothing of ckptke
 
 from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd
 from .elementwise import act_bwd, act_fwd, dropout
-from .linear import act_grad, linear_bwd, linear_fwd
-from .mlp import gated_act_grad, gated_bwd, gated_fwd, mlp_bwd
+from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd
+from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
 from .rotary import heads_bwd, heads_fwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
 __all__ = [
     "act_bwd", "act_fwd", "act_grad", "attn_bwd", "attn_delta", "attn_dmask", "attn_fwd", "dropout", "gated_act_grad",
-    "gated_bwd", "gated_fwd", "heads_bwd", "heads_fwd", "linear_bwd", "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
+    "gated_bwd", "gated_fwd", "gated_hidden_grad", "heads_bwd", "heads_fwd", "hidden_grad", "linear_bwd",
+    "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
     "pack_stack", "stack_bwd", "stack_fwd", "stack_width",
 ]  # fmt: skip

@@ -242,10 +242,19 @@ def _dropout_kernel(
             store_tile(y_rows, offs_m, offs_n, mask, y)
 
 
-def _blocks(x: torch.Tensor) -> dict:
+def blocks_of(x: torch.Tensor) -> dict:
     if arch_of(x) == INTERPRETER:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, enable_fp_fusion=False)
     return dict(BLOCK_M=32, BLOCK_N=128, num_warps=8, enable_fp_fusion=False)
+
+
+def grid_of_blocks(M: int, N: int, blocks: dict) -> tuple[int]:
+    return (triton.cdiv(M, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"]),)
+
+
+def block_sums(M: int, N: int, blocks: dict, like: torch.Tensor) -> torch.Tensor:
+    """Room for sums of columns: one float32 row for each row of blocks."""
+    return torch.empty((triton.cdiv(M, blocks["BLOCK_M"]), N), dtype=torch.float32, device=like.device)
 
 
 def act_fwd(z, u, activation: str):
@@ -253,11 +262,10 @@ def act_fwd(z, u, activation: str):
     M, N = z.shape
     z, u = rows_of(z), rows_of(u)
     h = torch.empty((M, N), dtype=z.dtype, device=z.device)
-    blocks = _blocks(z)
+    blocks = blocks_of(z)
     if M and N:
         launch(
-            _act_fwd_kernel, (triton.cdiv(M, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"]),), matrix(z), matrix(u),
-            matrix(h), M, N, ACT=activation, **blocks,
+            _act_fwd_kernel, grid_of_blocks(M, N, blocks), matrix(z), matrix(u), matrix(h), M, N, ACT=activation, **blocks
         )  # fmt: skip
     return h
 
@@ -270,13 +278,12 @@ def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
     M, N = dy.shape
     dy, kept = rows_of(dy), rows_of(kept)
     dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
-    blocks = _blocks(dy)
-    tile_rows = triton.cdiv(M, blocks["BLOCK_M"])
-    partial = torch.empty((tile_rows, N), dtype=torch.float32, device=dy.device) if db else None
+    blocks = blocks_of(dy)
+    partial = block_sums(M, N, blocks, dy) if db else None
     if M and N:
         launch(
-            _act_bwd_kernel, (tile_rows * triton.cdiv(N, blocks["BLOCK_N"]),), matrix(dy), matrix(kept), matrix(dz),
-            partial, M, N, ACT=activation, BITS=bits, **blocks,
+            _act_bwd_kernel, grid_of_blocks(M, N, blocks), matrix(dy), matrix(kept), matrix(dz), partial, M, N,
+            ACT=activation, BITS=bits, **blocks,
         )  # fmt: skip
     return dz, partial.sum(0) if db else None
 

@@ -14,7 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementwise import act, load_tile, pack_bits, store_column_sum, store_tile
+from .elementwise import (
+    act,
+    block_of,
+    block_sums,
+    blocks_of,
+    grid_of_blocks,
+    load_tile,
+    pack_bits,
+    store_column_sum,
+    store_tile,
+)  # fmt: skip
 from .elementwise import act_grad as act_grad_of
 from .philox import dropout_mask, dropped, placed, times
 from .tile import (
@@ -150,6 +160,20 @@ def _act_grad_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["M"])
+def _hidden_grad_kernel(
+    dh_rows, z_rows, h_rows, dz_rows, db_ptr, M, N, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """dz = dh act'(z) and h = act(z) from stored dh and z: the epilogue of `_act_grad_kernel` behind another's product."""
+    pid_m, pid_n = block_of(N, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    z = load_tile(z_rows, offs_m, offs_n, mask)
+    dh = widen(load_tile(dh_rows, offs_m, offs_n, mask))
+    hidden_grad_store(z, dh, pid_n * BLOCK_N, h_rows, dz_rows, db_ptr, (None, 0, 1.0, 0, 0), pid_m, M, N, ACT)
+
+
 NO_DROPOUT = (None, 0, 1.0, 0)  # (state, threshold, scale, col_base)
 
 
@@ -232,5 +256,22 @@ def act_grad(
             _act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(w), matrix(z), matrix(h), matrix(dz), partial,
             *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return dz, h, partial.sum(0) if db else None
+
+
+def hidden_grad(dh, z, activation: str, *, keep_h=False, db=False):
+    """dz = dh * act'(z) [M, N], h = act(z) (None unless asked for), and db = sum of dz's rows (float32 [N], likewise), in one
+    pass over stored dh and z [M, N]."""
+    M, N = dh.shape
+    dh, z = rows_of(dh), rows_of(z)
+    dz = torch.empty((M, N), dtype=dh.dtype, device=dh.device)
+    h = torch.empty_like(dz) if keep_h else None
+    blocks = blocks_of(dh)
+    partial = block_sums(M, N, blocks, dh) if db else None
+    if M and N:
+        launch(
+            _hidden_grad_kernel, grid_of_blocks(M, N, blocks), matrix(dh), matrix(z), matrix(h), matrix(dz), partial, M, N,
+            ACT=activation, **blocks,
         )  # fmt: skip
     return dz, h, partial.sum(0) if db else None

@@ -15,7 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementwise import act, act_grad, load_tile, store_column_sum, store_tile
+from .elementwise import (
+    act,
+    act_grad,
+    block_of,
+    block_sums,
+    blocks_of,
+    grid_of_blocks,
+    load_tile,
+    store_column_sum,
+    store_tile,
+)  # fmt: skip
 from .linear import (
     NO_DROPOUT,
     grid_of,
@@ -186,6 +196,21 @@ def _gated_act_grad_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["M"])
+def _gated_hidden_grad_kernel(
+    dh_rows, g_rows, u_rows, results, M, N, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """As `_gated_act_grad_kernel`, from stored dh."""
+    pid_m, pid_n = block_of(N, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    g = load_tile(g_rows, offs_m, offs_n, mask)
+    u = load_tile(u_rows, offs_m, offs_n, mask)
+    dh = widen(load_tile(dh_rows, offs_m, offs_n, mask))
+    gated_grad_store(g, u, dh, pid_n * BLOCK_N, *results, (None, 0, 1.0, 0, 0), pid_m, M, N, ACT)
+
+
 def mlp_bwd(
     x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, db=False,
     tile=None,
@@ -273,5 +298,23 @@ def gated_act_grad(
             _gated_act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(wd), matrix(g), matrix(u),
             (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None
+
+
+def gated_hidden_grad(dh, g, u, activation: str, *, keep_h=True, dbg=False, dbu=False):
+    """The outputs of `gated_act_grad` in one pass over stored dh, g and u [M, N]."""
+    M, N = dh.shape
+    dh, g, u = rows_of(dh), rows_of(g), rows_of(u)
+    dg = torch.empty((M, N), dtype=dh.dtype, device=dh.device)
+    du = torch.empty_like(dg)
+    h = torch.empty_like(dg) if keep_h else None
+    blocks = blocks_of(dh)
+    partial_g = block_sums(M, N, blocks, dh) if dbg else None
+    partial_u = block_sums(M, N, blocks, dh) if dbu else None
+    if M and N:
+        launch(
+            _gated_hidden_grad_kernel, grid_of_blocks(M, N, blocks), matrix(dh), matrix(g), matrix(u),
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), M, N, ACT=activation, **blocks,
         )  # fmt: skip
     return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None

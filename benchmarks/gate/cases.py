@@ -276,6 +276,17 @@ def _launch_act_bwd(case: Case, given: Inputs):
     return given.backend.act_bwd(dy, _matrix(case, given), case.activation, db=case.extras)
 
 
+def _launch_hidden_grad(case: Case, given: Inputs):
+    return given.backend.hidden_grad(
+        *(_matrix(case, given) for _ in "dz"), case.activation, keep_h=True, db=case.extras
+    )
+
+
+def _launch_gated_hidden_grad(case: Case, given: Inputs):
+    dh, g, u = (_matrix(case, given) for _ in "dgu")
+    return given.backend.gated_hidden_grad(dh, g, u, case.activation, dbg=case.extras, dbu=case.extras)
+
+
 def _launch_dropout(case: Case, given: Inputs):
     return given.backend.dropout(_matrix(case, given), *given.dropout(True)[:3])
 
@@ -405,6 +416,8 @@ OPS = {
     **{launcher.name: _launch_product for launcher in LAUNCHERS.values() if launcher.product},
     "act_fwd": _launch_act_fwd,
     "act_bwd": _launch_act_bwd,
+    "hidden_grad": _launch_hidden_grad,
+    "gated_hidden_grad": _launch_gated_hidden_grad,
     "dropout": _launch_dropout,
     "norm_fwd": _launch_norm_fwd,
     "norm_bwd": _launch_norm_bwd,

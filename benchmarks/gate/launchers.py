@@ -43,6 +43,13 @@ _TABLE = [
     Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("keep_gu",), True),
     Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS),
     Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS),
+    Launcher("hidden_grad", {"dh": "MN", "z": "MN"}, ("dz", "h", "db"), ("keep_h", "db"), False, product=False),
+    Launcher(
+        "gated_hidden_grad",
+        {"dh": "MN", "g": "MN", "u": "MN"},
+        **_GATED_GRADS | {"dropout": False},
+        product=False,
+    ),
     Launcher("act_fwd", {"z": "MN", "u": "MN"}, ("h",), (), False, product=False),
     Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
 ]

@@ -32,8 +32,8 @@ from .elementwise import (
     pack_bits,
     unpack_bits,
 )
-from .linear import act_grad, linear_bwd, linear_fwd, mm, product
-from .mlp import gated_act_grad, gated_bwd, gated_fwd, mlp_bwd
+from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd, mm, product
+from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
 from .rotary import heads_bwd, heads_fwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
@@ -63,8 +63,10 @@ __all__ = [
     "gated_act_grad",
     "gated_bwd",
     "gated_fwd",
+    "gated_hidden_grad",
     "heads_bwd",
     "heads_fwd",
+    "hidden_grad",
     "linear_bwd",
     "linear_fwd",
     "mlp_bwd",

@@ -28,6 +28,12 @@ def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
     return act_bwd(dh, product(x, w, b), activation, db=db)
 
 
+def hidden_grad(dh, z, activation, *, keep_h=False, db=False):
+    function = ACTIVATIONS[activation]
+    dz = function.grad(dh, z)
+    return dz.clone() if dz is dh else dz, function.act(z) if keep_h else None, column_sum_if(dz, db)
+
+
 def act_grad(
     dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False, db=False
 ):

@@ -31,6 +31,14 @@ def gated_bwd(
     )  # fmt: skip
 
 
+def gated_hidden_grad(dh, g, u, activation, *, keep_h=True, dbg=False, dbu=False):
+    a = act(g, activation)
+    h = a * u if keep_h else None
+    du = dh * a if a is g else a.mul_(dh)
+    dg = ACTIVATIONS[activation].grad_(dh * u, g)
+    return dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu)
+
+
 def gated_act_grad(
     dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False, dbu=False
 ):

@@ -78,10 +78,10 @@ class Library(Separate):
         self, dy, w, z, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False,
         db=False,
     ):  # fmt: skip
-        h = self.dropped(self.kernels.act_fwd(z, None, activation), dropout, row_base) if keep_h else None
         dh = self.dropped(self.mm(dy, w), dropout, row_base)
-        dz, db_ = self.kernels.act_bwd(dh, z, activation, db=db)
-        return dz, h, db_
+        dz, h, sums = self.kernels.hidden_grad(dh, z, activation, keep_h=keep_h, db=db)
+        del dh
+        return dz, self.dropped(h, dropout, row_base) if keep_h else None, sums
 
     def gated_fwd(
         self, x, wg, bg, wu, bu, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_gu=False
@@ -94,11 +94,10 @@ class Library(Separate):
         self, dy, wd, g, u, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_h=True, dbg=False,
         dbu=False,
     ):  # fmt: skip
-        h = self.dropped(self.kernels.act_fwd(g, u, activation), dropout, row_base) if keep_h else None
         dh = self.dropped(self.mm(dy, wd), dropout, row_base)
-        du = self.kernels.act_fwd(g, dh, activation)  # act(g) dh
-        dg, dbg_ = self.kernels.act_bwd(dh.mul_(u), g, activation, db=dbg)
-        return dg, du, h, dbg_, eager.column_sum(du) if dbu else None
+        dg, du, h, *sums = self.kernels.gated_hidden_grad(dh, g, u, activation, keep_h=keep_h, dbg=dbg, dbu=dbu)
+        del dh
+        return dg, du, self.dropped(h, dropout, row_base) if keep_h else None, *sums
 
 
 class Wide(Library):

@@ -148,7 +148,7 @@ ALIGNED, RAGGED = {"M": 72, "K": 64, "N": 144, "D": 80}, {}
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *itertools.product(["linear_bwd", "act_grad", "act_fwd", "act_bwd"], [ALIGNED, RAGGED]),
+        *itertools.product(["linear_bwd", "act_grad", "act_fwd", "act_bwd", "gated_hidden_grad"], [ALIGNED, RAGGED]),
         *itertools.product(["linear_fwd"], [{"M": 0}, {"K": 0}]),
     ],
 )

@@ -16,7 +16,7 @@ from twins import pairwise
 
 import ckptkern
 from ckptkern import state, triton_kernels
-from ckptkern.ops import _routes
+from ckptkern.ops import _choices, _routes
 
 WIDE = Sizes(hidden=66)  # too wide for the one kernel of a narrow stack
 ALL = tuple(cases.ACTIVATIONS)
@@ -263,7 +263,7 @@ def test_chunks_change_only_the_order_of_a_sum(setup):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none",), (P,), ["mlp", "gated_mlp"]))
 def test_both_routes_give_the_same_bits(setup, monkeypatch):
-    """Up to 1024 features one kernel forms all products of a tile; above, z (g and u) is formed first. One result.
+    """On `dual` one kernel forms all products of a tile; on `triton` z (g and u) is formed first. One result.
 
     In two chunks, so that the second draws its masks from its own first row.
     """
@@ -273,12 +273,14 @@ def test_both_routes_give_the_same_bits(setup, monkeypatch):
     monkeypatch.setattr(
         triton_kernels, one_kernel, lambda *args, **kw: calls.append(one_kernel) or launcher(*args, **kw)
     )
-    for features, expected in ((1056, []), (96, [one_kernel])):
-        tensors = make(setup, Sizes((140,), features, 8, 5), torch.bfloat16)
-        setup = setup.with_(workspace=MANY_CHUNKS)
-        results = gradients(setup.with_(recompute="full").fused, tensors)
+    tensors = make(setup, Sizes((140,), 96, 8, 5), torch.bfloat16)
+    setup = setup.with_(workspace=MANY_CHUNKS)
+    kept = gradients(setup.fused, tensors)
+    for route, expected in (("triton", []), ("dual", [one_kernel])):
+        with _choices.forced_route(route):
+            results = gradients(setup.with_(recompute="full").fused, tensors)
         assert calls == 2 * expected
-        assert_same(results, gradients(setup.fused, tensors), BIASES)
+        assert_same(results, kept, BIASES)
 
 
 # --- masks
