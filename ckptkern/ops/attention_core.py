@@ -63,13 +63,14 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     )  # fmt: skip
 
 
-# Compute capability -> torch's own kernel, if it was measured to be faster than Triton kernels, for these head dims. The
+# Compute capability -> torch's own kernel, if it was measured to be faster than Triton kernels, for FUSED_HEAD_DIMS. The
 # figures are from others, since our kernels are not measured yet; a run of benchmarks/ overrules them. H100, heads of 128,
 # TFLOP/s: cuDNN 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100:
-# FlexAttention, in Triton, reaches 90 % of flash attention in forward and 85 % in backward (its authors). Other cards run
-# our kernels, because nothing is known about them.
+# FlexAttention, in Triton, reaches 90 % of flash attention in forward and 85 % in backward (its authors). Other cards and other
+# head dims, for which our tiles were not chosen or spill, take torch's flash attention.
 FUSED_CORES = {(9, 0): "cudnn", (8, 0): "flash"}
 FUSED_HEAD_DIMS = range(64, 129, 8)
+FLASH_HEAD_DIMS = range(8, 257, 8)
 
 
 @functools.cache
@@ -89,8 +90,9 @@ def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal:
 
 
 def _constant_fused(index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> str:
-    kernel = FUSED_CORES.get(torch.cuda.get_device_capability(index))
-    if kernel is None or not getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")():
+    listed = FUSED_CORES.get(torch.cuda.get_device_capability(index))
+    kernel = listed if listed and D in FUSED_HEAD_DIMS else "flash"
+    if not getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")():
         return ""
     return kernel if _accepts(kernel, index, dtype, D, causal, grouped) else ""
 
@@ -115,7 +117,7 @@ def fused_core(
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
-    head_dim = next((n for n in FUSED_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
+    head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
     if (
         not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
         or not head_dim or any(other is not None for other in others)

@@ -948,7 +948,9 @@ CORES = {
     "192 keys, causal": ({"q_shape": (2, 4, 192, 64), "k_shape": (2, 4, 192, 64), "right": 0}, "cudnn"),
     "scale of 0": ({"right": 0, "scale": 0.0}, ""),
     "float32": ({"dtype": torch.float32}, ""),
-    "heads of 32": ({"q_shape": (2, 4, 128, 32), "k_shape": (2, 4, 128, 32)}, ""),
+    "heads of 32": ({"q_shape": (2, 4, 128, 32), "k_shape": (2, 4, 128, 32)}, "flash"),
+    "heads of 256": ({"q_shape": (2, 4, 128, 256), "k_shape": (2, 4, 128, 256)}, "flash"),
+    "heads of 264": ({"q_shape": (2, 4, 128, 264), "k_shape": (2, 4, 128, 264)}, ""),
     "heads of 68": ({"q_shape": (2, 4, 128, 68), "k_shape": (2, 4, 128, 68)}, ""),
     "no rows": ({"q_shape": (2, 4, 0, 64)}, ""),
     "one row": ({"q_shape": (2, 4, 1, 64)}, ""),
@@ -958,7 +960,7 @@ CORES = {
     "a mask, slopes or dropout": ({"other": True}, ""),
     "backend eager": ({"backend": "eager"}, ""),
     "Ampere": ({"capability": (8, 0)}, "flash"),
-    "Blackwell": ({"capability": (10, 0)}, ""),
+    "Blackwell": ({"capability": (10, 0)}, "flash"),
     "refused by torch": ({"accepts": False}, ""),
 }
 
