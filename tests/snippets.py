@@ -46,10 +46,11 @@ def run(
     shared: int = 4096,
     allowed=None,
     programs=None,
+    **options,
 ):
     """Runs them on arrays, which keep what is written to them."""
     tensors, addresses = [], []
     for n, array in enumerate(arrays):
         addresses.append(np.uint64(BASE * (n + 1)))
         tensors.append(emulator.Tensor(f"tensor {n}", BASE * (n + 1), array.reshape(-1).view(np.uint8), allowed))
-    return emulator.run(ptx_of(body, len(arrays), threads), grid, shared, addresses, tensors, programs)
+    return emulator.run(ptx_of(body, len(arrays), threads), grid, shared, addresses, tensors, programs, **options)

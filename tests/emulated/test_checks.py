@@ -313,3 +313,24 @@ def test_a_product_of_a_warp_group(old, new, kind):
     run(PRODUCT, x, threads=128)
     assert not x.any()
     assert fault_of(PRODUCT.replace(old, new), x, threads=128).kind == kind
+
+
+COPIED = PRODUCT.replace(
+    "st.shared.v4.b32 [%r10+16], {%r2, %r2, %r2, %r2};",
+    """
+add.s32 %r11, %r10, 16;
+cp.async.cg.shared.global [ %r11 + 0 ], [ %rd1 + 0 ], 0x10;
+cp.async.commit_group;
+cp.async.wait_group 0;
+""",
+)
+
+
+def test_copies_need_a_fence_unless_that_is_waived():
+    """Triton 3.6 puts none between cp.async and wgmma. What threads wrote themselves needs it all the same."""
+    fence, x = "fence.proxy.async.shared::cta;\n", np.zeros(128, np.uint32)
+    run(COPIED, x, threads=128)
+    late = COPIED.replace(fence, "").replace("add.s32 %r11", fence + "add.s32 %r11")
+    assert fault_of(late, x, threads=128).kind == "proxy"
+    run(late, x, threads=128, copies_need_fence=False)
+    assert fault_of(COPIED.replace(fence, ""), x, threads=128, copies_need_fence=False).kind == "proxy"
