@@ -263,6 +263,7 @@ def as_on(gpu: GPU) -> Iterator[list[Launch]]:
         mock.patch.object(F, "dropout", dropout),
     ]
     with contextlib.ExitStack() as stack:
+        stack.callback(_choices._route.cache_clear)
         for patch in patches:
             stack.enter_context(patch)
         with _Log(log):

@@ -101,7 +101,7 @@ def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
 
 
 def pack_bits(bit: Tensor) -> Tensor:
-    """bool [M, N] -> uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
+    """bool [M, N], a tensor of its own, -> uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
     M, N = bit.shape
     bit = bit if N % 8 == 0 else F.pad(bit, (0, -N % 8))
     # Eight bools as one number: the product has the j-th of them, its bit 8 j, at bit 56 + j. 4 times as fast as a sum.

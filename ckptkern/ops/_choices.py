@@ -122,6 +122,11 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     return "eager"
 
 
+def card_of(device_type: str, index: int | None) -> tuple[int, int]:
+    """The compute capability; on a CPU, where kernels are interpreted or emulated, that of the card that they are tuned for."""
+    return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
+
+
 @functools.cache
 def _route(op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
     """From the table that `python -m ckptkern tune` wrote on this machine, else from ours."""
@@ -130,9 +135,7 @@ def _route(op: str, backend: str, device_type: str, index: int | None, dtype: to
         return tuned
     if backend == "eager":
         return backend
-    # What the interpreter stands in for: the card that the kernels are tuned for.
-    card = torch.cuda.get_device_capability(index) if device_type == "cuda" else (9, 0)
-    return _routes.shipped_route(op, card, dtype.itemsize, size)
+    return _routes.shipped_route(op, card_of(device_type, index), dtype.itemsize, size)
 
 
 def _constant_route(*key) -> str:
@@ -142,20 +145,20 @@ def _constant_route(*key) -> str:
 _constant_route._dynamo_marked_constant = True  # as _constant_device_reason
 
 
-def choose_route(op: str, x: Tensor, features: int, hidden: int, *, name: str | None = None) -> str:
+def choose_route(op: str, x: Tensor, features: int, hidden: int, out: int, *, name: str | None = None) -> str:
     """The route of an op's products (`_routes`), on the backend that `choose_backend` gives.
 
-    features: the more of the op's input and output; hidden: of the layer between, or linear_act's output. name: what the table
-    calls the op, if it is another one. Under backend("triton") no library's product stands in for a kernel.
+    features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. name: what the table calls
+    the op, if it is another one. Under backend("triton") no library's product stands in for a kernel.
     """
     if _choice.seen is not None:
-        _choice.seen.append((name or op, features, hidden, x.dtype))
+        _choice.seen.append((name or op, features, hidden, out, x.dtype))
     backend = choose_backend(op, x)
     if backend == "eager" and (not x.is_cpu or x.dtype.itemsize != 2):
         return backend
     if _choice.route in _routes.candidates(backend, x.device.type, x.dtype):
         return _choice.route
-    size = _routes.size_class(features)
+    size = _routes.size_class(max(features, out))
     route = _constant_route(name or op, backend, x.device.type, x.device.index, x.dtype, size)
     return "triton" if route == "library" and kernels_alone() else route
 

@@ -103,6 +103,10 @@ class Library(Separate):
 class Wide(Library):
     """PyTorch ops whose products have float32 copies of their operands, and are rounded once."""
 
+    def linear_fwd(self, x, w, b, activation, precision, *, keep_z=False, keep_bits=False, **dropout):
+        h, z, _ = super().linear_fwd(x, w, b, activation, precision, keep_z=True, **dropout)
+        return h, z if keep_z else None, eager.pack_bits(~(z <= 0)) if keep_bits else None
+
     @staticmethod
     def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return eager.product(x.float(), w.float(), None if b is None else b.float()).to(x.dtype)

@@ -64,7 +64,9 @@ def read(file: Path, wanted: dict[str, str]) -> Table:
             raise ValueError(f"format {data['format']!r}, not {FORMAT}")
         came = {name: data["machine"][name] for name in wanted}
         table = {(row["op"], row["dtype"], SIZES.index(row["features"])): row["route"] for row in data["routes"]}
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, ValueError) as error:
+        if not all(isinstance(route, str) for route in table.values()):
+            raise TypeError("a route that is no string")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None
     if other := [f"{name} {came[name]}, not {wanted[name]}" for name in wanted if came[name] != wanted[name]]:
         raise ValueError(f"it was made for {'; '.join(other)}")
@@ -81,17 +83,18 @@ def rows(file: Path) -> list[dict[str, Any]]:
 @functools.cache
 def table(device_type: str, index: int | None) -> Table:
     """What was tuned for this device; nothing if there is no such file, or none that can be used, which is said once."""
-    if device_type == "cuda" and not torch.cuda.is_available():
+    if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
         return {}
-    file = path(device_type, index)
+    file: Path | None = None
     try:
+        file = path(device_type, index)
         return read(file, machine(device_type, index))
-    except OSError:
+    except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
         warnings.warn(
-            f"{file} is not used, because {error}. Products take ckptkern's own routes; `python -m ckptkern tune` makes the "
-            "file anew",
+            f"{file or 'the table of tuned routes'} is not used, because {error}. Products take ckptkern's own routes; "
+            "`python -m ckptkern tune` makes the file anew",
             stacklevel=2,
         )
         return {}

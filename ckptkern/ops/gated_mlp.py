@@ -229,7 +229,7 @@ def gated_mlp(
     x = cast_input(op, x, gate_weight, up_weight, down_weight)
     statics = (
         activation, float(dropout_p), choose_level(recompute),
-        choose_route(op, x, max(x.shape[-1], down_weight.shape[0]), up_weight.shape[0]), matmul_precision(x),
+        choose_route(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0]), matmul_precision(x),
         choose_workspace(op, workspace, x), 0,
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)

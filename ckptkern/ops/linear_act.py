@@ -160,6 +160,6 @@ def linear_act(
         return eager.act(torch.nn.functional.linear(x, weight, bias), activation)
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
     x = cast_input("linear_act", x, weight)
-    route = choose_route("linear_act", x, max(weight.shape), weight.shape[0])
+    route = choose_route("linear_act", x, weight.shape[1], 0, weight.shape[0])
     statics = (activation, choose_level(recompute), route, matmul_precision(x))
     return _apply(statics, x, weight, bias)

@@ -58,7 +58,7 @@ class Layers:
         return cast_parameter(getattr(self.t, f"{layer}_weight"), self.dtype)
 
     def forward(self, layer: str, x: Tensor, start: int) -> Tensor:
-        y = eager.product(x, self.weight(layer), cast_parameter(getattr(self.t, f"{layer}_bias"), self.dtype))
+        y = self.p.product(x, self.weight(layer), cast_parameter(getattr(self.t, f"{layer}_bias"), self.dtype))
         pair = self.updates[layer]
         return y if pair is None else pair.add(self.p, y, x, start)
 
@@ -68,7 +68,7 @@ class Layers:
 
     def input_gradient(self, layer: str, dy: Tensor, du: Tensor | None, dx: Tensor | None, start: int) -> Tensor:
         """dx + what dy gives, in dx if there is one."""
-        dx = torch.mm(dy, self.weight(layer)) if dx is None else dx.addmm_(dy, self.weight(layer))
+        dx = self.p.mm(dy, self.weight(layer), out=dx, add=dx is not None)
         if du is not None:
             self.updates[layer].add_input_gradient(self.p, du, dx, start)
         return dx
@@ -107,8 +107,9 @@ class Sums:
         self.layers = layers
         wanted = [name for i, name in enumerate(LowRankTensors._fields, 1) if needed(needs, i)]
         tensors = {name: getattr(layers.t, name) for name in wanted}
+        wide = layers.o.backend == "wide"
         self.totals = {
-            name: BiasGrad(tensor.dtype) if name.endswith("_bias") else WeightGrad(tensor, chunks)
+            name: BiasGrad(tensor.dtype) if name.endswith("_bias") else WeightGrad(tensor, chunks, wide=wide)
             for name, tensor in tensors.items()
         }
 

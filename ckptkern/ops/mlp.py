@@ -218,7 +218,7 @@ def mlp(
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
-    route = choose_route("mlp", x, max(x.shape[-1], fc2_weight.shape[0]), fc1_weight.shape[0])
+    route = choose_route("mlp", x, x.shape[-1], fc1_weight.shape[0], fc2_weight.shape[0])
     statics = (
         activation, float(dropout_p), choose_level(recompute), route,
         matmul_precision(x),

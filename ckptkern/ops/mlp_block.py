@@ -133,8 +133,8 @@ def gather(
         down_bias=down_bias, **lora_tensors, **tensors,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
-    widest = max(features, down_weight.shape[0])
-    route = choose_route(op, probe, widest, up_weight.shape[0], name="mlp" if gate_weight is None else "gated_mlp")
+    name, sizes = "mlp" if gate_weight is None else "gated_mlp", (features, up_weight.shape[0], down_weight.shape[0])
+    route = choose_route(op, probe, *sizes, name=name)
     o = MLPOptions(
         activation=activation, dropout_p=float(dropout_p), first_column=0, recompute=choose_level(recompute),
         backend=route, precision=matmul_precision(probe),

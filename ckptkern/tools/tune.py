@@ -11,6 +11,7 @@ import argparse
 import copy
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,21 +36,23 @@ ERROR_AT_MOST = 2.0  # in units of eager's own: the rule of verify and of the be
 
 
 class Problem(NamedTuple):
-    """What is timed: an op at a size. features: of its input and output; hidden: of the layer between."""
+    """What is timed: an op at a size. features, hidden, out: of its input, of the layer between (linear_act: 0), of its output,
+    as choose_route has them."""
 
     op: str
     features: int
     hidden: int
+    out: int
     dtype: torch.dtype
     tokens: int
 
     @property
     def size(self) -> int:
-        return _routes.size_class(self.features)
+        return _routes.size_class(max(self.features, self.out))
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.op} {self.features}x{self.hidden} {dtype}, {self.tokens} tokens"
+        sizes = "x".join(str(n) for n in (self.features, self.hidden, self.out) if n)
+        return f"{self.op} {sizes} {str(self.dtype).removeprefix('torch.')}, {self.tokens} tokens"
 
 
 @dataclass
@@ -82,8 +85,9 @@ class Outcome:
         """Of the table's file."""
         problem = self.problem._asdict() | {
             "dtype": str(self.problem.dtype).removeprefix("torch."), "features": _routes.SIZES[self.problem.size],
-            "measured_features": self.problem.features,
+            "measured": [self.problem.features, self.problem.hidden, self.problem.out],
         }  # fmt: skip
+        del problem["hidden"], problem["out"]
         return problem | {"route": self.chosen, "ms": {route: round(ms, 4) for route, ms in self.medians.items()}}
 
 
@@ -92,11 +96,11 @@ class Outcome:
 
 def tensors_of(problem: Problem, device: torch.device, rows: int) -> dict[str, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    d, h = problem.features, problem.hidden
+    d, h, e = problem.features, problem.hidden, problem.out
     shapes = {
-        "linear_act": {"weight": (h, d), "bias": (h,)},
-        "mlp": {"fc1_weight": (h, d), "fc1_bias": (h,), "fc2_weight": (d, h), "fc2_bias": (d,)},
-        "gated_mlp": {"gate_weight": (h, d), "up_weight": (h, d), "down_weight": (d, h)},
+        "linear_act": {"weight": (e, d), "bias": (e,)},
+        "mlp": {"fc1_weight": (h, d), "fc1_bias": (h,), "fc2_weight": (e, h), "fc2_bias": (e,)},
+        "gated_mlp": {"gate_weight": (h, d), "up_weight": (h, d), "down_weight": (e, h)},
     }[problem.op]
 
     def random(*shape: int) -> Tensor:
@@ -165,21 +169,30 @@ def measure(problem: Problem, device: torch.device, patience: float, timer=step_
         except (
             Exception
         ) as error:  # a kernel that does not compile here, or memory that is not there, costs that route only
-            outcome.wrong[route] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120]
+            outcome.wrong[route] = one_line(error)
             steps.pop(route, None)
     start = time.perf_counter()
     for done in range(ROUNDS if len(steps) > 1 else 1):
         if done >= ENOUGH and time.perf_counter() - start > patience:
             break
-        for route, step in steps.items():
-            outcome.ms.setdefault(route, []).append(step())
+        for route, step in list(steps.items()):
+            try:
+                outcome.ms.setdefault(route, []).append(step())
+            except Exception as error:
+                outcome.wrong[route] = one_line(error)
+                outcome.ms.pop(route, None)
+                del steps[route]
     return outcome
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120]
 
 
 def default_route(problem: Problem, backend: str, device: torch.device) -> str:
     if backend == "eager":
         return backend
-    card = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    card = _choices.card_of(device.type, device.index)
     return _routes.shipped_route(problem.op, card, problem.dtype.itemsize, problem.size)
 
 
@@ -197,8 +210,8 @@ def shapes_of(text: str) -> list[tuple[int, int]]:
     raise argparse.ArgumentTypeError(f"wanted FEATURESxHIDDEN, such as 1024x4096,2048x8192, but got {text!r}")
 
 
-def of_model(target: str, tokens: int) -> list[Problem]:
-    """The problems that a forward of FILE:FUNCTION's model meets, each once."""
+def of_model(target: str, tokens: int, dtypes: Sequence[torch.dtype] = ()) -> list[Problem]:
+    """The problems that a forward of FILE:FUNCTION's model meets, each once, in these dtypes or those that it runs in."""
     model, given, named = model_and_inputs(load(target)())
     choice = _choices._choice
     choice.seen = seen = []
@@ -207,7 +220,7 @@ def of_model(target: str, tokens: int) -> list[Problem]:
             copy.deepcopy(model).train()(*given, **named)
     finally:
         choice.seen = None
-    found = dict.fromkeys(Problem(*one, tokens) for one in seen)
+    found = dict.fromkeys(Problem(*sizes, one, tokens) for *sizes, ran in seen for one in dtypes or (ran,))
     if not found:
         raise ValueError(
             f"{target}: the forward met no fused MLP or linear layer; tune a model of ckptkern.nn, or convert it first"
@@ -218,12 +231,21 @@ def of_model(target: str, tokens: int) -> list[Problem]:
 def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
     """What the command line asks for."""
     tokens = args.tokens or (8192 if device.type == "cuda" else 512)
+    dtypes = [DTYPES[name] for name in args.dtype or ()]
     if args.model:
-        return of_model(args.model, tokens)
+        if given := [f"--{name}" for name in ("ops", "shapes") if getattr(args, name)]:
+            raise ValueError(f"--model says which products: {' and '.join(given)} cannot be given with it")
+        return of_model(args.model, tokens, dtypes)
     sizes = _routes.SIZES[:-1] if device.type == "cuda" else _routes.SIZES[:3]
-    dtypes = args.dtype or ("bf16", "fp16")
-    shapes = args.shapes or [(n, 4 * n) for n in sizes]
-    return [Problem(op, *shape, DTYPES[name], tokens) for op in args.ops for name in dtypes for shape in shapes]
+
+    def problem(op: str, features: int, hidden: int | None, dtype: torch.dtype) -> Problem:
+        if op == "linear_act":
+            return Problem(op, features, 0, hidden or features, dtype, tokens)
+        return Problem(op, features, hidden or 4 * features, features, dtype, tokens)
+
+    shapes = args.shapes or [(n, None) for n in sizes]
+    dtypes = dtypes or [torch.bfloat16, torch.float16]
+    return [problem(op, *shape, dtype) for op in args.ops or OPS for dtype in dtypes for shape in shapes]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -237,9 +259,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ckptkern then reads. Nothing is tuned unless you ask."
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP", help=f"of {', '.join(OPS)}")
-    parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), help="default: bf16 and fp16")
-    parser.add_argument("--shapes", type=shapes_of, help="FEATURESxHIDDEN,...; default: one of each class of sizes")
+    parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=tuple(DTYPES), help="default: bf16 and fp16, or what --model runs in"
+    )
+    parser.add_argument(
+        "--shapes", type=shapes_of, help="FEATURESxHIDDEN,... (linear_act: INxOUT); default: one of each size"
+    )
     parser.add_argument("--model", metavar="FILE:FUNCTION", help="the products of your model, as `report` loads it")
     parser.add_argument("--tokens", type=int, help="default: 8192, on a CPU 512")
     parser.add_argument("--minutes", type=float, default=10.0, help="at most this long (default: %(default)g)")
@@ -285,12 +311,16 @@ def main(args: argparse.Namespace) -> int:
         return 0
     try:
         todo = problems(args, device)
-    except ValueError as error:
+        if not args.dry_run:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=file.parent).close()  # before minutes of measuring
+    except (ValueError, OSError) as error:
         print(f"ckptkern tune: {error}", file=sys.stderr)
         return 2
     print(f"{machine['device']}, torch {machine['torch']}: {len(todo)} products, at most {args.minutes:g} minutes")
-    outcomes, start = [], time.perf_counter()
-    with progress("tune", len(todo)) as bar:
+    outcomes, rows, start = [], [], time.perf_counter()
+    # Whatever CKPTKERN_BACKEND says: routes of kernels are what a table is for.
+    with progress("tune", len(todo)) as bar, ops.backend("auto"):
         for n, problem in enumerate(todo):
             left = 60 * args.minutes - (time.perf_counter() - start)
             if left <= 0:
@@ -299,10 +329,11 @@ def main(args: argparse.Namespace) -> int:
             bar(str(problem), n)
             outcomes.append(measure(problem, device, left / (len(todo) - n)))
             print(line(outcomes[-1]), flush=True)
-    rows = [outcome.row() for outcome in outcomes if outcome.ms]
+            rows = [outcome.row() for outcome in outcomes if len(outcome.ms) > 1]  # with one there is nothing to choose
+            if rows and not args.dry_run:
+                _tuned.write(file, machine, merged(file, machine, rows))  # after each: an interrupt loses nothing
     if args.dry_run or not rows:
         print("nothing is written")
         return 0 if rows else 1
-    _tuned.write(file, machine, merged(file, machine, rows))
     print(f"* is what the table has now: {file}\nprocesses that start from now on read it; `tune --reset` removes it")
     return 0

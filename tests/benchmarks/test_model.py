@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ckptkern.benchmarks import cases, measure
 from ckptkern.benchmarks.model import calibrate, machine_code, price, rates, sheet, trace
 from ckptkern.benchmarks.model.__main__ import main
+from ckptkern.ops import _choices, _routes
 
 H200, A100 = rates.GPUS["h200"], rates.GPUS["a100"]
 BY_NAME = {case.name: case for case in cases.CASES}
@@ -493,3 +494,14 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
 def test_arguments_that_make_no_sense(arguments, said, capsys):
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("card", ["h200", "a100"])
+def test_routes_are_those_of_the_card(card):
+    gpu = rates.GPUS[card]
+    x = torch.empty(0, dtype=torch.bfloat16, device="meta")
+    for size in (256, 1024, 4096):
+        for op in ("mlp", "gated_mlp"):
+            with trace.as_on(gpu):
+                chosen = _choices.choose_route(op, x, size, size, size)
+            assert chosen == _routes.shipped_route(op, gpu.capability, 2, _routes.size_class(size))

@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ckptkern.tools import tune
 
 FP16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
-PROBLEM = tune.Problem("mlp", 24, 40, FP16, 32)
+PROBLEM = tune.Problem("mlp", 24, 40, 24, FP16, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def forget() -> None:
 
 
 def route(dtype=FP16, features=24, op="mlp", device="cpu") -> str:
-    return _choices.choose_route(op, torch.empty(0, dtype=dtype, device=device), features, 40)
+    return _choices.choose_route(op, torch.empty(0, dtype=dtype, device=device), features, 40, features)
 
 
 def file_of_this_machine():
@@ -102,8 +103,16 @@ def test_a_route_that_fails_costs_itself_alone(monkeypatch):
 
 @pytest.mark.parametrize("op", tune.OPS)
 def test_every_op_is_timed_for_real(op):
-    outcome = tune.measure(PROBLEM._replace(op=op), CPU, 0.0)
+    problem = PROBLEM._replace(op=op, hidden=0 if op == "linear_act" else 40, out=300)
+    outcome = tune.measure(problem, CPU, 0.0)
     assert outcome.wrong == {}
+    _choices._choice.seen = seen = []
+    try:
+        tune.forward(problem, tune.tensors_of(problem, CPU, 3))
+    finally:
+        _choices._choice.seen = None
+    assert seen == [problem[:5]]  # the row that is written is the row that is read
+    assert outcome.row()["features"] == 512
     assert {len(times) for times in outcome.ms.values()} == {tune.ENOUGH}
     assert min(map(min, outcome.ms.values())) > 0
 
@@ -121,7 +130,7 @@ def wide_is_quicker(monkeypatch):
 def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
     assert route() == "eager"
     assert main(["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
-    assert "mlp 24x40 float16, 16 tokens" in capsys.readouterr().out
+    assert "mlp 24x40x24 float16, 16 tokens" in capsys.readouterr().out
     assert route() == "eager"  # of this process the table is read
     forget()
     assert route() == "wide"
@@ -162,7 +171,10 @@ def test_the_products_of_a_model(tmp_path, wide_is_quicker, capsys):
     file = tmp_path / "its_model.py"
     file.write_text(MODEL)
     found = tune.of_model(f"{file}:build", 16)
-    assert found == [tune.Problem("mlp", 24, 40, FP16, 16), tune.Problem("gated_mlp", 24, 32, FP16, 16)]
+    assert found == [tune.Problem("mlp", 24, 40, 24, FP16, 16), tune.Problem("gated_mlp", 24, 32, 24, FP16, 16)]
+    assert [one.dtype for one in tune.of_model(f"{file}:build", 16, [BF16])] == [BF16, BF16]
+    assert main(["tune", "--model", f"{file}:build", "--ops", "mlp"]) == 2
+    assert "--ops cannot be given with it" in capsys.readouterr().err
     assert main(["tune", "--model", f"{file}:plain"]) == 2
     assert "met no fused MLP" in capsys.readouterr().err
     assert main(["tune", "--model", f"{file}:nothing"]) == 2
@@ -190,6 +202,8 @@ def test_shapes_that_are_none(shapes, capsys):
         (lambda file: write(torch="1.0"), "it was made for torch 1.0, not "),
         (lambda file: write(ckptkern="0.0.1"), "it was made for ckptkern 0.0.1, not "),
         (lambda file: write("warp"), "it names routes that do not exist: warp"),
+        (lambda file: write(["wide"]), "it is damaged (TypeError: a route that is no string"),
+        (lambda file: (file.unlink(), file.mkdir()), "[Errno 21] Is a directory"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_once(spoil, why, capsys):
@@ -206,6 +220,48 @@ def test_a_file_that_cannot_be_used_is_named_once(spoil, why, capsys):
         assert route(features=2000) == "eager"
     assert main(["env"]) == 0
     assert f"is not used: {why}" in capsys.readouterr().out
+
+
+def test_without_a_home_nothing_is_tuned(monkeypatch):
+    monkeypatch.delenv("CKPTKERN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(_tuned.Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.warns(UserWarning, match="the table of tuned routes is not used, because Could not determine"):
+        assert route() == "eager"
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CKPTKERN_CACHE", str(tmp_path / "file" / "folder"))
+    monkeypatch.setattr(tune, "measure", mock.Mock(side_effect=AssertionError("measured")))
+    assert main(["tune", "--ops", "mlp", "--shapes", "24x40"]) == 2
+    assert "ckptkern tune: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
+    quick, done = tune.measure, []
+
+    def measure(*arguments):
+        if done:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        return quick(*arguments)
+
+    monkeypatch.setattr(tune, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        main(["tune", "--ops", "mlp", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"])
+    forget()
+    assert [route(), route(op="gated_mlp")] == ["wide", "eager"]
+
+
+def test_a_route_that_fails_later_is_dropped():
+    def timer(problem, name, t):
+        times = iter([1.0, 1.0] if name == "wide" else [5.0] * 99)
+        return lambda: next(times)
+
+    outcome = tune.measure(PROBLEM, CPU, 60, timer)
+    assert outcome.wrong == {"wide": "StopIteration: "}
+    assert outcome.chosen == "eager"
 
 
 def test_a_row_that_does_not_apply_is_passed_over():
@@ -245,7 +301,7 @@ def test_products_through_float32_are_as_exact(setup, dtype):
         check_against_float64(setup.with_(workspace=1), tensors)
 
 
-@pytest.mark.parametrize("setup", setups(("relu",), ("full",), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")))
+@pytest.mark.parametrize("setup", setups(("relu",), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")))
 def test_no_product_has_16_bit_operands(setup):
     tensors = make(setup, dtype=FP16)
     with _choices.forced_route("wide"), Watch() as watch:
@@ -273,4 +329,4 @@ def test_workspace_bounds_wide_products(name):
             grads = torch.autograd.grad(y, list(tensors.values()), dy)
     weights = sum(4 * t.numel() for t in tensors.values() if t.dim() == 2 and t.shape[0] != 1280)  # copies
     transient = peak.bytes - sum(g.numel() * (2 if i == 0 else 4) for i, g in enumerate(grads)) - weights
-    assert 0.5 * 150 * 2**10 < transient <= 150 * 2**10
+    assert 0.3 * 150 * 2**10 < transient <= 150 * 2**10

@@ -137,7 +137,7 @@ def chosen(card: tuple[int, int], features: int, backend: str = "auto") -> str:
         mock.patch.object(_choices, "_device_reason", return_value=None),
     ):
         try:
-            return _choices.choose_route("mlp", x, features, 8)
+            return _choices.choose_route("mlp", x, 8, 8, features)
         finally:
             _choices._route.cache_clear()
 
