@@ -11,7 +11,6 @@ import outside
 import pytest
 
 from ckptkern.benchmarks.gate import cases, machine_code, spills
-from ckptkern.tools.emulated import compiler_fences_copies
 
 
 def outcome(*command: str) -> tuple[int, str, str]:
@@ -98,8 +97,8 @@ def planted() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_found(name, planted):
-    if name == "spill" and not compiler_fences_copies():
-        pytest.skip("the compiler of Triton 3.6 keeps this tile in registers")
+    if name == "spill" and not metadata.version("triton").startswith(spills.TRITON):
+        pytest.skip("compilers of other releases keep this tile in registers")
     assert any(re.match(FAULTS[name], fault) for fault in planted[name]), planted[name]
 
 
