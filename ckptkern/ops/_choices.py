@@ -127,15 +127,20 @@ def card_of(device_type: str, index: int | None) -> tuple[int, int]:
     return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
+def default_route(op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
+    """The route where nothing was tuned."""
+    if backend == "eager":
+        return backend
+    return _routes.shipped_route(op, card_of(device_type, index), dtype.itemsize, size)
+
+
 @functools.cache
 def _route(op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
     """From the table that `python -m ckptkern tune` wrote on this machine, else from ours."""
     tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
     if tuned in _routes.candidates(backend, device_type, dtype):
         return tuned
-    if backend == "eager":
-        return backend
-    return _routes.shipped_route(op, card_of(device_type, index), dtype.itemsize, size)
+    return default_route(op, backend, device_type, index, dtype, size)
 
 
 def _constant_route(*key) -> str:

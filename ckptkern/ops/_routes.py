@@ -37,6 +37,7 @@ class Dual:
     product, mm = staticmethod(eager.product), staticmethod(eager.mm)
 
     def dropped(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
+        """As dropout.dropped, which stands on this file."""
         return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
 
 

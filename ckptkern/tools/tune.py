@@ -155,7 +155,8 @@ def measure(problem: Problem, device: torch.device, patience: float, timer=step_
     """Checks the routes, then times them in turns for `patience` seconds at most. timer: what step_of is."""
     probe = torch.empty(0, dtype=problem.dtype, device=device)
     backend = _choices.choose_backend("tune", probe)
-    outcome = Outcome(problem, default_route(problem, backend, device))
+    key = (problem.op, backend, device.type, device.index, problem.dtype, problem.size)
+    outcome = Outcome(problem, _choices.default_route(*key))
     few = tensors_of(problem, device, min(problem.tokens, CHECKED_ROWS))
     steps, t = {}, None
     for route in _routes.candidates(backend, device.type, problem.dtype):
@@ -166,9 +167,8 @@ def measure(problem: Problem, device: torch.device, patience: float, timer=step_
             t = tensors_of(problem, device, problem.tokens) if t is None else t
             steps[route] = timer(problem, route, t)
             steps[route]()
-        except (
-            Exception
-        ) as error:  # a kernel that does not compile here, or memory that is not there, costs that route only
+        # A kernel that does not compile here, or memory that is not there, costs that route alone, and is printed.
+        except Exception as error:
             outcome.wrong[route] = one_line(error)
             steps.pop(route, None)
     start = time.perf_counter()
@@ -178,7 +178,7 @@ def measure(problem: Problem, device: torch.device, patience: float, timer=step_
         for route, step in list(steps.items()):
             try:
                 outcome.ms.setdefault(route, []).append(step())
-            except Exception as error:
+            except Exception as error:  # as above: the others go on
                 outcome.wrong[route] = one_line(error)
                 outcome.ms.pop(route, None)
                 del steps[route]
@@ -187,13 +187,6 @@ def measure(problem: Problem, device: torch.device, patience: float, timer=step_
 
 def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120]
-
-
-def default_route(problem: Problem, backend: str, device: torch.device) -> str:
-    if backend == "eager":
-        return backend
-    card = _choices.card_of(device.type, device.index)
-    return _routes.shipped_route(problem.op, card, problem.dtype.itemsize, problem.size)
 
 
 # -- which problems ---------------------------------------------------------------------------------------------------
