@@ -32,6 +32,7 @@ Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
 
 LEVELS = ("none", "selective", "full")
+BY_HALF = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
 TOKENS = {"cuda": 16384, "cpu": 1024}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 DROPOUT_P = 0.125  # k/65536 exactly, so that torch's scale is ours
@@ -186,7 +187,9 @@ def _attention(model: Attention, level: str) -> Function:
 
 
 def _layer(model: Layer | LlamaLayer, level: str) -> Function:
-    return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=level)
+    """level: one for both halves, or "attention's/MLP's"."""
+    recompute = tuple(level.split("/")) if "/" in level else level
+    return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=recompute)
 
 
 def _linear_act(model: nn.Sequential, level: str) -> Function:
@@ -311,8 +314,8 @@ def _attention_case(name: str, priority: int, **options) -> Case:
 
 
 CASES = [
-    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, priority=1, rivals=with_own_core(_layer)),
-    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, priority=1, rivals=with_own_core(_layer)),
+    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, 1, LEVELS + BY_HALF, with_own_core(_layer)),
+    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 1, LEVELS + BY_HALF, with_own_core(_layer)),
     Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=1),
     Case(
         "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=2,

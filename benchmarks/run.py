@@ -107,8 +107,9 @@ class Sheet:
 def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
     """What the arguments ask for: built-in cases, an op, or a user's module. Raises ValueError with what is wrong with them."""
     levels = tuple(filter(None, args.levels.split(","))) if args.levels is not None else None
-    if levels is not None and (not levels or set(levels) - set(cases.LEVELS)):
-        raise ValueError(f"--levels: wanted some of {', '.join(cases.LEVELS)}, with commas, but got {args.levels!r}")
+    known = cases.LEVELS if args.op or args.case else cases.LEVELS + cases.BY_HALF
+    if levels is not None and (not levels or set(levels) - {*known}):
+        raise ValueError(f"--levels: wanted some of {', '.join(known)}, with commas, but got {args.levels!r}")
     dtype = FLOATS.get(args.dtype)
     if sum(map(bool, (args.op, args.case, args.cases))) > 1:
         raise ValueError("--op, --case and --cases exclude each other")
@@ -149,7 +150,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
     parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
     parser.add_argument(
-        "--levels", metavar="LEVEL,...", help="of none, selective and full (default: all that a case has)"
+        "--levels",
+        metavar="LEVEL,...",
+        help="of none, selective and full; of layers among the cases also ATTENTION/MLP (default: all that a case has)",
     )
     parser.add_argument(
         "--dtype", choices=tuple(FLOATS), help="(default: bf16 on a GPU, fp32 on a CPU; --case: the module's)"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..cases import LEVELS, Item
+from ..cases import BY_HALF, LEVELS, Item
 from ..run import DEFAULT_RESULTS, say, select
 from . import __doc__ as description
 from . import calibrate, rates, sheet
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.model", description=description.split("\n")[0])
     made.add_argument("--gpu", choices=rates.GPUS, default="h200", help="whose rates (default: %(default)s)")
     made.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
-    made.add_argument("--levels", default="", help=f"of ours: some of {','.join(LEVELS)} (default: all)")
+    made.add_argument("--levels", default="", help=f"of ours: some of {','.join(LEVELS + BY_HALF)} (default: all)")
     made.add_argument(
         "--explain", nargs="?", const="", metavar="REGEX",
         help="print every launch, its price and what bounds it; of all steps, or of those whose 'CASE, WAY' matches",
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     levels = [level for level in args.levels.split(",") if level]
     gpu = rates.GPUS[args.gpu]
     try:
-        if unknown := set(levels) - set(LEVELS):
-            raise ValueError(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS)}")
+        if unknown := set(levels) - {*LEVELS, *BY_HALF}:
+            raise ValueError(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS + BY_HALF)}")
         if args.workers < 1:
             raise ValueError(f"--workers: wanted at least 1 but got {args.workers}")
         re.compile(args.explain or "")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ShapeError
-from ..ops._checks import check_count, check_input, check_number, check_statics, check_tensor
+from ..ops._checks import check_count, check_input, check_number, check_statics, check_tensor, levels_of_halves
 from ..ops._choices import parse_bytes
 from ..ops._masks import diagonal_of, merged_mask
 from ..ops.rotary import check_theta, composite_rotary, positions_of, rotary_tables
@@ -249,7 +249,8 @@ class LlamaDecoderLayer(torch.nn.Module):
     num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads, intermediate_size to 4 hidden_size.
     qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: only tables that are passed rotate q and k.
     dropout of the attention weights, resid_dropout of both branches: replayed from 16 bytes each.
-    recompute, workspace: see ckptkern.transformer_layer. The q, k and v weights are never concatenated.
+    recompute (a level, or a pair of levels for attention and MLP), workspace: see ckptkern.transformer_layer. The q, k and v
+    weights are never concatenated.
     If a submodule is of another type (LoRA, another norm), has hooks or a weight that is no plain memory (parametrised,
     quantised, sharded), the layer is one ckptkern.checkpoint that calls it, and keeps x as recompute="full" does.
     """
@@ -270,7 +271,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         dropout: float = 0.0,
         resid_dropout: float = 0.0,
         *,
-        recompute: str = "selective",
+        recompute: str | tuple[str, str] = "selective",
         workspace: int | str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -278,7 +279,8 @@ class LlamaDecoderLayer(torch.nn.Module):
         super().__init__()
         op = type(self).__name__
         activation = activation_of(op, activation)
-        check_statics(op, activation, recompute, resid_dropout)
+        of_attention, _ = levels_of_halves(op, recompute)
+        check_statics(op, activation, of_attention, resid_dropout)
         parse_bytes(op, workspace)
         check_count(op, "hidden_size", hidden_size)
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
@@ -288,7 +290,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         self.input_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, **factory)
         self.self_attn = LlamaAttention(
             hidden_size, num_heads, num_kv_heads, head_dim, attention_bias, qk_norm, rms_norm_eps, rope_theta, dropout,
-            recompute=recompute, **factory,
+            recompute=of_attention, **factory,
         )  # fmt: skip
         self.post_attention_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, **factory)
         self.mlp = GatedMLP(
@@ -301,7 +303,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         cls,
         module: torch.nn.Module,
         rope_theta: float | None = None,
-        recompute: str = "selective",
+        recompute: str | tuple[str, str] = "selective",
         workspace: int | str | None = None,
     ) -> LlamaDecoderLayer:
         """A twin of a layer with the submodules of Hugging Face's Llama, that shares their parameters. See LlamaAttention's
@@ -312,14 +314,15 @@ class LlamaDecoderLayer(torch.nn.Module):
         names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
         check_parts(cls, module, names)
         first, attention, second, mlp = (module._modules[name] for name in names)
+        of_attention, _ = levels_of_halves(cls.__name__, recompute)
         parts = {
             "input_layernorm": rms_norm(cls, module, first),
-            "self_attn": LlamaAttention.from_torch(attention, rope_theta, recompute),
+            "self_attn": LlamaAttention.from_torch(attention, rope_theta, of_attention),
             "post_attention_layernorm": rms_norm(cls, module, second),
             "mlp": GatedMLP.from_torch(mlp, workspace=workspace),
         }
         resid_dropout = getattr(module, "resid_dropout", 0.0)
-        check_statics(cls.__name__, "identity", recompute, resid_dropout)
+        check_statics(cls.__name__, "identity", of_attention, resid_dropout)
         return share(cls, module, _modules=parts, resid_dropout=resid_dropout, recompute=recompute, workspace=workspace)
 
     def forward(
@@ -353,16 +356,16 @@ class LlamaDecoderLayer(torch.nn.Module):
 
     def _halves(self, x: Tensor, rotary, masks: dict, attention: dict | None, mlp: dict | None) -> Tensor:
         """forward, by calling the submodules of a half that is not plain, whose arguments are None."""
+        of_attention, of_mlp = levels_of_halves(type(self).__name__, self.recompute)
         if attention is None:
             branch = self.self_attn(self.input_layernorm(x), rotary, **masks)
             x = x + ops.dropout(branch, self.resid_dropout, self.training)
         else:
-            x = ops.attention_block(x, **attention, recompute=self.recompute)
+            x = ops.attention_block(x, **attention, recompute=of_attention)
         if mlp is None:
             branch = self.mlp(self.post_attention_layernorm(x))
             return x + ops.dropout(branch, self.resid_dropout, self.training)
-        level = "none" if self.recompute == "none" else "full"
-        return ops.mlp_block(x, **mlp, recompute=level, workspace=self.workspace)
+        return ops.mlp_block(x, **mlp, recompute=of_mlp, workspace=self.workspace)
 
     def _half(self, norm: torch.nn.RMSNorm, x: Tensor) -> dict[str, Any]:
         """What both halves have: a norm before, dropout of the branch, a residual."""

@@ -87,7 +87,7 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     refuse_shard(f"{type(module).__name__} calls its submodules")
     if (
         not torch.is_grad_enabled()
-        or choose_level(module.recompute) == "none"
+        or choose_level(module.recompute) in ("none", ("none", "none"))
         or torch._C._are_functorch_transforms_active()
         or torch.compiler.is_exporting()
         or parametrize._cache_enabled

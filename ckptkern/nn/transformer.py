@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
-from ..ops._checks import check_level
+from ..ops._checks import levels_of_halves
 from ..subclasses import PLAIN
 from .activations import named
 from .attention import MultiheadAttention, without_bias
@@ -44,19 +44,19 @@ class _Layer:
 
     torch_class: type[torch.nn.Module]
 
-    def _adopt(self, recompute: str) -> None:
+    def _adopt(self, recompute: str | tuple[str, str]) -> None:
         """Replaces attention and dropout in a layer of torch's, after torch has drawn its initial weights. What the layer
         cannot stand for, such as a forward of the instance's own, stays as it is and is called."""
-        check_level(type(self).__name__, recompute)
+        of_attention, _ = levels_of_halves(type(self).__name__, recompute)
         self.recompute = recompute
         for name, module in self._modules.items():
             if type(module) is torch.nn.MultiheadAttention and "forward" not in module.__dict__:
-                self._modules[name] = MultiheadAttention.from_torch(module, recompute)
+                self._modules[name] = MultiheadAttention.from_torch(module, of_attention)
             elif type(module) is torch.nn.Dropout and "forward" not in module.__dict__:
                 self._modules[name] = Dropout.from_torch(module)
 
     @classmethod
-    def from_torch(cls, module: torch.nn.Module, recompute: str = "selective"):
+    def from_torch(cls, module: torch.nn.Module, recompute: str | tuple[str, str] = "selective"):
         """A twin of `module` that shares its parameters, buffers, hooks and settings, and its submodules or twins of them."""
         check_kind(cls, module, cls.torch_class)
         twin = share(cls, module)  # type: ignore[type-var]
@@ -143,13 +143,15 @@ class _Layer:
         if arguments is None:
             return self._half(x, self.norm1, lambda h: self._sa_block(h, *masks))
         swapped = x.dim() == 3 and not self.self_attn.batch_first
-        y = ops.attention_block(x.transpose(0, 1) if swapped else x, **arguments, recompute=self.recompute)
+        level, _ = levels_of_halves(type(self).__name__, self.recompute)
+        y = ops.attention_block(x.transpose(0, 1) if swapped else x, **arguments, recompute=level)
         return y.transpose(0, 1) if swapped else y
 
     def _mlp_half(self, x: Tensor, norm: torch.nn.Module, arguments: dict[str, Any] | None) -> Tensor:
         if arguments is None:
             return self._half(x, norm, self._ff_block)
-        return ops.mlp_block(x, **arguments, recompute="none" if self.recompute == "none" else "full")
+        _, level = levels_of_halves(type(self).__name__, self.recompute)
+        return ops.mlp_block(x, **arguments, recompute=level)
 
 
 def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
@@ -168,7 +170,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule
     has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a key padding mask
     needs a gradient, the layer is one ckptkern.checkpoint that calls it, and keeps src as "full" does ("none": what its
-    modules keep). Global module hooks see the layer, not the submodules that its segments stand for.
+    modules keep). Global module hooks see the layer, not the submodules that its segments stand for. A pair of levels,
+    such as ("selective", "none"), is of attention and of the MLP.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
     torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
@@ -193,7 +196,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recompute: str = "selective",
+        recompute: str | tuple[str, str] = "selective",
     ):
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
@@ -254,7 +257,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recompute: str = "selective",
+        recompute: str | tuple[str, str] = "selective",
     ):
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,

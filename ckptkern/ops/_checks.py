@@ -21,6 +21,17 @@ def check_level(op: str, recompute: str) -> None:
     check_choice(op, "recompute", recompute, LEVELS)
 
 
+def levels_of_halves(op: str, recompute: str | tuple[str, str]) -> tuple[str, str]:
+    """The levels of a layer's attentions and of its MLP, from one for both ("selective" rebuilds all of the MLP) or a pair."""
+    if isinstance(recompute, (tuple, list)) and len(recompute) == 2:
+        attention, mlp = recompute
+    else:
+        attention, mlp = recompute, "full" if recompute == "selective" else recompute
+    for level in (attention, mlp):
+        check_level(op, level)
+    return attention, mlp
+
+
 def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
     check_choice(op, "activation", activation, ACTIVATIONS)
     check_level(op, recompute)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.types import IntLikeType
 
 from ..errors import ShapeError
-from ._checks import check_flags, check_level
+from ._checks import check_flags, levels_of_halves
 from ._half import drawn, reads_branch
 from ._needs import fake_gradients, in_order, needed_names
 from ._op import Op, build, schema_of
@@ -312,10 +312,6 @@ def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_argument
         raise ValueError(f"{op}: the MLP of parallel halves is added, but mlp_arguments has residual=False")
 
 
-def is_pair(recompute: str | tuple[str, str]) -> bool:
-    return isinstance(recompute, (tuple, list)) and len(recompute) == 2
-
-
 def _by_halves(
     x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
     parallel: bool, *, training: bool, workspace: int | str | None,
@@ -324,8 +320,7 @@ def _by_halves(
     mid = x
     for arguments in attentions:
         mid = attention_block(mid, training=training, recompute=recompute[0], **{"residual": True} | dict(arguments))
-    level = "none" if recompute[1] == "none" else "full"
-    given = dict(training=training, recompute=level, workspace=workspace, **mlp_arguments)
+    given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
     return mid + mlp_block(x, **given) if parallel else mlp_block(mid, **given)
 
 
@@ -355,8 +350,8 @@ def transformer_layer(
         "full"       x
 
     and key_value itself. "none" and "selective" keep these of both attentions. A pair of levels, of the attentions and of the
-    MLP ("selective" is "full" there), makes each half a segment of its own, which keeps its input: ("full", "none") recomputes
-    attention alone.
+    MLP, makes each half a segment of its own, which keeps its input: ("selective", "full") is "selective" with what passes
+    between the halves kept, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
     """
     op = "transformer_layer"
@@ -364,15 +359,14 @@ def transformer_layer(
     check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
     if cross_attention_arguments is not None:
         check_cross(op, cross_attention_arguments, parallel)
-    for level in recompute if is_pair(recompute) else (recompute,):
-        check_level(op, level)
+    levels = levels_of_halves(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
         check_parallel(op, attention_arguments, mlp_arguments)
         mlp_arguments = dict(mlp_arguments) | {"residual": False}
     given = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
-    if is_pair(recompute):
-        return _by_halves(x, given, mlp_arguments, recompute, parallel, training=training, workspace=workspace)
+    if not isinstance(recompute, str):
+        return _by_halves(x, given, mlp_arguments, levels, parallel, training=training, workspace=workspace)
     if ACTIVE.shard is not None:
         return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
     halves = [

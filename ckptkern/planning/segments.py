@@ -97,7 +97,7 @@ class Segment(NamedTuple):
             return ["none", "full"]
         if self.served_by != "transformer_layer":
             return list(LEVELS)
-        return [*LEVELS, *itertools.product(LEVELS, ("none", "full"))]
+        return [*LEVELS, *itertools.product(LEVELS, LEVELS)]
 
     def ways(self, stores: Sequence[Store]) -> list[Way]:
         return [Way(level, store) for store in (None, *stores) for level in self.levels()]

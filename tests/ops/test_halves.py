@@ -68,11 +68,15 @@ def test_a_level_for_each_half(name: str) -> None:
     small = 64 * 5  # states of dropout
     assert bytes_["full", "full"] == pytest.approx(bytes_["full"] + between, abs=small)
     assert bytes_["selective", "full"] == pytest.approx(bytes_["selective"] + between, abs=small)
+    row, branches = B * S * 48 * 4, 2 if name == "llama" else 1  # of the hidden layer: g and u, or z
+    relu = name in ("encoder", "decoder")  # h alone is kept, at both levels
     for attention in LEVELS:
-        assert bytes_[attention, "selective"] == bytes_[attention, "full"]
-    hidden = bytes_["full", "none"] - bytes_["full", "full"]
-    assert hidden >= B * S * 48 * 4, "what the MLP keeps"
-    assert bytes_["none", "full"] + hidden == pytest.approx(bytes_["none", "none"], abs=small)
+        least = bytes_[attention, "full"]
+        assert bytes_[attention, "none"] == least + row * (1 if relu else branches + 1)
+        assert bytes_[attention, "selective"] == least + row * branches
+    assert bytes_["none", "full"] + row * (1 if relu else branches + 1) == pytest.approx(
+        bytes_["none", "none"], abs=small
+    )
 
 
 def test_it_compiles() -> None:
@@ -91,3 +95,35 @@ def test_a_wrong_pair(wrong: object) -> None:
     layer.recompute = wrong
     with pytest.raises(ValueError, match="recompute must be one of 'none', 'selective', 'full'"):
         layer(torch.randn(B, S, D))
+
+
+@pytest.mark.parametrize("name", ["llama", "encoder", "decoder"])
+@pytest.mark.parametrize("called", ["attention", "mlp"])
+def test_a_pair_where_submodules_are_called(name: str, called: str) -> None:
+    """One half by its modules, which have a hook; the layer is a general segment then."""
+    layer, memory = LAYERS[name]()
+    x = torch.randn(B, S, D, requires_grad=True)
+    place = {"llama": ("self_attn", "mlp")}.get(name, ("self_attn", "linear1"))[called == "mlp"]
+    layer.recompute = ("selective", "none")
+    expected, _ = run(layer, x, memory)
+    layer.get_submodule(place).register_forward_hook(lambda *args: None)
+    for pair in itertools.product(LEVELS, LEVELS):
+        layer.recompute = pair
+        found, kept = run(layer, x, memory)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        least = ROW + sum(one.nbytes for one in memory)
+        assert kept > 2 * least if pair == ("none", "none") else kept <= least + 64 * 5, pair
+
+
+@pytest.mark.parametrize("make", [
+    lambda pair: ckptkern.nn.LlamaDecoderLayer(D, 4, intermediate_size=48, recompute=pair),
+    lambda pair: ckptkern.nn.LlamaDecoderLayer.from_torch(LAYERS["llama"]()[0], recompute=pair),
+    lambda pair: ckptkern.nn.TransformerEncoderLayer(D, 4, 48, recompute=pair),
+    lambda pair: ckptkern.nn.TransformerDecoderLayer.from_torch(nn.TransformerDecoderLayer(D, 4, 48), recompute=pair),
+])  # fmt: skip
+def test_constructors_take_a_pair(make) -> None:
+    layer = make(("selective", "none"))
+    assert layer.recompute == ("selective", "none")
+    assert layer.self_attn.recompute == "selective"
+    with pytest.raises(ValueError, match="recompute must be one of 'none', 'selective', 'full'"):
+        make(("selective", "most"))

@@ -8,6 +8,7 @@ from kernel_cases import ACTIVATIONS, DTYPES, assert_accurate, assert_equal
 
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels import pack_stack, stack_bwd, stack_fwd, stack_width
+from ckptkern.triton_kernels.tile import INTERPRETER
 
 WIDTHS = [29, 17, 32, 21]  # ragged inside one padded width, shrinking and growing
 
@@ -169,16 +170,16 @@ def test_nan_passes_relu(device):
     assert torch.equal(eager.unpack_bits(ours["bits"], 4), eager.unpack_bits(expected["bits"], 4))
 
 
-def test_stack_width():
+@pytest.mark.parametrize(
+    ("arch", "narrow"), [(INTERPRETER, 32), (80, 32), (90, 64)]
+)  # sm_90 wants dot dimensions of 64
+def test_stack_width(arch, narrow, monkeypatch):
+    monkeypatch.setattr(triton_kernels.stack, "arch_of", lambda x: arch)
     x = torch.empty(1, 1)
-    assert stack_width(x, [3, 32, 1]) == 32
+    assert stack_width(x, [3, 32, 1]) == narrow
     assert stack_width(x, [3, 33, 1]) == 64
     assert stack_width(x, [64, 64]) == 64
     assert stack_width(x, [65, 2]) is None
-    with pytest.MonkeyPatch.context() as patch:
-        for arch, expected in [(80, 32), (90, 64)]:  # sm_90 wants dot dimensions of 64
-            patch.setattr(triton_kernels.stack, "arch_of", lambda x, arch=arch: arch)
-            assert stack_width(x, [3, 32]) == expected
 
 
 def test_pack_stack_casts_and_pads_with_zeros():
