@@ -45,7 +45,7 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, memory and instructions. ARGS="--all"
 	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.gate $(ARGS)
 
-emulate: $(STAMP) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; hours. ARGS="-k norm" or ARGS=--quick
+emulate: $(STAMP) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; 40 minutes of two cores. ARGS="-k norm" or ARGS=--quick
 	$(VENV)/bin/pytest tests/triton_kernels --device emulated -n auto --dist worksteal $(ARGS)
 
 bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
