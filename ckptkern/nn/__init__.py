@@ -10,12 +10,12 @@ from .dropout import Dropout
 from .linear import Linear, LinearStack
 from .llama import LlamaAttention, LlamaDecoderLayer, rotary_tables
 from .mlp import MLP, GatedMLP
-from .sequential import Sequential
+from .sequential import LayerStack, Sequential
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
-    "MLP", "Dropout", "GatedMLP", "Linear", "LinearStack", "LlamaAttention", "LlamaDecoderLayer", "MultiheadAttention",
-    "Sequential", "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
+    "MLP", "Dropout", "GatedMLP", "LayerStack", "Linear", "LinearStack", "LlamaAttention", "LlamaDecoderLayer",
+    "MultiheadAttention", "Sequential", "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
 ]  # fmt: skip
 
 

@@ -1,20 +1,29 @@
-"""nn.Sequential whose layers are run in segments."""
+"""Layers one after the other, run in segments."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops._choices import autocast_dtype
+from ..ops._checks import check_count
+from ..ops._choices import autocast_dtype, own_levels
 from ..segments import sequential
+from ..segments.checkpoint import checkpoint
 from .share import check_kind, share
 
 _OPTIONS = {
     name for name, one in inspect.signature(sequential.checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY
 }
+
+
+def _check_options(what: str, options: dict[str, Any]) -> None:
+    for name in options.keys() - _OPTIONS:
+        raise TypeError(f"{what}: {name} is not an option of ckptkern.checkpoint")
 
 
 class Sequential(torch.nn.Sequential):
@@ -41,8 +50,7 @@ class Sequential(torch.nn.Sequential):
     def _set(self, segments: sequential.Segments, options: dict[str, Any]) -> None:
         if not isinstance(segments, (int, str)) and not callable(segments):
             sequential.split(self, segments)  # raises
-        for name in options.keys() - _OPTIONS:
-            raise TypeError(f"{type(self).__name__}: {name} is not an option of ckptkern.checkpoint")
+        _check_options(type(self).__name__, options)
         self.segments, self.options = segments, options
         self._parts: dict[tuple, list[sequential.Part]] = {}
 
@@ -64,3 +72,55 @@ class Sequential(torch.nn.Sequential):
 
     def extra_repr(self) -> str:
         return f"segments={self.segments!r}"
+
+
+def _through(layers: tuple[Callable, ...], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """x through the layers, each at its own level, also inside a segment."""
+    with nullcontext() if torch.compiler.is_compiling() else own_levels():  # compiled, ops keep to their levels anyway
+        for layer in layers:
+            x = layer(x, *args, **kwargs)
+            if not isinstance(x, Tensor):
+                raise TypeError(
+                    f"LayerStack: a layer must return a tensor, the next layer's input, but {type(layer).__name__} returned "
+                    f"{type(x).__name__}"
+                )
+    return x
+
+
+class LayerStack(torch.nn.ModuleList):
+    """Layers of one shape of input and output, of which `every` k are one segment: for when the layers' inputs are all that is
+    left to keep (16 GiB of a Llama 8B's at 64k tokens).
+
+        x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
+
+    Kept: the input of each group of k layers, and `args` and `kwargs`, once. Backward runs a group again, in which each layer
+    keeps what its own level says ("selective": x, o and lse), of k layers at a time. So k times fewer inputs are kept, for one
+    more forward pass of all groups but the last: its backward comes at once, so it keeps what its layers do.
+    every: k; the last group takes what remains. options: those of `ckptkern.checkpoint`.
+
+    A torch.nn.ModuleList with a forward, and its `state_dict`. Without gradients the layers run as they are. Raises TypeError
+    if a layer returns no tensor.
+    """
+
+    def __init__(self, layers: Iterable[torch.nn.Module] | None = None, every: int = 2, **options: Any):
+        super().__init__(layers)
+        check_count("LayerStack", "every", every)
+        _check_options(type(self).__name__, options)
+        self.every, self.options = every, options
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layers = tuple(self)
+        starts = range(0, len(layers), self.every)
+        for start in starts:
+            group = layers[start : start + self.every]
+            if start == starts[-1] or not torch.is_grad_enabled():
+                x = _through(group, x, *args, **kwargs)
+            else:
+                x = checkpoint(_through, group, x, *args, **self.options, **kwargs)
+        return x
+
+    def __getitem__(self, index):
+        part = super().__getitem__(index)
+        if isinstance(index, slice):
+            part.every, part.options = self.every, self.options
+        return part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -251,8 +252,27 @@ def _inside_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING
 
 
+class _Nested(threading.local):
+    """Do this thread's ops keep to their own level inside a segment? (`nn.LayerStack`)"""
+
+    levels = False
+
+
+_NESTED = _Nested()
+
+
+@contextmanager
+def own_levels() -> Iterator[None]:
+    """Inside a segment of several layers: what its recompute rebuilds at once is then what they keep at their levels."""
+    before, _NESTED.levels = _NESTED.levels, True
+    try:
+        yield
+    finally:
+        _NESTED.levels = before
+
+
 def choose_level(recompute: str) -> str:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _NESTED.levels:
         return recompute
     return "none" if _inside_checkpoint() else recompute
 

@@ -1,6 +1,7 @@
-"""nn.Sequential: the checks that it has besides those of the strategies, in tests/segments/test_sequential.py."""
+"""nn.Sequential: the checks that it has besides those of the strategies, in tests/segments/test_sequential.py; LayerStack."""
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import ckptkern
+from ckptkern.memory import kept_tensors
+from ckptkern.nn import LayerStack, LlamaDecoderLayer
 
 
 def model(**options):
@@ -67,3 +70,120 @@ def test_wrong_layers_raise_torchs_error(layers):
             sequential(*layers)
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
+
+
+B, S, D = 2, 6, 32
+ROW = B * S * D * 4  # bytes of a layer's input
+
+
+def llama(level="selective", layers=5, p=0.1):
+    torch.manual_seed(2)
+    options = dict(intermediate_size=48, dropout=p, resid_dropout=p, recompute=level)
+    return [LlamaDecoderLayer(D, 4, **options) for _ in range(layers)]
+
+
+def step(run, parameters, *given):
+    """(output and gradients, kept bytes)."""
+    torch.manual_seed(3)
+    x = torch.randn(B, S, D, requires_grad=True)
+    with kept_tensors([*parameters, *(one for pair in given for one in pair)]) as kept:
+        y = run(x, *given)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])], kept.bytes
+
+
+def in_turn(layers):
+    def run(x, *given):
+        for layer in layers:
+            x = layer(x, *given)
+        return x
+
+    return run
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("level", ["selective", "full", ("selective", "none")])
+def test_a_stack_keeps_the_inputs_of_groups(level, every):
+    """The last group, of what remains, keeps what its layers do; the results, dropout too, are those of the loop."""
+    layers = llama(level)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    expected, all_kept = step(in_turn(layers), parameters)
+    found, kept = step(LayerStack(layers, every), parameters)
+    torch.testing.assert_close(found, expected)
+    groups = -(-len(layers) // every)
+    last = len(layers) - (groups - 1) * every
+    state = 5200  # of the random generator, and small things, for each segment
+    assert 0 <= kept - ((groups - 1) * ROW + last * all_kept // len(layers)) <= groups * state
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_in_a_stack_layers_keep_to_their_levels(level, monkeypatch):
+    """In a segment of one's own they do not: there they run at "none"."""
+    module = importlib.import_module("ckptkern.ops.transformer_layer")
+    half, seen = module.attention_half, []
+    monkeypatch.setattr(module, "attention_half", lambda x, t, o: seen.append(o.recompute) or half(x, t, o))
+    stack, x = LayerStack(llama(level, 4)), torch.randn(B, S, D, requires_grad=True)
+    stack(x).sum().backward()
+    assert seen == [level] * (4 + 2), "forward, and the first group again"
+    seen.clear()
+    ckptkern.checkpoint(stack[0], x).sum().backward()
+    assert seen == ["none"] * 2
+    seen.clear()
+    with pytest.raises(TypeError, match="positional"):  # an error inside leaves nothing behind
+        stack(x, 1, 2, 3)
+    ckptkern.checkpoint(stack[0], x).sum().backward()
+    assert seen == ["none"] * 2
+
+
+def test_arguments_of_all_layers_are_kept_once():
+    layers = llama(p=0.0)
+    tables = ckptkern.nn.rotary_tables(torch.arange(S) + 3, D // 4)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    expected, _ = step(in_turn(layers), parameters, tables)
+    found, _ = step(LayerStack(layers), parameters, tables)
+    torch.testing.assert_close(found, expected)
+    other, _ = step(LayerStack(layers), parameters)
+    assert not torch.allclose(other[0], found[0])
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    with kept_tensors([*parameters, mask]) as kept:
+        y = LayerStack(layers)(torch.randn(B, S, D, requires_grad=True), attn_mask=mask, is_causal=False)
+    y.sum().backward()
+    assert kept.bytes < 12 * ROW
+
+
+def test_a_stack_is_a_module_list():
+    layers = llama()
+    stack, plain = LayerStack(layers, 3, determinism_check="none"), nn.ModuleList(layers)
+    assert list(stack.state_dict()) == list(plain.state_dict())
+    part = stack[1:4]
+    assert (type(part), len(part), part.every, part.options) == (LayerStack, 3, 3, {"determinism_check": "none"})
+    x = torch.randn(B, S, D)
+    for twin in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
+        assert (twin.every, twin.options) == (3, stack.options)
+        twin.eval()
+        stack.eval()
+        assert torch.equal(twin(x), stack(x))
+    with torch.no_grad():
+        assert not stack(x).requires_grad
+    assert LayerStack()(x) is x
+
+
+def test_a_stack_compiles_and_nests():
+    layers = llama(p=0.0, layers=4)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    expected, _ = step(in_turn(layers), parameters)
+    torch._dynamo.reset()
+    compiled = torch.compile(LayerStack(layers), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(compiled, parameters)[0], expected)
+    for checkpoint in (ckptkern.checkpoint, torch.utils.checkpoint.checkpoint):
+        nested = step(lambda x, run=checkpoint: run(LayerStack(layers), x, use_reentrant=False), parameters)
+        torch.testing.assert_close(nested[0], expected)
+
+
+def test_what_a_stack_refuses():
+    with pytest.raises(ValueError, match="LayerStack: every must be"):
+        LayerStack(llama(), 0)
+    with pytest.raises(TypeError, match=r"LayerStack: recompute is not an option of ckptkern\.checkpoint"):
+        LayerStack(llama(), recompute="full")
+    stack = LayerStack([nn.MultiheadAttention(4, 2), nn.Identity()])
+    with pytest.raises(TypeError, match=r"a layer must return a tensor.*but MultiheadAttention returned tuple"):
+        stack(torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4))
