@@ -5,7 +5,8 @@ z = drop_path(branch_scale * post_norm(dropout(f(norm(x)))));  y = [x +] z, or n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -39,16 +40,30 @@ def sample_shape(x: Tensor) -> tuple[int, ...]:
 
 
 class Half:
-    """What a half computes around its branch, for one input x [..., d]. t: its tensors, o: its options."""
+    """What a half computes around its branch, for one input x [..., d]. t: its tensors, o: its options.
 
-    def __init__(self, x: Tensor, t: Any, o: Any):
+    shares: a parameter's copy in the compute dtype serves every product until its `last`, as a backward asks for.
+    """
+
+    def __init__(self, x: Tensor, t: Any, o: Any, *, shares: bool = False):
+        self.shares, self.copies = shares, {}
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
         self.lead, self.samples = x.shape[:-1], sample_shape(x)
         self.leading = bool(o.norm) and o.norm_first
         self.trailing = bool(o.norm) and not o.norm_first
 
-    def cast(self, parameter: Tensor | None) -> Tensor | None:
-        return cast_parameter(parameter, self.o.dtype)
+    def cast(self, parameter: Tensor | None, dtype: torch.dtype | None = None, *, last: bool = True) -> Tensor | None:
+        """The parameter in a dtype, by default the compute dtype. last: no product after this one reads it."""
+        key = id(parameter), dtype or self.o.dtype
+        _, copy = self.copies.pop(key, (None, None))
+        copy = cast_parameter(parameter, key[1]) if copy is None else copy
+        if self.shares and not last and copy is not parameter:
+            self.copies[key] = parameter, copy  # held too: another tensor may get the id of one that is gone
+        return copy
+
+    def casting(self, *, last: bool) -> Callable[[Tensor | None, torch.dtype], Tensor | None]:
+        """`cast` in place of `cast_parameter`, for the op of a branch."""
+        return functools.partial(self.cast, last=last)
 
     def norm(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self.p.norm_fwd(x, self.t.norm_weight, self.t.norm_bias, self.o.norm_eps, self.o.norm, dtype)
@@ -134,13 +149,13 @@ class Half:
             )
         return {"x": dh if residual is None else dh + residual}
 
-    def finished(self, grads: dict[str, Tensor | None], x: Tensor, need: Collection[str]) -> dict[str, Tensor | None]:
+    def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:
         """The gradients in the dtypes of their parameters, that of x in x's shape."""
         for name, grad in grads.items():
             if grad is not None and name != "x":
                 grads[name] = grad.to(getattr(self.t, name).dtype)
         if "x" in need:
-            grads["x"] = grads["x"].to(x.dtype).view(x.shape)
+            grads["x"] = grads["x"].to(self.x.dtype).view(*self.lead, self.x.shape[1])
         return grads
 
 

@@ -15,6 +15,7 @@ from ._rows import rows_2d, unflattened
 from ._shard import ACTIVE
 from .attention_arguments import gather
 from .attention_half import (
+    AttentionHalf,
     attention_composite,
     attention_half,
     attention_half_backward,
@@ -84,7 +85,8 @@ class AttentionBlock(Op):
     def backward(dy, x, tensors, out, lse, qkv, *statics_and_needs):
         *statics, needs = statics_and_needs
         t, o = _parts(tensors, statics)
-        grads = attention_half_backward(rows_2d(dy), x, t, o, out, lse, qkv, needs)
+        half = AttentionHalf(x, t, o, shares=True)
+        grads = attention_half_backward(rows_2d(dy), half, out, lse, qkv, needs)
         return in_order(grads, AttentionTensors, needs)
 
     @staticmethod

@@ -68,8 +68,8 @@ def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) 
 class AttentionHalf(Half):
     """What an attention half computes, for one input: every quantity once, from x and what was kept."""
 
-    def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions):
-        super().__init__(x, t, o)
+    def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions, *, shares: bool = False):
+        super().__init__(x, t, o, shares=shares)
         self.B, self.S = batch_and_rows(x)
         self.D = head_dim(t, o)
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
@@ -77,6 +77,10 @@ class AttentionHalf(Half):
     @functools.cached_property
     def updates(self) -> dict[str, LowRank | None]:
         return {letter: update_of(letter, self.x.shape[0], self.t, self.o) for letter in LAYERS}
+
+    @functools.cached_property
+    def projections(self) -> list[Projection]:
+        return projections(self.t, self.o)
 
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
@@ -99,7 +103,7 @@ class AttentionHalf(Half):
     def parts(self, qkv: Tensor) -> Iterator[tuple[Projection, Tensor]]:
         """Every projection with its result in qkv, or its gradient in dqkv: [rows, outputs]."""
         starts = [0, 0]
-        for part in projections(self.t, self.o):
+        for part in self.projections:
             block, width = self.blocks(qkv)[part.of_key_value], part.weight.shape[0]
             start = starts[part.of_key_value]
             yield part, block[:, start : start + width]
@@ -109,7 +113,8 @@ class AttentionHalf(Half):
         """q, k and v: all weights write into one buffer, none is copied."""
         qkv = h.new_empty(projected_shape(self.B, self.S, self.t, self.o))
         for part, out in self.parts(qkv):
-            rows, w, b = self.key_value if part.of_key_value else h, self.cast(part.weight), self.cast(part.bias)
+            rows = self.key_value if part.of_key_value else h
+            w, b = self.cast(part.weight, last=False), self.cast(part.bias)
             torch.mm(rows, w.t(), out=out) if b is None else torch.addmm(b, rows, w.t(), out=out)
             if (pair := self.updates[part.letter]) is not None:
                 pair.add(self.p, out, rows)
@@ -182,7 +187,7 @@ class AttentionHalf(Half):
     def branch(self, out: Tensor) -> Tensor:
         """dropout(o Wo^T + bo) [tokens, d]."""
         rows = self.out_rows(out)
-        f = eager.product(rows, self.cast(self.t.wo), self.cast(self.t.bo))
+        f = eager.product(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
         if (pair := self.updates["o"]) is not None:
             pair.add(self.p, f, rows)
         return self.drop(f)
@@ -301,14 +306,12 @@ def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]
     return bool(behind_q & inner), bool(inner - behind_q)
 
 
-def attention_half_backward(
-    dy, x, t: AttentionTensors, o: AttentionOptions, out, lse, qkv, needs: int, f: Tensor | None = None
-) -> dict:
+def attention_half_backward(dy, half: AttentionHalf, out, lse, qkv, needs: int, f: Tensor | None = None) -> dict:
     """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None is rebuilt.
 
-    f: the branch's result, if it is at hand.
+    half: shares copies. f: the branch's result, if it is at hand.
     """
-    half, need = AttentionHalf(x, t, o), needed_names(AttentionTensors, needs)
+    t, o, need = half.t, half.o, needed_names(AttentionTensors, needs)
     inner, reads = behind_core(need, o), reads_branch(o, need)
     rebuilt = out is None and (bool(inner) or reads or reads_core(need))
     if inner or rebuilt:
@@ -336,7 +339,7 @@ def attention_half_backward(
         grads |= made
         if dh is not None:
             grads |= half.input_gradients(dh, dy, need)
-    return half.finished(grads, x, need)
+    return half.finished(grads, need)
 
 
 def composite_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:

@@ -35,8 +35,9 @@ class GatedMLP(Op):
     @staticmethod
     def forward(
         x, wg, bg, wu, bu, wd, bd, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+        cast=cast_parameter,
     ):  # fmt: skip
-        wg, bg, wu, bu, wd, bd = (cast_parameter(t, x.dtype) for t in (wg, bg, wu, bu, wd, bd))
+        wg, bg, wu, bu, wd, bd = (cast(t, x.dtype) for t in (wg, bg, wu, bu, wd, bd))
         keep_gu, keep_h = recompute != "full", recompute == "none"
         p = primitives(backend)
         h, g, u = p.gated_fwd(
@@ -68,14 +69,17 @@ class GatedMLP(Op):
     @staticmethod
     def backward(
         dy, x, wg, bg, wu, bu, wd, bd, rng, g, u, h, activation, dropout_p, recompute, backend, precision, workspace,
-        first_column, needs,
+        first_column, needs, cast=cast_parameter,
     ):  # fmt: skip
         p, lead, dtype = primitives(backend), dy.shape[:-1], dy.dtype
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         M, hidden, features = dy.shape[0], wg.shape[0], wg.shape[1]
-        wg_, bg_, wu_, bu_, wd_ = (cast_parameter(t, dtype) for t in (wg, bg, wu, bu, wd))
         dropout = dropout_arguments(rng, dropout_p, first_column)
         need_gate = needed(needs, X) or any(needed(needs, i) for i in (WG, BG, WU, BU))
+        rebuilds = g is None and (h is None or need_gate)
+        wg_, wu_ = (cast(w, dtype) if rebuilds or needed(needs, X) else None for w in (wg, wu))
+        bg_, bu_ = (cast(b, dtype) if rebuilds else None for b in (bg, bu))
+        wd_ = cast(wd, dtype) if need_gate else None
         # g, u, dg, du, h. The eager backend writes dg and du over dh and act(g), but some activations hold more tensors, and
         # dropout holds two more and a mask.
         eagerly, e = backend in ("eager", "wide"), wd.shape[0]

@@ -7,6 +7,8 @@ shape, which have the same bits.
 from __future__ import annotations
 
 import collections
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,20 +47,18 @@ INPUTS, OPTIONS = len(LowRankTensors._fields), len(LowRankOptions._fields)
 
 
 class Layers:
-    """The linear layers of one call, for `rows` tokens of `dtype`."""
+    """The linear layers of one call, for `rows` tokens of `dtype`. cast: of a parameter, once for all chunks and products."""
 
-    def __init__(self, t: LowRankTensors, o: LowRankOptions, rows: int, dtype: torch.dtype):
+    def __init__(self, t: LowRankTensors, o: LowRankOptions, rows: int, dtype: torch.dtype, cast: Callable):
         self.t, self.o, self.p, self.dtype = t, o, primitives(o.backend), dtype
+        self.cast = functools.cache(lambda name: cast(getattr(t, name), dtype))
         self.dropout = dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = t.gate_weight is not None
         self.first = ("gate", "up") if self.gated else ("up",)  # the layers that read x
-        self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS}
-
-    def weight(self, layer: str) -> Tensor:
-        return cast_parameter(getattr(self.t, f"{layer}_weight"), self.dtype)
+        self.updates = {layer: low_rank(t, o, LAYERS, layer, rows, cast) for layer in LAYERS}
 
     def forward(self, layer: str, x: Tensor, start: int) -> Tensor:
-        y = self.p.product(x, self.weight(layer), cast_parameter(getattr(self.t, f"{layer}_bias"), self.dtype))
+        y = self.p.product(x, self.cast(f"{layer}_weight"), self.cast(f"{layer}_bias"))
         pair = self.updates[layer]
         return y if pair is None else pair.add(self.p, y, x, start)
 
@@ -68,7 +68,7 @@ class Layers:
 
     def input_gradient(self, layer: str, dy: Tensor, du: Tensor | None, dx: Tensor | None, start: int) -> Tensor:
         """dx + what dy gives, in dx if there is one."""
-        dx = self.p.mm(dy, self.weight(layer), out=dx, add=dx is not None)
+        dx = self.p.mm(dy, self.cast(f"{layer}_weight"), out=dx, add=dx is not None)
         if du is not None:
             self.updates[layer].add_input_gradient(self.p, du, dx, start)
         return dx
@@ -153,9 +153,9 @@ class LowRankMLP:
         return o.recompute != "full", o.recompute != "full", o.recompute == "none"
 
     @staticmethod
-    def forward(x, *args):
+    def forward(x, *args, cast=cast_parameter):
         t, o = _parts(args)
-        layers, made = Layers(t, o, x.shape[0], x.dtype), []
+        layers, made = Layers(t, o, x.shape[0], x.dtype, cast), []
         keeps = LowRankMLP.kept(layers.gated, o)
         for start, stop in layers.chunks(x.shape[0]):
             before = layers.before_activation(x[start:stop], start)
@@ -175,9 +175,9 @@ class LowRankMLP:
         return x.new_empty((x.shape[0], t.down_weight.shape[0])), *kept
 
     @staticmethod
-    def backward(dy, x, *args):
+    def backward(dy, x, *args, cast=cast_parameter):
         needs, (t, o), kept = args[-1], _parts(args[:-1]), args[INPUTS : -1 - OPTIONS]
-        layers, dx = Layers(t, o, x.shape[0], x.dtype), None
+        layers, dx = Layers(t, o, x.shape[0], x.dtype, cast), None
         chunks = layers.chunks(x.shape[0])
         sums = Sums(layers, needs, len(chunks))
         need_dx = needed(needs, 0)

@@ -38,10 +38,13 @@ class MLP(Op):
     grads = "(Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, Tensor none)"
 
     @staticmethod
-    def forward(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column):
+    def forward(
+        x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, precision, workspace, first_column,
+        cast=cast_parameter,
+    ):  # fmt: skip
         p, dtype, rows = primitives(backend), x.dtype, rows_2d(x)
         keep_z, keep_h = hidden_activation_kept(activation, recompute)
-        w1, b1, w2, b2 = (cast_parameter(t, dtype) for t in (w1, b1, w2, b2))
+        w1, b1, w2, b2 = (cast(t, dtype) for t in (w1, b1, w2, b2))
         dropout = dropout_arguments(rng, dropout_p, first_column)
         h, z, _ = p.linear_fwd(rows, w1, b1, activation, precision, dropout=dropout, keep_z=keep_z)
         y = unflattened(p.product(h, w2, b2), x.shape[:-1])
@@ -71,13 +74,15 @@ class MLP(Op):
     @staticmethod
     def backward(
         dy, x, w1, b1, w2, b2, rng, z, h, activation, dropout_p, recompute, backend, precision, workspace, first_column,
-        needs,
+        needs, cast=cast_parameter,
     ):  # fmt: skip
         p, dtype, lead = primitives(backend), dy.dtype, dy.shape[:-1]
         need_dx, need_dw1, need_db1, need_dw2, need_db2 = flags(needs, 5)
         need_dz = need_dx or need_dw1 or need_db1
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
-        w1_, b1_, w2_ = cast_parameter(w1, dtype), cast_parameter(b1, dtype), cast_parameter(w2, dtype)
+        rebuilds = z is None and h is None
+        w1_, b1_ = cast(w1, dtype) if rebuilds or need_dx else None, cast(b1, dtype) if rebuilds else None
+        w2_ = cast(w2, dtype) if need_dz else None
         dropout = dropout_arguments(rng, dropout_p, first_column)
         # z and dh, with dz over dh and h over z, or beside them on routes that write each result anew; in the eager backend
         # some activations hold more, dropout two more and a mask
@@ -98,12 +103,12 @@ class MLP(Op):
                 x_rows, dy_rows, z_rows, h_rows = (t if t is None else t[start:stop] for t in (x, dy, z, h))
             keep_h = h is None and need_dw2
             if not need_dz:
-                if h is None and z is None:
+                if rebuilds:
                     h_rows = p.linear_fwd(x_rows, w1_, b1_, activation, precision, dropout=dropout, row_base=start)[0]
                 elif h is None:
                     h_rows = dropped(p, p.act_fwd(z_rows, None, activation), dropout, start)
             else:
-                if z is not None or h is not None:
+                if not rebuilds:
                     dz, made, db = p.act_grad(
                         dy_rows, w2_, h_rows if z is None else z_rows, activation, precision, dropout=dropout,
                         row_base=start, keep_h=keep_h, db=need_db1,

@@ -97,8 +97,8 @@ def branch_of(t: MLPTensors, o: MLPOptions) -> Branch:
 class MLPHalf(Half):
     """What an MLP half computes, for one input."""
 
-    def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
-        super().__init__(x, t, o)
+    def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions, *, shares: bool = False):
+        super().__init__(x, t, o, shares=shares)
         self.branch = branch_of(t, o)
 
     def rebuilt(self, h: Tensor, kept) -> Tensor:
@@ -109,8 +109,9 @@ class MLPHalf(Half):
             made = self.p.act_fwd(before[0], before[1] if op is GatedMLP else None, o.activation)
             hidden = dropped(self.p, made, dropout_arguments(t.rng, o.dropout_p, o.first_column), 0)
         if hidden is None or op is LowRankMLP:
-            return self.drop(op.forward(h, *arguments, *statics[:2], "full", *statics[3:])[0])
-        return self.drop(self.p.product(hidden, self.cast(t.down_weight), self.cast(t.down_bias)))
+            full = *statics[:2], "full", *statics[3:]
+            return self.drop(op.forward(h, *arguments, *full, cast=self.casting(last=False))[0])
+        return self.drop(self.p.product(hidden, self.cast(t.down_weight, last=False), self.cast(t.down_bias)))
 
 
 def mlp_half(x: Tensor, t: MLPTensors, o: MLPOptions):
@@ -123,19 +124,19 @@ def mlp_half(x: Tensor, t: MLPTensors, o: MLPOptions):
 
 def mlp_half_backward(dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, kept, needs: int) -> dict:
     """Gradients by name ("x" and MLPTensors' fields) from dy [tokens, e]; kept as the MLP op's backward takes it."""
-    half, need = MLPHalf(x, t, o), needed_names(MLPTensors, needs)
+    half, need = MLPHalf(x, t, o, shares=True), needed_names(MLPTensors, needs)
     op, names, arguments, statics = half.branch
     h = half.inputs()
     f = half.rebuilt(h, kept) if reads_branch(o, need) else None
     dy, df, grads = half.branch_gradients(dy, f, need)
     f = None
     inner = half.branch.needs(need, half.needs_dh(need))
-    dh, *made = op.backward(df, h, *arguments, *kept, *statics, inner)
+    dh, *made = op.backward(df, h, *arguments, *kept, *statics, inner, cast=half.casting(last=True))
     made = made[: len(names)]
     grads |= {name: grad for i, (name, grad) in enumerate(zip(names, made, strict=True), 1) if needed(inner, i)}
     if half.needs_dh(need):
         grads |= half.input_gradients(dh, dy, need)
-    return half.finished(grads, x, need)
+    return half.finished(grads, need)
 
 
 def mlp_composite(x: Tensor, t: MLPTensors, o: MLPOptions) -> Tensor:

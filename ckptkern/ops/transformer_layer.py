@@ -192,14 +192,15 @@ class TransformerLayer(Op):
     def backward(dy, x, ta, tc, tm, kept, hidden, *statics_and_needs):
         layer = _layer(ta, tc, tm, statics_and_needs[:-1])
         needs, mlp_needs = layer.needs(statics_and_needs[-1])
-        inputs, cores = _rebuilt(x, layer, kept, needs)
-        grads = mlp_half_backward(rows_2d(dy), inputs.pop(), *layer.mlp, hidden, mlp_needs) if mlp_needs else {}
+        mid, cores = _rebuilt(x, layer, kept, needs)
+        grads = mlp_half_backward(rows_2d(dy), mid, *layer.mlp, hidden, mlp_needs) if mlp_needs else {}
+        mid = None
         results = in_order(grads, MLPTensors, mlp_needs)[1:]
         of_mlp = grads.get("x")
         d = dy if layer.parallel else of_mlp
         while cores:
-            (t, o), core, own, read = layer.attention[len(cores) - 1], cores.pop(), needs.pop(), inputs.pop()
-            grads = attention_half_backward(rows_2d(d), read, t, o, *core[:3], own, core[3]) if own else {}
+            (*core, f), own = cores.pop(), needs.pop()
+            grads = attention_half_backward(rows_2d(d), *core, own, f) if own else {}
             d = grads.get("x")
             results = in_order(grads, AttentionTensors, own)[1:] + results
         if layer.parallel and statics_and_needs[-1] & 1:
@@ -246,25 +247,23 @@ def _mlp_options(statics: tuple) -> MLPOptions:
     return MLPOptions(*statics[start : start + len(MLPOptions._fields)])
 
 
-def _rebuilt(x: Tensor, layer: Layer, kept: Sequence[Tensor | None], needs: Sequence[int]) -> tuple[list, list]:
-    """(the input of every half, x first; of each attention half o, lse, the projections and what its branch gave, with None for
+def _rebuilt(x: Tensor, layer: Layer, kept: Sequence[Tensor | None], needs: Sequence[int]) -> tuple[Tensor, list]:
+    """(the MLP half's input; of each attention half itself, o, lse, the projections and what its branch gave, with None for
     what its backward rebuilds or does not read)."""
-    inputs, cores = [x], []
+    mid, cores = x, []
     for i, (t, o) in enumerate(layer.attention):
+        half, f = AttentionHalf(mid, t, o, shares=True), None
         out, lse, qkv, mid = kept[KEPT * i : KEPT * (i + 1)]
-        f = None
         if layer.parallel:
             mid = x
         elif mid is None:
-            half = AttentionHalf(inputs[-1], t, o)
             if out is None:
                 out, lse, qkv = half.attend(keep_raw=True)  # as the attention half's backward reads them
             f = half.branch(out)
             mid = unflattened(half.output(f), x.shape[:-1])
             f = f if reads_branch(o, needed_names(AttentionTensors, needs[i])) else None
-        inputs.append(mid)
-        cores.append((out, lse, qkv, f))
-    return inputs, cores
+        cores.append((half, out, lse, qkv, f))
+    return mid, cores
 
 
 _apply = build(TransformerLayer)

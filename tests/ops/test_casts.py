@@ -1,0 +1,112 @@
+"""Inside autocast a float32 parameter is copied to 16 bits: once in forward, once in backward for all that read it."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ckptkern
+from ckptkern.ops import _op
+
+D, HIDDEN, HEADS = 32, 64, 2
+LEVELS = ("none", "selective", "full")
+
+
+class Casts(TorchDispatchMode):
+    """How often each of the named tensors is copied to another dtype."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__()
+        self.names, self.counts = {t.data_ptr(): name for name, t in tensors.items()}, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::_to_copy", "aten::copy_"):
+            source = args[func._schema.name == "aten::copy_"]
+            if name := self.names.get(source.data_ptr()):
+                self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def parameters(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {name: torch.nn.Parameter(torch.randn(shape) / 8) for name, shape in shapes.items()}
+
+
+PLAIN = {"up_weight": (HIDDEN, D), "up_bias": (HIDDEN,), "down_weight": (D, HIDDEN), "down_bias": (D,)}
+GATE = {"gate_weight": (HIDDEN, D), "gate_bias": (HIDDEN,)}
+ATTENTION = {"qkv_weight": (3 * D, D), "qkv_bias": (3 * D,), "out_weight": (D, D), "out_bias": (D,)}
+
+
+def casts(monkeypatch, call, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[Counter, Counter]:
+    """Of forward, and of backward."""
+    monkeypatch.setattr(_op, "dispatched", lambda tensors: False)  # so that the mode sees the ops' bodies
+    with torch.autocast("cpu", torch.bfloat16), Casts(tensors) as forward:
+        y = call(x)
+    with Casts(tensors) as backward:
+        y.backward(torch.ones_like(y))
+    assert all(t.grad is not None for t in tensors.values())
+    return forward.counts, backward.counts
+
+
+def once(*names: str) -> Counter:
+    return Counter(names)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("needs_dx", [True, False])
+def test_an_mlp_casts_what_its_products_read(monkeypatch, level, needs_dx):
+    t = parameters(**PLAIN)
+    x = torch.randn(6, D, requires_grad=needs_dx)
+    made = casts(monkeypatch, lambda x: ckptkern.mlp(x, *t.values(), recompute=level), t, x)
+    rebuilt = ("up_weight", "up_bias") if level == "full" else ()
+    read = {"down_weight", *rebuilt, *["up_weight"] * needs_dx}
+    assert made == (once(*t), once(*read))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("needs_dx", [True, False])
+def test_a_gated_mlp_casts_what_its_products_read(monkeypatch, level, needs_dx):
+    t = parameters(**GATE, **PLAIN)
+    x = torch.randn(6, D, requires_grad=needs_dx)
+    weights = [t[f"{layer}_weight"] for layer in ("gate", "up", "down")]
+    biases = {name: one for name, one in t.items() if name.endswith("bias")}
+    made = casts(monkeypatch, lambda x: ckptkern.gated_mlp(x, *weights, **biases, recompute=level), t, x)
+    rebuilt = ("gate_weight", "gate_bias", "up_weight", "up_bias") if level == "full" else ()
+    read = {"down_weight", *rebuilt, *("gate_weight", "up_weight") * needs_dx}
+    assert made == (once(*t), once(*read))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("kind", ["attention", "mlp", "gated", "low rank", "layer", "cross"])
+def test_a_block_casts_no_parameter_twice(monkeypatch, kind, norm_first, level):
+    attention, mlp = parameters(**ATTENTION), parameters(**PLAIN, **(GATE if kind in ("gated", "low rank") else {}))
+    norms = [parameters(norm_weight=(D,), norm_bias=(D,)) for _ in range(3)]
+    around = [dict(one, norm="layer", norm_first=norm_first) for one in norms]
+    of_attention = dict(attention, **around[0], num_heads=HEADS)
+    lora = parameters(lora_a=(4, D), lora_b=(HIDDEN, 4))
+    crossing = parameters(**{f"cross_{name}": shape for name, shape in ATTENTION.items()})
+    x = torch.randn(2, 8, D, requires_grad=True)
+
+    def call(x):
+        if kind == "attention":
+            return ckptkern.attention_block(x, **of_attention, residual=True, recompute=level)
+        if kind in ("layer", "cross"):
+            cross = None
+            if kind == "cross":
+                own = {name.removeprefix("cross_"): one for name, one in crossing.items()}
+                cross = dict(own, **around[2], num_heads=HEADS, key_value=torch.randn(2, 8, D))
+            return ckptkern.transformer_layer(
+                x, of_attention, dict(mlp, **around[1]), cross_attention_arguments=cross, recompute=level
+            )
+        update = {"up": ckptkern.LoRA(lora["lora_a"], lora["lora_b"])} if kind == "low rank" else None
+        return ckptkern.mlp_block(x, **mlp, **around[1], lora=update, recompute=level)
+
+    tensors = {} if kind in ("mlp", "gated", "low rank") else dict(attention)
+    tensors |= {} if kind == "attention" else mlp
+    tensors |= crossing if kind == "cross" else lora if kind == "low rank" else {}
+    forward, backward = casts(monkeypatch, call, tensors, x)
+    assert forward == once(*tensors)
+    assert set(backward.values()) == {1}, backward
+    assert backward.keys() <= tensors.keys()
+    assert {name for name in tensors if name.endswith("weight")} <= backward.keys()
