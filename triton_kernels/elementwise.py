@@ -23,6 +23,8 @@ h keeps its digits in the left tail, where formula 7.1.26 of Abramowitz and Steg
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -213,6 +215,19 @@ def _act_bwd_kernel(
         store_column_sum(db_ptr, pid_m, offs_n, N, dz, mask)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _sum_rows_kernel(partials, sums, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """sums[i] [N] = the sum of the rows of partials[i] [M, N] float32, rounded once."""
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    for i in tl.static_range(len(sums)):
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, M, BLOCK_M):
+            offs_m = start + tl.arange(0, BLOCK_M)
+            total += load_tile((partials[i], N), offs_m, offs_n, (offs_m < M)[:, None] & mask_n[None, :])
+        tl.store(sums[i] + offs_n, cast(tl.sum(total, axis=0), sums[i].dtype.element_ty), mask=mask_n)
+
+
 @triton.jit(do_not_specialize=["threshold", "col_base", "row_base", "M"])
 def _dropout_kernel(
     x_rows, y_rows, state_ptr, threshold, scale, col_base, row_base, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
@@ -257,6 +272,28 @@ def block_sums(M: int, N: int, blocks: dict, like: torch.Tensor) -> torch.Tensor
     return torch.empty((triton.cdiv(M, blocks["BLOCK_M"]), N), dtype=torch.float32, device=like.device)
 
 
+def row_sums(partials, wanted):
+    """Of partial sums float32 [M, ...], all of one shape or None: their sums [...], each of the dtype that is wanted of it
+    (True: float32) and rounded once to it.
+
+    One launch for all. torch.sum(dtype=) of float32 would round every partial sum first; a lone float32 sum is torch's.
+    """
+    given = [
+        (partial, torch.float32 if dtype is True else dtype) for partial, dtype in zip(partials, wanted, strict=True)
+    ]
+    some = [(partial, dtype) for partial, dtype in given if partial is not None]
+    if all(dtype == torch.float32 for _, dtype in some) and len(some) < 2:
+        return [None if partial is None else partial.sum(0) for partial in partials]
+    sums = [None if partial is None else partial.new_empty(partial.shape[1:], dtype=dtype) for partial, dtype in given]
+    M, N = some[0][0].shape[0], math.prod(some[0][0].shape[1:])
+    if N:
+        launch(
+            _sum_rows_kernel, (triton.cdiv(N, 32),), tuple(partial for partial, _ in some),
+            tuple(one for one in sums if one is not None), M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return sums
+
+
 def act_fwd(z, u, activation: str):
     """act(z), or act(z) * u, rounded once: h [M, N] from stored z (and u) where no gradient of z is wanted."""
     M, N = z.shape
@@ -271,9 +308,9 @@ def act_fwd(z, u, activation: str):
 
 
 def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
-    """dz = dy * act'(kept) [M, N] and db = sum of dz's rows, float32 [N] (None unless asked for).
+    """dz = dy * act'(kept) [M, N] and db = sum of dz's rows [N] (None unless asked for).
 
-    kept: z [M, N], relu's y, or with `bits` relu's mask uint8 [M, ceil(N/8)].
+    db: the sum's dtype, or True for float32. kept: z [M, N], relu's y, or with `bits` relu's mask uint8 [M, ceil(N/8)].
     """
     M, N = dy.shape
     dy, kept = rows_of(dy), rows_of(kept)
@@ -285,7 +322,7 @@ def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
             _act_bwd_kernel, grid_of_blocks(M, N, blocks), matrix(dy), matrix(kept), matrix(dz), partial, M, N,
             ACT=activation, BITS=bits, **blocks,
         )  # fmt: skip
-    return dz, partial.sum(0) if db else None
+    return dz, *row_sums((partial,), (db,))
 
 
 def dropout(

@@ -22,6 +22,7 @@ from .elementwise import (
     grid_of_blocks,
     load_tile,
     pack_bits,
+    row_sums,
     store_column_sum,
     store_tile,
 )  # fmt: skip
@@ -220,7 +221,8 @@ def linear_fwd(
 
 
 def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=None):
-    """dz = dh * act'(x w^T + b) [M, N], and db = sum of dz's rows (float32 [N]; None unless asked for)."""
+    """dz = dh * act'(x w^T + b) [M, N], and db = sum of dz's rows ([N] of the dtype that `db` is, True: float32; None unless
+    asked for)."""
     M, K = x.shape
     N = w.shape[0]
     x, w, b, dh = rows_of(x), rows_of(w), rows_of(b), rows_of(dh)
@@ -232,14 +234,14 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
             _linear_bwd_kernel, grid_of(M, N, tile), matrix(x), matrix(w), b, matrix(dh), matrix(dz), partial, M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
-    return dz, partial.sum(0) if db else None
+    return dz, *row_sums((partial,), (db,))
 
 
 def act_grad(
     dy, w, z, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False,
     db=False, tile=None,
 ):  # fmt: skip
-    """One step back through a chain: dz = dropout'(dy w) * act'(z) -> (dz [M, N], h or None, db float32 [N] or None).
+    """One step back through a chain: dz = dropout'(dy w) * act'(z) -> (dz [M, N], h or None, db [N] or None).
 
     dy [M, K], w [K, N]. z [M, N] is the pre-activation, or for relu the activation itself. `h_over_z` writes
     h = dropout(act(z)) into z's own memory, for a z that is workspace.
@@ -257,11 +259,11 @@ def act_grad(
             *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
-    return dz, h, partial.sum(0) if db else None
+    return dz, h, *row_sums((partial,), (db,))
 
 
 def hidden_grad(dh, z, activation: str, *, keep_h=False, db=False):
-    """dz = dh * act'(z) [M, N], h = act(z) (None unless asked for), and db = sum of dz's rows (float32 [N], likewise), in one
+    """dz = dh * act'(z) [M, N], h = act(z) (None unless asked for), and db = sum of dz's rows ([N], likewise), in one
     pass over stored dh and z [M, N]."""
     M, N = dh.shape
     dh, z = rows_of(dh), rows_of(z)
@@ -274,4 +276,4 @@ def hidden_grad(dh, z, activation: str, *, keep_h=False, db=False):
             _hidden_grad_kernel, grid_of_blocks(M, N, blocks), matrix(dh), matrix(z), matrix(h), matrix(dz), partial, M, N,
             ACT=activation, **blocks,
         )  # fmt: skip
-    return dz, h, partial.sum(0) if db else None
+    return dz, h, *row_sums((partial,), (db,))

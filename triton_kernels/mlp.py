@@ -23,6 +23,7 @@ from .elementwise import (
     blocks_of,
     grid_of_blocks,
     load_tile,
+    row_sums,
     store_column_sum,
     store_tile,
 )  # fmt: skip
@@ -216,7 +217,7 @@ def mlp_bwd(
     tile=None,
 ):  # fmt: skip
     """The dual product. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N]
-    -> (dz [M, N], h [M, N] or None, db1 float32 [N] or None)."""
+    -> (dz [M, N], h [M, N] or None, db1 [N] or None)."""
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
     x, w1, b1, dy, w2 = map(rows_of, (x, w1, b1, dy, w2))
@@ -232,7 +233,7 @@ def mlp_bwd(
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
         )  # fmt: skip
-    return dz, h, partial.sum(0) if db else None
+    return dz, h, *row_sums((partial,), (db,))
 
 
 def gated_fwd(
@@ -259,7 +260,7 @@ def gated_bwd(
     dbg=False, dbu=False, tile=None,
 ):  # fmt: skip
     """The triple product. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]
-    -> (dg, du [M, N], h or None, dbg, dbu float32 [N] or None)."""
+    -> (dg, du [M, N], h or None, dbg, dbu [N] or None)."""
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
     x, wg, bg, wu, bu, dy, wd = map(rows_of, (x, wg, bg, wu, bu, dy, wd))
@@ -276,7 +277,7 @@ def gated_bwd(
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
         )  # fmt: skip
-    return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None
+    return dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu))
 
 
 def gated_act_grad(
@@ -299,7 +300,7 @@ def gated_act_grad(
             (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
-    return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None
+    return dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu))
 
 
 def gated_hidden_grad(dh, g, u, activation: str, *, keep_h=True, dbg=False, dbu=False):
@@ -317,4 +318,4 @@ def gated_hidden_grad(dh, g, u, activation: str, *, keep_h=True, dbg=False, dbu=
             _gated_hidden_grad_kernel, grid_of_blocks(M, N, blocks), matrix(dh), matrix(g), matrix(u),
             (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), M, N, ACT=activation, **blocks,
         )  # fmt: skip
-    return dg, du, h, partial_g.sum(0) if dbg else None, partial_u.sum(0) if dbu else None
+    return dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu))

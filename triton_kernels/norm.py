@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementwise import load_tile, store_tile
+from .elementwise import load_tile, row_sums, store_tile
 from .tile import INTERPRETER, MULTIPROCESSORS, arch_of, cast, family_of, launch, matrix, rows_of, widen
 
 
@@ -175,9 +175,12 @@ def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype, *, 
 
 
 def norm_bwd(
-    dxn, x, weight, eps: float, kind: str, *, residual=None, need_dweight: bool = False, need_dbias: bool = False
+    dxn, x, weight, eps: float, kind: str, *, residual=None, need_dweight: bool | torch.dtype = False,
+    need_dbias: bool | torch.dtype = False,
 ):  # fmt: skip
-    """dx [M, D] in x's dtype, dweight and dbias float32 [D] (None unless needed), from dxn and x [M, D].
+    """dx [M, D] in x's dtype, dweight and dbias [D] (None unless needed), from dxn and x [M, D].
+
+    need_dweight, need_dbias: the gradient's dtype, or True for float32.
 
     residual [M, D]: a gradient that flows around the norm, added before dx is rounded.
     """
@@ -198,4 +201,4 @@ def norm_bwd(
             _norm_bwd_kernel, (rows,), matrix(dxn), matrix(x), weight, matrix(residual), matrix(dx), dweight, dbias, M, D,
             per_program, eps, KIND=kind, HELD=tile.HELD, STAGES=2, **tile.launch_options(),
         )  # fmt: skip
-    return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)
+    return dx, *row_sums((dweight, dbias), (need_dweight, need_dbias))

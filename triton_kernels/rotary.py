@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .elementwise import row_sums
 from .tile import cast, launch, rows_of, widen
 
 HEADS = 8
@@ -301,10 +302,11 @@ def heads_fwd(x, weight, eps: float, cos, sin, interleaved: bool = False, *, bia
 
 def heads_bwd(
     dy, x, weight, eps: float, cos, sin, interleaved: bool = False, *, kind: str = "rms", out=None,
-    need_dweight: bool = False, need_dbias: bool = False,
+    need_dweight: bool | torch.dtype = False, need_dbias: bool | torch.dtype = False,
 ):  # fmt: skip
-    """dx [B, S, H, D] in dy's dtype; dweight and dbias, float32 as weight (None unless needed). Without weight x is not read.
+    """dx [B, S, H, D] in dy's dtype; dweight and dbias as weight (None unless needed). Without weight x is not read.
 
+    need_dweight, need_dbias: the gradient's dtype, or True for float32.
     out: where to write dx, in out's dtype; may be dy or x itself, may share no other memory with them.
     """
     B, S, H, D = dy.shape
@@ -324,4 +326,4 @@ def heads_bwd(
             *((0, 0, 0) if x is None else x.stride()[:3]), *angle_strides, *dx.stride()[:3], eps, KIND=kind,
             OWN_ROWS=has_own_rows(weight), D=D, R=R, INTERLEAVED=interleaved, **tile.launch_options(),
         )  # fmt: skip
-    return dx, *(None if partial is None else partial.sum(0) for partial in (dweight, dbias))
+    return dx, *row_sums((dweight, dbias), (need_dweight, need_dbias))

@@ -328,8 +328,8 @@ def _launch_norm_bwd(case: Case, given: Inputs):
     kind, x, weight, dtype = _norm(case, given)
     dy, residual = given(*x.shape, dtype=dtype), given(*x.shape, dtype=x.dtype)
     return given.backend.norm_bwd(
-        dy, x, weight, 1e-5, kind, residual=residual, need_dweight=True, need_dbias=kind == "layer"
-    )
+        dy, x, weight, 1e-5, kind, residual=residual, need_dweight=weight.dtype, need_dbias=kind == "layer" and weight.dtype
+    )  # fmt: skip
 
 
 def _heads(case: Case, given: Inputs):
@@ -354,7 +354,7 @@ def _launch_heads_bwd(case: Case, given: Inputs):
     dq = given(*q.shape, dtype=q.dtype)
     return given.backend.heads_bwd(
         dq, q, weight, 1e-6, cos, sin, case.activation == "interleaved", kind="layer" if case.activation == "layer" else "rms",
-        out=dq, need_dweight=weight is not None, need_dbias=bias is not None,
+        out=dq, need_dweight=weight is not None and weight.dtype, need_dbias=bias is not None and bias.dtype,
     )  # fmt: skip
 
 

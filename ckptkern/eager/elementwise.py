@@ -132,23 +132,28 @@ def dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
     return h if dropout_[0] is None else dropout(h, *dropout_, row_base=row_base)
 
 
-def column_sum(dy: Tensor) -> Tensor:
-    """Sum of the rows, in float32 at least."""
+def rounded(total: Tensor | None, wanted: bool | torch.dtype) -> Tensor | None:
+    """A sum in the dtype that is wanted of it; True: as it is."""
+    return total if total is None or wanted is True else total.to(wanted)
+
+
+def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor:
+    """Sum of the rows in float32 at least, rounded once to the dtype that is `wanted`; True: not rounded."""
     if dy.dtype.itemsize >= 4:
-        return dy.sum(0)
-    if not dy.is_cpu:
-        return dy.sum(0, dtype=torch.float32)
+        return rounded(dy.sum(0), wanted)
+    if not dy.is_cpu:  # a GPU adds 16-bit numbers in float32, but to a third dtype it would round them first
+        return dy.sum(0) if wanted == dy.dtype else rounded(dy.sum(0, dtype=torch.float32), wanted)
     total = dy.new_zeros(dy.shape[1], dtype=torch.float32)
     # A CPU first copies what it sums to float32. Parts of 2^14 elements take less time than the whole; a part has at most an
     # eighth of the rows, as `row_bytes` counts it, and at least 16.
     M, N = dy.shape
     for rows in dy.split(max(16, min(2**14 // max(N, 1), M // 8))):
         total += rows.sum(0, dtype=torch.float32)
-    return total
+    return rounded(total, wanted)
 
 
-def column_sum_if(dz: Tensor, wanted: bool) -> Tensor | None:
-    return column_sum(dz) if wanted else None
+def column_sum_if(dz: Tensor, wanted: bool | torch.dtype) -> Tensor | None:
+    return column_sum(dz, wanted) if wanted else None
 
 
 def act_fwd(z, u, activation):

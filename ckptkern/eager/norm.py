@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .elementwise import rounded
+
 _aten = torch.ops.aten
 
 
@@ -51,10 +53,12 @@ def norm_bwd(dxn, x, weight, eps, kind, *, residual=None, need_dweight=False, ne
         _, mean, rstd = _aten.native_layer_norm(wide, x.shape[-1:], None, None, eps)
         weight = wide.new_ones(x.shape[-1:]) if weight is None else weight  # aten sums no gradient of a missing weight
         dx, dweight, dbias = _aten.native_layer_norm_backward(
-            g, wide, x.shape[-1:], mean, rstd, weight, weight, [True, need_dweight, need_dbias]
+            g, wide, x.shape[-1:], mean, rstd, weight, weight, [True, bool(need_dweight), bool(need_dbias)]
         )
         dweight, dbias = dweight if need_dweight else None, dbias if need_dbias else None
     else:
         dx, dweight = rms_bwd(g, wide, weight, eps, need_dweight)
         dbias = g.sum(0) if need_dbias else None
-    return (dx if residual is None else dx + residual).to(x.dtype), dweight, dbias
+    return (
+        (dx if residual is None else dx + residual).to(x.dtype), rounded(dweight, need_dweight), rounded(dbias, need_dbias)
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .elementwise import rounded
 from .norm import layer_bwd, rms_bwd, widened
 
 
@@ -52,4 +53,5 @@ def heads_bwd(
         dbias = g.flatten(0, -1 - weight.dim()).sum(0) if need_dbias else None
         backward = layer_bwd if kind == "layer" else rms_bwd
         g, dweight = backward(g, widened(x, dy), widened(weight, dy), eps, need_dweight)
-    return g.to(dy.dtype, copy=g is dy) if out is None else out.copy_(g), dweight, dbias
+    dx = g.to(dy.dtype, copy=g is dy) if out is None else out.copy_(g)
+    return dx, rounded(dweight, need_dweight), rounded(dbias, need_dbias)

@@ -113,10 +113,11 @@ class WeightGrad:
 
 
 class BiasGrad:
-    """Sum over chunks of float32 partial sums, rounded once."""
+    """Sum over chunks, rounded once. part: the dtype of a chunk's sums, float32 unless there is one chunk."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, chunks: int):
         self.dtype, self.total = dtype, None
+        self.part = dtype if chunks == 1 else True
 
     def add(self, part: Tensor) -> None:
         self.total = part if self.total is None else self.total.add_(part)

@@ -65,6 +65,10 @@ class Half:
         """`cast` in place of `cast_parameter`, for the op of a branch."""
         return functools.partial(self.cast, last=last)
 
+    def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
+        """Of a gradient, which is its parameter's; False where it is not needed."""
+        return name in need and getattr(self.t, name).dtype
+
     def norm(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self.p.norm_fwd(x, self.t.norm_weight, self.t.norm_bias, self.o.norm_eps, self.o.norm, dtype)
 
@@ -114,7 +118,7 @@ class Half:
         """Gradients of `read`, the norm's input, of norm_weight and of norm_bias."""
         return self.p.norm_bwd(
             dy, read, self.t.norm_weight, self.o.norm_eps, self.o.norm, residual=residual,
-            need_dweight="norm_weight" in need, need_dbias="norm_bias" in need,
+            need_dweight=self.dtype_of("norm_weight", need), need_dbias=self.dtype_of("norm_bias", need),
         )  # fmt: skip
 
     def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
@@ -127,12 +131,12 @@ class Half:
             dy, grads["norm_weight"], grads["norm_bias"] = self.norm_gradients(dy, self.total(f), need)
         df = self.drop_path(dy)
         if "branch_scale" in need:
-            grads["branch_scale"] = eager.column_sum(df * self.post_normed(f))
+            grads["branch_scale"] = eager.column_sum(df * self.post_normed(f), self.t.branch_scale.dtype)
         df = self.scaled(df)
         if o.post_norm:
             df, grads["post_norm_weight"], grads["post_norm_bias"] = self.p.norm_bwd(
                 df, f, self.t.post_norm_weight, o.post_norm_eps, o.post_norm,
-                need_dweight="post_norm_weight" in need, need_dbias="post_norm_bias" in need,
+                need_dweight=self.dtype_of("post_norm_weight", need), need_dbias=self.dtype_of("post_norm_bias", need),
             )  # fmt: skip
         return dy, self.drop(df.to(o.dtype)), grads
 

@@ -148,7 +148,7 @@ class AttentionHalf(Half):
     def turned_back(self, dy: Tensor, raw: Tensor, name: str, place: Tensor, need: Collection[str]) -> tuple:
         """Gradients of raw (q or k; in `place`, if that is where dy is or can be), of its norm's weight and of its bias."""
         o, weight = self.o, getattr(self.t, name)
-        needs = dict(need_dweight=name in need, need_dbias=f"{name}_bias" in need)
+        needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=self.dtype_of(f"{name}_bias", need))
         if not over_all_heads(weight, self.D):
             options = dict(kind=o.qk_norm, out=place, **needs)
             return self.p.heads_bwd(dy, raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
@@ -217,7 +217,7 @@ class AttentionHalf(Half):
         if w in need:
             grads[w] = weight_grad(d, rows, part.weight)
         if b in need:
-            grads[b] = eager.column_sum(d)
+            grads[b] = eager.column_sum(d, part.bias.dtype)
         sums = {name: WeightGrad(getattr(self.t, name), 1) for name in (lora_a, lora_b) if name in need}
         if sums:
             self.updates[part.letter].add_gradients(self.p, d, du, rows, sums.get(lora_a), sums.get(lora_b))

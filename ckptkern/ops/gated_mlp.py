@@ -92,7 +92,7 @@ class GatedMLP(Op):
             for i, w in ((WG, wg), (WU, wu), (WD, wd))
             if needed(needs, i)
         }
-        bias_grads = {i: BiasGrad(b.dtype) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
+        bias_grads = {i: BiasGrad(b.dtype, len(chunks)) for i, b in ((BG, bg), (BU, bu)) if needed(needs, i)}
         dx = None
 
         def add(start: int, stop: int) -> None:
@@ -108,7 +108,8 @@ class GatedMLP(Op):
                 elif h is None:
                     h_rows = dropped(p, p.act_fwd(g[rows], u[rows], activation), **options)
             else:
-                wanted = dict(keep_h=keep_h, dbg=BG in bias_grads, dbu=BU in bias_grads)
+                dbg, dbu = (i in bias_grads and bias_grads[i].part for i in (BG, BU))
+                wanted = dict(keep_h=keep_h, dbg=dbg, dbu=dbu)
                 if g is None:
                     dg, du, made, dbg, dbu = p.gated_bwd(
                         x_rows, wg_, bg_, wu_, bu_, dy_rows, wd_, activation, precision, **wanted, **options
@@ -143,7 +144,7 @@ class GatedMLP(Op):
         if needed(needs, X):
             grads[X] = unflattened(dx, lead)
         if needed(needs, BD):
-            grads[BD] = eager.column_sum(dy).to(bd.dtype)
+            grads[BD] = eager.column_sum(dy, bd.dtype)
         return tuple(grads.get(i) for i in range(8))
 
     @staticmethod

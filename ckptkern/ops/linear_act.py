@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import eager
 from ._checks import check_input, check_statics, check_weight
 from ._choices import cast_input, choose_level, choose_route, compose, matmul_precision, primitives
-from ._gradients import BiasGrad, WeightGrad
+from ._gradients import WeightGrad
 from ._needs import needed
 from ._op import Op, build
 from ._rows import cast_parameter, row_count, rows_2d, unflattened
@@ -78,25 +78,24 @@ class LinearAct(Op):
     def backward(dy, x, w, b, z, bits, activation, recompute, backend, precision, needs):
         p, lead = primitives(backend), dy.shape[:-1]
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
-        w_, b_ = cast_parameter(w, dy.dtype), cast_parameter(b, dy.dtype)
-        need_db = needed(needs, B)
+        rebuilds = activation != "identity" and z is None and bits is None
+        w_ = cast_parameter(w, dy.dtype) if rebuilds or needed(needs, X) else None
+        db_dtype = needed(needs, B) and b.dtype
         if activation == "identity":
-            dz, db = dy, eager.column_sum(dy) if need_db else None
+            dz, db = dy, eager.column_sum(dy, db_dtype) if db_dtype else None
         elif bits is not None:
-            dz, db = p.act_bwd(dy, bits, activation, bits=True, db=need_db)
+            dz, db = p.act_bwd(dy, bits, activation, bits=True, db=db_dtype)
         elif z is not None:
-            dz, db = p.act_bwd(dy, rows_2d(z), activation, db=need_db)
+            dz, db = p.act_bwd(dy, rows_2d(z), activation, db=db_dtype)
         else:
-            dz, db = p.linear_bwd(x, w_, b_, dy, activation, precision, db=need_db)
-        dw, bias_grad = WeightGrad(w, 1, wide=backend == "wide"), BiasGrad(w.dtype if b is None else b.dtype)
+            dz, db = p.linear_bwd(x, w_, cast_parameter(b, dy.dtype), dy, activation, precision, db=db_dtype)
+        dw = WeightGrad(w, 1, wide=backend == "wide")
         if needed(needs, W):
             dw.add(dz, x)
-        if need_db:
-            bias_grad.add(db)
         return (
             unflattened(p.mm(dz, w_), lead) if needed(needs, X) else None,
             dw.result() if needed(needs, W) else None,
-            bias_grad.result() if need_db else None,
+            db,
         )
 
     @staticmethod

@@ -141,7 +141,8 @@ class LinearStack(Op):
         held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
         chunks = token_chunks(M, row_bytes(dy, held, 0, summed, sum(widths) + 3 * max(widths)), workspace)
         weight_grads = [WeightGrad(w, len(chunks)) for w in weights]
-        bias_grads = [BiasGrad(b.dtype) for b in biases] or [None] * L
+        bias_grads = [BiasGrad(b.dtype, len(chunks)) for b in biases] or [None] * L
+        sums = [need and grad.part for need, grad in zip(need_db, bias_grads, strict=True)]
         dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
         lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)
         relu = activation == "relu"
@@ -153,7 +154,7 @@ class LinearStack(Op):
             if stored:
                 kept = [h[part] for h in stored]
                 h_last = kept[L - 2] if relu and L > 1 else None
-                dz, db = p.act_bwd(dy_rows, kept[L - 1], activation, db=need_db[L - 1])
+                dz, db = p.act_bwd(dy_rows, kept[L - 1], activation, db=sums[L - 1])
             else:
                 kept, h = [], rows[part]
                 for w, b in zip(ws[:-1], bs[:-1], strict=True):
@@ -161,9 +162,9 @@ class LinearStack(Op):
                     kept.append(h if relu else z)
                 h_last = h
                 if bits is not None:
-                    dz, db = p.act_bwd(dy_rows, bits[part], activation, bits=True, db=need_db[L - 1])
+                    dz, db = p.act_bwd(dy_rows, bits[part], activation, bits=True, db=sums[L - 1])
                 else:
-                    dz, db = p.linear_bwd(h, ws[-1], bs[-1], dy_rows, activation, precision, db=need_db[L - 1])
+                    dz, db = p.linear_bwd(h, ws[-1], bs[-1], dy_rows, activation, precision, db=sums[L - 1])
             for i in range(L - 1, lowest - 1, -1):
                 if need_db[i]:
                     bias_grads[i].add(db)
@@ -180,7 +181,7 @@ class LinearStack(Op):
                 elif i > lowest:
                     dz_below, made, db = p.act_grad(
                         dz, ws[i], kept[i - 1], activation, precision, keep_h=h is None and need_dw[i],
-                        h_over_z=not stored, db=need_db[i - 1],
+                        h_over_z=not stored, db=sums[i - 1],
                     )  # fmt: skip
                     h = made if h is None else h
                 if need_dw[i]:

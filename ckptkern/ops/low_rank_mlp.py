@@ -109,7 +109,7 @@ class Sums:
         tensors = {name: getattr(layers.t, name) for name in wanted}
         wide = layers.o.backend == "wide"
         self.totals = {
-            name: BiasGrad(tensor.dtype) if name.endswith("_bias") else WeightGrad(tensor, chunks, wide=wide)
+            name: BiasGrad(tensor.dtype, chunks) if name.endswith("_bias") else WeightGrad(tensor, chunks, wide=wide)
             for name, tensor in tensors.items()
         }
 
@@ -129,7 +129,8 @@ class Sums:
         if f"{layer}_weight" in totals:
             totals[f"{layer}_weight"].add(dy, x)
         if f"{layer}_bias" in totals:
-            totals[f"{layer}_bias"].add(eager.column_sum(dy))
+            total = totals[f"{layer}_bias"]
+            total.add(eager.column_sum(dy, total.part))
         da, db = (totals.get(name) for name in names_of(layer))
         if da is not None or db is not None:
             layers.updates[layer].add_gradients(layers.p, dy, du, x, da, db, start)

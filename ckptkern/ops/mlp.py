@@ -93,7 +93,7 @@ class MLP(Op):
         bytes_per_row = row_bytes(dy, held * hidden, masks, summed, 2 * hidden)
         chunks = token_chunks(dy.shape[0], bytes_per_row, workspace)
         dw1, dw2 = (WeightGrad(w, len(chunks), wide=backend == "wide") for w in (w1, w2))
-        db1 = BiasGrad(b1.dtype) if need_db1 else None
+        db1 = BiasGrad(b1.dtype, len(chunks)) if need_db1 else None
         dx = dy.new_empty((dy.shape[0], w1.shape[1])) if need_dx and len(chunks) > 1 else None
 
         def add(start: int, stop: int) -> None:
@@ -111,12 +111,12 @@ class MLP(Op):
                 if not rebuilds:
                     dz, made, db = p.act_grad(
                         dy_rows, w2_, h_rows if z is None else z_rows, activation, precision, dropout=dropout,
-                        row_base=start, keep_h=keep_h, db=need_db1,
+                        row_base=start, keep_h=keep_h, db=need_db1 and db1.part,
                     )  # fmt: skip
                 else:
                     dz, made, db = p.mlp_bwd(
                         x_rows, w1_, b1_, dy_rows, w2_, activation, precision, dropout=dropout, row_base=start,
-                        keep_h=keep_h, db=need_db1,
+                        keep_h=keep_h, db=need_db1 and db1.part,
                     )  # fmt: skip
                 h_rows = made if keep_h else h_rows
             if need_dw2:
@@ -139,7 +139,7 @@ class MLP(Op):
             dw1.result() if need_dw1 else None,
             db1.result() if need_db1 else None,
             dw2.result() if need_dw2 else None,
-            cast_parameter(eager.column_sum(dy), b2.dtype) if need_db2 else None,
+            eager.column_sum(dy, b2.dtype) if need_db2 else None,
             None,
         )
 

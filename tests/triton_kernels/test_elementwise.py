@@ -183,6 +183,44 @@ def test_relu_backward_of_special_values(dtype, kept, device):
     assert torch.equal(db.isnan(), expected.float().sum(0).isnan())
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (65, 33), (130, 70), (0, 5), (7, 3, 11)], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [(torch.bfloat16,), (torch.bfloat16, True), (True, torch.float16), (True, True)], ids=str
+)
+def test_sums_of_rows_are_rounded_once(monkeypatch, shape, wanted, device):
+    """One launch for all. Whole numbers of ten bits: float32 adds them exactly, and 16 bits do not hold one of them."""
+    partials = [torch.randint(-1023, 1024, shape, device=device).float() for _ in wanted]
+    launched, launch = [], elementwise.launch
+    monkeypatch.setattr(elementwise, "launch", lambda *args, **options: launched.append(launch(*args, **options)))
+    none, *ours = elementwise.row_sums((None, *partials), (False, *wanted))
+    assert none is None
+    assert len(launched) == 1
+    for partial, dtype, total in zip(partials, wanted, ours, strict=True):
+        expected = partial.double().sum(0).to(torch.float32 if dtype is True else dtype)
+        assert total.dtype == expected.dtype
+        assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("wanted", [False, True, torch.float32])
+def test_a_lone_float32_sum_is_torchs(monkeypatch, wanted):
+    monkeypatch.setattr(elementwise, "launch", None)
+    partial = torch.randn(9, 5) if wanted else None
+    (total,) = elementwise.row_sums((partial,), (wanted,))
+    assert total is None if partial is None else torch.equal(total, partial.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("wanted", [True, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_column_sums_are_rounded_once(dtype, wanted, device):
+    """On a GPU by torch's own kernel. Ones, of which 16 bits do not count 4099; half of them negative in the other column."""
+    dy = torch.ones(4099, 2, device=device, dtype=dtype)
+    dy[:2000, 1] = -1
+    total = eager.column_sum(dy, wanted)
+    expected = torch.tensor([4099.0, 99.0], device=device).to(torch.float32 if wanted is True else wanted)
+    assert total.dtype == expected.dtype
+    assert torch.equal(total, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bias_gradient_is_a_float32_sum_of_the_stored_rows(dtype, device):
     """db adds what dz stores, in float32, and rows beyond M add nothing: ones sum to M exactly, 300 in 16 bits too."""

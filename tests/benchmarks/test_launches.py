@@ -1,0 +1,61 @@
+"""What a launch passes is bounded here, and that its time is measured and judged; no time is asserted."""
+
+import re
+import subprocess
+
+import outside
+import pytest
+
+from ckptkern.benchmarks import launches
+
+# What Triton's binder looks at one by one, and constants and options, of each kernel of the steps: a launch's host time is in
+# proportion to them.
+MOST = {
+    "_linear_fwd_kernel": (19, 10), "_linear_bwd_kernel": (13, 10), "_act_grad_kernel": (19, 11),
+    "_gated_fwd_kernel": (22, 10), "_gated_act_grad_kernel": (24, 11),
+    "_stack_fwd_kernel": (12, 7), "_stack_bwd_kernel": (17, 7),
+    "_norm_fwd_kernel": (13, 5), "_norm_bwd_kernel": (15, 7), "_sum_rows_kernel": (6, 4),
+    "_heads_fwd_kernel": (20, 11), "_heads_bwd_kernel": (25, 11),
+    "_attn_fwd_kernel": (46, 13), "_attn_dkdv_kernel": (50, 14), "_attn_dq_kernel": (46, 14),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report() -> list[str]:
+    """What the command said, in a process without the interpreter."""
+    process = outside.start(
+        "-m", "ckptkern.benchmarks.launches", "--rounds", "1", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    return out.splitlines()[1:]
+
+
+def test_every_step_is_measured_and_judged(report):
+    found = {}
+    for line in report:
+        if not line.startswith(" "):
+            case, level, count, verdict, mean = re.fullmatch(
+                rf"(\S+) (\w+): (\d+) launches, (within|ABOVE) {launches.MOST:.1f}: ([\d.]+)", line
+            ).groups()
+            found[case] = level
+            assert int(count) >= 2
+            if float(mean) != launches.MOST:  # as printed, rounded
+                assert verdict == ("within" if float(mean) < launches.MOST else "ABOVE")
+    assert found == launches.STEPS
+
+
+def test_what_a_launch_passes(report):
+    rows = [re.fullmatch(r" +[\d.]+ +(\d+) \+ +(\d+)  \d+ x (\w+)", line) for line in report if line.startswith(" ")]
+    assert {name for *_, name in map(re.Match.groups, rows)} == MOST.keys()
+    for passed, constants, name in map(re.Match.groups, rows):
+        assert (int(passed), int(constants)) <= MOST[name], name
+        assert int(constants) <= MOST[name][1], name
+
+
+def test_interpreted_kernels_are_refused():
+    class Interpreted:
+        kernel = object()
+
+    with pytest.raises(RuntimeError, match="interpreted"):
+        launches.costs([Interpreted()])
