@@ -51,8 +51,9 @@ emulate: $(STAMP) ## run the kernels' tests as compiled for sm_80 and sm_90, on 
 bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
 	$(PY) -m ckptkern bench $(ARGS)
 
-bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, with its bound
+bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, and of a kernel's launch to torch.add's
 	$(PY) -m ckptkern.benchmarks.host $(ARGS)
+	$(PY) -m ckptkern.benchmarks.launches
 
 model: $(STAMP) ## MODEL, not measured: the price of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
 	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.model $(ARGS)

@@ -129,9 +129,8 @@ class LinearStack(Op):
                 if need_dw[i] else None for i, w in enumerate(weights)
             ]  # fmt: skip
             dbs = [
-                db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else None
-                for i, w in enumerate(weights)
-            ]
+                db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else None for i, w in enumerate(weights)
+            ]  # fmt: skip
             return None if dx is None else unflattened(dx, x.shape[:-1]), dws, dbs
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
         stored = [rows_2d(h) for h in hidden]
