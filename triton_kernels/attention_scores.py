@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import cast, widen
+from .tile import cast, multiple, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # No length and no scalar compiles a kernel again; the strides of lse are lengths. None of them is a member of a tuple, because
@@ -31,11 +31,8 @@ def rows_at(heads, b, h, row0, STRIDE_STEP: tl.constexpr):
     All strides are multiples of STRIDE_STEP, 8 or 1, which the compiler must be told: by itself it sees multiples of 16 alone.
     """
     ptr, stride_b, stride_h, stride_s = heads
-    if STRIDE_STEP > 1:
-        stride_b = stride_b // STRIDE_STEP * STRIDE_STEP
-        stride_h = stride_h // STRIDE_STEP * STRIDE_STEP
-        stride_s = stride_s // STRIDE_STEP * STRIDE_STEP
-    return ptr + b * stride_b + h * stride_h + row0 * stride_s, stride_s
+    stride_s = multiple(stride_s, STRIDE_STEP)
+    return ptr + b * multiple(stride_b, STRIDE_STEP) + h * multiple(stride_h, STRIDE_STEP) + row0 * stride_s, stride_s
 
 
 @triton.jit

@@ -30,7 +30,19 @@ import triton
 import triton.language as tl
 
 from .philox import checked_columns, philox_words
-from .tile import INTERPRET, INTERPRETER, arch_of, cast, launch, matrix, rows_of, widen
+from .tile import (
+    INTERPRET,
+    INTERPRETER,
+    arch_of,
+    cast,
+    launch,
+    matrix,
+    multiple,
+    rows_of,
+    stride_of,
+    unit_of,
+    widen,
+)  # fmt: skip
 
 
 @triton.jit
@@ -148,16 +160,14 @@ def pack_bits(bit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_tile(rows, offs_m, offs_n, mask):
-    ptr, stride_m = rows
-    return tl.load(ptr + offs_m.to(tl.int64)[:, None] * stride_m + offs_n[None, :], mask=mask, other=0.0)
+    return tl.load(rows[0] + offs_m.to(tl.int64)[:, None] * stride_of(rows) + offs_n[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def store_tile(rows, offs_m, offs_n, mask, value):
     """Stores a tile that is already in the matrix's type."""
-    ptr, stride_m = rows
-    tl.static_assert(value.dtype == ptr.dtype.element_ty, "cast before storing: sums are taken of what is stored")
-    tl.store(ptr + offs_m.to(tl.int64)[:, None] * stride_m + offs_n[None, :], value, mask=mask)
+    tl.static_assert(value.dtype == rows[0].dtype.element_ty, "cast before storing: sums are taken of what is stored")
+    tl.store(rows[0] + offs_m.to(tl.int64)[:, None] * stride_of(rows) + offs_n[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -177,9 +187,10 @@ def block_of(N, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _act_fwd_kernel(
-    z_rows, u_rows, h_rows, M, N, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    z_rows, u_rows, h_rows, M, N, ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """h = round(act(z)), or round(act(z) u): the bits of forward's epilogue before its dropout."""
+    N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -193,10 +204,10 @@ def _act_fwd_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _act_bwd_kernel(
     dy_rows, kept_rows, dz_rows, db_ptr, M, N,
-    ACT: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACT: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dz = dy * act'(z), db partial rows. kept is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
-    kept_ptr, stride_keptm = kept_rows
+    N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -204,7 +215,9 @@ def _act_bwd_kernel(
     dy = widen(load_tile(dy_rows, offs_m, offs_n, mask))
     if BITS:
         byte = tl.load(
-            kept_ptr + offs_m.to(tl.int64)[:, None] * stride_keptm + (offs_n >> 3)[None, :], mask=mask, other=0
+            kept_rows[0] + offs_m.to(tl.int64)[:, None] * stride_of(kept_rows) + (offs_n >> 3)[None, :],
+            mask=mask,
+            other=0,
         )
         dz = tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0)
     else:
@@ -230,7 +243,8 @@ def _sum_rows_kernel(partials, sums, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit(do_not_specialize=["threshold", "col_base", "row_base", "M"])
 def _dropout_kernel(
-    x_rows, y_rows, state_ptr, threshold, scale, col_base, row_base, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    x_rows, y_rows, state_ptr, threshold, scale, col_base, row_base, M, N,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y = keep * scale * x. Its own backward: dx = keep * scale * dy.
 
@@ -239,6 +253,7 @@ def _dropout_kernel(
     eight values of a call belongs to an element 8 rows or 8, 16, 24 columns on. Eight loads of 16 bytes, one call an
     element and eighth.
     """
+    N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     c1 = row_base // 16 * 8 + pid_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
     c0 = pid_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
@@ -258,9 +273,10 @@ def _dropout_kernel(
 
 
 def blocks_of(x: torch.Tensor) -> dict:
+    options = dict(UNIT=unit_of(x.shape[1]), enable_fp_fusion=False)
     if arch_of(x) == INTERPRETER:
-        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, enable_fp_fusion=False)
-    return dict(BLOCK_M=32, BLOCK_N=128, num_warps=8, enable_fp_fusion=False)
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, **options)
+    return dict(BLOCK_M=32, BLOCK_N=128, num_warps=8, **options)
 
 
 def grid_of_blocks(M: int, N: int, blocks: dict) -> tuple[int]:
@@ -342,7 +358,7 @@ def dropout(
         grid = triton.cdiv(whole_rows, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"])
         launch(
             _dropout_kernel, (grid,), matrix(x), matrix(y), state, threshold, scale, checked_columns(col_base), row_base, M, N,
-            **blocks,
+            **blocks, UNIT=unit_of(N),
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y

@@ -34,6 +34,7 @@ from .tile import (
     cast,
     launch,
     matrix,
+    multiple,
     product_tile,
     program_tile,
     rows_of,
@@ -117,8 +118,9 @@ def _act_grad_store(acc, n0, z_rows, h_rows, dz_rows, db_ptr, dropout, pid_m, M,
 def _linear_fwd_kernel(
     x_rows, w_rows, b_ptr, h_rows, z_rows, bits_rows, state_ptr, threshold, scale, col_base, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -133,8 +135,9 @@ def _linear_fwd_kernel(
 def _linear_bwd_kernel(
     x_rows, w_rows, b_ptr, dh_rows, dz_rows, db_ptr, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -148,9 +151,10 @@ def _linear_bwd_kernel(
 def _act_grad_kernel(
     dy_rows, w_rows, z_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, col_base, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """dh = dy w (dy [M, K], w [K, N]); dz = dropout'(dh) act'(z); h = dropout(act(z)); h may be written over z."""
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -163,9 +167,11 @@ def _act_grad_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _hidden_grad_kernel(
-    dh_rows, z_rows, h_rows, dz_rows, db_ptr, M, N, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    dh_rows, z_rows, h_rows, dz_rows, db_ptr, M, N,
+    ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dz = dh act'(z) and h = act(z) from stored dh and z: the epilogue of `_act_grad_kernel` behind another's product."""
+    N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -41,6 +41,7 @@ from .tile import (
     cast,
     launch,
     matrix,
+    multiple,
     product_tile,
     program_tile,
     rows_of,
@@ -129,9 +130,10 @@ def _mlp_bwd_kernel(
     x_rows, w1_rows, b1_ptr, dy_rows, w2_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, col_base, row_base,
     M, N, K, D,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w1 [N, K], dy [M, D], w2 [D, N] -> h, dz [M, N], db partial rows."""
+    N, K, D = multiple(N, UNIT), multiple(K, UNIT), multiple(D, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -147,8 +149,9 @@ def _mlp_bwd_kernel(
 def _gated_fwd_kernel(
     x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, h_rows, g_rows, u_rows, state_ptr, threshold, scale, col_base, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -165,9 +168,10 @@ def _gated_bwd_kernel(
     x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, dy_rows, wd_rows, results, state_ptr, threshold, scale, col_base, row_base,
     M, N, K, D,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], wg and wu [N, K], dy [M, D], wd [D, N] -> h, dg, du [M, N]. dh comes last: its tile is the shortest-lived."""
+    N, K, D = multiple(N, UNIT), multiple(K, UNIT), multiple(D, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -184,9 +188,10 @@ def _gated_bwd_kernel(
 def _gated_act_grad_kernel(
     dy_rows, wd_rows, g_rows, u_rows, results, state_ptr, threshold, scale, col_base, row_base, M, N, K,
     ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """dh = dy wd (dy [M, K], wd [K, N]), then as in _gated_bwd_kernel from stored g and u."""
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -199,9 +204,11 @@ def _gated_act_grad_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_hidden_grad_kernel(
-    dh_rows, g_rows, u_rows, results, M, N, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    dh_rows, g_rows, u_rows, results, M, N,
+    ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """As `_gated_act_grad_kernel`, from stored dh."""
+    N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -21,7 +21,19 @@ import triton
 import triton.language as tl
 
 from .elementwise import load_tile, row_sums, store_tile
-from .tile import INTERPRETER, MULTIPROCESSORS, arch_of, cast, family_of, launch, matrix, rows_of, widen
+from .tile import (
+    INTERPRETER,
+    MULTIPROCESSORS,
+    arch_of,
+    cast,
+    family_of,
+    launch,
+    matrix,
+    multiple,
+    rows_of,
+    unit_of,
+    widen,
+)  # fmt: skip
 
 
 class RowTile(NamedTuple):
@@ -31,9 +43,11 @@ class RowTile(NamedTuple):
     BLOCK_D: int
     num_warps: int
     HELD: bool
+    UNIT: int
 
     def launch_options(self) -> dict:
         return {
+            "UNIT": self.UNIT,
             "BLOCK_M": self.BLOCK_M,
             "BLOCK_D": self.BLOCK_D,
             "num_warps": self.num_warps,
@@ -49,6 +63,7 @@ def row_tile(x: torch.Tensor) -> RowTile:
         BLOCK_D=BLOCK_D,
         num_warps=8 if BLOCK_D < 8192 else 16,
         HELD=BLOCK_D < 16384,
+        UNIT=unit_of(x.shape[1]),
     )
 
 
@@ -82,8 +97,9 @@ def normalized_grad_tile(h, r, g, D, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _norm_fwd_kernel(
     x_rows, addend_rows, weight_ptr, bias_ptr, xn_rows, sum_rows, M, D, eps,
-    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    D = multiple(D, UNIT)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     mask_m = offs_m < M
@@ -114,9 +130,11 @@ def add_rows(ptrs, mask_d, value):
 @triton.jit(do_not_specialize=["M", "tiles"])
 def _norm_bwd_kernel(
     dxn_rows, x_rows, weight_ptr, residual_rows, dx_rows, dweight_ptr, dbias_ptr, M, D, tiles, eps,
-    KIND: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Each program walks `tiles` tiles of rows, and adds up one row of dweight_ptr and dbias_ptr [programs, D]."""
+    D = multiple(D, UNIT)
     pid = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
@@ -161,7 +179,7 @@ def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype, *, 
     statistics. keep_sum: (xn, s).
     """
     M, D = x.shape
-    x, addend = rows_of(x), None if addend is None else rows_of(addend)
+    x, addend = rows_of(x), rows_of(addend)
     weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
     xn = torch.empty((M, D), dtype=out_dtype, device=x.device)
     total = torch.empty((M, D), dtype=x.dtype, device=x.device) if keep_sum else None
@@ -185,7 +203,7 @@ def norm_bwd(
     residual [M, D]: a gradient that flows around the norm, added before dx is rounded.
     """
     M, D = x.shape
-    dxn, x, residual = (None if one is None else rows_of(one) for one in (dxn, x, residual))
+    dxn, x, residual = rows_of(dxn), rows_of(x), rows_of(residual)
     weight = None if weight is None else weight.contiguous()
     dx = torch.empty((M, D), dtype=x.dtype, device=x.device)
     tile = row_tile(x)

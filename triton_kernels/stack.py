@@ -19,7 +19,21 @@ import triton.language as tl
 
 from .elementwise import act, act_grad, load_tile, pack_bits, store_tile
 from .linear import preact_tile
-from .tile import INTERPRETER, MULTIPROCESSORS, arch_of, cast, dot, family_of, launch, matrix, rows_of, widen
+from .tile import (
+    INTERPRETER,
+    MULTIPROCESSORS,
+    arch_of,
+    cast,
+    dot,
+    family_of,
+    launch,
+    matrix,
+    multiple,
+    rows_of,
+    stride_of,
+    unit_of,
+    widen,
+)  # fmt: skip
 
 MAX_WIDTH = 64
 
@@ -68,8 +82,9 @@ def layer_tile(h, w_ptr, b_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.conste
 @triton.jit(do_not_specialize=["M", "L"])
 def _stack_fwd_kernel(
     x_rows, w_ptr, b_ptr, y_rows, bits_rows, M, N, K, L,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, WIDTH)
     mask_m = (offs_m < M)[:, None]
@@ -108,11 +123,12 @@ def _times_weight(dz, w_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.constexpr
 @triton.jit(do_not_specialize=["M", "L"])
 def _stack_bwd_kernel(
     x_rows, w_ptr, b_ptr, dy_rows, bits_rows, dx_rows, dw_ptr, db_ptr, scratch_ptr, M, N, K, L,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """bits are given for relu alone: then scratch holds h_1 .. h_{L-1}, and the last layer is not run again.
     Otherwise it holds z_0 .. z_{L-1}, and h is act(z) once more."""
-    bits_ptr, stride_bitsm = bits_rows
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
+    bits_ptr = bits_rows[0]
     pid = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, WIDTH)
     tile_offs = tl.arange(0, BLOCK_M)[:, None] * WIDTH + offs_n[None, :]
@@ -133,7 +149,9 @@ def _stack_bwd_kernel(
                 h = cast(act(layer_tile(h, w_ptr, b_ptr, layer, WIDTH, PRECISION), ACT), h.dtype)
                 tl.store(scratch_ptr + layer * BLOCK_M * WIDTH + tile_offs, h)
             byte = tl.load(
-                bits_ptr + offs_m.to(tl.int64)[:, None] * stride_bitsm + (offs_n >> 3)[None, :], mask=mask_y, other=0
+                bits_ptr + offs_m.to(tl.int64)[:, None] * stride_of(bits_rows) + (offs_n >> 3)[None, :],
+                mask=mask_y,
+                other=0,
             )
             dz = cast(tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0), h.dtype)
         else:
@@ -200,8 +218,8 @@ def stack_fwd(
         launch(
             _stack_fwd_kernel, (triton.cdiv(M, block_m),), matrix(x), packed_w, packed_b, matrix(y), matrix(bits), M,
             out_features, K, L,
-            ACT=activation, PRECISION=precision, BLOCK_M=block_m, WIDTH=width, num_warps=num_warps, num_stages=1,
-            enable_fp_fusion=False,
+            ACT=activation, PRECISION=precision, UNIT=unit_of(out_features, K), BLOCK_M=block_m, WIDTH=width,
+            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     return y, bits
 
@@ -226,8 +244,8 @@ def stack_bwd(
         launch(
             _stack_bwd_kernel, (programs,), matrix(x), packed_w, packed_b, matrix(dy), matrix(bits), matrix(dx_out), dw, db,
             scratch, M, N, K, L,
-            ACT=activation, PRECISION=precision, BLOCK_M=block_m, WIDTH=width, num_warps=num_warps, num_stages=1,
-            enable_fp_fusion=False,
+            ACT=activation, PRECISION=precision, UNIT=unit_of(N, K), BLOCK_M=block_m, WIDTH=width,
+            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     elif dx:
         dx_out.zero_()

@@ -25,6 +25,7 @@ class Tile(NamedTuple):
 
     maxnreg: the most registers a thread may take. At 128 two programs of eight warps share a multiprocessor, if their shared
     memory does too (2 x 113 KiB on sm_90), and the epilogue of one runs under the products of the other.
+    UNIT: what the compiler is told of the launch's sizes (`unit_of`).
     """
 
     BLOCK_M: int
@@ -34,6 +35,7 @@ class Tile(NamedTuple):
     num_stages: int
     SUB: int = 1
     maxnreg: int | None = None
+    UNIT: int = 1
 
     def launch_options(self) -> dict:
         options = dict(
@@ -41,6 +43,7 @@ class Tile(NamedTuple):
             BLOCK_N=self.BLOCK_N,
             BLOCK_K=self.BLOCK_K,
             SUB=self.SUB,
+            UNIT=self.UNIT,
             num_warps=self.num_warps,
             num_stages=self.num_stages,
             enable_fp_fusion=False,  # a fused multiply-add in one caller and not in another would differ in the last bit
@@ -107,24 +110,42 @@ def family_of(arch: int) -> int:
     return 90 if 90 <= arch < 100 else 80
 
 
+def unit_of(*sizes: int) -> int:
+    """8 or 4, if that is the largest power of two that divides all sizes, else 1: what a kernel tells the compiler of them.
+
+    By itself it sees multiples of 16 alone, and of what may end elsewhere it loads no 16 bytes at once (`multiple`).
+    """
+    together = 0
+    for size in sizes:
+        together |= size
+    return together & -together if together % 16 in (4, 8, 12) else 1
+
+
 def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) -> Tile:
     """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
     operands' dtype, shapes, alignment.
 
-    `operands` are all matrices that the kernel reads or writes row by row. One that Triton takes for ragged (an address
-    that is no multiple of 16 bytes, a row length or stride that is none of 16 elements) makes the launch so.
+    `operands` are all matrices that the kernel reads or writes row by row. One with an address, a row length or a stride
+    that is no multiple of 16 bytes makes the launch ragged: no asynchronous copy fits its rows.
     """
     if arch == INTERPRETER:
         return INTERPRETED_TILE
     family = family_of(arch)
-    tiles = TILES[kernel, family]
-    if not all(not (x.stride(0) % 16 or x.shape[1] % 16 or x.data_ptr() % 16) for x in operands):
+    tiles, itemsize = TILES[kernel, family], operands[0].dtype.itemsize
+    sizes = addresses = 0  # whatever divides all of them divides this
+    for x in operands:
+        sizes |= x.stride(0) | x.shape[1]
+        addresses |= x.data_ptr()
+    if sizes * itemsize % 16 or addresses % 16:
         return tiles["ragged"]
-    if operands[0].dtype.itemsize == 4:
-        return tiles["32"]
-    tile = tiles["16"]
-    idle = 2 * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N) <= MULTIPROCESSORS[family]
-    return tiles["few"] if idle or 2 * N <= tile.BLOCK_N else tile
+    if itemsize == 4:
+        tile = tiles["32"]
+    else:
+        tile = tiles["16"]
+        idle = 2 * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N) <= MULTIPROCESSORS[family]
+        if idle or 2 * N <= tile.BLOCK_N:
+            tile = tiles["few"]
+    return tile if sizes % 16 == 0 else tile._replace(UNIT=unit_of(sizes))
 
 
 @functools.cache
@@ -143,9 +164,15 @@ def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
-def matrix(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """(ptr, stride of rows), as kernels take a matrix of inner stride 1; its ptr is None where there is none."""
-    return x, 0 if x is None else x.stride(0)
+def matrix(x: torch.Tensor | None) -> tuple:
+    """(ptr, stride of rows), as kernels take a matrix of inner stride 1; its ptr is None where there is none.
+
+    (ptr, stride, 1) where rows are a multiple of 16 bytes apart and none of 16 elements: `stride_of` tells the compiler.
+    """
+    if x is None:
+        return None, 0
+    stride = x.stride(0)
+    return (x, stride) if stride % 16 == 0 or stride * x.itemsize % 16 else (x, stride, 1)
 
 
 def launch(kernel, grid, *args, **kwargs) -> None:
@@ -192,13 +219,30 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def multiple(n, UNIT: tl.constexpr):
+    """n, a multiple of UNIT, which the compiler then knows."""
+    if UNIT == 1:
+        return n
+    else:
+        return n // UNIT * UNIT
+
+
+@triton.jit
+def stride_of(rows):
+    """The stride of a `matrix`'s rows."""
+    if len(rows) == 3:
+        return multiple(rows[1], 128 // rows[0].dtype.element_ty.primitive_bitwidth)
+    else:
+        return rows[1]
+
+
+@triton.jit
 def product_tile(
     a_rows, b_rows, offs_m, offs_n, M, N, K,
     TRANSPOSED: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sum_k a[m, k] b[k, n], or b[n, k] if TRANSPOSED, for rows offs_m and columns offs_n, float32."""
-    a_ptr, stride_am = a_rows
-    b_ptr, stride_bk = b_rows
+    stride_bk = stride_of(b_rows)
     stride_bn = 1
     if TRANSPOSED:
         stride_bn = stride_bk
@@ -206,8 +250,8 @@ def product_tile(
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = offs_m < M
     mask_n = offs_n < N
-    a_ptrs = a_ptr + offs_m.to(tl.int64)[:, None] * stride_am + offs_k[None, :]
-    b_ptrs = b_ptr + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn
+    a_ptrs = a_rows[0] + offs_m.to(tl.int64)[:, None] * stride_of(a_rows) + offs_k[None, :]
+    b_ptrs = b_rows[0] + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn
     step_b = tl.full((), BLOCK_K, dtype=tl.int64) * stride_bk
     acc = tl.zeros((offs_m.shape[0], offs_n.shape[0]), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
