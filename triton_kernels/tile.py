@@ -128,23 +128,22 @@ def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) ->
     `operands` are all matrices that the kernel reads or writes row by row. One with an address, a row length or a stride
     that is no multiple of 16 bytes makes the launch ragged: no asynchronous copy fits its rows.
     """
-    if arch == INTERPRETER:
-        return INTERPRETED_TILE
-    family = family_of(arch)
-    tiles, itemsize = TILES[kernel, family], operands[0].dtype.itemsize
-    sizes = addresses = 0  # whatever divides all of them divides this
+    family, itemsize = family_of(arch), operands[0].dtype.itemsize
+    sizes = addresses = 0  # a power of two that divides them all divides this
     for x in operands:
         sizes |= x.stride(0) | x.shape[1]
         addresses |= x.data_ptr()
-    if sizes * itemsize % 16 or addresses % 16:
-        return tiles["ragged"]
-    if itemsize == 4:
-        tile = tiles["32"]
+    if arch == INTERPRETER:
+        tile = INTERPRETED_TILE
+    elif sizes * itemsize % 16 or addresses % 16:
+        return TILES[kernel, family]["ragged"]
+    elif itemsize == 4:
+        tile = TILES[kernel, family]["32"]
     else:
-        tile = tiles["16"]
+        tile = TILES[kernel, family]["16"]
         idle = 2 * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N) <= MULTIPROCESSORS[family]
         if idle or 2 * N <= tile.BLOCK_N:
-            tile = tiles["few"]
+            tile = TILES[kernel, family]["few"]
     return tile if sizes % 16 == 0 else tile._replace(UNIT=unit_of(sizes))
 
 

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ARCHS = (80, 90)
+ARCHS = (80, 90)  # with tiles of their own
+OTHER_ARCHS = (89, 100, 103, 120)  # take those of sm_80
 DTYPES = ("float16", "bfloat16")
-SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes that a block may use; A100 and H100/H200
-SMALL_CARD = 101376  # the same for sm_86, sm_89 and sm_120, which take the tiles of sm_80
+SMALL_CARD = 101376  # bytes of shared memory that a block may use on sm_86, sm_89 and sm_120
+SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 103: 232448} | dict.fromkeys((89, 120), SMALL_CARD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +31,9 @@ class Case:
     activation: str  # or another of VARIANTS
     dropout: bool
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
-    kind: str = ""  # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80;
-    # "few": rows
+    # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80; "few": rows; "16B":
+    # sizes that are multiples of 16 bytes and not of 16 elements
+    kind: str = ""
 
     @property
     def name(self) -> str:
@@ -126,26 +128,47 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
         found += [(dtype, "few") for dtype in DTYPES]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
+    if not op.startswith("heads_"):  # whose strides are those of heads
+        found += [("bfloat16", "16B"), ("float32", "16B")]
     return found
 
 
 def shipped_cases() -> list[Case | AttentionCase]:
     """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags; also products at torch's default
-    precision of float32, and narrow chains.
+    precision of float32, and narrow chains; and what other cards run.
 
     All in bfloat16: float16 differs in the names of a few instructions only, and `--all` compiles it.
     """
     cases = [
-        Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
-        for op, arch in itertools.product(PRODUCT_OPS, ARCHS)
+        heaviest(op, arch, dtype, kind)
+        for op, arch in itertools.product(OPS, ARCHS)
         for dtype, kind in kinds_of(op, arch)
         if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"), ("float16", "few"))
+        if dtype == "bfloat16" or op in PRODUCT_OPS
     ]
     for op, arch in itertools.product(OPS, ARCHS):
-        heavy, *others = VARIANTS.get(op, ("gelu",))
-        cases += [Case(op, arch, "bfloat16", ragged, heavy, op in DROPOUT_OPS, True) for ragged in (False, True)]
-        cases += [Case(op, arch, "bfloat16", False, variant, False, False) for variant in others]
-    return cases + shipped_attention()
+        cases += [heaviest(op, arch, "bfloat16", ragged=ragged) for ragged in (False, True)]
+        for variant in VARIANTS.get(op, ())[1:]:
+            cases.append(Case(op, arch, "bfloat16", False, variant, False, False))
+    return cases + shipped_attention() + other_cards()
+
+
+def heaviest(op: str, arch: int, dtype: str, kind: str = "", ragged: bool = False) -> Case:
+    return Case(op, arch, dtype, ragged, VARIANTS.get(op, ("gelu",))[0], op in DROPOUT_OPS, True, kind)
+
+
+def other_cards() -> list[Case | AttentionCase]:
+    """Every kernel in bfloat16 and the products in float32, for the cards without tiles of their own."""
+    cases: list[Case | AttentionCase] = []
+    for arch in OTHER_ARCHS:
+        cases += [heaviest(op, arch, "bfloat16") for op in OPS]
+        cases += [heaviest(op, arch, "float32") for op in PRODUCT_OPS]
+        cases += [
+            AttentionCase(op, arch, "bfloat16", head_dim, True, True)
+            for op, head_dim in itertools.product(("attn_fwd_delta", "attn_bwd", "attn_dmask"), (64, 128, 256))
+        ]
+        cases += [AttentionCase(op, arch, "float32", 128, True, True) for op in ("attn_fwd_delta", "attn_bwd")]
+    return cases
 
 
 def sample_cases() -> list[Case | AttentionCase]:
@@ -169,7 +192,7 @@ def all_cases() -> list[Case | AttentionCase]:
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
         if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no product to rebuild
-        and not (kind == "few" and ragged)  # the same tile for any number of rows
+        and not (kind in ("few", "16B") and ragged)  # the same tile for any number of rows; a contradiction
     ] + [
         *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
         *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
@@ -212,7 +235,11 @@ class Inputs:
 
     def sizes(self, case: Case) -> dict[str, int]:
         """Of a product: rows M, features in K, hidden N, features out D."""
-        aligned = (64 if case.kind == "few" else self.ROWS, self.FEATURES, self.HIDDEN, self.FEATURES)
+        more = step_of(case)
+        aligned = (
+            64 if case.kind == "few" else self.ROWS,
+            *(n + more for n in (self.FEATURES, self.HIDDEN, self.FEATURES)),
+        )
         return dict(zip("MKND", self.RAGGED if case.ragged else aligned, strict=True))
 
     def dropout(self, wanted: bool) -> tuple:
@@ -232,6 +259,11 @@ class Inputs:
 
         lse = torch.empty_like(do[..., 0], dtype=torch.float32)
         return lse, lse
+
+
+def step_of(case: Case) -> int:
+    """What sizes of the kind "16B" are beyond a multiple of 16; 0 of other kinds."""
+    return (4 if case.dtype == "float32" else 8) if case.kind == "16B" else 0
 
 
 def _precision(case: Case | AttentionCase) -> str:
@@ -294,7 +326,7 @@ def _launch_dropout(case: Case, given: Inputs):
 def _narrow(case: Case, given: Inputs):
     M, dtype = given.sizes(case)["M"], given.dtype(case.dtype)
     width, L = 32 if "narrow" in case.kind else 64, 8
-    K, N = (width - 3, width - 11) if case.ragged else (width, width)
+    K, N = (width - 3, width - 11) if case.ragged else (width - step_of(case), width - 3 * step_of(case))
     weights = given(L, width, width, dtype=dtype, scale=width**-0.5)
     biases = given(L, width, dtype=dtype) if case.extras else None
     bits = _bits(case, given, M, N) if case.activation == "relu" else None

@@ -46,8 +46,8 @@ class Report:
     stack: int
     local: int  # STL + LDL instructions
     shared: int
-    tensor_core: int  # HGMMA on sm_90, HMMA on sm_80
-    wrong_tensor_core: int  # HMMA where HGMMA was meant
+    tensor_core: int  # instructions of the kind that the architecture has
+    wrong_tensor_core: int  # and of others
     multiplies: int  # in one warp's tensor-core instructions
     async_copies: int  # LDGSTS (cp.async) or UTMALDG (TMA)
     narrow_loads: int  # 2-byte global loads
@@ -74,7 +74,7 @@ class Report:
         if product and not self.tensor_core and not other:
             found.append("no tensor-core instruction")
         if product and self.wrong_tensor_core and not other:
-            found.append(f"{self.wrong_tensor_core} HMMA instructions where HGMMA was meant")
+            found.append(f"{self.wrong_tensor_core} other instructions where {tensor_core_of(case.arch)} was meant")
         if product and self.multiplies > multiplies and not ALLOWED_TWICE.match(launch):
             found.append(f"{self.multiplies} multiplies of the tensor cores a warp where {multiplies:.0f} would do")
         narrow = [side for side in re.findall(r"\b[MN]\d+", self.tile) if int(side[1:]) < 64]
@@ -115,13 +115,21 @@ def resources(cubin: bytes) -> dict[str, int]:
     }
 
 
-def read_cubin(compiled: Compiled) -> dict[str, int]:
+TENSOR_CORES = {"HMMA": r"[HI]MMA", "HGMMA": r"[HQ]GMMA", "UTCHMMA": r"UTC\w*MMA"}  # instructions of one kind
+
+
+def tensor_core_of(arch: int) -> str:
+    """The kind that an architecture's products should take: sm_120 has neither sm_90's nor sm_100's."""
+    return {9: "HGMMA", 10: "UTCHMMA"}.get(arch // 10, "HMMA")
+
+
+def read_cubin(compiled: Compiled) -> dict:
     """Registers, stack, shared memory and instruction counts, from the machine code."""
     cubin = compiled.assemble()
     sass = inspect_cubin(cubin, "nvdisasm", "-c")
     mnemonics = INSTRUCTION.findall(sass)
 
-    # four warps share an HGMMA, one warp makes an HMMA, whose 16816 is 16 x 8 x 16
+    # four warps share an HGMMA, one warp makes an HMMA, whose 16816 is 16 x 8 x 16; a UTCHMMA does not name its shape
     shapes = [(4, *shape) for shape in re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", sass)]
     shapes += [(1, 16, 8, k) for k in re.findall(r"HMMA\.168(\d+)", sass)]
 
@@ -132,8 +140,7 @@ def read_cubin(compiled: Compiled) -> dict[str, int]:
         **resources(cubin),
         local=count(r"(STL|LDL)\b"),
         shared=compiled.shared,
-        hgmma=count(r"[HQ]GMMA"),
-        hmma=count(r"[HI]MMA"),
+        tensor_cores={kind: count(pattern) for kind, pattern in TENSOR_CORES.items()},
         multiplies=sum(int(m) * int(n) * int(k) // warps for warps, m, n, k in shapes),
         async_copies=count(r"LDGSTS|UTMALDG|UBLKCP"),
         narrow_loads=count(r"LDG\S*\.[US]16"),
@@ -181,14 +188,13 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
         raise RuntimeError(f"{case.name}: nothing was launched")
     for kernel, args, kwargs in caught:
         read = read_cubin(compile_launch(kernel, args, kwargs, case.arch))
-        hgmma, hmma = read.pop("hgmma"), read.pop("hmma")
-        sm90 = case.arch == 90
+        tensor_cores = read.pop("tensor_cores")
         report = Report(
             case=case.name,
             kernel=kernel.fn.__name__,
             tile=" ".join(f"{key.removeprefix('BLOCK_')}{kwargs[key]}" for key in TILE_KEYS if key in kwargs),
-            tensor_core=hgmma if sm90 else hmma,
-            wrong_tensor_core=hmma if sm90 else 0,
+            tensor_core=tensor_cores.pop(tensor_core_of(case.arch)),
+            wrong_tensor_core=sum(tensor_cores.values()),
             loops=loops_of(kernel.fn.__name__, kwargs),
             **read,
         )

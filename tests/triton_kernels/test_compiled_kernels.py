@@ -55,6 +55,22 @@ def test_tiles_and_architectures_give_equal_bits(name, once):
         assert_equal(other, results[0], SUMS_OF_ROWS)
 
 
+@pytest.mark.parametrize("name", ["linear_bwd", "gated_bwd"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_rows_of_16_bytes_take_copies_and_give_the_bits_of_the_ragged_tile(name, dtype, architecture):
+    """Sizes that are multiples of 16 bytes and not of 16 elements."""
+    more = 16 // dtype.itemsize
+    tensors = inputs_of(LAUNCHERS[name], dtype, M=72, K=64 + more, N=80 + more, D=64 + more)
+    ptx: list[str] = []
+    with emulated(architecture, change=lambda text: ptx.append(text) or text):
+        told = kernel(LAUNCHERS[name], tensors, "silu")
+    assert re.search(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx[0])
+    assert not re.search(r"ld\.global\S*\.[bu]16", ptx[0])
+    with emulated(architecture):
+        ragged = kernel(LAUNCHERS[name], tensors, "silu", tile=TILES[TILE_NAMES[name], architecture]["ragged"])
+    assert_equal(told, ragged, SUMS_OF_ROWS)
+
+
 @pytest.mark.parametrize(
     ("backward", "forward"), [("mlp_bwd", "linear_fwd"), ("gated_bwd", "gated_fwd"), ("act_grad", "linear_fwd")]
 )

@@ -98,6 +98,9 @@ def of_products() -> list[Case]:
     sample = [("bfloat16", False), ("bfloat16", True), ("float32", False), ("float32", True, "ieee")]
     cases = [case(op, "silu", *way) for op, way in itertools.product(PRODUCT_OPS, sample)]
     cases += [case(op, "silu", "bfloat16", False, "narrow" if op.startswith("stack_") else "few") for op in PRODUCT_OPS]
+    cases += [
+        case(op, "silu", dtype, False, "16B") for op, dtype in itertools.product(PRODUCT_OPS, ("bfloat16", "float32"))
+    ]
     return cases + [
         case(op, "gelu", *way) for op, way in itertools.product(PRODUCT_OPS, [*sample, ("float32", False, "ieee")])
     ]
@@ -110,6 +113,8 @@ def of_others() -> list[Case]:
         heavy, *others = ("",) if op == "dropout" else VARIANTS.get(op, ("silu", "relu"))
         ways = list(itertools.product(("bfloat16", "float32"), (False, True)))
         cases += [Case(op, 80, *way, heavy, op == "dropout", True) for way in ways]
+        if not op.startswith("heads_"):
+            cases.append(Case(op, 80, "bfloat16", False, heavy, op == "dropout", True, "16B"))
         for variant in others:
             chosen = [("bfloat16", False), ("bfloat16" if "autocast" in variant else "float32", True)]
             cases += [Case(op, 80, *way, variant, op == "dropout", True) for way in chosen]

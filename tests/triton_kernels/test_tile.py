@@ -10,7 +10,20 @@ from kernel_cases import DTYPES, error
 
 from ckptkern import eager
 from ckptkern.triton_kernels.elementwise import pack_bits
-from ckptkern.triton_kernels.tile import INTERPRETER, MULTIPROCESSORS, TILES, Tile, cast, dot, rows_of, tile_for, widen
+from ckptkern.triton_kernels.tile import (
+    INTERPRETED_TILE,
+    INTERPRETER,
+    MULTIPROCESSORS,
+    TILES,
+    Tile,
+    cast,
+    dot,
+    matrix,
+    rows_of,
+    tile_for,
+    unit_of,
+    widen,
+)
 
 BLOCK = 4096
 
@@ -129,24 +142,54 @@ def test_tile_depends_on_shape_class_dtype_and_architecture_alone(kernel, arch):
 
 
 @pytest.mark.parametrize(
-    ("view", "ragged"),
+    ("view", "unit"),
     [
-        (lambda: meta(7, 64), False),  # rows need no multiple
-        (lambda: meta(64, 80)[:, :64], False),  # rows 80 elements apart
-        (lambda: meta(64, 128)[:, 16:80], False),
-        (lambda: meta(64, 65), True),
-        (lambda: meta(64, 72)[:, :64], True),  # 144 bytes apart, but 72 elements: Triton knows multiples of 16 alone
-        (lambda: meta(64, 128)[:, 1:65], True),  # starts 2 bytes after a multiple of 16
-        (lambda: meta(64, 128)[:, :24], True),  # a row of one tile and a half: its mask is not contiguous in 16s
-        (lambda: meta(64, 1), True),
+        (lambda: meta(7, 64), 1),  # rows need no multiple
+        (lambda: meta(64, 80)[:, :64], 1),  # rows 80 elements apart
+        (lambda: meta(64, 128)[:, 16:80], 1),
+        (lambda: meta(64, 72), 8),
+        (lambda: meta(64, 72)[:, :64], 8),  # 144 bytes apart, but 72 elements: Triton knows multiples of 16 alone
+        (lambda: meta(64, 128)[:, :24], 8),
+        (lambda: meta(64, 128)[:, 8:72], 1),
+        (lambda: meta(64, 65), None),
+        (lambda: meta(64, 68), None),  # 136 bytes
+        (lambda: meta(64, 68)[:, :64], None),
+        (lambda: meta(64, 128)[:, :20], None),
+        (lambda: meta(64, 128)[:, 1:65], None),  # starts 2 bytes after a multiple of 16
+        (lambda: meta(64, 128)[:, 4:68], None),
+        (lambda: meta(64, 1), None),
+        (lambda: meta(64, 68, dtype=torch.float32), 4),
+        (lambda: meta(64, 88, dtype=torch.float32)[:, :64], 8),
+        (lambda: meta(64, 128, dtype=torch.float32)[:, 4:68], 1),
+        (lambda: meta(64, 66, dtype=torch.float32)[:, :64], None),
+        (lambda: meta(64, 128, dtype=torch.float32)[:, 2:66], None),
     ],
-    ids=["aligned", "padded", "offset", "odd row", "odd stride", "odd offset", "half tile", "one column"],
 )
-def test_aligned_and_ragged(view, ragged):
-    """Rows that no 16-byte copy fits make the whole launch ragged, whichever operand they are in."""
-    table = TILES["linear", 90]
-    for operands in itertools.permutations([meta(64, 64), view()]):
-        assert tile_for("linear", 90, 4096, 4096, *operands) == table["ragged" if ragged else "16"]
+def test_aligned_and_ragged(view, unit):
+    """Rows that no 16-byte copy fits make the whole launch ragged, whichever operand they are in. Of the others the compiler is
+    told what it does not see by itself."""
+    table, given = TILES["linear", 90], view()
+    tile = table["ragged"] if unit is None else table["16" if given.itemsize == 2 else "32"]._replace(UNIT=unit)
+    for operands in itertools.permutations([meta(64, 64, dtype=given.dtype), given]):
+        assert tile_for("linear", 90, 4096, 4096, *operands) == tile
+        assert tile_for("linear", INTERPRETER, 4096, 4096, *operands)[:-1] == INTERPRETED_TILE[:-1]
+
+
+def test_units_and_strides_that_the_compiler_is_told():
+    for n in (0, 16, 48, 1024, 1, 2, 6, 4097):
+        assert unit_of(n) == unit_of(16, n) == 1
+    assert unit_of(8) == unit_of(1032, 4096) == unit_of(24, 40) == 8
+    assert unit_of(4) == unit_of(12, 8) == unit_of(1036, 1032) == 4
+    assert unit_of(8, 2) == unit_of(4, 1) == 1
+    for dtype, told in (
+        (torch.bfloat16, (8, 24, 1032)),
+        (torch.float32, (4, 8, 12, 20, 24, 1032, 1036)),
+        (torch.uint8, ()),
+    ):
+        for n in (1, 2, 4, 6, 8, 12, 16, 20, 24, 64, 129, 1032, 1036):
+            x = meta(3, n, dtype=dtype)
+            assert matrix(x)[1:] == ((n, 1) if n in told else (n,)), (dtype, n)
+    assert matrix(None) == (None, 0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -181,6 +224,7 @@ def test_shipped_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
         assert tile.BLOCK_N // tile.SUB % 32 == 0
         assert arch < 90 or min(tile.BLOCK_M, tile.BLOCK_N) >= 64
         assert tile.launch_options()["enable_fp_fusion"] is False
+        assert tile.UNIT == 1
         if tile.maxnreg:  # two programs share 2**16 registers and 228 KiB, of which each takes one more
             stage = (tile.BLOCK_M + tile.BLOCK_N) * tile.BLOCK_K * 2
             assert 2 * 32 * tile.num_warps * tile.maxnreg <= 2**16
