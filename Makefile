@@ -42,7 +42,7 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i csrc/*
 
-gate: $(STAMP) ## compile every kernel for sm_80 and sm_90 and check registers, memory and instructions. ARGS="--all"
+gate: $(STAMP) ## compile every kernel for sm_80, sm_90 and later and check registers, memory and instructions. ARGS="--all"
 	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.gate $(ARGS)
 
 emulate: $(STAMP) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; 40 minutes of two cores. ARGS="-k norm" or ARGS=--quick

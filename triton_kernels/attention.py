@@ -37,7 +37,7 @@ from .attention_scores import (
     window_of,
 )
 from .philox import score_values
-from .tile import INTERPRETER, arch_of, cast, dot, family_of, launch, rows_of, shared_memory_of, widen
+from .tile import INTERPRETER, arch_of, cast, dot, family_of, launch, rows_of, shared_memory_of, unit_of, widen
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -298,9 +298,7 @@ def _with_plain_vectors(core):
 
 
 def _stride_step(*tensors) -> int:
-    """What divides all their strides and the compiler does not see: 8. Multiples of 16 it knows by itself."""
-    strides = {stride % 16 for x in tensors if x is not None for stride in x.stride()[:3]}
-    return 8 if strides - {0} == {8} else 1
+    return unit_of(*(stride for x in tensors if x is not None for stride in x.stride()[:3]))
 
 
 def _common(q, k, core, *others):

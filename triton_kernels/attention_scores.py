@@ -28,11 +28,13 @@ DYNAMIC = [
 def rows_at(heads, b, h, row0, STRIDE_STEP: tl.constexpr):
     """The rows of head h of batch b from row0 on.
 
-    All strides are multiples of STRIDE_STEP, 8 or 1, which the compiler must be told: by itself it sees multiples of 16 alone.
+    All strides are multiples of STRIDE_STEP (tile.unit_of), which the compiler is told.
     """
     ptr, stride_b, stride_h, stride_s = heads
+    stride_b = multiple(stride_b, STRIDE_STEP)
+    stride_h = multiple(stride_h, STRIDE_STEP)
     stride_s = multiple(stride_s, STRIDE_STEP)
-    return ptr + b * multiple(stride_b, STRIDE_STEP) + h * multiple(stride_h, STRIDE_STEP) + row0 * stride_s, stride_s
+    return ptr + b * stride_b + h * stride_h + row0 * stride_s, stride_s
 
 
 @triton.jit

@@ -9,7 +9,7 @@
 All in float32 with one rounding at the end. mu and r are rebuilt from x and never kept: forward and backward share
 `normalized_tile` and the shape of its tile, so the rebuilt h has the bits of the first. A program holds whole rows in
 registers, so that x is read once. Rows of up to 16384 elements do not spill (8192 in float32, 4096 where the length is
-no multiple of 16); longer ones work, slowly.
+no multiple of 16 bytes); longer ones work, slowly.
 """
 
 from __future__ import annotations

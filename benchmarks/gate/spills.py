@@ -59,7 +59,9 @@ ALLOWED_HMMA = re.compile(
     r"attn_bwd/sm_90/(\w+/d256|float32/d(80|96|128))\S* _attn_dkdv_kernel|attn_\w+/sm_90/float32/d256"
 )
 # Kernels in which several warps compute the same product: larger tiles do not fit into shared memory.
-ALLOWED_TWICE = re.compile(r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_80/\w+/d\d+\+small")
+ALLOWED_TWICE = re.compile(
+    r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_(80/\w+/d\d+\+small|(89|120)/(\w+/d256|float32/d128))"
+)
 
 
 def allowed_stack(launch: str) -> int:
