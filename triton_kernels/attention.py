@@ -104,6 +104,9 @@ LARGE_TILES = {
     ("dq", "32", 256): (160, (16, 32, 8, 1)),
     ("dmask", "16", 256): (136, (32, 32, 2, 2)), ("dmask", "32", 128): (104, (32, 32, 2, 2)),
 }  # fmt: skip
+# Rows of sm_80 that take one stage on sm_100 and sm_103, whose products read more from shared memory: two would want up to 258
+# KiB of 227.
+ONE_STAGE = {("dq", "16", 256), ("dmask", "16", 256)}
 INTERPRETED_TILE = AttentionTile(32, 32, 4, 1)
 
 
@@ -118,8 +121,11 @@ def attention_tile(
     else:
         shape_class = "16 masked" if masked else "16"
     row, table = max(padded_head_dim(head_dim, arch), 64), TILES[kernel, family_of(arch)]
-    tile = table.get((shape_class, row)) or table[shape_class.removesuffix(" masked"), row]
-    need, smaller = LARGE_TILES.get((kernel, shape_class.removesuffix(" masked"), row), (0, None))
+    plain = shape_class.removesuffix(" masked")
+    tile = table.get((shape_class, row)) or table[plain, row]
+    if 100 <= arch < 110 and (kernel, plain, row) in ONE_STAGE:
+        tile = (*tile[:3], 1)
+    need, smaller = LARGE_TILES.get((kernel, plain, row), (0, None))
     if need > shared // 1024 and family_of(arch) != 90:
         if smaller is None:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from twins import pairwise
 
 from ckptkern import eager, state, triton_kernels
 from ckptkern.eager import AttentionCore
-from ckptkern.triton_kernels.attention import LARGE_TILES, TILES, AttentionTile
+from ckptkern.triton_kernels.attention import LARGE_TILES, TILES, AttentionTile, attention_tile
 
 BATCH = 2
 EPS = torch.finfo(torch.float32).eps
@@ -592,6 +592,18 @@ def launched(call, arch: int, shared: int) -> list[dict]:
         patch.setattr(module, "launch", lambda kernel, grid, *args, **kwargs: caught.append({"grid": grid, **kwargs}))
         call()
     return caught
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dmask"])
+def test_heads_of_256_take_one_stage_where_two_would_not_fit(kernel):
+    """sm_100's products read more from shared memory than sm_80's, whose rows it takes (`make gate` compiles them)."""
+    for masked, head_dim in itertools.product((False, True), (64, 128, 256)):
+        of_80, of_100, of_103 = (
+            attention_tile(kernel, arch, 232448, torch.bfloat16, head_dim, "ieee", masked) for arch in (80, 100, 103)
+        )
+        assert of_100 == of_103
+        one_stage = head_dim == 256 and kernel in ("dq", "dmask")
+        assert of_100 == (of_80._replace(num_stages=1) if one_stage else of_80)
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 120])
