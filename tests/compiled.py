@@ -146,7 +146,7 @@ def specialized() -> dict[str, list[str]]:
 def widths() -> dict[str, list[str]]:
     """The compilations of each launcher over sizes that are multiples of 8 and not of 16."""
     keys: dict[str, set[str]] = {}
-    for K, N, D in ((1032, 4104, 1032), (1048, 5000, 776), (888, 4120, 2072)):
+    for K, N, D in ((1032, 4104, 1032), (1048, 5000, 776), (1800, 4120, 2072)):
         for name, call in launches(K=K, N=N, D=D).items():
             keys.setdefault(name, set()).update(specializations(call, 90))
     return {name: sorted(found) for name, found in keys.items()}
