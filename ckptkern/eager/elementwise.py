@@ -134,7 +134,7 @@ def dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
 
 def rounded(total: Tensor | None, wanted: bool | torch.dtype) -> Tensor | None:
     """A sum in the dtype that is wanted of it; True: as it is."""
-    return total if total is None or wanted is True else total.to(wanted)
+    return total if total is None or wanted is True or total.dtype == wanted else total.to(wanted)
 
 
 def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor:
