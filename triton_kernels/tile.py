@@ -25,6 +25,7 @@ class Tile(NamedTuple):
 
     maxnreg: the most registers a thread may take. At 128 two programs of eight warps share a multiprocessor, if their shared
     memory does too (2 x 113 KiB on sm_90), and the epilogue of one runs under the products of the other.
+    programs: 0, or how many programs of a persistent kernel (persistent.py) a multiprocessor has.
     """
 
     BLOCK_M: int
@@ -34,6 +35,7 @@ class Tile(NamedTuple):
     num_stages: int
     SUB: int = 1
     maxnreg: int | None = None
+    programs: int = 0
 
     def launch_options(self) -> dict:
         return dict(
@@ -52,11 +54,13 @@ INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so tha
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
 # whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
-# smaller). Every entry passes the compile gate: python -m ckptkern.benchmarks.gate
+# smaller). "tma" stands in for "16" where a route asks for persistent kernels. Every entry passes the compile gate:
+# python -m ckptkern.benchmarks.gate
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2),
+        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2)
     },
     ("linear", 80): {
         "few": Tile(64, 64, 32, 4, 4),
@@ -64,7 +68,8 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
     ("act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2),
+        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2)
     },
     ("act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4),
@@ -88,14 +93,15 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
     ("gated_act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2),
+        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2)
     },
     ("gated_act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4),
         "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
     },
 }  # fmt: skip
-MULTIPROCESSORS = {90: 132, 80: 108}  # of an H100 or H200, and of an A100
+MULTIPROCESSORS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
 # One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
 
@@ -107,22 +113,27 @@ def family_of(arch: int) -> int:
     return 90 if 90 <= arch < 100 else 80
 
 
-def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) -> Tile:
+def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor, persistent: bool = False) -> Tile:
     """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
     operands' dtype, shapes, alignment.
 
     `operands` are all matrices that the kernel reads or writes row by row. One that Triton takes for ragged (an address
     that is no multiple of 16 bytes, a row length or stride that is none of 16 elements) makes the launch so.
+    persistent: a tile of a persistent kernel, where there is one and TMA takes the operands: 16-bit, aligned, rows that do not
+    overlap, and something in them.
     """
-    if arch == INTERPRETER:
-        return INTERPRETED_TILE
     family = family_of(arch)
+    aligned = all(not (x.stride(0) % 16 or x.shape[1] % 16 or x.data_ptr() % 16) for x in operands)
+    half = operands[0].dtype.itemsize == 2
+    persistent = persistent and aligned and half and all(x.stride(0) >= x.shape[1] > 0 for x in operands)
+    if family == INTERPRETER:
+        return INTERPRETED_TILE._replace(programs=1) if persistent else INTERPRETED_TILE
     tiles = TILES[kernel, family]
-    if not all(not (x.stride(0) % 16 or x.shape[1] % 16 or x.data_ptr() % 16) for x in operands):
+    if not aligned:
         return tiles["ragged"]
-    if operands[0].dtype.itemsize == 4:
+    if not half:
         return tiles["32"]
-    tile = tiles["16"]
+    tile = tiles["tma"] if persistent and "tma" in tiles else tiles["16"]
     idle = 2 * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N) <= MULTIPROCESSORS[family]
     return tiles["few"] if idle or 2 * N <= tile.BLOCK_N else tile
 
@@ -138,6 +149,16 @@ def arch_of(x: torch.Tensor) -> int:
     return device_arch(x.device.index) if x.is_cuda else INTERPRETER
 
 
+@functools.cache
+def device_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors_of(x: torch.Tensor) -> int:
+    """Those of the device of `x`, or of the card that a CPU tensor's launch is compiled for."""
+    return device_multiprocessors(x.device.index) if x.is_cuda else MULTIPROCESSORS[family_of(arch_of(x))]
+
+
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
     """`x` itself when its rows are contiguous, else a contiguous copy; None stays None. Kernels want an inner stride of 1."""
     return x if x is None or x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
@@ -149,11 +170,12 @@ def matrix(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
 
 
 def launch(kernel, grid, *args, **kwargs) -> None:
-    """Launch on the device of the first argument, a tensor or a tuple that begins with one.
+    """Launch on the device of the first argument: a tensor, a tuple that begins with one, or a tensor's descriptor.
 
     Triton itself launches on the current device (triton#2441).
     """
-    device = (args[0][0] if isinstance(args[0], tuple) else args[0]).device
+    first = args[0][0] if isinstance(args[0], tuple) else args[0]
+    device = getattr(first, "base", first).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](*args, **kwargs)
@@ -224,16 +246,21 @@ def product_tile(
 
 
 @triton.jit
-def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(tile row, tile column) of this program, in groups of 8 tile rows so that neighbours share operands in L2."""
+def place_of_tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tile row, tile column) of a tile's number, in groups of 8 tile rows so that neighbours share operands in L2."""
     GROUP_M: tl.constexpr = 8
-    pid = tl.program_id(0)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    first = pid // (GROUP_M * num_n) * GROUP_M
+    first = tile // (GROUP_M * num_n) * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
-    pid_in_group = pid % (GROUP_M * num_n)
-    return first + pid_in_group % size, pid_in_group // size
+    in_group = tile % (GROUP_M * num_n)
+    return first + in_group % size, in_group // size
+
+
+@triton.jit
+def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tile row, tile column) of this program."""
+    return place_of_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
