@@ -5,8 +5,8 @@ keeps it. TMA fills with zeros what lies outside of the matrix, as the masks of 
 order: the same bits. Results are written through pointers by the epilogues of the other kernels.
 
 A kernel's loop over tiles has disable_licm, because an epilogue's addresses, hoisted out of it, would hold registers during the
-products (64 bytes of spills in `gated_act_grad`). Two programs share a multiprocessor, so that one's epilogue runs under the
-other's products; flatten=True, which loads the next tile during the epilogue, doubles its code and compiles up to a minute.
+products (64 bytes of spills in `gated_act_grad`). flatten=True, which would load the next tile during the epilogue, doubles the
+code and compiles up to a minute. So tiles are as in the other kernels: two programs share a multiprocessor where they fit.
 """
 
 from __future__ import annotations

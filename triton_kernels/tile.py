@@ -60,7 +60,7 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
         "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2),
-        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2)
+        "tma": Tile(128, 256, 64, 8, 3, 4, programs=1)
     },
     ("linear", 80): {
         "few": Tile(64, 64, 32, 4, 4),

@@ -33,7 +33,9 @@ def test_the_shipped_cases():
     other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
     products = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
     few = {(op, arch, "few") for op, arch, _ in products if not op.startswith("stack_")}
-    assert other >= products | few | {("stack_fwd", 80, "narrow"), ("stack_bwd", 80, "narrow ieee")}
+    persistent = {(op, 90, "persistent") for op in cases.PERSISTENT_OPS}
+    assert other >= products | few | persistent | {("stack_fwd", 80, "narrow"), ("stack_bwd", 80, "narrow ieee")}
+    assert not any(kind == "persistent" and arch != 90 for _, arch, kind in other)
     for op in cases.OPS:
         for arch in cases.ARCHS:
             kinds = {case.ragged for case in shipped if (case.op, case.arch, case.dtype) == (op, arch, "bfloat16")}

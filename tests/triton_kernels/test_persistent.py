@@ -4,6 +4,7 @@ On sm_80 a launcher has no such tile and takes the others, so these tests compar
 """
 
 import random
+import re
 
 import pytest
 import torch
@@ -145,15 +146,54 @@ def test_the_order_of_ctas_changes_no_bit(name, architecture):
         pytest.skip("asks the emulator: --device emulated")
     from ckptkern.tools.emulated import emulated
 
-    tensors = given(name, "cpu")
+    tensors = given(name, "cpu", M=328)
     held = tiles_of(name, architecture, "cpu")[1]
     results = []
     for order in (range, lambda n: range(n)[::-1], lambda n: random.Random(n).sample(range(n), n)):
         with emulated(architecture, programs=order) as launches, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(persistent, "multiprocessors_of", lambda x: 1)
+            patch.setattr(persistent, "multiprocessors_of", lambda x: 2)
             results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=held, dropout=dropout_of(0.3)))
-        assert [one.counts.ctas for one in launches] == [held.programs]
+        assert [one.counts.ctas for one in launches] == [2 * held.programs]
         assert_equal(results[-1], results[0])
+
+
+@pytest.mark.parametrize(
+    ("bug", "fault"),
+    [
+        (r"fence\.proxy\.async[^;]*;", "proxy: TMA's write"),  # the epilogue's scratch lies where the next tile lands
+        (r"mbarrier\.inval[^;]*;", "mbarrier"),
+        (r"@!complete bra[^;]*;", "in flight"),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_planted(name, bug, fault, architecture, monkeypatch):
+    """What only a second tile of one program can show, too."""
+    if architecture is None:
+        pytest.skip("asks the emulator: --device emulated")
+    from ckptkern.emulator import Fault
+    from ckptkern.tools.emulated import emulated
+
+    monkeypatch.setattr(persistent, "multiprocessors_of", lambda x: 1)
+    held = tiles_of(name, architecture, "cpu")[1]
+    lost = emulated(architecture, change=lambda ptx: re.sub(r"(@%p\d+ )?" + bug, "", ptx))
+    with lost, pytest.raises(Fault, match=fault):
+        kernel(LAUNCHERS[name], given(name, "cpu"), "silu", tile=held)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cuda_graph_keeps_the_descriptors(name):
+    """They are parameters by value, so that a replay reads what the operands' memory has then."""
+    held = tiles_of(name, None, "cuda")[1]
+    tensors = {key: torch.zeros_like(t) for key, t in given(name, "cuda").items()}
+    kernel(LAUNCHERS[name], tensors, "gelu", tile=held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = kernel(LAUNCHERS[name], tensors, "gelu", tile=held)
+    for key, values in given(name, "cuda").items():
+        tensors[key].copy_(values)
+    graph.replay()
+    assert_equal(results, kernel(LAUNCHERS[name], tensors, "gelu", tile=held))
 
 
 # -- the route ---------------------------------------------------------------------------------------------------------
