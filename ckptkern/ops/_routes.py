@@ -150,7 +150,7 @@ SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input o
 
 # (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the cards, not from a
 # measurement: python -m ckptkern.benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a card without a row nothing is
-# known but that cuBLAS is tuned for it.
+# known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less than its own error.
 WIDE_BY_LIBRARY = ("triton",) * 4 + ("library",) * 2
 NARROW_DUAL = ("dual",) * 3 + ("triton",) * 3
 SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
