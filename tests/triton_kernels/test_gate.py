@@ -114,21 +114,23 @@ def specialized() -> dict[str, list[str]]:
     return learned("specialized")
 
 
+PERSISTENT = [f"{op}, persistent" for op in cases.PERSISTENT_OPS]
 ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dmask", "attn_dq")
 
 
-@pytest.mark.parametrize("name", [*cases.OPS, *ATTENTION, "act_bwd of bits"])
+@pytest.mark.parametrize("name", [*cases.OPS, *PERSISTENT, *ATTENTION, "act_bwd of bits"])
 def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     """Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.
 
     Row counts, thresholds and first rows enter no address. Seeds are tensors: their values are never seen. Products have one
     tile for few rows and one for many.
     """
-    tiles = 2 if name in cases.PRODUCT_OPS and not name.startswith("stack_") else 1
+    product = name in (*cases.PRODUCT_OPS, *PERSISTENT)
+    tiles = 2 if product and not name.startswith("stack_") else 1
     assert len(specialized[name]) == tiles, "\n".join(specialized[name])
 
 
-@pytest.mark.parametrize("name", [*cases.OPS, *ATTENTION])
+@pytest.mark.parametrize("name", [*cases.OPS, *PERSISTENT, *ATTENTION])
 def test_no_multiply_add_is_fused(name, specialized):
     """A product and sum fused in forward and not in recompute would differ in the last bit."""
     assert all("'enable_fp_fusion': False" in key for key in specialized[name])
