@@ -102,6 +102,7 @@ def launches(
     lse = meta(2, 4, M, dtype=torch.float32)
     core = AttentionCore(0.125, "ieee", (None, 0), dropout=dropped["dropout"], plane_base=first_row, planes=first_row)
     how, t = (activation, "ieee"), triton_kernels
+    by_tma = {"persistent": True, **dropped}
     return {
         "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, keep_bits=activation == "relu", **dropped),
         "linear_bwd": lambda: t.linear_bwd(x, w, b, dh, *how, db=True),
@@ -110,6 +111,9 @@ def launches(
         "gated_fwd": lambda: t.gated_fwd(x, w, b, w, b, *how, keep_gu=True, **dropped),
         "gated_bwd": lambda: t.gated_bwd(x, w, b, w, b, dy, v, *how, dbg=True, dbu=True, **dropped),
         "gated_act_grad": lambda: t.gated_act_grad(dy, v, dh, dh, *how, dbg=True, dbu=True, **dropped),
+        "linear_fwd, persistent": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, **by_tma),
+        "act_grad, persistent": lambda: t.act_grad(dy, v, dh, *how, keep_h=True, db=True, **by_tma),
+        "gated_act_grad, persistent": lambda: t.gated_act_grad(dy, v, dh, dh, *how, dbg=True, dbu=True, **by_tma),
         "act_fwd": lambda: t.act_fwd(dh, dh, activation),
         "act_bwd": lambda: t.act_bwd(dh, dh, activation, db=True),
         "act_bwd of bits": lambda: t.act_bwd(dh, bits, "relu", bits=True, db=True),

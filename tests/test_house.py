@@ -311,7 +311,8 @@ def test_wheel_installs_nothing_at_top_level(tree):
     assert "Requires-Dist: torch<2.16,>=2.11" in metadata
 
 
-LAUNCH = {"tile", "tiles", "blocks", "block_m", "programs"}  # how a launcher runs, which no definition has
+# how a launcher runs, which no definition has
+LAUNCH = {"tile", "tiles", "blocks", "block_m", "programs", "persistent"}
 
 
 def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_of_its_name():

@@ -27,6 +27,7 @@ from .elementwise import (
     store_tile,
 )  # fmt: skip
 from .elementwise import act_grad as act_grad_of
+from .persistent import launch_product, tma_product_tile
 from .philox import dropout_mask, dropped, placed, times
 from .tile import (
     arch_of,
@@ -35,6 +36,7 @@ from .tile import (
     launch,
     matrix,
     multiple,
+    place_of_tile,
     product_tile,
     program_tile,
     rows_of,
@@ -131,6 +133,24 @@ def _linear_fwd_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
+def _linear_fwd_persistent_kernel(
+    x_desc, w_desc, b_ptr, h_rows, z_rows, bits_rows, state_ptr, threshold, scale, col_base, row_base, M, N, K,
+    ACT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    N = multiple(N, UNIT)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
+        pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
+        m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
+        acc = tma_product_tile(x_desc, w_desc, m0, n0, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        by_slices(
+            (acc,), n0, _linear_fwd_store,
+            (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear_bwd_kernel(
     x_rows, w_rows, b_ptr, dh_rows, dz_rows, db_ptr, M, N, K,
@@ -163,6 +183,25 @@ def _act_grad_kernel(
         (acc,), pid_n * BLOCK_N, _act_grad_store,
         (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
+def _act_grad_persistent_kernel(
+    dy_desc, w_desc, z_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, col_base, row_base, M, N, K,
+    ACT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """As `_act_grad_kernel`."""
+    N = multiple(N, UNIT)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
+        pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
+        m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
+        acc = tma_product_tile(dy_desc, w_desc, m0, n0, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        by_slices(
+            (acc,), n0, _act_grad_store,
+            (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -204,24 +243,24 @@ def linear_fwd(
     row_base=0,
     keep_z=False,
     keep_bits=False,
+    persistent=False,
     tile=None,
 ):
     """h = dropout(act(x w^T + b)) -> (h [M, N], z [M, N] or None, bits uint8 [M, ceil(N/8)] or None).
 
     x [M, K], w [N, K], b [N] or None, all of one dtype. dropout = (state, threshold, scale, col_base).
+    persistent: see `tile_for`.
     """
-    M, K = x.shape
-    N = w.shape[0]
+    M, N = x.shape[0], w.shape[0]
     x, w, b = rows_of(x), rows_of(w), rows_of(b)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, h)
+    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, h, persistent=persistent)
     z = torch.empty_like(h) if keep_z else None
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
     if M and N:
-        launch(
-            _linear_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(w), b, matrix(h), matrix(z), matrix(bits),
-            *placed(dropout, row_base), M, N, K,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        launch_product(
+            (_linear_fwd_kernel, _linear_fwd_persistent_kernel), tile, x, w, b, matrix(h), matrix(z), matrix(bits),
+            *placed(dropout, row_base), activation=activation, precision=precision, transposed=True,
         )  # fmt: skip
     return h, z, bits
 
@@ -245,25 +284,23 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
 
 def act_grad(
     dy, w, z, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False,
-    db=False, tile=None,
+    db=False, persistent=False, tile=None,
 ):  # fmt: skip
     """One step back through a chain: dz = dropout'(dy w) * act'(z) -> (dz [M, N], h or None, db [N] or None).
 
     dy [M, K], w [K, N]. z [M, N] is the pre-activation, or for relu the activation itself. `h_over_z` writes
     h = dropout(act(z)) into z's own memory, for a z that is workspace.
     """
-    M, K = dy.shape
-    N = w.shape[1]
+    M, N = dy.shape[0], w.shape[1]
     dy, w, z = rows_of(dy), rows_of(w), rows_of(z)
-    tile = tile or tile_for("act_grad", arch_of(dy), M, N, dy, w, z)
+    tile = tile or tile_for("act_grad", arch_of(dy), M, N, dy, w, z, persistent=persistent)
     dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     h = (z if h_over_z else torch.empty_like(dz)) if keep_h else None
     partial = partial_rows(M, N, tile, dy) if db else None
     if M and N:
-        launch(
-            _act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(w), matrix(z), matrix(h), matrix(dz), partial,
-            *placed(dropout, row_base), M, N, K,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        launch_product(
+            (_act_grad_kernel, _act_grad_persistent_kernel), tile, dy, w, matrix(z), matrix(h), matrix(dz), partial,
+            *placed(dropout, row_base), activation=activation, precision=precision, transposed=False,
         )  # fmt: skip
     return dz, h, *row_sums((partial,), (db,))
 

@@ -34,6 +34,7 @@ from .linear import (
     partial_rows,
     preact_tile,
 )  # fmt: skip
+from .persistent import launch_product, tma_product_tile
 from .philox import dropout_mask, dropped, placed, times
 from .tile import (
     arch_of,
@@ -42,6 +43,7 @@ from .tile import (
     launch,
     matrix,
     multiple,
+    place_of_tile,
     product_tile,
     program_tile,
     rows_of,
@@ -202,6 +204,25 @@ def _gated_act_grad_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
+def _gated_act_grad_persistent_kernel(
+    dy_desc, wd_desc, g_rows, u_rows, results, state_ptr, threshold, scale, col_base, row_base, M, N, K,
+    ACT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """As `_gated_act_grad_kernel`."""
+    N = multiple(N, UNIT)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
+        pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
+        m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
+        acc = tma_product_tile(dy_desc, wd_desc, m0, n0, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        by_slices(
+            (acc,), n0, _gated_act_grad_store,
+            (g_rows, u_rows, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["M"])
 def _gated_hidden_grad_kernel(
     dh_rows, g_rows, u_rows, results, M, N,
@@ -289,23 +310,22 @@ def gated_bwd(
 
 def gated_act_grad(
     dy, wd, g, u, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False, dbu=False,
-    tile=None,
+    persistent=False, tile=None,
 ):  # fmt: skip
     """The same outputs as `gated_bwd` from stored g and u [M, N]: one product, dh = dy wd."""
-    M, K = dy.shape
-    N = wd.shape[1]
+    M, N = dy.shape[0], wd.shape[1]
     dy, wd, g, u = rows_of(dy), rows_of(wd), rows_of(g), rows_of(u)
-    tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u)
+    tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u, persistent=persistent)
     dg = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     du = torch.empty_like(dg)
     h = torch.empty_like(dg) if keep_h else None
     partial_g = partial_rows(M, N, tile, dy) if dbg else None
     partial_u = partial_rows(M, N, tile, dy) if dbu else None
     if M and N:
-        launch(
-            _gated_act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(wd), matrix(g), matrix(u),
-            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base), M, N, K,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        launch_product(
+            (_gated_act_grad_kernel, _gated_act_grad_persistent_kernel), tile, dy, wd, matrix(g), matrix(u),
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base),
+            activation=activation, precision=precision, transposed=False,
         )  # fmt: skip
     return dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu))
 

@@ -25,6 +25,7 @@ class Tile(NamedTuple):
 
     maxnreg: the most registers a thread may take. At 128 two programs of eight warps share a multiprocessor, if their shared
     memory does too (2 x 113 KiB on sm_90), and the epilogue of one runs under the products of the other.
+    programs: 0, or how many programs of a persistent kernel (persistent.py) a multiprocessor has.
     UNIT: what the compiler is told of the launch's sizes (`unit_of`).
     """
 
@@ -35,6 +36,7 @@ class Tile(NamedTuple):
     num_stages: int
     SUB: int = 1
     maxnreg: int | None = None
+    programs: int = 0
     UNIT: int = 1
 
     def launch_options(self) -> dict:
@@ -55,11 +57,13 @@ INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so tha
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
 # whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
-# smaller). Every entry passes the compile gate: python -m ckptkern.benchmarks.gate
+# smaller). "tma" stands in for "16" where a route asks for persistent kernels. Every entry passes the compile gate:
+# python -m ckptkern.benchmarks.gate
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2),
+        "tma": Tile(128, 256, 64, 8, 3, 4, programs=1)
     },
     ("linear", 80): {
         "few": Tile(64, 64, 32, 4, 4),
@@ -67,7 +71,8 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
     ("act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2),
+        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2)
     },
     ("act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4),
@@ -91,14 +96,15 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
     ("gated_act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2),
+        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2)
     },
     ("gated_act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4),
         "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
     },
 }  # fmt: skip
-MULTIPROCESSORS = {90: 132, 80: 108}  # of an H100 or H200, and of an A100
+MULTIPROCESSORS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
 # One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
 
@@ -121,29 +127,34 @@ def unit_of(*sizes: int) -> int:
     return together & -together if together % 16 in (4, 8, 12) else 1
 
 
-def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) -> Tile:
+def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor, persistent: bool = False) -> Tile:
     """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
     operands' dtype, shapes, alignment.
 
     `operands` are all matrices that the kernel reads or writes row by row. One with an address, a row length or a stride
     that is no multiple of 16 bytes makes the launch ragged: no asynchronous copy fits its rows.
+    persistent: a tile of a persistent kernel, where there is one and TMA takes the operands: 16-bit, aligned, rows that do not
+    overlap, and something in them.
     """
     family, itemsize = family_of(arch), operands[0].dtype.itemsize
     sizes = addresses = 0  # a power of two that divides them all divides this
     for x in operands:
         sizes |= x.stride(0) | x.shape[1]
         addresses |= x.data_ptr()
+    aligned = not (sizes * itemsize % 16 or addresses % 16)
+    persistent = persistent and aligned and itemsize == 2 and all(x.stride(0) >= x.shape[1] > 0 for x in operands)
     if arch == INTERPRETER:
-        tile = INTERPRETED_TILE
-    elif sizes * itemsize % 16 or addresses % 16:
+        tile = INTERPRETED_TILE._replace(programs=1) if persistent else INTERPRETED_TILE
+    elif not aligned:
         return TILES[kernel, family]["ragged"]
     elif itemsize == 4:
         tile = TILES[kernel, family]["32"]
     else:
-        tile = TILES[kernel, family]["16"]
+        tiles = TILES[kernel, family]
+        tile = tiles["tma"] if persistent and "tma" in tiles else tiles["16"]
         idle = 2 * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N) <= MULTIPROCESSORS[family]
         if idle or 2 * N <= tile.BLOCK_N:
-            tile = TILES[kernel, family]["few"]
+            tile = tiles["few"]
     return tile if sizes % 16 == 0 else tile._replace(UNIT=unit_of(sizes))
 
 
@@ -156,6 +167,16 @@ def device_arch(index: int) -> int:
 def arch_of(x: torch.Tensor) -> int:
     """Architecture that serves tensor `x`: its CUDA device's capability, or INTERPRETER for a CPU tensor."""
     return device_arch(x.device.index) if x.is_cuda else INTERPRETER
+
+
+@functools.cache
+def device_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors_of(x: torch.Tensor) -> int:
+    """Those of the device of `x`, or of the card that a CPU tensor's launch is compiled for."""
+    return device_multiprocessors(x.device.index) if x.is_cuda else MULTIPROCESSORS[family_of(arch_of(x))]
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -175,12 +196,13 @@ def matrix(x: torch.Tensor | None) -> tuple:
 
 
 def launch(kernel, grid, *args, **kwargs) -> None:
-    """Launch on the device of the first argument, a tensor or a tuple that begins with one.
+    """Launch on the device of the first argument: a tensor, a tuple that begins with one, or a tensor's descriptor.
 
     Triton itself launches on the current device (triton#2441). `run` is what kernel[grid] calls with all arguments packed and
     unpacked once more, a fifteenth of the host's time.
     """
-    device = (args[0][0] if isinstance(args[0], tuple) else args[0]).device
+    first = args[0][0] if isinstance(args[0], tuple) else args[0]
+    device = getattr(first, "base", first).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel.run(*args, grid=grid, warmup=False, **kwargs)
@@ -268,16 +290,21 @@ def product_tile(
 
 
 @triton.jit
-def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(tile row, tile column) of this program, in groups of 8 tile rows so that neighbours share operands in L2."""
+def place_of_tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tile row, tile column) of a tile's number, in groups of 8 tile rows so that neighbours share operands in L2."""
     GROUP_M: tl.constexpr = 8
-    pid = tl.program_id(0)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    first = pid // (GROUP_M * num_n) * GROUP_M
+    first = tile // (GROUP_M * num_n) * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
-    pid_in_group = pid % (GROUP_M * num_n)
-    return first + pid_in_group % size, pid_in_group // size
+    in_group = tile % (GROUP_M * num_n)
+    return first + in_group % size, in_group // size
+
+
+@triton.jit
+def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tile row, tile column) of this program."""
+    return place_of_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

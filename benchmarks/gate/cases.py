@@ -32,7 +32,7 @@ class Case:
     dropout: bool
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
     # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80; "few": rows; "16B":
-    # sizes that are multiples of 16 bytes and not of 16 elements
+    # sizes that are multiples of 16 bytes and not of 16 elements; "persistent": kernels that load by TMA, on sm_90
     kind: str = ""
 
     @property
@@ -126,6 +126,8 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
     found += [("float32", "ieee")] * (op in PRODUCT_OPS)
     if op in PRODUCT_OPS and not op.startswith("stack_"):
         found += [(dtype, "few") for dtype in DTYPES]
+    if op in PERSISTENT_OPS and arch == 90:
+        found += [(dtype, "persistent") for dtype in DTYPES]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
     if not op.startswith("heads_"):  # whose strides are those of heads
@@ -143,7 +145,7 @@ def shipped_cases() -> list[Case | AttentionCase]:
         heaviest(op, arch, dtype, kind)
         for op, arch in itertools.product(OPS, ARCHS)
         for dtype, kind in kinds_of(op, arch)
-        if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"), ("float16", "few"))
+        if kind and (dtype != "float16" or kind == "16B") and (dtype, kind) != ("float32", "narrow")
         if dtype == "bfloat16" or op in PRODUCT_OPS
     ]
     for op, arch in itertools.product(OPS, ARCHS):
@@ -191,7 +193,7 @@ def all_cases() -> list[Case | AttentionCase]:
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
         if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no product to rebuild
-        and not (kind in ("few", "16B") and ragged)  # the same tile for any number of rows; a contradiction
+        and not (kind in ("few", "16B", "persistent") and ragged)  # any number of rows; a contradiction; no such kernel
     ] + [
         *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
         *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
@@ -241,6 +243,10 @@ class Inputs:
         )
         return dict(zip("MKND", self.RAGGED if case.ragged else aligned, strict=True))
 
+    def of_kernels(self, case: Case) -> dict:
+        """Options that a launcher has and its definition has not."""
+        return {"persistent": True} if case.kind == "persistent" else {}
+
     def dropout(self, wanted: bool) -> tuple:
         import torch
 
@@ -276,7 +282,7 @@ def _launch_product(case: Case, given: Inputs):
         weight = name.startswith("w")
         scale = sizes[letters.replace("N", "")] ** -0.5 if weight else 1.0
         tensors.append(given(*shape, dtype=given.dtype(case.dtype), scale=scale))
-    options = dict.fromkeys(launcher.wants, case.extras)
+    options = dict.fromkeys(launcher.wants, case.extras) | given.of_kernels(case)
     if launcher.dropout:
         options["dropout"] = given.dropout(case.dropout)
     if case.activation != "relu":  # only relu's backward needs no more of z than its sign
@@ -440,6 +446,7 @@ ATTENTION_KINDS = (
 DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
 SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32", 128), ("float32", 256))
 PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
+PERSISTENT_OPS = ("linear_fwd", "act_grad", "gated_act_grad")
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {
     "stack_fwd": _launch_stack_fwd,

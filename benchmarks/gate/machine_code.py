@@ -30,7 +30,8 @@ ATTENTION = ("_attn_fwd_kernel", "_attn_dkdv_kernel", "_attn_dq_kernel", "_attn_
 # kernel -> products of a tile (M x N x K, or M x N x head dim) in one pass of a loop
 PRODUCTS = {
     "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
-    "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
+    "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_linear_fwd_persistent_kernel": 1, "_act_grad_persistent_kernel": 1,
+    "_gated_act_grad_persistent_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
     "_attn_dmask_kernel": 2,
 }  # fmt: skip
 
@@ -49,7 +50,7 @@ class Report:
     tensor_core: int  # instructions of the kind that the architecture has
     wrong_tensor_core: int  # and of others
     multiplies: int  # in one warp's tensor-core instructions
-    async_copies: int  # LDGSTS (cp.async) or UTMALDG (TMA)
+    async_copies: int  # LDGSTS (cp.async); of a persistent kernel UTMALDG (TMA)
     narrow_loads: int  # 2-byte global loads
     instructions: int
     philox: int  # integer multiplies by the Philox constants; 0 without dropout
@@ -142,7 +143,8 @@ def read_cubin(compiled: Compiled) -> dict:
         shared=compiled.shared,
         tensor_cores={kind: count(pattern) for kind, pattern in TENSOR_CORES.items()},
         multiplies=sum(int(m) * int(n) * int(k) // warps for warps, m, n, k in shapes),
-        async_copies=count(r"LDGSTS|UTMALDG|UBLKCP"),
+        copies=count("LDGSTS"),
+        tma_loads=count("UTMALDG"),
         narrow_loads=count(r"LDG\S*\.[US]16"),
         instructions=len(mnemonics),
         philox=len(PHILOX_MULTIPLY.findall(sass)),
@@ -188,13 +190,14 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
         raise RuntimeError(f"{case.name}: nothing was launched")
     for kernel, args, kwargs in caught:
         read = read_cubin(compile_launch(kernel, args, kwargs, case.arch))
-        tensor_cores = read.pop("tensor_cores")
+        tensor_cores, copies, tma_loads = map(read.pop, ("tensor_cores", "copies", "tma_loads"))
         report = Report(
             case=case.name,
             kernel=kernel.fn.__name__,
             tile=" ".join(f"{key.removeprefix('BLOCK_')}{kwargs[key]}" for key in TILE_KEYS if key in kwargs),
             tensor_core=tensor_cores.pop(tensor_core_of(case.arch)),
             wrong_tensor_core=sum(tensor_cores.values()),
+            async_copies=tma_loads if kernel.fn.__name__.endswith("_persistent_kernel") else copies,
             loops=loops_of(kernel.fn.__name__, kwargs),
             **read,
         )

@@ -72,6 +72,8 @@ def innermost_loops(sass: str) -> tuple[list[list[str]], list[str]]:
                 jumps.append((labels[target[1]], len(mnemonics) + 1))
             mnemonics.append(found[1])
     spans = [span for span in jumps if any(map(TENSOR_CORE.match, mnemonics[slice(*span)]))]
+    # a jump back into a loop from behind it is the end of a wait's own loop, which the assembler moves out of line
+    spans = [span for span in spans if not any(start < span[0] < end < span[1] for start, end in spans)]
     inner = sorted({a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)})
     inside = {place for span in inner for place in range(*span)}
     return [mnemonics[slice(*span)] for span in inner], [m for i, m in enumerate(mnemonics) if i not in inside]

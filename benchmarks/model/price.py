@@ -2,6 +2,7 @@
 
 A product of ours is a tile after another on each multiprocessor. Where one program fits there, its main loop, its prologue and
 its epilogue follow one another; where two do, one's epilogue runs beside the other's products, and the larger of both counts.
+A persistent program does the same: its loads of the next tile wait for the epilogue, whose scratch lies where they land.
 A core of attention of ours alternates products and softmax, since no product is in flight while a warp computes its softmax.
 Everything else moves its bytes, or takes the rate of the library that serves it.
 """
@@ -47,14 +48,13 @@ def _products(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, 
     block_m, block_n = given["BLOCK_M"], given["BLOCK_N"]
     tiles = math.ceil(M / block_m) * math.ceil(N / block_n)
     per_tile = launch.flops / tiles
-    tensor = per_tile / gpu.tensor_core / gpu.main_loop
+    persistent = launch.caught.name.endswith("_persistent_kernel")
+    tensor = per_tile / gpu.tensor_core / (gpu.tma_loop if persistent else gpu.main_loop)
     tensor *= NARROW if block_n <= 64 else MIDDLE if block_n <= 128 and gpu.arch >= 90 else 1.0
     steps = inner / given["BLOCK_K"]
     loop = sum(code.loops) / len(code.loops) * steps * code.warps / 4
     epilogue = code.outside * code.warps / 4
-    prologue = (
-        PROLOGUE * len(code.loops) * min(1, math.prod(launch.caught.grid) / tiles)
-    )  # a persistent program has one
+    prologue = PROLOGUE * len(code.loops)
     programs = code.programs(gpu.shared)
     if programs == 1:
         exposed = epilogue / ISSUE_ALONE

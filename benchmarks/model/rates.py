@@ -42,6 +42,7 @@ class GPU:
     shared: int  # bytes of shared memory of a multiprocessor
     products: float  # cuBLAS, bf16, 8192 x 8192, large K
     main_loop: float  # part of the peak at `clock` that the main loop of a Triton product reaches
+    tma_loop: float  # the same of one that loads by TMA
     core: str  # torch's default kernel for attention's core
     core_forward: dict[int, float]  # sequence length -> FLOP/s, heads of 128, causal
     core_backward: dict[int, float]
@@ -79,11 +80,14 @@ STREAMS = {"elementwise": 0.85, "norm": 0.75, "reduction": 0.60}
 # products  assumed: 750 on an H200 and 700 on an H100 with today's cuBLAS, 270 on an A100. A run's ceilings say more.
 # main_loop assumed, and optimistic: triton#5726 has 0.76 of cuBLAS for the tutorial's pointers and 0.92 for a persistent kernel
 #           with TMA, at 8192 x 8192 x 512.
+# tma_loop  assumed, and cautious: cuBLAS's 750 of 838. Over loads through pointers TMA has brought 13 % in persistent kernels
+#           (triton#5461, fp16, K = 4096), and 21 % together with persistence (triton#5726, K = 512); 0.89 / 0.86 is 3.5 %.
 # core      causal, heads of 128, by length: cuDNN 9 on H100 after the figures of arXiv 2407.08608, flash attention 2 on A100
 #           after those of arXiv 2307.08691. An H200's has the same multiprocessors.
 _HOPPER = dict(
     arch=90, multiprocessors=132, clock=1.55e9, tensor_core=4096, block_shared=232448, shared=233472, main_loop=0.86,
-    core="cudnn", core_forward={2048: 484 * TERA, 8192: 529 * TERA}, core_backward={2048: 316 * TERA, 8192: 480 * TERA},
+    tma_loop=0.89, core="cudnn", core_forward={2048: 484 * TERA, 8192: 529 * TERA},
+    core_backward={2048: 316 * TERA, 8192: 480 * TERA},
 )  # fmt: skip
 GPUS = {
     gpu.name: gpu
@@ -92,7 +96,7 @@ GPUS = {
         GPU("h100", bandwidth=3.0 * TERA, memory=79 * GIB, products=700 * TERA, **_HOPPER),
         GPU(
             "a100", arch=80, multiprocessors=108, clock=1.41e9, tensor_core=2048, bandwidth=1.75 * TERA, memory=79 * GIB,
-            block_shared=166912, shared=167936, products=270 * TERA, main_loop=0.84, core="flash",
+            block_shared=166912, shared=167936, products=270 * TERA, main_loop=0.84, tma_loop=0.0, core="flash",
             core_forward={2048: 175 * TERA, 8192: 190 * TERA}, core_backward={2048: 140 * TERA, 8192: 165 * TERA},
         ),
     )

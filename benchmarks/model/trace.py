@@ -230,7 +230,7 @@ def _without_graph(argument):
 def as_on(gpu: GPU) -> Iterator[list[Launch]]:
     """Inside, meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks as there. Yields the launches."""
     from ... import triton_kernels  # noqa: F401  (patched below: has to be there)
-    from ...triton_kernels import attention
+    from ...triton_kernels import attention, persistent
 
     log: list[Launch] = []
 
@@ -254,6 +254,7 @@ def as_on(gpu: GPU) -> Iterator[list[Launch]]:
         mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu.capability),
         mock.patch.object(attention, "shared_memory_of", return_value=gpu.block_shared),
+        mock.patch.object(persistent, "multiprocessors_of", return_value=gpu.multiprocessors),
         mock.patch.object(_choices, "_device_reason", return_value=None),
         mock.patch.object(_choices, "_device_workspace", return_value=gpu.memory // 32),
         mock.patch.object(attention_core, "_accepts", return_value=True),

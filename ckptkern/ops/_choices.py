@@ -135,11 +135,20 @@ def default_route(op: str, backend: str, device_type: str, index: int | None, dt
     return _routes.shipped_route(op, card_of(device_type, index), dtype.itemsize, size)
 
 
+def candidates(backend: str, device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
+    """The routes that such a call may take on this device."""
+    card = (0, 0) if backend == "eager" else card_of(device_type, index)
+    return _routes.candidates(backend, device_type, dtype, card)
+
+
+candidates._dynamo_marked_constant = True  # as _constant_device_reason
+
+
 @functools.cache
 def _route(op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
     """From the table that `python -m ckptkern tune` wrote on this machine, else from ours."""
     tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
-    if tuned in _routes.candidates(backend, device_type, dtype):
+    if tuned in candidates(backend, device_type, index, dtype):
         return tuned
     return default_route(op, backend, device_type, index, dtype, size)
 
@@ -162,7 +171,7 @@ def choose_route(op: str, x: Tensor, features: int, hidden: int, out: int, *, na
     backend = choose_backend(op, x)
     if backend == "eager" and (not x.is_cpu or x.dtype.itemsize != 2):
         return backend
-    if _choice.route in _routes.candidates(backend, x.device.type, x.dtype):
+    if _choice.route and _choice.route in candidates(backend, x.device.type, x.device.index, x.dtype):
         return _choice.route
     size = _routes.size_class(max(features, out))
     route = _constant_route(name or op, backend, x.device.type, x.device.index, x.dtype, size)

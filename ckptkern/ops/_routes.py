@@ -3,6 +3,7 @@
 | route | z = x w^T + b and h = act(z) | backward at "full" |
 |---|---|---|
 | triton | one kernel | z by one kernel; dh = dy v with h and dz in its epilogue |
+| persistent | the same kernel on an H100 or H200, where programs stay and load by TMA | the same, likewise |
 | dual | one kernel | both products in one kernel (three of a gated MLP): z is never written, the tile is half as wide |
 | library | cuBLAS, then one elementwise kernel | cuBLAS twice, then elementwise kernels |
 
@@ -10,9 +11,9 @@ In PyTorch ops there are two: `eager`, and for 16-bit types on a CPU `wide`, whi
 float32. A CPU without instructions for a type takes many times as long for torch's own products of it: on an EPYC of the
 Zen 4 kind [2048, 512] x [512, 512] takes 57 to 377 ms in float16 and 12 in float32.
 
-A route is one of the ops' static arguments, chosen in forward and kept for backward. On "triton" and "dual", recompute equals
-forward bit for bit (`dual` adds in the same order). On "library" cuBLAS may choose another algorithm for the rows of a chunk:
-the same rounding points and masks, and the 2x rule.
+A route is one of the ops' static arguments, chosen in forward and kept for backward. On "triton", "persistent" and "dual",
+recompute equals forward bit for bit (all three add in the same order). On "library" cuBLAS may choose another algorithm for the
+rows of a chunk: the same rounding points and masks, and the 2x rule.
 """
 
 from __future__ import annotations
@@ -56,6 +57,19 @@ class Separate(Dual):
         g = self.linear_fwd(x, wg, bg, "identity", precision)[0]
         u = self.linear_fwd(x, wu, bu, "identity", precision)[0]
         return self.gated_act_grad(dy, wd, g, u, activation, precision, **wanted)
+
+
+class Persistent(Separate):
+    """The kernels with one launch for each product, persistent where TMA takes the operands (triton_kernels/persistent.py)."""
+
+    def linear_fwd(self, *args, **options):
+        return self.kernels.linear_fwd(*args, persistent=True, **options)
+
+    def act_grad(self, *args, **options):
+        return self.kernels.act_grad(*args, persistent=True, **options)
+
+    def gated_act_grad(self, *args, **options):
+        return self.kernels.gated_act_grad(*args, persistent=True, **options)
 
 
 class Library(Separate):
@@ -120,15 +134,15 @@ class Wide(Library):
         return out.add_(result) if add else out.copy_(result)
 
 
-OF_KERNELS = {"triton": Separate, "dual": Dual, "library": Library}
+OF_KERNELS = {"triton": Separate, "persistent": Persistent, "dual": Dual, "library": Library}
 OF_EAGER = {"wide": Wide}
 ROUTES = (*OF_KERNELS, "eager", *OF_EAGER)
 
 
-def candidates(backend: str, device_type: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """The routes that such a call may take; the first is the default where no table says otherwise."""
+def candidates(backend: str, device_type: str, dtype: torch.dtype, card: tuple[int, int]) -> tuple[str, ...]:
+    """The routes that such a call may take. "persistent" wants TMA, and rows of 16 bits."""
     if backend != "eager":
-        return tuple(OF_KERNELS)
+        return tuple(route for route in OF_KERNELS if route != "persistent" or (card == (9, 0) and dtype.itemsize == 2))
     return ("eager", "wide") if device_type == "cpu" and dtype in (torch.float16, torch.bfloat16) else ("eager",)
 
 
@@ -136,7 +150,7 @@ SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input o
 
 # (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the cards, not from a
 # measurement: python -m ckptkern.benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a card without a row nothing is
-# known but that cuBLAS is tuned for it.
+# known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less than its own error.
 WIDE_BY_LIBRARY = ("triton",) * 4 + ("library",) * 2
 NARROW_DUAL = ("dual",) * 3 + ("triton",) * 3
 SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {

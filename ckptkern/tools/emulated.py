@@ -14,7 +14,7 @@ import torch
 
 from .. import emulator
 from ..ops import _choices
-from .compiling import compile_launch, instead_of_launches
+from .compiling import Compiled, compile_launch, instead_of_launches
 
 ARCHS = (80, 90)
 SCALARS = {
@@ -64,7 +64,7 @@ def emulated(
         started = time.perf_counter()
         compiled = compile_launch(kernel, args, kwargs, arch)
         ptx, tensors = change(compiled.ptx), Tensors()
-        arguments = [tensors.argument(kind, value) for kind, value in compiled.arguments]
+        arguments = tensors.arguments(compiled)
         parameters = len(emulator.translate(ptx).kernel.parameters)
         arguments += [np.uint64(0)] * (parameters - len(arguments))  # scratch memory, which these kernels have none of
         grid = tuple(grid(compiled.bound) if callable(grid) else grid)
@@ -86,6 +86,20 @@ class Tensors:
 
     def __init__(self):
         self.storages: dict[int, list] = {}  # base, bytes, which of them are in views (None: all)
+
+    def arguments(self, compiled: Compiled) -> list:
+        """Parameters as Triton hands them over: of a descriptor its map, shape and strides."""
+        found, maps = [], iter(compiled.maps or ())
+        for kind, value in compiled.arguments:
+            if kind.startswith("tensordesc"):
+                address = int(self.argument("", value.base))
+                found.append(
+                    emulator.TensorMap.of_triton(next(maps), address, value.shape, value.strides, value.padding)
+                )
+                found += [*map(np.uint32, value.shape), *map(np.uint64, value.strides)]
+            else:
+                found.append(self.argument(kind, value))
+        return found
 
     def argument(self, kind: str, value):
         """A parameter's value: a number, or the address of a tensor."""

@@ -159,7 +159,7 @@ def measure(problem: Problem, device: torch.device, patience: float, timer=step_
     outcome = Outcome(problem, _choices.default_route(*key))
     few = tensors_of(problem, device, min(problem.tokens, CHECKED_ROWS))
     steps, t = {}, None
-    for route in _routes.candidates(backend, device.type, problem.dtype):
+    for route in _choices.candidates(backend, device.type, device.index, problem.dtype):
         try:
             if wrong := fault(problem, route, few):
                 outcome.wrong[route] = wrong

@@ -24,7 +24,7 @@ KINDS = {
     "mask of a load dropped": ({"bounds"}, ("linear", "attention")),
     "mask of a copy dropped": ({"bounds"}, EVERYWHERE),
     "load 2 bytes further": ({"alignment", "bounds"}, ("norm", "attention")),
-    "matrix read 16 bytes further": ({"bounds", "uninitialised", "race", "results"}, EVERYWHERE),
+    "matrix read 16 bytes further": ({"bounds", "uninitialised", "race", "in flight", "results"}, EVERYWHERE),
     "shuffle from another lane": ({"race", "results"}, ("norm", "attention")),
 }
 ON_SM_90_ALONE = ("fence before wgmma dropped", "wait for wgmma dropped")

@@ -76,14 +76,14 @@ def test_a_route_has_to_be_surely_quicker(ms, chosen):
     assert tune.measure(PROBLEM, CPU, 60, planned(ms)).chosen == chosen
 
 
-@pytest.mark.parametrize("slow", ["triton", "dual", "library"])
+@pytest.mark.parametrize("slow", ["triton", "persistent", "library"])
 def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
     """The default among them, too."""
     ms = {name: [9.0 if name == slow else 1.0 + n] for n, name in enumerate(_routes.OF_KERNELS)}
     with ckptkern.backend("triton"):
         first, second = (tune.measure(PROBLEM, CPU, 60, planned(ms)) for _ in range(2))
     assert list(first.ms) == list(_routes.OF_KERNELS)
-    assert first.chosen == second.chosen == ("dual" if slow == "triton" else "triton")
+    assert first.chosen == second.chosen == ("persistent" if slow == "triton" else "triton")
 
 
 def test_a_wrong_route_is_not_timed(monkeypatch):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+from collections import Counter
 from importlib import metadata
 
 import outside
@@ -33,7 +34,9 @@ def test_the_shipped_cases():
     other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
     products = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
     few = {(op, arch, "few") for op, arch, _ in products if not op.startswith("stack_")}
-    assert other >= products | few | {("stack_fwd", 80, "narrow"), ("stack_bwd", 80, "narrow ieee")}
+    persistent = {(op, 90, "persistent") for op in cases.PERSISTENT_OPS}
+    assert other >= products | few | persistent | {("stack_fwd", 80, "narrow"), ("stack_bwd", 80, "narrow ieee")}
+    assert not any(kind == "persistent" and arch != 90 for _, arch, kind in other)
     some = {(case.op, case.arch) for case in shipped if case.dtype == "bfloat16"}
     assert some >= set(itertools.product((*cases.OPS, "attn_fwd_delta", "attn_bwd", "attn_dmask"), cases.OTHER_ARCHS))
     narrow = {(case.op, case.arch) for case in shipped if case.kind == "16B"}
@@ -116,28 +119,33 @@ def specialized() -> dict[str, list[str]]:
     return learned("specialized")
 
 
+PERSISTENT = [f"{op}, persistent" for op in cases.PERSISTENT_OPS]
 ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dmask", "attn_dq")
 
 
-@pytest.mark.parametrize("name", [*cases.OPS, *ATTENTION, "act_bwd of bits"])
+@pytest.mark.parametrize("name", [*cases.OPS, *PERSISTENT, *ATTENTION, "act_bwd of bits"])
 def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     """Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.
 
     Row counts, thresholds and first rows enter no address. Seeds are tensors: their values are never seen. Products have one
     tile for few rows and one for many.
     """
-    tiles = 2 if name in cases.PRODUCT_OPS and not name.startswith("stack_") else 1
-    assert len(specialized[name]) == tiles, "\n".join(specialized[name])
+    product = name in (*cases.PRODUCT_OPS, *PERSISTENT)
+    tiles = 2 if product and not name.startswith("stack_") else 1
+    of_kernel = Counter(key.split()[0] for key in specialized[name])
+    assert of_kernel.pop("_sum_rows_kernel", 1) == 1  # the sums of parameters' gradients, a launch of its own
+    assert sum(of_kernel.values()) == tiles, "\n".join(specialized[name])
 
 
 def test_widths_of_16_bytes_compile_once():
     """The compiler is told what divides them, and not what they are."""
     compiled = {name: keys for name, keys in learned("widths").items() if name in cases.OPS}
     assert compiled.keys() == cases.OPS.keys()
-    assert {name: len(keys) for name, keys in compiled.items()} == dict.fromkeys(compiled, 1)
+    for name, keys in compiled.items():
+        assert set(Counter(key.split()[0] for key in keys).values()) == {1}, name
 
 
-@pytest.mark.parametrize("name", [*cases.OPS, *ATTENTION])
+@pytest.mark.parametrize("name", [*cases.OPS, *PERSISTENT, *ATTENTION])
 def test_no_multiply_add_is_fused(name, specialized):
     """A product and sum fused in forward and not in recompute would differ in the last bit."""
     assert all("'enable_fp_fusion': False" in key for key in specialized[name])

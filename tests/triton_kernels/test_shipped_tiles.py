@@ -19,6 +19,7 @@ from ckptkern.benchmarks.gate.cases import (
     DMASK_KINDS,
     DROPOUT_OPS,
     OPS,
+    PERSISTENT_OPS,
     PRODUCT_OPS,
     VARIANTS,
     AttentionCase,
@@ -81,6 +82,9 @@ class Again(Small):
         super().__init__(first.device)
         self.rest, self.exact = iter(first.given), exact
 
+    def of_kernels(self, case: Case) -> dict:
+        return {}
+
     def remember(self, tensor: Tensor) -> Tensor:
         same = next(self.rest)
         return same.double() if self.exact and same.is_floating_point() else same.clone()
@@ -101,6 +105,7 @@ def of_products() -> list[Case]:
     cases += [
         case(op, "silu", dtype, False, "16B") for op, dtype in itertools.product(PRODUCT_OPS, ("bfloat16", "float32"))
     ]
+    cases += [case(op, "silu", "bfloat16", False, "persistent") for op in PERSISTENT_OPS]
     return cases + [
         case(op, "gelu", *way) for op, way in itertools.product(PRODUCT_OPS, [*sample, ("float32", False, "ieee")])
     ]
@@ -171,6 +176,8 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
     if interpreted:
         pytest.skip("the interpreter has one tile for all sizes")
     family = family_of(architecture or arch_of(torch.empty(0, device=device)))
+    if family != 90 and case.kind == "persistent":
+        pytest.skip("no TMA")
     if family != 80 and "narrow" in case.kind:
         pytest.skip("chains this narrow have a tile of their own on sm_80 alone")
     if request.config.option.sample and not in_sample(case, family):

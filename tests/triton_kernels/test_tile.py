@@ -217,9 +217,11 @@ def test_interpreted_tile_is_one_for_all(kernel):
 @pytest.mark.parametrize(("kernel", "arch"), sorted(TILES), ids=str)
 def test_shipped_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
     """Slices of the epilogue start at multiples of 32 columns (philox.py); sm_90 dots are at least 64 wide in M, N."""
-    assert set(TILES[kernel, arch]) == {"16", "few", "32", "ragged"}
-    for tile in TILES[kernel, arch].values():
+    persistent = {"tma"} if arch == 90 and kernel in ("linear", "act_grad", "gated_act_grad") else set()
+    assert set(TILES[kernel, arch]) == {"16", "few", "32", "ragged"} | persistent
+    for row, tile in TILES[kernel, arch].items():
         assert isinstance(tile, Tile)
+        assert (tile.programs > 0) == (row == "tma")
         assert tile.BLOCK_M % 16 == 0
         assert tile.BLOCK_N // tile.SUB % 32 == 0
         assert arch < 90 or min(tile.BLOCK_M, tile.BLOCK_N) >= 64
@@ -229,6 +231,34 @@ def test_shipped_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
             stage = (tile.BLOCK_M + tile.BLOCK_N) * tile.BLOCK_K * 2
             assert 2 * 32 * tile.num_warps * tile.maxnreg <= 2**16
             assert 2 * (tile.num_stages * stage + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", [INTERPRETER, 80, 90, 100, 120])
+def test_persistent_tiles_where_tma_takes_the_operands(kernel, arch):
+    """On sm_90, and in the interpreter, whose descriptors are as strict: the same block sizes as every other tile there."""
+    there = arch == INTERPRETER or "tma" in TILES[kernel, 90 if arch == 90 else 80]
+
+    def programs(*operands: torch.Tensor, M: int = 4096, persistent: bool = True) -> int:
+        tile = tile_for(kernel, arch, M, 4096, *operands, persistent=persistent)
+        assert arch != INTERPRETER or tile == INTERPRETED_TILE._replace(programs=tile.programs, UNIT=tile.UNIT)
+        return tile.programs
+
+    good = meta(64, 64)
+    assert (programs(good, meta(64, 128)[:, 16:80]) > 0) == there
+    assert (programs(good, meta(64, 72)[:, :64]) > 0) == (programs(good, meta(64, 72)) > 0) == there  # 16 bytes
+    assert programs(good, persistent=False) == 0
+    assert arch == INTERPRETER or programs(good, M=128) == 0  # "few"
+    for view in (
+        meta(64, 65),
+        meta(64, 128)[:, 1:65],
+        meta(64, 68)[:, :64],
+        meta(64, 64, dtype=torch.float32),
+        meta(64, 64)[:, :0],  # K = 0
+    ):
+        assert programs(view, good) == programs(view, view) == 0
+    for overlapping in (meta(1, 64).expand(9, 64), meta(99).as_strided((4, 64), (16, 1))):
+        assert programs(good, overlapping) == 0
 
 
 def test_rows_of_copies_only_where_columns_have_strides():

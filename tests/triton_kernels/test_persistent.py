@@ -1,0 +1,237 @@
+"""Persistent kernels, which load by TMA: bit for bit what the kernels with a program for each tile give.
+
+On sm_80 a launcher has no such tile and takes the others, so these tests compare those with themselves there.
+"""
+
+import random
+import re
+
+import pytest
+import torch
+import triton
+from cases import Sizes, gradients, make, setups, whole_numbers
+from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
+
+import ckptkern
+from ckptkern import state
+from ckptkern.ops import _choices, _routes
+from ckptkern.triton_kernels import linear, mlp, persistent
+from ckptkern.triton_kernels.tile import INTERPRETED_TILE, TILES
+
+BF16 = torch.bfloat16
+NAMES = ("linear_fwd", "act_grad", "gated_act_grad")
+KERNELS = {
+    "linear_fwd": linear._linear_fwd_persistent_kernel,
+    "act_grad": linear._act_grad_persistent_kernel,
+    "gated_act_grad": mlp._gated_act_grad_persistent_kernel,
+}
+# The last tile of rows and of columns and the last step of a product are not full, in the interpreter's tiles and on sm_90.
+UNEVEN = {"M": 200, "N": 208, "K": 80, "D": 80}
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[tuple]:
+    """(kernel, grid) of every launch of a product."""
+    found, launch = [], persistent.launch
+
+    def spy(kernel, grid, *args, **kwargs):
+        found.append((kernel, grid))
+        launch(kernel, grid, *args, **kwargs)
+
+    monkeypatch.setattr(persistent, "launch", spy)
+    return found
+
+
+def tiles_of(name: str, architecture: int | None, device: str):
+    """(a tile with a program for each, a persistent one) that the launcher may take here; skips where there is none."""
+    if device == "cuda":
+        architecture = 90 if torch.cuda.get_device_capability() == (9, 0) else 80
+    if architecture == 80:
+        pytest.skip("no TMA")
+    if architecture is None:
+        return INTERPRETED_TILE, INTERPRETED_TILE._replace(programs=1)
+    table = TILES[TILE_NAMES[name], architecture]
+    return table["16"], table["tma"]
+
+
+def given(name: str, device: str, dtype: torch.dtype = BF16, **sizes) -> dict:
+    """Inputs; in the interpreter whole numbers, because numpy's product of a transposed tile adds in another order."""
+    tensors = inputs_of(LAUNCHERS[name], dtype, device, **UNEVEN | sizes)
+    return whole_numbers(tensors) if triton.knobs.runtime.interpret else tensors
+
+
+def both(name: str, architecture, device, tensors: dict, activation: str = "gelu", **options) -> tuple[dict, dict]:
+    """Results of both kinds, in whose sums of columns tiles have the same height."""
+    plain, held = tiles_of(name, architecture, device)
+    one, other = (kernel(LAUNCHERS[name], tensors, activation, tile=tile, **options) for tile in (plain, held))
+    assert_equal(other, one)
+    return one, other
+
+
+@pytest.mark.parametrize("programs", [1, 3, 1000], ids="{} programs".format)
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bits(name, dropout, programs, architecture, device, launched, monkeypatch):
+    """Several tiles a program, and fewer tiles than programs."""
+    monkeypatch.setattr(persistent, "multiprocessors_of", lambda x: programs)
+    options = {"dropout": dropout_of(0.3, device), "row_base": 48} if dropout else {}
+    both(name, architecture, device, given(name, device), **options)
+    _, (taken, (grid,)) = launched
+    assert taken is KERNELS[name]
+    held = tiles_of(name, architecture, device)[1]
+    tiles = -(-UNEVEN["M"] // held.BLOCK_M) * -(-UNEVEN["N"] // held.BLOCK_N)
+    assert grid == min(tiles, held.programs * programs)
+    assert (grid < tiles) == (programs < 1000) or architecture == 90
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_of_few_results_and_views(name, dtype, architecture, device):
+    """One row, no bias, nothing kept, operands with rows far apart and another start."""
+    tensors = given(name, device, dtype, M=1) | dict.fromkeys(LAUNCHERS[name].biases)
+    both(name, architecture, device, tensors, "relu", **dict.fromkeys(LAUNCHERS[name].wants, False))
+    tensors = given(name, device, dtype)
+    matrices = {key: t for key, t in tensors.items() if t.dim() == 2}
+    wide = {key: t.new_full((t.shape[0] + 4, t.shape[1] + 64), float("nan")) for key, t in matrices.items()}
+    views = {key: around[2:-2, 16:-48].copy_(matrices[key]) for key, around in wide.items()}
+    _, result = both(name, architecture, device, tensors | views, "relu")
+    assert_equal(result, kernel(LAUNCHERS[name], tensors, "relu"), SUMS_OF_ROWS)
+
+
+def test_h_over_z(architecture, device):
+    tensors = given("act_grad", device)
+    plain, held = tiles_of("act_grad", architecture, device)
+    apart = kernel(LAUNCHERS["act_grad"], tensors, "gelu", tile=plain)
+    over = kernel(LAUNCHERS["act_grad"], tensors, "gelu", tile=held, h_over_z=True)
+    assert over["h"].data_ptr() == tensors["z"].data_ptr()
+    assert_equal(over, apart)
+
+
+def test_masks_are_those_of_the_generator(architecture, device):
+    tensors = given("linear_fwd", device)
+    held = tiles_of("linear_fwd", architecture, device)[1]
+    dropout = {"dropout": dropout_of(0.5, device), "row_base": 32}
+    with_it, without = (
+        kernel(LAUNCHERS["linear_fwd"], tensors, "identity", tile=held, **options)["h"] for options in (dropout, {})
+    )
+    kept = state.keep_mask(dropout_of(0.5)[0], 0.5, 232, 208)[32:].to(device)
+    assert torch.equal(with_it != 0, kept & (without != 0))
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """x with its last row beyond element 2**31, of which only what is touched takes memory."""
+    rows, columns = x.shape
+    stride = 2**31 // (rows - 1) // 16 * 16 + 16
+    storage = torch.UntypedStorage(((rows - 1) * stride + columns) * x.element_size())
+    return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (stride, 1)).copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "far"),
+    [("linear_fwd", ["x", "w"]), ("act_grad", ["dy", "w", "z"]), ("gated_act_grad", ["dy", "wd", "g", "u"])],
+)
+def test_offsets_beyond_int32(name, far, architecture):
+    """Operands and results (h over z) whose rows start more than 2**31 elements after the first."""
+    tensors = given(name, "cpu", M=9, N=16, K=48, D=48)
+    expected, held = tiles_of(name, architecture, "cpu")
+    over = {"h_over_z": True} if name == "act_grad" else {}
+    there = kernel(LAUNCHERS[name], tensors | {one: spread(tensors[one]) for one in far}, "relu", tile=held, **over)
+    assert_equal(there, kernel(LAUNCHERS[name], tensors, "relu", tile=expected))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_of_ctas_changes_no_bit(name, architecture):
+    """Each with several tiles, all results and dropout."""
+    if architecture is None:
+        pytest.skip("asks the emulator: --device emulated")
+    from ckptkern.tools.emulated import emulated
+
+    tensors = given(name, "cpu", M=328)
+    held = tiles_of(name, architecture, "cpu")[1]
+    results = []
+    for order in (range, lambda n: range(n)[::-1], lambda n: random.Random(n).sample(range(n), n)):
+        with emulated(architecture, programs=order) as launches, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(persistent, "multiprocessors_of", lambda x: 2)
+            results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=held, dropout=dropout_of(0.3)))
+        assert [one.counts.ctas for one in launches] == [2 * held.programs]
+        assert_equal(results[-1], results[0])
+
+
+@pytest.mark.parametrize(
+    ("bug", "fault"),
+    [
+        (r"fence\.proxy\.async[^;]*;", "proxy: TMA's write"),  # the epilogue's scratch lies where the next tile lands
+        (r"mbarrier\.inval[^;]*;", "mbarrier"),
+        (r"@!complete bra[^;]*;", "in flight"),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_planted(name, bug, fault, architecture, monkeypatch):
+    """What only a second tile of one program can show, too."""
+    if architecture is None:
+        pytest.skip("asks the emulator: --device emulated")
+    from ckptkern.emulator import Fault
+    from ckptkern.tools.emulated import emulated
+
+    monkeypatch.setattr(persistent, "multiprocessors_of", lambda x: 1)
+    held = tiles_of(name, architecture, "cpu")[1]
+    lost = emulated(architecture, change=lambda ptx: re.sub(r"(@%p\d+ )?" + bug, "", ptx))
+    with lost, pytest.raises(Fault, match=fault):
+        kernel(LAUNCHERS[name], given(name, "cpu"), "silu", tile=held)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cuda_graph_keeps_the_descriptors(name):
+    """They are parameters by value, so that a replay reads what the operands' memory has then."""
+    held = tiles_of(name, None, "cuda")[1]
+    tensors = {key: torch.zeros_like(t) for key, t in given(name, "cuda").items()}
+    kernel(LAUNCHERS[name], tensors, "gelu", tile=held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = kernel(LAUNCHERS[name], tensors, "gelu", tile=held)
+    for key, values in given(name, "cuda").items():
+        tensors[key].copy_(values)
+    graph.replay()
+    assert_equal(results, kernel(LAUNCHERS[name], tensors, "gelu", tile=held))
+
+
+# -- the route ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize("op", ["linear_act", "mlp", "gated_mlp"])
+def test_a_route_of_its_own(op, level, device, architecture, launched):
+    """The results of the route "triton", by persistent kernels alone, since all sizes are aligned."""
+    if architecture or device == "cuda":
+        pytest.skip("wants the interpreter's tiles, which are small")
+    (setup,) = setups(("gelu",), (level,), (0.3,), ops=(op,))
+    tensors = whole_numbers(make(setup.values[0], Sizes((140,), 32, 48, 64), BF16))
+    results = {}
+    for route in ("triton", "persistent"):
+        launched.clear()
+        with ckptkern.backend("triton"), _choices.forced_route(route):
+            results[route] = gradients(setup.values[0].fused, tensors, torch.ones(140, 64, dtype=BF16))
+        assert {one in KERNELS.values() for one, _ in launched} == {route == "persistent"}
+    for name, one in results["triton"].items():
+        assert torch.equal(one, results["persistent"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "there"),
+    [((9, 0), BF16, True), ((9, 0), torch.float16, True), ((9, 0), torch.float32, False), ((8, 0), BF16, False),
+     ((10, 0), BF16, False), ((12, 0), BF16, False)],
+)  # fmt: skip
+def test_which_cards_have_the_route(card, dtype, there, monkeypatch):
+    """What a table or `forced_route` says of other cards is passed over."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
+    monkeypatch.setattr(_choices._tuned, "table", lambda *device: {("mlp", str(dtype)[6:], 2): "persistent"})
+    assert ("persistent" in _choices.candidates("triton", "cuda", 0, dtype)) == there
+    assert "persistent" not in _choices.candidates("eager", "cuda", 0, dtype)
+    _choices._route.cache_clear()
+    try:
+        found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)
+        assert (found == "persistent") == there
+        assert there or found == _routes.shipped_route("mlp", card, dtype.itemsize, 2)
+    finally:
+        _choices._route.cache_clear()
