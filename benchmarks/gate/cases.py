@@ -136,7 +136,7 @@ def shipped_cases() -> list[Case | AttentionCase]:
     All in bfloat16: float16 differs in the names of a few instructions only, and `--all` compiles it.
     """
     cases = [
-        Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
+        Case(op, arch, dtype, False, VARIANTS.get(op, ("gelu",))[0], op in DROPOUT_OPS, True, kind)
         for op, arch in itertools.product(PRODUCT_OPS, ARCHS)
         for dtype, kind in kinds_of(op, arch)
         if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"), ("float16", "few"))
@@ -358,6 +358,46 @@ def _launch_heads_bwd(case: Case, given: Inputs):
     )  # fmt: skip
 
 
+def _head(case: Case, given: Inputs):
+    """(x, w, b, target, class weights) of a loss head, its scalars and dstats: with all options for "everything"."""
+    from ...eager import Head
+
+    everything, wide = case.activation == "everything", given.dtype("float32")
+    M, K, V = (given.sizes(case)[letter] for letter in "MKN")
+    x, w = given(M, K, dtype=given.dtype(case.dtype)), given(V, K, dtype=given.dtype(case.dtype), scale=K**-0.5)
+    bias = None if case.activation == "plain" else given(V, dtype=x.dtype)
+    target, weights = given(M, dtype=given.dtype("int64")), given(V, dtype=wide) if everything else None
+    backward = case.op != "cross_entropy_fwd"  # which gives something for ignored tokens, too
+    head = Head(0.5, 5.0 * everything, 3 if backward else -100, 0, _precision(case))
+    dstats = (given(M, dtype=wide), given(M, dtype=wide), given(M, dtype=wide) if everything else None)
+    return (x, w, bias, target, weights), head, dstats
+
+
+def _launch_cross_entropy_fwd(case: Case, given: Inputs):
+    tensors, head, _ = _head(case, given)
+    keep = case.extras or case.activation == "kept"
+    lse, z_t, wz, kept, _ = given.backend.cross_entropy_fwd(
+        *tensors, head, weighted=case.activation == "everything", keep=keep
+    )
+    return lse, z_t, wz, kept if head.softcap else None  # what exponentials are relative to differs between backends
+
+
+def _launch_cross_entropy_bwd(case: Case, given: Inputs):
+    (x, w, *others), head, dstats = _head(case, given)
+    dz, lse = given(len(x), len(w), dtype=x.dtype), given(len(x), dtype=given.dtype("float32"))
+    return dz, given.backend.cross_entropy_bwd(x, w, *others, lse, dstats, head, dz, db=case.extras)
+
+
+def _launch_cross_entropy_kept_bwd(case: Case, given: Inputs):
+    (x, w, _, *others), head, dstats = _head(case, given)
+    M, V, wide = len(x), len(w), given.dtype("float32")
+    kept, dz = (given(M, V, dtype=x.dtype) for _ in range(2))
+    lse, z_t, part = (given(M, dtype=wide) for _ in range(3))
+    parts = None if head.softcap else part.expand(given.backend.slice_count(x, V), M).contiguous()
+    db = given.backend.cross_entropy_kept_bwd(kept, parts, z_t, 0, *others, lse, dstats, head, dz, db=case.extras)
+    return dz, db
+
+
 def _launch_attention(case: AttentionCase, given: Inputs):
     from ...eager import AttentionCore
     from ...triton_kernels import attention
@@ -408,7 +448,13 @@ ATTENTION_KINDS = (
 )  # and "ieee", float32 without tf32: torch's default
 DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
 SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32", 128), ("float32", 256))
-PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
+HEADS = ("cross_entropy_fwd", "cross_entropy_bwd")  # of a loss, with a product
+PRODUCT_OPS = (
+    *HEADS,
+    "stack_fwd",
+    "stack_bwd",
+    *(launcher.name for launcher in LAUNCHERS.values() if launcher.product),
+)
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {
     "stack_fwd": _launch_stack_fwd,
@@ -423,9 +469,14 @@ OPS = {
     "norm_bwd": _launch_norm_bwd,
     "heads_fwd": _launch_heads_fwd,
     "heads_bwd": _launch_heads_bwd,
+    "cross_entropy_fwd": _launch_cross_entropy_fwd,
+    "cross_entropy_bwd": _launch_cross_entropy_bwd,
+    "cross_entropy_kept_bwd": _launch_cross_entropy_kept_bwd,
 }
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
+    **dict.fromkeys(("cross_entropy_bwd", "cross_entropy_kept_bwd"), ("everything", "plain")),
+    "cross_entropy_fwd": ("everything", "plain", "kept"),
 }
