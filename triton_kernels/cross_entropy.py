@@ -241,7 +241,10 @@ def combine(parts: torch.Tensor, log: bool) -> torch.Tensor:
     """[slices, M] -> [M]."""
     slices, M = parts.shape
     out = torch.empty(M, dtype=parts.dtype, device=parts.device)
-    launch(_combine_kernel, (triton.cdiv(M, 32),), parts, out, M, slices, LOG=log, BLOCK_M=32, BLOCK_S=32)
+    launch(
+        _combine_kernel, (triton.cdiv(M, 32),), parts, out, M, slices, LOG=log, BLOCK_M=32, BLOCK_S=32, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
@@ -253,7 +256,7 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
     """
     M, K = x.shape
     V = w.shape[0]
-    x, w = rows_of(x), rows_of(w)
+    x, w, b, class_weight, target = (rows_of(one) for one in (x, w, b, class_weight, target))
     tile = tile or tile_for("cross_entropy_fwd", arch_of(x), M, V, x, w)
     made = dict(dtype=torch.float32, device=x.device)
     slices = triton.cdiv(V, tile.BLOCK_N // tile.SUB)
@@ -281,7 +284,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, 
     """
     M, K = x.shape
     V = w.shape[0]
-    x, w = rows_of(x), rows_of(w)
+    x, w, b, class_weight, target = (rows_of(one) for one in (x, w, b, class_weight, target))
     tile = tile or tile_for("cross_entropy_bwd", arch_of(x), M, V, x, w)
     partial = partial_rows(M, V, tile, x) if db else None
     if M and V:
@@ -296,7 +299,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, 
 def cross_entropy_kept_bwd(kept, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
     """`cross_entropy_bwd` from forward's z_t and what it kept: kept [M, V] of a chunk that begins at its column `start`."""
     M, V = kept.shape
-    kept = rows_of(kept)
+    kept, class_weight, target = rows_of(kept), rows_of(class_weight), rows_of(target)
     width = slice_columns(kept)
     blocks = dict(BLOCK_M=32, BLOCK_N=width)
     partial = torch.empty((triton.cdiv(M, 32), V), dtype=torch.float32, device=kept.device) if db else None

@@ -31,7 +31,7 @@ ATTENTION = ("_attn_fwd_kernel", "_attn_dkdv_kernel", "_attn_dq_kernel", "_attn_
 PRODUCTS = {
     "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
     "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
-    "_attn_dmask_kernel": 2,
+    "_attn_dmask_kernel": 2, "_cross_entropy_fwd_kernel": 1, "_cross_entropy_bwd_kernel": 1,
 }  # fmt: skip
 
 

@@ -49,9 +49,9 @@ def wide_product(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool =
     return out.copy_(torch.mm(a, b))
 
 
-def uncapped_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head) -> Tensor:
-    """scale (x w^T + b) [M, V] in the wide type."""
-    u = wide_product(x, w.t())
+def uncapped_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> Tensor:
+    """scale (x w^T + b) [M, V] in the wide type; in the memory of `out`, if that has it."""
+    u = wide_product(x, w.t(), out=out if out is not None and out.dtype == wide_dtype(x) else None)
     if b is not None:
         u += b
     return u if head.scale == 1.0 else u.mul_(head.scale)
@@ -105,13 +105,14 @@ def _write_gradient(p, u, target, class_weight, dstats, head, out, db):
     if head.softcap:
         dz.mul_(1 - torch.tanh(u / head.softcap).square_())
     dz.mul_(head.scale).masked_fill_((target == head.ignore_index)[:, None], 0)
-    out.copy_(dz)
+    if dz is not out:
+        out.copy_(dz)
     return dz.sum(0) if db else None
 
 
 def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False):
-    u = uncapped_logits(x, w, b, head)
-    p = capped(u, head).sub_(lse[:, None]).exp_() if head.softcap else u.sub_(lse[:, None]).exp_()
+    u = uncapped_logits(x, w, b, head, None if head.softcap else out)
+    p = capped(u, head).sub_(lse[:, None]).exp_()
     return _write_gradient(p, u, target, class_weight, dstats, head, out, db)
 
 

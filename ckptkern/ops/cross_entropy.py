@@ -186,9 +186,10 @@ class LinearCrossEntropy(Op):
         weights = all_weights if smoothing else None
 
         transient = M * dtype.itemsize
-        if backend == "eager":  # the logits, and what the softcap's slope and a CPU's products hold besides
-            copies = 2 if dtype != wide else 0
-            transient += wide.itemsize * (M * (1 + 3 * bool(softcap) + copies) + d * copies)
+        if backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's products copy
+            narrow, kept_too = dtype != wide, kept is not None
+            held = max(narrow + kept_too, 3 * bool(softcap))
+            transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
         chunks = vocabulary_chunks(V, transient, workspace)
         widest = max((stop - start for start, stop in chunks), default=0)
         workspace_rows = lse.new_empty((M, -(-widest // COLUMNS) * COLUMNS), dtype=dtype)
