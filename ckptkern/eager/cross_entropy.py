@@ -58,7 +58,7 @@ def uncapped_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Ten
 
 
 def capped(u: Tensor, head: Head) -> Tensor:
-    return torch.tanh(u / head.softcap).mul_(head.softcap) if head.softcap else u
+    return (u / head.softcap).tanh_().mul_(head.softcap) if head.softcap else u
 
 
 def target_columns(target: Tensor, head: Head, width: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ def _write_gradient(p, u, target, class_weight, dstats, head, out, db):
     if dwz is not None:
         dz += dwz[:, None] if class_weight is None else dwz[:, None] * class_weight
     if head.softcap:
-        dz.mul_(1 - torch.tanh(u / head.softcap).square_())
+        dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
     dz.mul_(head.scale).masked_fill_((target == head.ignore_index)[:, None], 0)
     if dz is not out:
         out.copy_(dz)

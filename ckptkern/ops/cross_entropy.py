@@ -265,7 +265,11 @@ def composite_logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softc
     """[..., V] in the wide type, differentiable, of operands that are rounded to x's type."""
     w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
     wide = eager.wide_dtype(x)
-    z = F.linear(x.to(wide), w.to(wide), None if b is None else b.to(wide)) * scale
+    return scaled_and_capped(F.linear(x.to(wide), w.to(wide), None if b is None else b.to(wide)), scale, softcap)
+
+
+def scaled_and_capped(z: Tensor, scale: float, softcap: float) -> Tensor:
+    z = z * scale
     return torch.tanh(z / softcap) * softcap if softcap else z
 
 
@@ -336,8 +340,10 @@ def linear_cross_entropy(
     if probabilities:
         if group is not None:
             raise ValueError(f"{NAME}: probabilities of classes are not split over a process group")
-        given = x, linear_weight, linear_bias, target, weight
-        loss, lse = of_probabilities(*given, reduction, label_smoothing, logit_scale, softcap, z_loss)
+        compose(NAME, "a target of probabilities needs all logits at once")
+        with autocast_off(x):
+            z = composite_logits(x, linear_weight, linear_bias, logit_scale, softcap)
+            loss, lse = loss_of_logits(z, target, weight, reduction, ignore_index, label_smoothing, z_loss)
         return (loss, lse) if return_lse else loss
     statics = (
         label_smoothing, logit_scale, softcap, ignore_index, first, name, size, choose_level(recompute),
@@ -361,19 +367,27 @@ def reduced(losses, squares, target, weight, reduction: str, ignore_index: int, 
     return loss + z_loss * squares if z_loss else loss
 
 
-def of_probabilities(x, w, b, target, weight, reduction, smoothing, scale, softcap, z_loss) -> tuple[Tensor, Tensor]:
-    """(loss, lse) in PyTorch ops for a target [..., V]; every token counts."""
-    compose(NAME, "a target of probabilities needs all logits at once")
-    with autocast_off(x):
-        z = composite_logits(x, w, b, scale, softcap)
-        lse = torch.logsumexp(z, -1)
-        rows, wanted, weight = rows_2d(z), rows_2d(target.to(z.dtype)), cast_parameter(weight, z.dtype)
-        loss = F.cross_entropy(rows, wanted, weight, reduction=reduction, label_smoothing=smoothing)
-        loss = loss.view(lse.shape) if reduction == "none" else loss
-        if z_loss:
-            squares = lse.square()
-            squares = squares if reduction == "none" else squares.mean() if reduction == "mean" else squares.sum()
-            loss = loss + z_loss * squares
+def loss_of_logits(
+    z: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int, smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """(loss, lse) of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them ignored."""
+    lse, rows, weight = torch.logsumexp(z, -1), rows_2d(z), cast_parameter(weight, z.dtype)
+    if target.is_floating_point():
+        loss = F.cross_entropy(
+            rows, rows_2d(target.to(z.dtype)), weight, reduction=reduction, label_smoothing=smoothing
+        )
+        counted = torch.ones_like(lse, dtype=torch.bool)
+    else:
+        options = dict(ignore_index=ignore_index, label_smoothing=smoothing)
+        loss = F.cross_entropy(rows, target.reshape(-1), weight, reduction=reduction, **options)
+        counted = target != ignore_index
+        lse = lse.masked_fill(~counted, 0)
+    loss = loss.view(lse.shape) if reduction == "none" else loss
+    if z_loss:
+        squares = lse.square()
+        if reduction != "none":
+            squares = squares.sum() / (counted.sum() if reduction == "mean" else 1)
+        loss = loss + z_loss * squares
     return loss, lse
 
 
