@@ -50,6 +50,15 @@ def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> N
         torch._assert_async(~bad.any(), f"{NAME}: a target is out of bounds")
 
 
+def check_equal_shards(entries: Tensor, mine: int, size: int) -> None:
+    """Every rank's first class was taken for granted: a ValueError on a CPU, a device-side assertion on a GPU."""
+    message = f"{NAME}: without vocab_start all ranks have shards of equal size"
+    if not entries.is_cpu:
+        torch._assert_async(entries == mine * size, message)
+    elif entries != mine * size:
+        raise ValueError(f"{message}, but here are {mine} of {int(entries)} classes on one of {size} ranks")
+
+
 class Sums:
     """What a token's loss needs besides its statistics: the weight of its class, and label smoothing's share of all classes.
 
@@ -106,7 +115,7 @@ class LinearCrossEntropy(Op):
     kept = "Tensor lse, Tensor? entries, Tensor? z_t, Tensor? kept, Tensor? parts"
     statics = (
         "float label_smoothing, float logit_scale, float softcap, int ignore_index, int vocab_start, str group, int size, "
-        "str recompute, str backend, str precision, int workspace"
+        "bool equal_shards, str recompute, str backend, str precision, int workspace"
     )
     results = "(Tensor y, Tensor lse, Tensor entries, Tensor z_t, Tensor kept, Tensor parts)"
     grads = "(Tensor dx, Tensor dw, Tensor db, Tensor none, Tensor none_)"
@@ -114,8 +123,8 @@ class LinearCrossEntropy(Op):
 
     @staticmethod
     def forward(
-        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, recompute, backend,
-        precision, workspace,
+        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, equal_shards, recompute,
+        backend, precision, workspace,
     ):  # fmt: skip
         p, rows, target, V = primitives(backend), rows_2d(x), target.reshape(-1), w.shape[0]
         w, b, wide = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_dtype(x)
@@ -140,14 +149,16 @@ class LinearCrossEntropy(Op):
         if group:
             lse, z_t, wz, entries = gathered([lse, z_t, wz], V, group, size)
             check_targets(target, entries, ignore_index)
+            if equal_shards:
+                check_equal_shards(entries, V, size)
         y = Sums(target, all_weights, ignore_index, smoothing, entries).losses(lse, z_t, wz)
         kept, parts = made[0][3:]
         return y, lse, entries if group else None, z_t if keep else None, kept, parts
 
     @staticmethod
     def forward_fake(
-        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, recompute, backend,
-        precision, workspace,
+        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, equal_shards, recompute,
+        backend, precision, workspace,
     ):  # fmt: skip
         M, V, keep = row_count(x), w.shape[0], recompute != "full"
         made = dict(dtype=eager.wide_dtype(x))
@@ -163,7 +174,7 @@ class LinearCrossEntropy(Op):
 
     @staticmethod
     def saved(tensors, outputs, statics, needs):
-        softcap, group, keep = statics[2], statics[5], statics[7] != "full"
+        softcap, group, keep = statics[2], statics[5], statics[8] != "full"
         x, *others = tensors
         _, lse, entries, z_t, kept, parts = outputs
         return [
@@ -174,7 +185,7 @@ class LinearCrossEntropy(Op):
     @staticmethod
     def backward(
         dy, x, w, b, target, class_weight, lse, entries, z_t, kept, parts, smoothing, scale, softcap, ignore_index, first,
-        group, size, recompute, backend, precision, workspace, needs,
+        group, size, equal_shards, recompute, backend, precision, workspace, needs,
     ):  # fmt: skip
         p, (V, d), lead = primitives(backend), w.shape, target.shape
         need_dx, need_dw, need_db = flags(needs, 3)
@@ -238,8 +249,8 @@ class LinearCrossEntropy(Op):
 
     @staticmethod
     def composite(
-        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, recompute, backend,
-        precision, workspace,
+        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, equal_shards, recompute,
+        backend, precision, workspace,
     ):  # fmt: skip
         if group:
             raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
@@ -346,7 +357,7 @@ def linear_cross_entropy(
             loss, lse = loss_of_logits(z, target, weight, reduction, ignore_index, label_smoothing, z_loss)
         return (loss, lse) if return_lse else loss
     statics = (
-        label_smoothing, logit_scale, softcap, ignore_index, first, name, size, choose_level(recompute),
+        label_smoothing, logit_scale, softcap, ignore_index, first, name, size, vocab_start is None, choose_level(recompute),
         choose_backend(NAME, x), matmul_precision(x), choose_workspace(NAME, workspace, x),
     )  # fmt: skip
     losses, squares, lse = _apply(statics, x, linear_weight, linear_bias, target, weight).unbind(0)
