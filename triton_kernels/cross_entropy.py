@@ -71,6 +71,12 @@ def target_columns(targets, offs_m, M, V):
 
 
 @triton.jit
+def any_counts(targets, offs_m, M, V):
+    """1 if a row's target counts, else 0. In float32: the emulator does not know redux.sync, by which integers reduce."""
+    return tl.max((target_columns(targets, offs_m, M, V) != IGNORED).to(tl.float32), axis=0).to(tl.int32)
+
+
+@triton.jit
 def _fwd_store(
     acc, n0, b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, kept_rows, scale, softcap, pid_m, M, V
 ):  # fmt: skip
@@ -113,8 +119,8 @@ def _cross_entropy_fwd_kernel(
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     targets = (target_ptr, first, ignore_index)
-    counted = tl.max((target_columns(targets, offs_m, M, V) != IGNORED).to(tl.int32), axis=0)
-    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K * counted, True, BLOCK_K, EVEN_K, PRECISION)
+    K *= any_counts(targets, offs_m, M, V)
+    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _fwd_store,
         (b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, kept_rows, scale, softcap, pid_m, M, V), SUB,
@@ -192,8 +198,8 @@ def _cross_entropy_bwd_kernel(
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     targets = (target_ptr, first, ignore_index)
-    counted = tl.max((target_columns(targets, offs_m, M, V) != IGNORED).to(tl.int32), axis=0)
-    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K * counted, True, BLOCK_K, EVEN_K, PRECISION)
+    K *= any_counts(targets, offs_m, M, V)
+    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     dstats = (dlse_ptr, dzt_ptr, dwz_ptr)
     by_slices(
         (acc,), pid_n * BLOCK_N, _bwd_store,
