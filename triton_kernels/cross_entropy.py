@@ -290,7 +290,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, 
     """
     M, K = x.shape
     V = w.shape[0]
-    x, w, b, class_weight, target = (rows_of(one) for one in (x, w, b, class_weight, target))
+    x, w, b, class_weight, target, lse = (rows_of(one) for one in (x, w, b, class_weight, target, lse))
     tile = tile or tile_for("cross_entropy_bwd", arch_of(x), M, V, x, w)
     partial = partial_rows(M, V, tile, x) if db else None
     if M and V:
@@ -305,7 +305,8 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, 
 def cross_entropy_kept_bwd(kept, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
     """`cross_entropy_bwd` from forward's z_t and what it kept: kept [M, V] of a chunk that begins at its column `start`."""
     M, V = kept.shape
-    kept, class_weight, target = rows_of(kept), rows_of(class_weight), rows_of(target)
+    kept, z_t, class_weight, target, lse = (rows_of(one) for one in (kept, z_t, class_weight, target, lse))
+    parts = None if parts is None else parts.contiguous()
     width = slice_columns(kept)
     blocks = dict(BLOCK_M=32, BLOCK_N=width)
     partial = torch.empty((triton.cdiv(M, 32), V), dtype=torch.float32, device=kept.device) if db else None

@@ -6,6 +6,7 @@ from kernel_cases import DTYPES, EPS, assert_accurate
 from twins import pairwise
 
 from ckptkern import eager, triton_kernels
+from ckptkern.triton_kernels.cross_entropy import combine
 from ckptkern.triton_kernels.tile import Tile
 
 IGNORED = -100
@@ -125,6 +126,17 @@ def test_chunks_of_the_vocabulary_have_the_bits_of_the_whole(dtype, keep, device
     dstats = dstats_of(37, device)
     whole, part = (gradient(triton_kernels, tensors, lse, dstats, head, keep, start=start) for start in (0, 256))
     assert torch.equal(whole["dz"][:, 256:], part["dz"])
+
+
+@pytest.mark.parametrize("slices", [1, 31, 64, 100])
+def test_slices_are_combined(slices, device):
+    """Several steps of the loop, whose maximum rises, falls, or is that of nothing."""
+    parts = (torch.randn(slices, 50) * 20).to(device)
+    parts[: slices // 2, 3:6] = float("-inf")
+    parts[slices // 2 :, 5:9] = float("-inf")
+    torch.testing.assert_close(combine(parts, True), torch.logsumexp(parts.double(), 0).float(), rtol=1e-6, atol=1e-5)
+    finite = parts.clamp_min(-50)
+    torch.testing.assert_close(combine(finite, False), finite.double().sum(0).float(), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("row", ["16", "ragged"])

@@ -29,7 +29,7 @@ def learned(what: str) -> dict:
 def test_the_shipped_cases():
     """Every kernel, tile row, architecture and dtype, aligned and ragged: what `make gate` compiles."""
     shipped = cases.shipped_cases()
-    assert len(shipped) <= 360
+    assert len(shipped) <= 390
     other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
     products = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
     few = {(op, arch, "few") for op, arch, _ in products if not op.startswith("stack_")}
@@ -123,6 +123,7 @@ def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     tile for few rows and one for many.
     """
     tiles = 2 if name in cases.PRODUCT_OPS and not name.startswith("stack_") else 1
+    tiles += 2 * (name == "cross_entropy_fwd")  # the kernel that combines slices, of logsumexps and of sums
     assert len(specialized[name]) == tiles, "\n".join(specialized[name])
 
 
