@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from .. import ops
 from ..conversion.proof import unmoved
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
-from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, gpt_layer
+from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, LossHead, gpt_layer
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
@@ -196,6 +196,19 @@ def _linear_act(model: nn.Sequential, level: str) -> Function:
     return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, "relu", recompute=level)
 
 
+def loss_head(model: LossHead, level: str) -> Function:
+    head = model.linear
+    return lambda x: ops.linear_cross_entropy(
+        x,
+        head.weight,
+        model.targets(x),
+        linear_bias=head.bias,
+        softcap=model.softcap,
+        reduction="none",
+        recompute=level,
+    )
+
+
 def dropout_exact(p: float, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Dropout by the mask that y shows, since every way draws its own. Raises if the rate of kept elements is off."""
     kept = y != 0
@@ -223,6 +236,25 @@ def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
     """Liger's SwiGLU: torch's products around one kernel that rebuilds silu(g) in backward."""
     function = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     return lambda x: model.down(function.apply(model.gate(x), model.up(x)))
+
+
+def torch_chunks(model: LossHead, x: Tensor) -> Function:
+    """torch's linear_cross_entropy in chunks of tokens, from 2.13 on."""
+    options = getattr(nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        raise ImportError("this torch has no nn.LinearCrossEntropyOptions")
+    return lambda x: nn.functional.linear_cross_entropy(
+        x, model.linear.weight, model.targets(x), linear_bias=model.linear.bias, reduction="none", options=options()
+    )
+
+
+def cut_cross_entropy(model: LossHead, x: Tensor) -> Function:
+    """Apple's, without its filter of small gradients, which is not exact."""
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda x: function(
+        x, model.linear.weight, model.targets(x), bias=model.linear.bias, softcap=model.softcap, reduction="none",
+        filter_eps=None,
+    )  # fmt: skip
 
 
 def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
@@ -338,6 +370,12 @@ CASES = [
     _attention_case("attention-dropout", 2, dropout_p=DROPOUT_P),
     _attention_case("attention-gqa", 3, share=4),
     _attention_case("attention-gqa-dropout", 4, share=4, dropout_p=DROPOUT_P),
+    Case(
+        "linear_cross_entropy", lambda d: LossHead(d, {64: 1000, 1024: 50257}.get(d, 128256)), loss_head,
+        {"cuda": [Size(2048, 8192), Size(4096, 8192), Size(1024, TOKENS["cuda"])], "cpu": [Size(64, TOKENS["cpu"])]},
+        priority=1, levels=("none", "full"),
+        rivals={"torch chunks": torch_chunks, "cut-cross-entropy, no filter": cut_cross_entropy},
+    ),
     Case(
         "linear_act-relu", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()), _linear_act,
         {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, TOKENS["cuda"]), Size(4096, 128)], "cpu": [Size(256, TOKENS["cpu"])]},

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import eager, memory, ops
 from . import cases
 from .cases import ATTENTION_RIVALS, LEVELS, TOKENS, Case, Function, Item, Maker, Size
-from .models import MLP, Attention, Core, GatedMLP, Layer, MLPBlock
+from .models import MLP, Attention, Core, GatedMLP, Layer, LossHead, MLPBlock
 
 FEATURES = {"cuda": 1024, "cpu": 128}
 LENGTH = {"cuda": 2048, "cpu": 128}
@@ -41,6 +41,8 @@ OPTIONS = {
     "length": Option(int, "tokens per sequence"),
     "hidden": Option(int, "width of the hidden layer", "h"),
     "out_features": Option(int, "width of the output", "n"),
+    "classes": Option(int, "of the loss: the vocabulary", "V"),
+    "softcap": Option(float, "of the loss's logits: c tanh(z / c), 0 for none", "c"),
     "layers": Option(int, "of the stack", "L"),
     "heads": Option(int, "of queries", "H"),
     "kv_heads": Option(int, "of keys and values", "K"),
@@ -175,6 +177,11 @@ def _attention_rivals(run: Callable, v: SimpleNamespace) -> dict[str, Maker]:
     return ATTENTION_RIVALS if v.dropout else cases.with_own_core(functools.partial(run, v))
 
 
+def _head_rivals(v: SimpleNamespace) -> dict[str, Maker]:
+    rivals = {"cut-cross-entropy, no filter": cases.cut_cross_entropy}
+    return rivals if v.softcap else {"torch chunks": cases.torch_chunks, **rivals}
+
+
 # -- the table
 
 Make = Callable[[SimpleNamespace], nn.Module]
@@ -201,6 +208,12 @@ _CORE = {"head_dim": {"cuda": 128, "cpu": 16}, "tokens": TOKENS, **_HEADS, "head
 OPS = {
     "linear_act": Op({**_ROWS, "out_features": None, "activation": "relu", "bias": True}, _linear, _run_linear),
     "linear_stack": Op({**_ROWS, "layers": 10, "activation": "relu", "bias": True}, _stack, _run_stack),
+    "linear_cross_entropy": Op(
+        {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "softcap": 0.0, "bias": False},
+        lambda v: LossHead(v.features, v.classes, v.bias, v.softcap or None),
+        lambda v, model, level: cases.loss_head(model, level), ("none", "full"),
+        _head_rivals,
+    ),
     "mlp": Op({**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, rivals=_mlp_rivals),
     "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, rivals=_gated_rivals),
     "mlp_block": Op(

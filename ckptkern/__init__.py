@@ -10,6 +10,7 @@ from .ops import (
     dropout,
     gated_mlp,
     linear_act,
+    linear_cross_entropy,
     linear_stack,
     mlp,
     mlp_block,
@@ -26,7 +27,7 @@ from .tools.warm_up import WarmUp, warm_up
 __version__ = "0.1.0"
 __all__ = [
     "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "WarmUp", "attention_block", "backend", "checkpoint",
-    "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "linear_act", "linear_stack",
-    "memory", "mlp", "mlp_block", "nn", "patch_torch", "plan", "report", "revert",
+    "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "linear_act", "linear_cross_entropy",
+    "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch", "plan", "report", "revert",
     "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ckptkern import triton_kernels
 from ckptkern.benchmarks.gate import cases, machine_code
-from ckptkern.eager import AttentionCore
+from ckptkern.eager import AttentionCore, Head
 from ckptkern.tools import compiling
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.philox import philox
@@ -103,7 +103,18 @@ def launches(
     core = AttentionCore(0.125, "ieee", (None, 0), dropout=dropped["dropout"], plane_base=first_row, planes=first_row)
     how, t = (activation, "ieee"), triton_kernels
     by_tma = {"persistent": True, **dropped}
+    target, row, head = (
+        meta(M, dtype=torch.int64),
+        meta(M, dtype=torch.float32),
+        Head(0.5, 30.0, first_row - 100, first_row),
+    )
+    of_head, dstats = (x, w, b, target, meta(N, dtype=torch.float32)), (row, row, row)
     return {
+        "cross_entropy_fwd": lambda: t.cross_entropy_fwd(*of_head, head, weighted=True, keep=True),
+        "cross_entropy_bwd": lambda: t.cross_entropy_bwd(*of_head, row, dstats, head, dh, db=True),
+        "cross_entropy_kept_bwd": lambda: t.cross_entropy_kept_bwd(
+            dh, None, row, first_row % 1024, *of_head[3:], row, dstats, head, dh, db=True
+        ),
         "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, keep_bits=activation == "relu", **dropped),
         "linear_bwd": lambda: t.linear_bwd(x, w, b, dh, *how, db=True),
         "act_grad": lambda: t.act_grad(dy, v, dh, *how, keep_h=True, db=True, **dropped),

@@ -103,6 +103,22 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "few": Tile(64, 64, 32, 4, 4),
         "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
     },
+    ("cross_entropy_fwd", 90): {
+        "few": Tile(64, 64, 64, 4, 4),
+        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+    },
+    ("cross_entropy_fwd", 80): {
+        "few": Tile(64, 64, 32, 4, 4),
+        "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+    },
+    ("cross_entropy_bwd", 90): {
+        "few": Tile(64, 64, 64, 4, 4),
+        "16": Tile(128, 256, 64, 8, 3, 8), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+    },
+    ("cross_entropy_bwd", 80): {
+        "few": Tile(64, 64, 32, 4, 4),
+        "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+    },
 }  # fmt: skip
 MULTIPROCESSORS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
 # One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.

@@ -7,7 +7,9 @@ import itertools
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from . import loss_head
 from .launchers import LAUNCHERS
+from .launchers import precision_of as _precision
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +132,9 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
         found += [(dtype, "persistent") for dtype in DTYPES]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
-    if not op.startswith("heads_"):  # whose strides are those of heads
+    if (
+        not op.startswith("heads_") and op != "cross_entropy_kept_bwd"
+    ):  # strides of heads; no row length is in an address
         found += [("bfloat16", "16B"), ("float32", "16B")]
     return found
 
@@ -269,10 +273,6 @@ class Inputs:
 def step_of(case: Case) -> int:
     """What sizes of the kind "16B" are beyond a multiple of 16; 0 of other kinds."""
     return (4 if case.dtype == "float32" else 8) if case.kind == "16B" else 0
-
-
-def _precision(case: Case | AttentionCase) -> str:
-    return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"
 
 
 def _launch_product(case: Case, given: Inputs):
@@ -445,7 +445,11 @@ ATTENTION_KINDS = (
 )  # and "ieee", float32 without tf32: torch's default
 DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
 SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32", 128), ("float32", 256))
-PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
+PRODUCT_OPS = (
+    *("stack_fwd", "stack_bwd"),
+    *(launcher.name for launcher in LAUNCHERS.values() if launcher.product),
+    *loss_head.PRODUCTS,
+)
 PERSISTENT_OPS = ("linear_fwd", "act_grad", "gated_act_grad")
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {
@@ -461,9 +465,11 @@ OPS = {
     "norm_bwd": _launch_norm_bwd,
     "heads_fwd": _launch_heads_fwd,
     "heads_bwd": _launch_heads_bwd,
+    **loss_head.LAUNCHES,
 }
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
+    **loss_head.VARIANTS,
 }

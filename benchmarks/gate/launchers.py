@@ -54,3 +54,8 @@ _TABLE = [
     Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
 ]
 LAUNCHERS = {launcher.name: launcher for launcher in _TABLE}
+
+
+def precision_of(case) -> str:
+    """Of the products of a Case or an AttentionCase."""
+    return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"

@@ -33,6 +33,7 @@ PRODUCTS = {
     "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_linear_fwd_persistent_kernel": 1, "_act_grad_persistent_kernel": 1,
     "_gated_act_grad_persistent_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
     "_attn_dmask_kernel": 2,
+    "_cross_entropy_fwd_kernel": 1, "_cross_entropy_bwd_kernel": 1,
 }  # fmt: skip
 
 

@@ -89,6 +89,7 @@ CUDA_ONLY = {
         torch.empty_like(x), torch.empty_like(weight)
     ),
     "aten::mm.dtype": lambda a, b, dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
+    "aten::mm.dtype_out": lambda a, b, dtype, out: out,
     "aten::addmm.dtype": lambda c, a, b, dtype, **scales: c.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
     "aten::addmm.dtype_out": lambda c, a, b, dtype, out, **scales: out,
 }  # fmt: skip
@@ -195,7 +196,7 @@ def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...
         products = (3 * L - (given["bits_rows"][0] is not None)) if backward else L
         return 2 * M * width * width * products, (M, width, width)
     if name in PRODUCTS:
-        M, N, K = (given[size] for size in "MNK")
+        M, N, K = given["M"], given["V" if "V" in given else "N"], given["K"]  # V: columns of a vocabulary
         inner = (PRODUCTS[name] - ("D" in given)) * K + given.get("D", 0)
         return 2 * M * N * inner, (M, N, inner)
     if "BLOCK_K" in given:

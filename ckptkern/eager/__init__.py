@@ -18,6 +18,15 @@ from .attention import (
     fused_kernel,
     readable,
 )
+from .cross_entropy import (
+    Head,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    cross_entropy_kept_bwd,
+    slice_count,
+    wide_dtype,
+    wide_product,
+)
 from .elementwise import (
     ACTIVATIONS,
     NO_DROPOUT,
@@ -43,6 +52,7 @@ __all__ = [
     "NO_DROPOUT",
     "AttentionCore",
     "Dropout",
+    "Head",
     "act",
     "act_bwd",
     "act_fwd",
@@ -57,6 +67,7 @@ __all__ = [
     "attn_fwd",
     "column_sum",
     "composite_dropout",
+    "cross_entropy_bwd", "cross_entropy_fwd", "cross_entropy_kept_bwd",
     "dropout",
     "empty_heads",
     "fused_attn_bwd", "fused_kernel",
@@ -77,8 +88,10 @@ __all__ = [
     "pack_stack",
     "product",
     "readable",
+    "slice_count",
     "stack_bwd",
     "stack_fwd",
     "stack_width",
     "unpack_bits",
+    "wide_dtype", "wide_product",
 ]  # fmt: skip

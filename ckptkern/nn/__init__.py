@@ -6,6 +6,7 @@ Their state_dict is the twin's. A layer's keyword argument `recompute` is the le
 import torch
 
 from .attention import MultiheadAttention
+from .cross_entropy import LinearCrossEntropyLoss
 from .dropout import Dropout
 from .linear import Linear, LinearStack
 from .llama import LlamaAttention, LlamaDecoderLayer, rotary_tables
@@ -14,7 +15,8 @@ from .sequential import LayerStack, Sequential
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
-    "MLP", "Dropout", "GatedMLP", "LayerStack", "Linear", "LinearStack", "LlamaAttention", "LlamaDecoderLayer",
+    "MLP", "Dropout", "GatedMLP", "LayerStack", "Linear", "LinearCrossEntropyLoss", "LinearStack", "LlamaAttention",
+    "LlamaDecoderLayer",
     "MultiheadAttention", "Sequential", "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from ._checks import ACTIVATIONS
 from ._choices import backend
 from .attention import scaled_dot_product_attention, varlen_attn
 from .attention_block import attention_block
+from .cross_entropy import linear_cross_entropy
 from .dropout import dropout
 from .gated_mlp import gated_mlp
 from .linear_act import linear_act
@@ -14,6 +15,6 @@ from .mlp_block import mlp_block
 from .transformer_layer import transformer_layer
 
 __all__ = [
-    "ACTIVATIONS", "LoRA", "attention_block", "backend", "dropout", "gated_mlp", "linear_act", "linear_stack", "mlp",
-    "mlp_block", "scaled_dot_product_attention", "transformer_layer", "varlen_attn",
+    "ACTIVATIONS", "LoRA", "attention_block", "backend", "dropout", "gated_mlp", "linear_act", "linear_cross_entropy",
+    "linear_stack", "mlp", "mlp_block", "scaled_dot_product_attention", "transformer_layer", "varlen_attn",
 ]  # fmt: skip

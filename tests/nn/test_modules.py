@@ -207,7 +207,12 @@ def test_copies_are_independent(name, copied):
 ALL = {
     "Dropout": lambda: (ckptkern.nn.Dropout(0.25), (4, 8)),
     "GatedMLP": lambda: (ckptkern.nn.GatedMLP(8, 12, dropout=0.25), (4, 8)),
+    "LayerStack": lambda: (ckptkern.nn.LayerStack((ckptkern.nn.MLP(8) for _ in range(4)), every=3), (4, 8)),
     "Linear": lambda: (ckptkern.nn.Linear(8, 8, activation="gelu"), (4, 8)),
+    "LinearCrossEntropyLoss": lambda: (
+        ckptkern.nn.LinearCrossEntropyLoss(8, 12, bias=True, softcap=3.0, recompute="none"),
+        (4, 8),
+    ),
     "LinearStack": lambda: (ckptkern.nn.LinearStack([8, 6, 8]), (4, 8)),
     "LlamaAttention": lambda: (ckptkern.nn.LlamaAttention(8, 2, 1, qk_norm=True, bias=True, dropout=0.25), (2, 4, 8)),
     "LlamaDecoderLayer": lambda: (ckptkern.nn.LlamaDecoderLayer(8, 2, 1, resid_dropout=0.25), (2, 4, 8)),
@@ -228,7 +233,8 @@ def test_every_module_is_copied_with_its_settings(name, copied):
     x = torch.randn(shape)
 
     def call(module):
-        inputs = {"MultiheadAttention": (x, x, x), "TransformerDecoderLayer": (x, x.flip(0))}.get(name, (x,))
+        others = {"MultiheadAttention": (x, x), "TransformerDecoderLayer": (x.flip(0),)}
+        inputs = (x, *(others | {"LinearCrossEntropyLoss": (torch.arange(len(x)),)}).get(name, ()))
         torch.manual_seed(SEED)
         with kept_tensors(exclude=[*module.parameters(), *inputs]) as kept:
             y = module(*inputs)

@@ -41,6 +41,7 @@ def losses_by_way(out):
 def tiny(**changes):
     settings = {"steps": 4, "batch_size": 2, "seq_len": 16, "layers": 2, "d_model": 16, "heads": 2, "lr": 1e-3}
     settings |= {"device": "cpu", "dtype": "fp32", "dropout": 0.0, "activation": "gelu", "recompute": "full", "seed": 0}
+    settings |= {"head": "stock"}
     return config.Config(**(settings | {"ways": config.WAYS} | changes))
 
 
@@ -118,6 +119,18 @@ def test_dropout_is_replayed(tmp_path, capsys):
 def test_activations_agree(tmp_path, activation):
     assert run_demo(tmp_path, "--activation", activation, "--ways", "torch", "ckptkern") == 0
     assert set(losses_by_way(tmp_path)) == {"torch", "ckptkern"}
+
+
+def test_the_fused_head_trains_alike_and_keeps_no_logits(tmp_path):
+    """Of 256 classes logits and their log-softmax are 2 KiB a token: the curves agree as those of any two ways must."""
+    kept = {}
+    for head in config.HEADS:
+        assert run_demo(tmp_path / head, "--head", head) == 0
+        losses = losses_by_way(tmp_path / head)
+        torch.testing.assert_close(losses["ckptkern"], losses["torch"], rtol=results.AGREEMENT, atol=0.0)
+        written = json.loads((tmp_path / head / "results.json").read_text())
+        kept[head] = {row["way"]: row["kept_mib"] for row in written["table"]}["ckptkern"]
+    assert kept["fused"] < kept["stock"] / 2
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

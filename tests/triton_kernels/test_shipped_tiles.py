@@ -99,16 +99,24 @@ def of_products() -> list[Case]:
     def case(op: str, activation: str, dtype: str, ragged: bool, kind: str = "") -> Case:
         return Case(op, 80, dtype, ragged, activation, op in DROPOUT_OPS, True, kind)
 
+    def light(op: str) -> str:
+        return VARIANTS.get(op, ("silu",))[0]
+
     sample = [("bfloat16", False), ("bfloat16", True), ("float32", False), ("float32", True, "ieee")]
-    cases = [case(op, "silu", *way) for op, way in itertools.product(PRODUCT_OPS, sample)]
-    cases += [case(op, "silu", "bfloat16", False, "narrow" if op.startswith("stack_") else "few") for op in PRODUCT_OPS]
+    cases = [case(op, light(op), *way) for op, way in itertools.product(PRODUCT_OPS, sample)]
     cases += [
-        case(op, "silu", dtype, False, "16B") for op, dtype in itertools.product(PRODUCT_OPS, ("bfloat16", "float32"))
+        case(op, light(op), "bfloat16", False, "narrow" if op.startswith("stack_") else "few") for op in PRODUCT_OPS
+    ]
+    cases += [
+        case(op, light(op), dtype, False, "16B")
+        for op, dtype in itertools.product(PRODUCT_OPS, ("bfloat16", "float32"))
     ]
     cases += [case(op, "silu", "bfloat16", False, "persistent") for op in PERSISTENT_OPS]
-    return cases + [
-        case(op, "gelu", *way) for op, way in itertools.product(PRODUCT_OPS, [*sample, ("float32", False, "ieee")])
-    ]
+    for op in PRODUCT_OPS:
+        _, *others = VARIANTS.get(op, ("silu", "gelu"))
+        ways = [*sample, ("float32", False, "ieee")] if op not in VARIANTS else sample[:1]
+        cases += [case(op, other, *way) for other, way in itertools.product(others, ways)]
+    return cases
 
 
 def of_others() -> list[Case]:
@@ -118,7 +126,7 @@ def of_others() -> list[Case]:
         heavy, *others = ("",) if op == "dropout" else VARIANTS.get(op, ("silu", "relu"))
         ways = list(itertools.product(("bfloat16", "float32"), (False, True)))
         cases += [Case(op, 80, *way, heavy, op == "dropout", True) for way in ways]
-        if not op.startswith("heads_"):
+        if not op.startswith("heads_") and op != "cross_entropy_kept_bwd":
             cases.append(Case(op, 80, "bfloat16", False, heavy, op == "dropout", True, "16B"))
         for variant in others:
             chosen = [("bfloat16", False), ("bfloat16" if "autocast" in variant else "float32", True)]
@@ -154,7 +162,7 @@ def in_sample(case: Case | AttentionCase, arch: int) -> bool:
         return case.head_dim < 128 and either and place % 2 == 0
     if case.op in PRODUCT_OPS and case.activation == "gelu":
         return False
-    if case.kind in ("", "ieee") and case.activation in ("", "silu", "gelu", "layer"):
+    if case.kind in ("", "ieee") and case.activation in ("", "silu", "gelu", "layer", "everything"):
         return (case.ragged + (case.dtype == "float32") + list(OPS).index(case.op) + arch // 10) % 2 == 0
     return place % 2 == 0
 

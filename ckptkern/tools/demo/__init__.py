@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ... import eager
-from .config import DTYPES, PRESETS, WAYS, Config
+from .config import DTYPES, HEADS, PRESETS, WAYS, Config
 from .data import load_corpus
 from .results import AGREEMENT, agreements, print_summary, relative_differences, summarize, write_results
 from .training import cpu_threads, train
@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="full",
         help="what ckptkern's blocks recompute in backward (default: full, they keep their input only)",
     )
+    model.add_argument(
+        "--head",
+        choices=HEADS,
+        default="stock",
+        help="ckptkern's loss: a linear layer and F.cross_entropy, or linear_cross_entropy, which holds no logits "
+        "(default: stock)",
+    )
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -84,6 +91,7 @@ def config_of(args: argparse.Namespace) -> Config:
         dropout=args.dropout,
         activation=args.activation,
         recompute=args.recompute,
+        head=args.head,
         seed=args.seed,
         ways=tuple(args.ways),
         **(PRESETS[device] | given),

@@ -8,6 +8,10 @@ import torch
 
 WAYS = ("torch", "torch.utils.checkpoint", "ckptkern")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEADS = (
+    "stock",
+    "fused",
+)  # of the way "ckptkern": a linear layer and F.cross_entropy, or ckptkern.linear_cross_entropy
 PRESETS = {
     "cpu": {
         "steps": 600,
@@ -48,6 +52,7 @@ class Config:
     dropout: float
     activation: str
     recompute: str
+    head: str
     seed: int
     ways: tuple[str, ...]
 

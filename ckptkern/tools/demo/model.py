@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, way: str) -> None:
         super().__init__()
-        self.way = way
+        self.way, self.fused_head = way, way == "ckptkern" and config.head == "fused"
         self.token = nn.Embedding(VOCABULARY, config.d_model)
         self.position = nn.Embedding(config.seq_len, config.d_model)
         block = SegmentBlock if way == "ckptkern" else Block
@@ -101,10 +101,20 @@ class GPT(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * config.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the next bytes."""
+        if self.fused_head:
+            return ops.linear_cross_entropy(self.features(tokens), self.head.weight, targets)
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the head reads: [B, S, d_model]."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             if self.way == "torch.utils.checkpoint" and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)

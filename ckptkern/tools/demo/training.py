@@ -73,7 +73,7 @@ def loss_of(config: Config, model: GPT, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy in nats per byte, under autocast unless the run is in fp32."""
     tokens, targets = batch
     with torch.autocast(config.device, dtype=DTYPES[config.dtype], enabled=config.dtype != "fp32"):
-        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        return model.loss(tokens, targets)
 
 
 def synchronize(config: Config) -> None:

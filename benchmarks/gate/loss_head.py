@@ -1,0 +1,55 @@
+"""The launches of the loss head's kernels: functions of a Case and its Inputs."""
+
+from __future__ import annotations
+
+from .launchers import precision_of
+
+
+def _head(case, given):
+    """(x, w, b, target, class weights) of a loss head, its scalars and dstats: with all options for "everything"."""
+    from ...eager import Head
+
+    everything, wide = case.activation == "everything", given.dtype("float32")
+    M, K, V = (given.sizes(case)[letter] for letter in "MKN")
+    x, w = given(M, K, dtype=given.dtype(case.dtype)), given(V, K, dtype=given.dtype(case.dtype), scale=K**-0.5)
+    bias = None if case.activation == "plain" else given(V, dtype=x.dtype)
+    target, weights = given(M, dtype=given.dtype("int64")), given(V, dtype=wide) if everything else None
+    backward = case.op != "cross_entropy_fwd"  # which gives something for ignored tokens, too
+    head = Head(0.5, 5.0 * everything, 3 if backward else -100, 0, precision_of(case))
+    dstats = (given(M, dtype=wide), given(M, dtype=wide), given(M, dtype=wide) if everything else None)
+    return (x, w, bias, target, weights), head, dstats
+
+
+def _fwd(case, given):
+    tensors, head, _ = _head(case, given)
+    keep = case.extras or case.activation == "kept"
+    lse, z_t, wz, kept, _ = given.backend.cross_entropy_fwd(
+        *tensors, head, weighted=case.activation == "everything", keep=keep
+    )
+    return lse, z_t, wz, kept if head.softcap else None  # what exponentials are relative to differs between backends
+
+
+def _bwd(case, given):
+    (x, w, *others), head, dstats = _head(case, given)
+    dz, lse = given(len(x), len(w), dtype=x.dtype), given(len(x), dtype=given.dtype("float32"))
+    return dz, given.backend.cross_entropy_bwd(x, w, *others, lse, dstats, head, dz, db=case.extras)
+
+
+def _kept_bwd(case, given):
+    (x, w, _, *others), head, dstats = _head(case, given)
+    M, V, wide = len(x), len(w), given.dtype("float32")
+    kept, dz = (given(M, V, dtype=x.dtype) for _ in range(2))
+    lse, z_t, part = (given(M, dtype=wide) for _ in range(3))
+    parts = None if head.softcap else part.expand(given.backend.slice_count(x, V), M).contiguous()
+    db = given.backend.cross_entropy_kept_bwd(kept, parts, z_t, 0, *others, lse, dstats, head, dz, db=case.extras)
+    return dz, db
+
+
+LAUNCHES = {"cross_entropy_fwd": _fwd, "cross_entropy_bwd": _bwd, "cross_entropy_kept_bwd": _kept_bwd}
+PRODUCTS = ("cross_entropy_fwd", "cross_entropy_bwd")
+# What takes an activation's place in launchers without one, the heaviest first.
+VARIANTS = {
+    "cross_entropy_fwd": ("everything", "plain", "kept"),
+    "cross_entropy_bwd": ("everything", "plain"),
+    "cross_entropy_kept_bwd": ("everything", "plain"),
+}

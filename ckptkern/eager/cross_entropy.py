@@ -1,0 +1,128 @@
+"""Linear + cross-entropy: the definitions of triton_kernels/cross_entropy.py.
+
+A chunk's logits are made in the wide type, float32 (float64 for float64), from exact products.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+HEADROOM = 2.0**15  # kept exponentials are at most this, so that float16 holds those down to e^-27 of the largest
+
+
+class Head(NamedTuple):
+    """What makes logits of products and says which one is a token's target: shared by forward and backward.
+
+    z = scale (x w^T + b), or softcap tanh(z / softcap) of that if softcap is not 0. first: the vocabulary entry of w's first
+    row. A token whose target is ignore_index has no gradient.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    ignore_index: int = -100
+    first: int = 0
+    precision: str = "ieee"
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def wide_product(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """a b in the wide type, or in that of `out`, to which it is added if `add`. A CPU copies 16-bit operands to float32."""
+    wide = wide_dtype(a)
+    if a.dtype != wide and a.is_cuda:
+        if add:
+            return torch.addmm(out, a, b, out_dtype=wide, out=out)
+        if out is not None and out.dtype == a.dtype:
+            return torch.mm(a, b, out=out)
+        return torch.mm(a, b, out_dtype=wide, out=out)
+    a, b = a.to(wide), b.to(wide)
+    if add:
+        return out.addmm_(a, b)
+    if out is None or out.dtype == wide:
+        return torch.mm(a, b, out=out)
+    return out.copy_(torch.mm(a, b))
+
+
+def uncapped_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> Tensor:
+    """scale (x w^T + b) [M, V] in the wide type; in the memory of `out`, if that has it."""
+    u = wide_product(x, w.t(), out=out if out is not None and out.dtype == wide_dtype(x) else None)
+    if b is not None:
+        u += b
+    return u if head.scale == 1.0 else u.mul_(head.scale)
+
+
+def capped(u: Tensor, head: Head) -> Tensor:
+    return (u / head.softcap).tanh_().mul_(head.softcap) if head.softcap else u
+
+
+def target_columns(target: Tensor, head: Head, width: int) -> tuple[Tensor, Tensor]:
+    """(column [M, 1], is it among these `width` columns [M, 1])."""
+    column = (target - head.first)[:, None]
+    here = (target != head.ignore_index)[:, None] & (column >= 0) & (column < width)
+    return column.masked_fill(~here, 0), here
+
+
+def slice_count(x: Tensor, entries: int) -> int:
+    """Rows of what `cross_entropy_fwd` keeps as parts: here a token has one slice."""
+    return 1
+
+
+def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False):
+    u = uncapped_logits(x, w, b, head)
+    z = capped(u, head)
+    column, here = target_columns(target, head, w.shape[0])
+    if w.shape[0]:
+        z_t = torch.where(here, z.gather(1, column), 0).squeeze(1)
+        lse = torch.logsumexp(z, 1)
+    else:
+        z_t, lse = z.new_zeros(len(x)), z.new_full((len(x),), -math.inf)
+    wz = None
+    if weighted:
+        wz = z.sum(1) if class_weight is None else z @ class_weight
+    if not keep:
+        return lse, z_t, wz, None, None
+    if head.softcap:
+        return lse, z_t, wz, u.to(x.dtype), None
+    shift = lse.masked_fill(lse == -math.inf, 0)
+    return lse, z_t, wz, z.sub_(shift[:, None]).exp_().mul_(HEADROOM).to(x.dtype), shift[None]
+
+
+def _write_gradient(p, u, target, class_weight, dstats, head, out, db):
+    """out = dz of probabilities p, which it overwrites; returns the sum of its rows."""
+    column, here = target_columns(target, head, out.shape[1])
+    dlse, dz_t, dwz = dstats
+    dz = p.mul_(dlse[:, None])
+    if out.shape[1]:
+        dz.scatter_add_(1, column, torch.where(here, dz_t[:, None], 0))
+    if dwz is not None:
+        dz += dwz[:, None] if class_weight is None else dwz[:, None] * class_weight
+    if head.softcap:
+        dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
+    dz.mul_(head.scale).masked_fill_((target == head.ignore_index)[:, None], 0)
+    if dz is not out:
+        out.copy_(dz)
+    return dz.sum(0) if db else None
+
+
+def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False):
+    u = uncapped_logits(x, w, b, head, None if head.softcap else out)
+    p = capped(u, head).sub_(lse[:, None]).exp_()
+    return _write_gradient(p, u, target, class_weight, dstats, head, out, db)
+
+
+def cross_entropy_kept_bwd(kept, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
+    u = kept.to(lse.dtype, copy=True)
+    if head.softcap:
+        p = capped(u, head).sub_(lse[:, None]).exp_()
+    else:
+        p = u.mul_((parts[0] - lse).exp_()[:, None] / HEADROOM)
+    column, here = target_columns(target, head, out.shape[1])
+    if out.shape[1]:
+        p.scatter_(1, column, torch.where(here, (z_t - lse).exp()[:, None], p.gather(1, column)))
+    return _write_gradient(p, u, target, class_weight, dstats, head, out, db)

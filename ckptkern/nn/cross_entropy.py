@@ -1,0 +1,131 @@
+"""The loss head of a language model: the last linear layer and the cross-entropy of its logits, which are never held."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.modules.loss import _WeightedLoss
+
+from .. import eager, ops
+from ..errors import ShapeError
+from ..ops._checks import check_choice, check_level
+from ..ops._choices import parse_bytes
+from ..ops.cross_entropy import check_scalars, loss_of_logits, scaled_and_capped
+from .plain import composed, plain
+from .share import check_kind, share
+
+NAME = "LinearCrossEntropyLoss"
+TWIN = getattr(torch.nn, NAME, None)  # torch has one from 2.13 on
+OWN = dict(logit_scale=1.0, softcap=None, z_loss=0.0, recompute="full", workspace=None)
+
+
+class LinearCrossEntropyLoss(TWIN or _WeightedLoss):
+    """loss(input, target) of logits = linear(input): torch.nn.LinearCrossEntropyLoss without logits in memory.
+
+    input [..., in_features]; target int64 [...] of classes, or floating point [..., num_classes] of probabilities; the loss
+    is float32. Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes] if `bias`.
+
+    in_features ... label_smoothing: torch's. With out_features, (d_1, ...), input is [N, in_features], target [N, d_1, ...],
+    and logits are held. options: torch's ways to chunk; `workspace` stands for them, so it must be None.
+    linear_weight: a Parameter that becomes linear.weight, such as the embedding's, which is then tied.
+    logit_scale, softcap, z_loss, recompute, workspace: see ckptkern.linear_cross_entropy.
+
+    If `linear` is another module (LoRA), has hooks, or a weight that is no plain memory, it is called, and logits are made
+    again in backward, as in a general segment.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        options: None = None,
+        linear_weight: torch.nn.Parameter | None = None,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        recompute: str = "full",
+        workspace: int | str | None = None,
+    ):
+        _WeightedLoss.__init__(self, weight, None, None, reduction)
+        if options is not None:
+            raise ValueError(f"{NAME}: options are torch's ways to chunk; give workspace, or use torch's module")
+        if weight is not None and tuple(weight.shape) != (num_classes,):
+            raise ShapeError(f"{NAME}: weight must have shape ({num_classes},), but has {tuple(weight.shape)}")
+        check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
+        rows = math.prod(out_features, start=num_classes)
+        self.num_classes, self.out_features, self.options = num_classes, tuple(out_features), None
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        if linear_weight is None:
+            self.linear = torch.nn.Linear(in_features, rows, bias, device, dtype)
+        else:
+            self.linear = tied(linear_weight, (rows, in_features), bias)
+        self._set(dict(zip(OWN, (logit_scale, softcap, z_loss, recompute, workspace), strict=True)))
+
+    def _set(self, own: dict) -> None:
+        check_scalars(self.label_smoothing, own["logit_scale"], own["softcap"], own["z_loss"])
+        check_level(NAME, own["recompute"])
+        parse_bytes(NAME, own["workspace"])
+        self.__dict__.update(own)
+
+    @classmethod
+    def from_torch(cls, module: torch.nn.Module, **own) -> LinearCrossEntropyLoss:
+        """A twin of torch's module that shares its parameters, hooks and settings. own: logit_scale, ..., workspace."""
+        if TWIN is None:
+            raise TypeError(f"{NAME}: this torch has no module of that name")
+        check_kind(cls, module, TWIN)
+        unknown = own.keys() - OWN.keys()
+        if unknown:
+            raise TypeError(f"{NAME}.from_torch: no such options: {', '.join(sorted(unknown))}")
+        one = share(cls, module, options=None)
+        one._set({**OWN, **own})
+        return one
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if self.out_features or not plain(torch.nn.Linear, self.linear):
+            return composed(self._composed, input, target)
+        return ops.linear_cross_entropy(
+            input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight, reduction=self.reduction,
+            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, **{name: getattr(self, name) for name in OWN},
+        )  # fmt: skip
+
+    def _composed(self, input: Tensor, target: Tensor) -> Tensor:
+        z = self.linear(input)
+        if self.out_features:
+            z = z.view(-1, self.num_classes, *self.out_features).movedim(1, -1)
+            target = target.movedim(1, -1) if target.is_floating_point() else target
+        z = scaled_and_capped(z.to(eager.wide_dtype(z)), self.logit_scale, self.softcap or 0.0)
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+        given = self.weight, self.reduction, ignored, self.label_smoothing, self.z_loss
+        return loss_of_logits(z, target, *given)[0]
+
+    def extra_repr(self) -> str:
+        own = [f"{name}={value!r}" for name, default in OWN.items() if (value := getattr(self, name)) != default]
+        return ", ".join([
+            f"num_classes={self.num_classes}, out_features={self.out_features}, reduction={self.reduction!r}",
+            f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}", *own,
+        ])  # fmt: skip
+
+
+def tied(weight: torch.nn.Parameter, shape: tuple[int, int], bias: bool) -> torch.nn.Linear:
+    """A linear layer of another module's weight, without memory for one of its own."""
+    if not isinstance(weight, torch.nn.Parameter) or tuple(weight.shape) != shape:
+        found = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ShapeError(f"{NAME}: linear_weight must be a Parameter of shape {shape}, not {found}")
+    linear = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
+    linear.weight = weight
+    if bias:
+        bound = shape[1] ** -0.5 if shape[1] else 0.0
+        values = torch.empty(shape[0], device=weight.device, dtype=weight.dtype).uniform_(-bound, bound)
+        linear.bias = torch.nn.Parameter(values)
+    return linear

@@ -1,0 +1,166 @@
+"""linear_cross_entropy with its vocabulary split over gloo processes, against one process on the whole of it."""
+
+import functools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import assert_same_within_rounding
+from interpreter import quicken
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+M, WIDTH, IGNORED = 21, 9, -100
+lce = ckptkern.linear_cross_entropy
+SPLITS = {
+    "one": (40,),
+    "halves": (20, 20),
+    "uneven": (7, 33),
+    "three": (300, 13, 27),
+    "an empty one": (25, 0, 15),
+    "the first empty": (0, 40),
+}
+OPTIONS = {
+    "plain": {},
+    "everything": dict(
+        label_smoothing=0.1, softcap=4.0, logit_scale=0.7, z_loss=0.05, return_lse=True, reduction="none", weighted=True
+    ),
+    "smoothing": dict(label_smoothing=0.2, reduction="sum"),
+    "class weights": dict(weighted=True, label_smoothing=0.2),
+}
+
+
+def make(V: int, dtype: torch.dtype, seed: int = 3):
+    generator = torch.Generator().manual_seed(seed)
+    x, w, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((M, WIDTH), (V, WIDTH), (V,)))
+    target = torch.randint(V, (M,), generator=generator)
+    target[::4] = IGNORED
+    return {"x": x, "weight": w, "bias": b}, target
+
+
+def loss_of(target, t, *, weighted=False, classes=None, **options):
+    V = classes or len(t["weight"])
+    weight = torch.linspace(0.5, 2, V) if weighted else None
+    loss = lce(t["x"], t["weight"], target, linear_bias=t["bias"], weight=weight, **options)
+    return torch.cat([one.reshape(-1) for one in loss]) if options.get("return_lse") else loss
+
+
+def gradients(run, t):
+    leaves = {name: one.clone().requires_grad_() for name, one in t.items()}
+    y = run(leaves)
+    y.backward(torch.linspace(1, 2, y.numel()).view(y.shape).to(y.dtype))
+    return {"y": y.detach(), **{name: one.grad for name, one in leaves.items()}}
+
+
+def shard_of(t, sizes, rank):
+    place = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    return {"x": t["x"], "weight": t["weight"][place], "bias": t["bias"][place]}, place
+
+
+def _check(rank: int, sizes, options: dict, dtype: torch.dtype, level: str, backend: str) -> None:
+    """Loss, lse and x's gradient are the whole vocabulary's, the parameters' are their rows; all ranks have equal bits."""
+    if backend == "triton":
+        quicken()
+    t, target = make(sum(sizes), dtype)
+    mine, place = shard_of(t, sizes, rank)
+    given = dict(options, classes=sum(sizes), recompute=level, group=dist.group.WORLD)
+    given |= {} if len(set(sizes)) == 1 else {"vocab_start": place.start}
+    with ckptkern.backend(backend):
+        found = gradients(functools.partial(loss_of, target, workspace=1, **given), mine)
+    whole = gradients(functools.partial(loss_of, target, recompute="full", **options), t)
+    for name in ("weight", "bias"):
+        whole[name] = whole[name][place]
+    if dtype == torch.float32:
+        assert_same_within_rounding(found, whole)
+    else:
+        for name, one in whole.items():
+            assert (found[name].float() - one.float()).norm() <= 2 * torch.finfo(dtype).eps * one.float().norm(), name
+    for name in ("y", "x"):
+        everyones = [torch.empty_like(found[name]) for _ in sizes]
+        dist.all_gather(everyones, found[name])
+        assert all(torch.equal(one, found[name]) for one in everyones), name
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_shards(split, options, ranks):
+    sizes = SPLITS[split]
+    ranks.run(len(sizes), _check, sizes, OPTIONS[options], torch.float32, "full", "eager")
+
+
+@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_sixteen_bits_and_kernels(level, backend, ranks):
+    sizes = SPLITS["an empty one"]
+    ranks.run(len(sizes), _check, sizes, OPTIONS["everything"], torch.bfloat16, level, backend)
+
+
+class Sent(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of collectives and their bytes, also of those inside the bodies of ckptkern's ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "ckptkern":
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
+            self.found.append((func._opname, args[0].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def _check_collectives(rank: int) -> None:
+    """One all-gather of three numbers a token and one, one all-reduce; kept are lse and the vocabulary's size."""
+    t, target = make(40, torch.float32)
+    mine, _ = shard_of(t, (20, 20), rank)
+    leaves = {name: one.clone().requires_grad_() for name, one in mine.items()}
+    with Sent() as sent, kept_tensors([*leaves.values(), target]) as kept:
+        loss = loss_of(target, leaves, group=dist.group.WORLD, label_smoothing=0.1, reduction="sum")
+    assert sent.found == [("all_gather_into_tensor", 4 * (3 * M + 1))]
+    assert kept.bytes == 4 * M + 4
+    with Sent() as sent:
+        loss.backward()
+    assert sent.found == [("all_reduce", 4 * M * WIDTH)]
+
+
+def test_collectives(ranks):
+    ranks.run(2, _check_collectives)
+
+
+def _check_errors(rank: int) -> None:
+    t, target = make(40, torch.float32)
+    mine, place = shard_of(t, (15, 25), rank)
+    leaves = {name: one.clone().requires_grad_() for name, one in mine.items()}
+    with pytest.raises(ValueError, match="shards of equal size"):
+        loss_of(target, leaves, group=dist.group.WORLD)
+    target[1] = 40
+    with pytest.raises(IndexError, match="Target 40 is out of bounds"):
+        loss_of(target, leaves, group=dist.group.WORLD, vocab_start=place.start)
+    target[1] = 39
+    loss = loss_of(target, leaves, group=dist.group.WORLD, vocab_start=place.start)
+    (dx,) = torch.autograd.grad(loss, leaves["x"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second-order gradients"):
+        dx.sum().backward()
+
+
+def test_errors(ranks):
+    ranks.run(2, _check_errors)
+
+
+def _check_compiled(rank: int) -> None:
+    sys.modules[__name__] = SimpleNamespace(**globals())  # Dynamo imports the module of what it inlines
+    t, target = make(40, torch.float32)
+    mine, place = shard_of(t, (15, 25), rank)
+    run = functools.partial(loss_of, target, group=dist.group.WORLD, vocab_start=place.start, label_smoothing=0.1)
+    assert_same_within_rounding(
+        gradients(torch.compile(run, backend="aot_eager", fullgraph=True), mine), gradients(run, mine)
+    )
+
+
+def test_compiled(ranks):
+    ranks.run(2, _check_compiled)

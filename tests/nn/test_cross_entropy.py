@@ -1,0 +1,176 @@
+"""LinearCrossEntropyLoss: torch's constructor, state and results; tied weights; what is called because no op stands for it."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Watch, assert_same_within_rounding
+from torch import nn
+from torch.nn.utils import parametrize
+
+import ckptkern
+from ckptkern.memory import kept_tensors
+
+WIDTH, CLASSES, IGNORED = 7, 12, -100
+ours = functools.partial(ckptkern.nn.LinearCrossEntropyLoss, dtype=torch.float64)
+TWIN = getattr(nn, "LinearCrossEntropyLoss", None)
+needs_torchs = pytest.mark.skipif(TWIN is None, reason="this torch has no LinearCrossEntropyLoss")
+
+
+def inputs(*lead):
+    x = torch.randn(*lead, WIDTH, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(CLASSES, lead)
+    target.view(-1)[::3] = IGNORED
+    return x, target
+
+
+def step(module, x, target):
+    loss = module(x, target)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss.sum(), (x, *parameters))
+    return dict(zip(("loss", "x", *names), (loss.detach(), *grads), strict=True))
+
+
+@needs_torchs
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(bias=True, label_smoothing=0.1),
+        dict(reduction="sum", ignore_index=3),
+        dict(reduction="none", weight=torch.linspace(0.5, 2, CLASSES, dtype=torch.float64), bias=True),
+        dict(out_features=(2, 3), bias=True),
+    ],
+    ids=str,
+)
+def test_like_torchs(options):
+    """The same parameters from the same seed, state_dicts that go both ways, the same loss and gradients."""
+    made = []
+    for kind in (ours, functools.partial(TWIN, dtype=torch.float64)):
+        torch.manual_seed(0)
+        made.append(kind(WIDTH, CLASSES, **options))
+    mine, twin = made
+    assert isinstance(mine, TWIN)
+    assert mine.state_dict().keys() == twin.state_dict().keys()
+    assert all(map(torch.equal, mine.parameters(), twin.parameters()))
+    twin.load_state_dict(mine.state_dict())
+    mine.load_state_dict(twin.state_dict())
+    x, _ = inputs(6)
+    target = torch.randint(CLASSES, (6, *options.get("out_features", ())))
+    assert_same_within_rounding(step(mine, x, target), step(twin, x, target))
+    shared = ckptkern.nn.LinearCrossEntropyLoss.from_torch(twin, recompute="none")
+    assert shared.linear is twin.linear
+    assert shared.recompute == "none"
+    assert_same_within_rounding(step(shared, x, target), step(twin, x, target))
+
+
+def plain(module, x, target):
+    z = module.linear(x) * 0.5
+    z = 3.0 * torch.tanh(z / 3.0)
+    counted = target != IGNORED
+    loss = F.cross_entropy(z.flatten(0, -2), target.flatten())
+    return loss + 0.1 * (torch.logsumexp(z, -1).square() * counted).sum() / counted.sum()
+
+
+OWN = dict(logit_scale=0.5, softcap=3.0, z_loss=0.1)
+
+
+def test_own_options():
+    """Any leading shape, and what torch's module has not."""
+    module, (x, target) = ours(WIDTH, CLASSES, bias=True, **OWN), inputs(2, 3, 4)
+    found = step(module, x, target)
+    loss = plain(module, x, target)
+    grads = torch.autograd.grad(loss, (x, module.linear.weight, module.linear.bias))
+    names = ("loss", "x", "linear.weight", "linear.bias")
+    assert_same_within_rounding(found, dict(zip(names, (loss.detach(), *grads), strict=True)))
+    assert "softcap=3.0" in repr(module)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_tied_to_an_embedding(bias):
+    """One Parameter in two places: its gradient is the sum; no memory is taken for another weight."""
+    embedding = nn.Embedding(CLASSES, WIDTH, dtype=torch.float64)
+    module = ours(WIDTH, CLASSES, bias=bias, linear_weight=embedding.weight)
+    assert module.linear.weight is embedding.weight
+    ids, (_, target) = torch.randint(CLASSES, (5,)), inputs(5)
+    (found,) = torch.autograd.grad(module(embedding(ids), target), embedding.weight)
+    (expected,) = torch.autograd.grad(F.cross_entropy(module.linear(embedding(ids)), target), embedding.weight)
+    torch.testing.assert_close(found, expected)
+    assert len(list(nn.ModuleList([embedding, module]).parameters())) == 1 + bias
+
+
+class LoRA(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.base = linear
+        self.a, self.b = (nn.Parameter(torch.randn(*s, dtype=torch.float64)) for s in ((2, WIDTH), (CLASSES, 2)))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def with_lora(module):
+    module.linear = LoRA(module.linear)
+
+
+def with_hook(module):
+    module.linear.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def with_parametrization(module):
+    parametrize.register_parametrization(module.linear, "weight", Twice())
+
+
+@pytest.mark.parametrize("change", [with_lora, with_hook, with_parametrization])
+def test_a_head_that_is_more_than_its_weight_is_called(change):
+    """An adapter on the head counts (trl#5676), as hooks do; logits are not kept."""
+    module, (x, target) = ours(WIDTH, CLASSES, bias=True, **OWN), inputs(4, 5)
+    change(module)
+    found = step(module, x, target)
+    loss = plain(module, x, target)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, (x, *parameters))
+    assert_same_within_rounding(found, dict(zip(("loss", "x", *names), (loss.detach(), *grads), strict=True)))
+    with kept_tensors([x, target, *module.parameters()]) as kept:
+        module(x, target)
+    assert kept.bytes < 20 * CLASSES * 8
+
+
+def test_the_op_runs_otherwise():
+    module, (x, target) = ours(WIDTH, CLASSES, recompute="selective"), inputs(4)
+    with Watch() as watch:
+        module(x, target).backward()
+    assert watch.strings[:2] == ["", "selective"]
+
+
+def test_copies():
+    module, (x, target) = ours(WIDTH, CLASSES, bias=True, **OWN, workspace="1MiB"), inputs(4)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(x, target), module(x, target))
+        assert twin.linear.weight.data_ptr() != module.linear.weight.data_ptr()
+
+
+def test_errors():
+    for options, kind, message in (
+        (dict(weight=torch.ones(3)), ValueError, r"weight must have shape \(12,\), but has \(3,\)"),
+        (dict(options=object()), ValueError, "options are torch's ways to chunk; give workspace"),
+        (dict(reduction="avg"), ValueError, "reduction must be one of"),
+        (dict(label_smoothing=2.0), ValueError, "label_smoothing must be between 0 and 1"),
+        (dict(softcap=-1.0), ValueError, "softcap must be positive"),
+        (dict(recompute="some"), ValueError, "recompute must be one of"),
+        (dict(workspace="many"), ValueError, "workspace must be a positive number of bytes"),
+        (dict(linear_weight=torch.ones(12, 7)), ValueError, r"must be a Parameter of shape \(12, 7\)"),
+        (dict(linear_weight=nn.Parameter(torch.ones(7, 12))), ValueError, r"of shape \(12, 7\), not \(7, 12\)"),
+    ):
+        with pytest.raises(kind, match=message):
+            ours(WIDTH, CLASSES, **options)
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn|no module of that name"):
+        ckptkern.nn.LinearCrossEntropyLoss.from_torch(nn.CrossEntropyLoss())

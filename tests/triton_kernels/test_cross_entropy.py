@@ -1,0 +1,211 @@
+"""The kernels of a loss head against their definition, and the bits that backward rebuilds."""
+
+import pytest
+import torch
+from kernel_cases import DTYPES, EPS, assert_accurate
+from twins import pairwise
+
+from ckptkern import eager, triton_kernels
+from ckptkern.triton_kernels.cross_entropy import combine
+from ckptkern.triton_kernels.tile import Tile
+
+IGNORED = -100
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def inputs_of(dtype, device="cpu", M=37, K=45, V=75, bias=True, weights=False):
+    """(x, w, b, target, class weights): a third of the tokens ignored, one target in another shard."""
+    x, w = torch.randn(M, K), torch.randn(V, K) / max(K, 1) ** 0.5
+    target = torch.randint(V, (M,)) if V else torch.zeros(M, dtype=torch.int64)
+    target[::3] = IGNORED
+    target[4:5] = V + 3
+    tensors = [x.to(dtype), w.to(dtype), torch.randn(V).to(dtype) if bias else None, target]
+    return [None if t is None else t.to(device) for t in (*tensors, torch.rand(V) + 0.5 if weights else None)]
+
+
+def wide(tensors):
+    return [t if t is None or t.dtype == torch.int64 else t.double() for t in tensors]
+
+
+def dstats_of(M, device, weighted=True, seed=1):
+    torch.manual_seed(seed)
+    return tuple(torch.randn(M, device=device) if wanted else None for wanted in (True, True, weighted))
+
+
+def statistics(backend, tensors, head, **options):
+    """Forward's results by name; 0 for ignored tokens, of which it gives anything."""
+    lse, z_t, wz, _, _ = backend.cross_entropy_fwd(*tensors, head, **options)
+    ignored = tensors[3] == head.ignore_index
+    found = {"lse": lse, "z_t": z_t} | ({} if wz is None else {"wz": wz})
+    return {name: value.masked_fill(ignored, 0) for name, value in found.items()}
+
+
+def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
+    """(dz, db) of the rows of w from `start` on, rebuilt or from what forward keeps."""
+    x, w, b, target, weights = tensors
+    head = head._replace(first=head.first + start)
+    out = torch.empty(len(x), len(w) - start, dtype=x.dtype, device=x.device)
+    part = [None if t is None else t[start:] for t in (w, b, weights)]
+    if keep:
+        _, z_t, _, kept, parts = backend.cross_entropy_fwd(*tensors, head._replace(first=head.first - start), keep=True)
+        given = kept[:, start:], parts, z_t, start, target, part[2], lse, dstats, head
+        total = backend.cross_entropy_kept_bwd(*given, out, db=db)
+    else:
+        total = backend.cross_entropy_bwd(x, part[0], part[1], target, part[2], lse, dstats, head, out, db=db)
+    return {"dz": out} | ({"db": total} if db else {})
+
+
+CASES = pairwise(
+    dtype=DTYPES, bias=(True, False), weights=(False, True), weighted=(True, False), softcap=(0.0, 3.0),
+    scale=(1.0, 0.5), keep=(False, True), first=(0, 40), size=((37, 45, 75), (64, 32, 64), (1, 5, 3), (70, 3, 33)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_like_eager(case, device):
+    """Statistics, dz and db of every option at the 2x rule."""
+    M, K, V = case["size"]
+    tensors = inputs_of(case["dtype"], device, M, K, V, case["bias"], case["weights"])
+    head = eager.Head(case["scale"], case["softcap"], IGNORED, case["first"])
+    tensors[3] = tensors[3].where(tensors[3] == IGNORED, tensors[3] + case["first"])
+    ours, eagers, exact = (
+        statistics(backend, given, head, weighted=case["weighted"])
+        for backend, given in ((triton_kernels, tensors), (eager, tensors), (eager, wide(tensors)))
+    )
+    assert_accurate(ours, eagers, exact, slack=4 * EPS)
+    dstats = dstats_of(M, device, case["weighted"])
+    lse = exact["lse"].float()
+    ours, eagers, exact = (
+        gradient(backend, given, *statistics_, head, keep=case["keep"])
+        for backend, given, statistics_ in (
+            (triton_kernels, tensors, (lse, dstats)),
+            (eager, tensors, (lse, dstats)),
+            (eager, wide(tensors), (lse.double(), wide(dstats))),
+        )
+    )
+    assert_accurate(ours, {name: t.to(ours[name].dtype) for name, t in eagers.items()}, exact, slack=4 * EPS)
+
+
+@each_dtype
+def test_backward_rebuilds_the_logits_of_forward(dtype, device):
+    """With lse = z_t, which forward gives in float32, exp(z - lse) - 1 is 0 at the target if, and only if, z has equal bits."""
+    target = (tensors := inputs_of(dtype, device))[3]
+    for softcap in (0.0, 3.0):
+        head = eager.Head(0.7, softcap, IGNORED)
+        _, z_t, *_ = triton_kernels.cross_entropy_fwd(*tensors, head)
+        ones = torch.ones_like(z_t)
+        dz = gradient(triton_kernels, tensors, z_t, (ones, torch.zeros_like(ones), None), head, db=False)["dz"]
+        assert (dz[target == IGNORED] == 0).all()
+        dz = gradient(triton_kernels, tensors, z_t, (ones, -ones, None), head, db=False)["dz"]
+        rows = ((target >= 0) & (target < 75)).nonzero().squeeze(1)
+        assert len(rows) > 20
+        assert (dz[rows, target[rows]] == 0).all()
+        slipped = gradient(triton_kernels, tensors, z_t + 1e-5, (ones, -ones, None), head, db=False)["dz"]
+        assert (slipped[rows, target[rows]] != 0).all()
+
+
+def test_softcapped_logits_that_are_kept_give_the_bits_of_rebuilt_ones(device):
+    """In float32 nothing is rounded between."""
+    tensors = inputs_of(torch.float32, device, weights=True)
+    head = eager.Head(0.7, 3.0, IGNORED)
+    lse = triton_kernels.cross_entropy_fwd(*tensors, head)[0]
+    dstats = dstats_of(37, device)
+    rebuilt, kept = (gradient(triton_kernels, tensors, lse, dstats, head, keep=keep)["dz"] for keep in (False, True))
+    target = tensors[3]
+    here = (target >= 0) & (target < 75)
+    kept[here, target[here]] = rebuilt[here, target[here]]  # of z_t less lse, in another order
+    torch.testing.assert_close(kept, rebuilt, rtol=0, atol=0)
+
+
+@each_dtype
+@pytest.mark.parametrize("keep", [False, True])
+def test_chunks_of_the_vocabulary_have_the_bits_of_the_whole(dtype, keep, device):
+    tensors = inputs_of(dtype, device, V=300, weights=True)
+    head = eager.Head(1.0, 0.0, IGNORED)
+    lse = triton_kernels.cross_entropy_fwd(*tensors, head)[0]
+    dstats = dstats_of(37, device)
+    whole, part = (gradient(triton_kernels, tensors, lse, dstats, head, keep, start=start) for start in (0, 256))
+    assert torch.equal(whole["dz"][:, 256:], part["dz"])
+
+
+@pytest.mark.parametrize("slices", [1, 31, 64, 100])
+def test_slices_are_combined(slices, device):
+    """Several steps of the loop, whose maximum rises, falls, or is that of nothing."""
+    parts = (torch.randn(slices, 50) * 20).to(device)
+    parts[: slices // 2, 3:6] = float("-inf")
+    parts[slices // 2 :, 5:9] = float("-inf")
+    torch.testing.assert_close(combine(parts, True), torch.logsumexp(parts.double(), 0).float(), rtol=1e-6, atol=1e-5)
+    finite = parts.clamp_min(-50)
+    torch.testing.assert_close(combine(finite, False), finite.double().sum(0).float(), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("row", ["16", "ragged"])
+def test_any_tile(row, interpreted):
+    """Slices of columns and rows of tiles are where the launcher says, for other tiles of the interpreter."""
+    if not interpreted:
+        pytest.skip("the shipped tiles are tests/triton_kernels/test_shipped_tiles.py")
+    tile = Tile(16, 64, 16, 4, 1, 2) if row == "16" else Tile(64, 32, 64, 4, 1)
+    tensors = inputs_of(torch.float32, V=150)
+    head = eager.Head(1.0, 0.0, IGNORED)
+    ours = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, tile=tile)
+    default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True)
+    for one, other in zip(ours[:3], default[:3], strict=True):
+        torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
+    out = torch.empty(37, 150)
+    db = triton_kernels.cross_entropy_bwd(*tensors, default[0], dstats_of(37, "cpu"), head, out, db=True, tile=tile)
+    expected = gradient(triton_kernels, tensors, default[0], dstats_of(37, "cpu"), head)
+    torch.testing.assert_close(out, expected["dz"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(db, expected["db"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_ignored_tokens_and_infinities(keep, device):
+    """NaN in an ignored token's x reaches nobody, entries of -inf have p = 0, and a whole slice of them counts for nothing."""
+    x, _, b, target, _ = tensors = inputs_of(torch.bfloat16, device, V=100)
+    x[::3] = float("nan")
+    b[:70] = float("-inf")
+    target[1] = 80
+    head = eager.Head(1.0, 0.0, IGNORED)
+    lse = triton_kernels.cross_entropy_fwd(*tensors, head)[0]
+    counted = target != IGNORED
+    expected = eager.cross_entropy_fwd(*tensors, head)[0]
+    torch.testing.assert_close(lse[counted], expected[counted])
+    found = gradient(triton_kernels, tensors, lse, dstats_of(37, device, False), head, keep)
+    here = torch.zeros(37, 100, dtype=torch.bool, device=device)
+    here[counted & (target < 100), target[counted & (target < 100)]] = True
+    assert not found["dz"][~counted].any()
+    assert not found["dz"][:, :70][~here[:, :70]].any()
+    assert found["db"].isfinite().all()
+
+
+@pytest.mark.parametrize(("M", "V"), [(0, 5), (5, 0), (0, 0)])
+def test_empty(M, V, device):
+    tensors = inputs_of(torch.float32, device, M=M, V=V)
+    head = eager.Head(1.0, 0.0, IGNORED)
+    lse, z_t, wz, _, _ = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True)
+    assert torch.equal(lse, torch.full((M,), float("-inf"), device=device))
+    assert not z_t.any()
+    assert not wz.any()
+    found = gradient(triton_kernels, tensors, lse, dstats_of(M, device), head)
+    assert found["db"].shape == (V,)
+    assert not found["db"].any()
+
+
+def test_the_same_bits_again(device, repeats):
+    tensors = inputs_of(torch.bfloat16, device, V=300)
+    head = eager.Head(1.0, 5.0, IGNORED)
+
+    def run():
+        lse, z_t, wz, kept, _ = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
+        counted = tensors[3] != IGNORED
+        return [
+            lse[counted],
+            z_t,
+            wz[counted],
+            kept,
+            *gradient(triton_kernels, tensors, lse, dstats_of(37, device), head).values(),
+        ]
+
+    first = run()
+    for _ in range(repeats):
+        assert all(map(torch.equal, first, run()))

@@ -1,0 +1,314 @@
+"""Linear + cross-entropy over a vocabulary: statistics of logits that are never written, and their gradient chunk by chunk.
+
+    u = scale (x w^T + b)  [M, V];  z = u, or c tanh(u / c) with softcap c;  float32
+    cross_entropy_fwd       lse = log sum_v exp z_v,  z_t of the target t,  wz = sum_v w_v z_v    each [M], of class weights w
+                            kept, if asked for: 2^15 exp(z - lse of a slice of columns), or u with a softcap, in x's type
+    cross_entropy_bwd       dz = (dlse p + dz_t [v = t] + dwz w_v) du/d(x w^T),  p = exp(z - lse), for some rows of w; db
+    cross_entropy_kept_bwd  the same from what was kept: no product
+
+Forward gives one lse for each token and slice of columns; a second kernel combines the slices in ascending order. The target's
+logit belongs to one slice, so there are no atomics. Forward and backward share `logits_tile`, which stays float32. A tile whose
+tokens are all ignored multiplies nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_scores import tanh_tile
+from .elementwise import block_of, load_tile, store_tile
+from .linear import grid_of, partial_rows
+from .tile import (
+    INTERPRETED_TILE,
+    INTERPRETER,
+    arch_of,
+    by_slices,
+    cast,
+    launch,
+    matrix,
+    multiple,
+    product_tile,
+    program_tile,
+    rows_of,
+    slice_offsets,
+    tile_for,
+    widen,
+)  # fmt: skip
+
+HEADROOM = tl.constexpr(2.0**15)  # the largest of what is kept, so that float16 holds exponentials down to e^-27
+NEG_INF = tl.constexpr(float("-inf"))
+ELSEWHERE = tl.constexpr(-1)  # columns of targets that other programs have
+IGNORED = tl.constexpr(-2)
+
+
+@triton.jit
+def logits_tile(acc, b_ptr, offs_v, V, scale):
+    """u [M, V] float32 of a product's tile."""
+    if b_ptr is not None:
+        acc += widen(tl.load(b_ptr + offs_v, mask=offs_v < V, other=0.0))[None, :]
+    return acc * scale
+
+
+@triton.jit
+def capped_logits(u, softcap):
+    """z, and dz/du."""
+    if softcap is not None:
+        t = tanh_tile(u / softcap)
+        return softcap * t, 1.0 - t * t
+    else:
+        return u, 1.0
+
+
+@triton.jit
+def target_columns(targets, offs_m, M, V):
+    """The column of each row's target among V, ELSEWHERE or IGNORED. targets = (ptr, first, ignore_index)."""
+    target_ptr, first, ignore_index = targets
+    target = tl.load(target_ptr + offs_m, mask=offs_m < M, other=ignore_index)
+    column = target - first
+    column = tl.where((column >= 0) & (column < V), column, ELSEWHERE)
+    return tl.where(target == ignore_index, IGNORED, column).to(tl.int32)
+
+
+@triton.jit
+def any_counts(targets, offs_m, M, V):
+    """1 if a row's target counts, else 0. In float32: the emulator does not know redux.sync, by which integers reduce."""
+    return tl.max((target_columns(targets, offs_m, M, V) != IGNORED).to(tl.float32), axis=0).to(tl.int32)
+
+
+@triton.jit
+def _fwd_store(
+    acc, n0, b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, kept_rows, scale, softcap, pid_m, M, V
+):  # fmt: skip
+    offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
+    column = target_columns(targets, offs_m, M, V)
+    u = logits_tile(acc, b_ptr, offs_v, V, scale)
+    z, _ = capped_logits(u, softcap)
+    inside = (offs_v < V)[None, :]
+    z = tl.where(inside, z, NEG_INF)
+    top = tl.max(z, axis=1)
+    top = tl.where(top == NEG_INF, 0.0, top)
+    lse = top + tl.log(tl.sum(tl.exp(z - top[:, None]), axis=1))
+    at = (n0 // acc.shape[1]).to(tl.int64) * M + offs_m
+    mask_m = (offs_m < M) & (n0 < V)
+    tl.store(parts_ptr + at, lse, mask=mask_m)
+    if wz_ptr is not None:
+        weighted = tl.where(inside, z, 0.0)
+        if cw_ptr is not None:
+            weighted *= tl.load(cw_ptr + offs_v, mask=offs_v < V, other=0.0)[None, :]
+        tl.store(wz_ptr + at, tl.sum(weighted, axis=1), mask=mask_m)
+    z_t = tl.sum(tl.where(column[:, None] == offs_v[None, :], z, 0.0), axis=1)
+    tl.store(zt_ptr + offs_m, z_t, mask=(column >= n0) & (column < n0 + acc.shape[1]))  # one slice of all
+    if kept_rows[0] is not None:
+        kept = u
+        if softcap is None:
+            kept = tl.exp(z - tl.where(lse == NEG_INF, 0.0, lse)[:, None]) * HEADROOM
+        store_tile(kept_rows, offs_m, offs_v, mask, cast(kept, kept_rows[0].dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["M", "first", "ignore_index"])
+def _cross_entropy_fwd_kernel(
+    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, parts_ptr, zt_ptr, wz_ptr, kept_rows, first, ignore_index, M, V, K,
+    scale, softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """parts_ptr, wz_ptr: [slices, M] float32, a slice being BLOCK_N / SUB columns."""
+    pid_m, pid_n = program_tile(M, V, BLOCK_M, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    targets = (target_ptr, first, ignore_index)
+    K = multiple(K, UNIT) * any_counts(targets, offs_m, M, V)
+    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
+    by_slices(
+        (acc,), pid_n * BLOCK_N, _fwd_store,
+        (b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, kept_rows, scale, softcap, pid_m, M, V), SUB,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "slices"])
+def _combine_kernel(
+    parts_ptr, out_ptr, M, slices, LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """log sum exp (LOG), or the sum, over the slices of each token, in ascending order."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    top = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, slices, BLOCK_S):
+        offs_s = start + tl.arange(0, BLOCK_S)
+        mask = (offs_s < slices)[:, None] & (offs_m < M)[None, :]
+        ptrs = parts_ptr + offs_s.to(tl.int64)[:, None] * M + offs_m[None, :]
+        part = tl.load(ptrs, mask=mask, other=NEG_INF if LOG else 0.0)
+        if LOG:
+            new = tl.maximum(top, tl.max(part, axis=0))
+            shift = tl.where(new == NEG_INF, 0.0, new)
+            total = total * tl.exp(top - shift) + tl.sum(tl.exp(part - shift[None, :]), axis=0)
+            top = new
+        else:
+            total += tl.sum(part, axis=0)
+    if LOG:
+        total = tl.where(top == NEG_INF, 0.0, top) + tl.log(total)
+    tl.store(out_ptr + offs_m, total, mask=offs_m < M)
+
+
+@triton.jit
+def write_gradient(
+    p, slope, column, offs_m, offs_v, mask, cw_ptr, dstats, dz_rows, db_ptr, scale, pid_m, M, V
+):  # fmt: skip
+    """dz of probabilities p, and its column sums. dstats = (dlse, dz_t, dwz or None), each [M] float32."""
+    dlse_ptr, dzt_ptr, dwz_ptr = dstats
+    mask_m = offs_m < M
+    dz = p * tl.load(dlse_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+    dz_t = tl.load(dzt_ptr + offs_m, mask=mask_m, other=0.0)
+    dz += tl.where(column[:, None] == offs_v[None, :], dz_t[:, None], 0.0)
+    if dwz_ptr is not None:
+        even = tl.load(dwz_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+        if cw_ptr is not None:
+            even *= tl.load(cw_ptr + offs_v, mask=offs_v < V, other=0.0)[None, :]
+        dz += even
+    dz = tl.where((column != IGNORED)[:, None] & mask, dz * slope * scale, 0.0)  # whatever an ignored token's x holds
+    store_tile(dz_rows, offs_m, offs_v, mask, cast(dz, dz_rows[0].dtype.element_ty))
+    if db_ptr is not None:
+        tl.store(db_ptr + pid_m.to(tl.int64) * V + offs_v, tl.sum(dz, axis=0), mask=offs_v < V)
+
+
+@triton.jit
+def _bwd_store(
+    acc, n0, b_ptr, cw_ptr, targets, lse_ptr, dstats, dz_rows, db_ptr, scale, softcap, pid_m, M, V
+):  # fmt: skip
+    offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
+    z, slope = capped_logits(logits_tile(acc, b_ptr, offs_v, V, scale), softcap)
+    p = tl.exp(z - tl.load(lse_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None])
+    column = target_columns(targets, offs_m, M, V)
+    write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, dstats, dz_rows, db_ptr, scale, pid_m, M, V)
+
+
+@triton.jit(do_not_specialize=["M", "first", "ignore_index"])
+def _cross_entropy_bwd_kernel(
+    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, lse_ptr, dlse_ptr, dzt_ptr, dwz_ptr, dz_rows, db_ptr, first, ignore_index,
+    M, V, K, scale, softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = program_tile(M, V, BLOCK_M, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    targets = (target_ptr, first, ignore_index)
+    K = multiple(K, UNIT) * any_counts(targets, offs_m, M, V)
+    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
+    dstats = (dlse_ptr, dzt_ptr, dwz_ptr)
+    by_slices(
+        (acc,), pid_n * BLOCK_N, _bwd_store,
+        (b_ptr, cw_ptr, targets, lse_ptr, dstats, dz_rows, db_ptr, scale, softcap, pid_m, M, V), SUB,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "first", "ignore_index", "first_slice"])
+def _cross_entropy_kept_bwd_kernel(
+    kept_rows, parts_ptr, zt_ptr, cw_ptr, target_ptr, lse_ptr, dlse_ptr, dzt_ptr, dwz_ptr, dz_rows, db_ptr, first,
+    ignore_index, first_slice, M, V, scale, softcap, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N is forward's slice of columns, of which parts_ptr [slices, M] has the lse. The target's p is exact: of z_t."""
+    pid_m, pid_n = block_of(V, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_v = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m = offs_m < M
+    mask = mask_m[:, None] & (offs_v < V)[None, :]
+    column = target_columns((target_ptr, first, ignore_index), offs_m, M, V)
+    lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=0.0)
+    u = widen(load_tile(kept_rows, offs_m, offs_v, mask))
+    z, slope = capped_logits(u, softcap)
+    if softcap is None:
+        part = tl.load(parts_ptr + (first_slice + pid_n).to(tl.int64) * M + offs_m, mask=mask_m, other=0.0)
+        p = u * (tl.exp(part - lse) / HEADROOM)[:, None]
+    else:
+        p = tl.exp(z - lse[:, None])
+    p_t = tl.exp(tl.load(zt_ptr + offs_m, mask=mask_m, other=0.0) - lse)
+    p = tl.where(column[:, None] == offs_v[None, :], p_t[:, None], p)
+    dstats = (dlse_ptr, dzt_ptr, dwz_ptr)
+    write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, dstats, dz_rows, db_ptr, scale, pid_m, M, V)
+
+
+def slice_columns(x: torch.Tensor) -> int:
+    """Columns of a slice: BLOCK_N / SUB of every tile of cross_entropy_fwd."""
+    return INTERPRETED_TILE.BLOCK_N if arch_of(x) == INTERPRETER else 64
+
+
+def slice_count(x: torch.Tensor, entries: int) -> int:
+    """Rows of what `cross_entropy_fwd` keeps as parts."""
+    return -(-entries // slice_columns(x))
+
+
+def combine(parts: torch.Tensor, log: bool) -> torch.Tensor:
+    """[slices, M] -> [M]."""
+    slices, M = parts.shape
+    out = torch.empty(M, dtype=parts.dtype, device=parts.device)
+    launch(
+        _combine_kernel, (triton.cdiv(M, 32),), parts, out, M, slices, LOG=log, BLOCK_M=32, BLOCK_S=32, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False, tile=None):
+    """(lse [M], z_t [M], wz [M] or None, kept [M, V] or None, parts [slices, M] or None), all float32 but kept, in x's type.
+
+    x [M, K], w [V, K], b [V] or None, all of one dtype; target int64 [M]; class_weight float32 [V] or None; head:
+    `ckptkern.eager.Head`. z_t is 0 where the target is not among w's rows. Of ignored tokens lse and wz are anything.
+    """
+    M, K = x.shape
+    V = w.shape[0]
+    x, w, b, class_weight, target = (rows_of(one) for one in (x, w, b, class_weight, target))
+    tile = tile or tile_for("cross_entropy_fwd", arch_of(x), M, V, x, w)
+    made = dict(dtype=torch.float32, device=x.device)
+    slices = triton.cdiv(V, tile.BLOCK_N // tile.SUB)
+    parts = torch.empty((slices, M), **made)
+    wz = torch.empty((slices, M), **made) if weighted else None
+    z_t = torch.zeros(M, **made)
+    kept = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
+    if M and V:
+        launch(
+            _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, parts, z_t, wz,
+            matrix(kept), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
+            PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    lse = combine(parts, True) if M else torch.empty(M, **made)
+    if weighted:
+        wz = combine(wz, False) if M else torch.empty(M, **made)
+    return lse, z_t, wz, kept, parts if keep and not head.softcap else None
+
+
+def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False, tile=None):
+    """Writes dz to out [M, V] for the rows w [V, K] of a chunk; returns the sum of its rows, float32 [V], if `db`.
+
+    The other arguments are those of `cross_entropy_fwd`, for the same rows; dstats = (dlse, dz_t, dwz or None), the gradients
+    of its results, each float32 [M].
+    """
+    M, K = x.shape
+    V = w.shape[0]
+    x, w, b, class_weight, target, lse = (rows_of(one) for one in (x, w, b, class_weight, target, lse))
+    tile = tile or tile_for("cross_entropy_bwd", arch_of(x), M, V, x, w)
+    partial = partial_rows(M, V, tile, x) if db else None
+    if M and V:
+        launch(
+            _cross_entropy_bwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, lse, *dstats,
+            matrix(out), partial, head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
+            PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return partial.sum(0) if db else None
+
+
+def cross_entropy_kept_bwd(kept, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
+    """`cross_entropy_bwd` from forward's z_t and what it kept: kept [M, V] of a chunk that begins at its column `start`."""
+    M, V = kept.shape
+    kept, z_t, class_weight, target, lse = (rows_of(one) for one in (kept, z_t, class_weight, target, lse))
+    parts = None if parts is None else parts.contiguous()
+    width = slice_columns(kept)
+    blocks = dict(BLOCK_M=32, BLOCK_N=width)
+    partial = torch.empty((triton.cdiv(M, 32), V), dtype=torch.float32, device=kept.device) if db else None
+    if M and V:
+        launch(
+            _cross_entropy_kept_bwd_kernel, (triton.cdiv(M, 32) * triton.cdiv(V, width),), matrix(kept), parts, z_t,
+            class_weight, target, lse, *dstats, matrix(out), partial, head.first, head.ignore_index, start // width, M, V,
+            head.scale, head.softcap or None, **blocks, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return partial.sum(0) if db else None
