@@ -32,6 +32,18 @@ from .elementwise import (
     pack_bits,
     unpack_bits,
 )
+from .experts import (
+    Groups,
+    experts_act_grad,
+    experts_bwd,
+    experts_combine,
+    experts_dw,
+    experts_fwd,
+    experts_product,
+    experts_sums,
+    route,
+    wide_of,
+)
 from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd, mm, product
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
@@ -43,6 +55,7 @@ __all__ = [
     "NO_DROPOUT",
     "AttentionCore",
     "Dropout",
+    "Groups",
     "act",
     "act_bwd",
     "act_fwd",
@@ -59,6 +72,7 @@ __all__ = [
     "composite_dropout",
     "dropout",
     "empty_heads",
+    "experts_act_grad", "experts_bwd", "experts_combine", "experts_dw", "experts_fwd", "experts_product", "experts_sums",
     "fused_attn_bwd", "fused_kernel",
     "gated_act_grad",
     "gated_bwd",
@@ -77,8 +91,10 @@ __all__ = [
     "pack_stack",
     "product",
     "readable",
+    "route",
     "stack_bwd",
     "stack_fwd",
     "stack_width",
     "unpack_bits",
+    "wide_of",
 ]  # fmt: skip
