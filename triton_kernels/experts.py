@@ -45,22 +45,22 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
     ("experts_fwd", 80): {
         "few": Tile(64, 128, 32, 8, 3),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 4, 2, 2)
     },
     ("experts_bwd", 90): {
-        "few": Tile(64, 128, 64, 8, 3, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "few": Tile(64, 64, 64, 4, 4, 2),
+        "16": Tile(128, 128, 64, 8, 3, 8), "32": Tile(64, 64, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2, 2)
     },
     ("experts_bwd", 80): {
         "few": Tile(64, 64, 32, 4, 3),
-        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
+        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3, 2), "ragged": Tile(64, 64, 32, 8, 2, 2)
     },
     ("experts_act_grad", 90): {
         "few": Tile(64, 128, 64, 8, 4, 4),
         "16": Tile(128, 128, 64, 8, 4, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
     },
     ("experts_act_grad", 80): {
-        "few": Tile(64, 64, 32, 4, 4),
+        "few": Tile(64, 64, 32, 4, 4, 2),
         "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
     },
     ("experts_product", 90): {
@@ -72,12 +72,12 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
     },
     ("experts_dw", 90): {
-        "few": Tile(128, 128, 64, 8, 3, 2),
-        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+        "few": Tile(128, 128, 64, 8, 5, 2),
+        "16": Tile(128, 256, 64, 8, 5, 4), "32": Tile(64, 64, 32, 8, 5), "ragged": Tile(64, 64, 64, 8, 2)
     },
     ("experts_dw", 80): {
-        "few": Tile(128, 128, 32, 8, 3, 2),
-        "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+        "few": Tile(128, 128, 32, 8, 5, 2),
+        "16": Tile(128, 128, 64, 8, 5, 2), "32": Tile(64, 64, 32, 8, 5), "ragged": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
 # An expert's last tile is half empty: at 256 rows a quarter of the products with tiles of 128, an eighth with 64. MODEL.
@@ -252,7 +252,7 @@ def _experts_combine_kernel(
                 tl.load(y_ptr + row.to(tl.int64) * stride_ym + offs_d, mask=(offs_d < D) & (row < total), other=0.0)
             )
             if s_ptr is not None:
-                y *= tl.load(s_ptr + token * TOP_K + j).to(tl.float32)
+                y *= tl.load(s_ptr + token * TOP_K + j, mask=row < total, other=0.0).to(tl.float32)
             acc += y
         tl.store(out_ptr + token * stride_om + offs_d, cast(acc, out_ptr.dtype.element_ty), mask=offs_d < D)
 

@@ -31,9 +31,10 @@ def experts_grad_store(g, u, dh, n0, s, hs_rows, dgu_rows, ds_ptr, rows, R, N, A
 
 
 @triton.jit
-def _experts_bwd_store(acc_g, acc_u, acc_dh, n0, b_ptr, s, dtype: tl.constexpr, results, rows, R, N, ACT: tl.constexpr):
+def _experts_bwd_store(acc_g, acc_u, acc_dh, n0, b_ptr, s, dy_rows, results, rows, R, N, ACT: tl.constexpr):
     """results: what `experts_grad_store` writes, from hs_rows to ds_ptr."""
     offs_n = n0 + tl.arange(0, acc_g.shape[1])
+    dtype: tl.constexpr = dy_rows[0].dtype.element_ty
     g = preact_tile(acc_g, b_ptr, offs_n, N, dtype)
     u = preact_tile(acc_u, b_ptr, offs_n + N, 2 * N, dtype)
     experts_grad_store(g, u, acc_dh, n0, s, *results, rows, R, N, ACT)
@@ -88,7 +89,7 @@ def _experts_bwd_kernel(
     s = tl.load(s_ptr + slots, mask=rows < R, other=0.0).to(tl.float32)
     by_slices(
         (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _experts_bwd_store,
-        (b_ptr, s, dy_rows[0].dtype.element_ty, results, rows, R, N, ACT), SUB,
+        (b_ptr, s, dy_rows, results, rows, R, N, ACT), SUB,
     )  # fmt: skip
 
 

@@ -7,11 +7,15 @@ import itertools
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from . import experts
 from .launchers import LAUNCHERS
+from .launchers import precision_of as _precision
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from ...eager import Groups
 
 ARCHS = (80, 90)
 DTYPES = ("float16", "bfloat16")
@@ -136,7 +140,7 @@ def shipped_cases() -> list[Case | AttentionCase]:
     All in bfloat16: float16 differs in the names of a few instructions only, and `--all` compiles it.
     """
     cases = [
-        Case(op, arch, dtype, False, "gelu", op in DROPOUT_OPS, True, kind)
+        Case(op, arch, dtype, False, VARIANTS.get(op, ("gelu",))[0], op in DROPOUT_OPS, True, kind)
         for op, arch in itertools.product(PRODUCT_OPS, ARCHS)
         for dtype, kind in kinds_of(op, arch)
         if kind and (dtype, kind) not in (("float16", "narrow"), ("float32", "narrow"), ("float16", "few"))
@@ -192,6 +196,7 @@ class Inputs:
     ROWS, FEATURES, HIDDEN = 4096, 1024, 4096
     RAGGED = (1001, 515, 1037, 517)  # rows, features in, hidden, features out
     BATCH, LENGTH, HEADS = 2, 4096, 16
+    EXPERTS, TOP_K = 8, 2
 
     @property
     def backend(self):
@@ -226,16 +231,19 @@ class Inputs:
 
         return dict.fromkeys(("cu_q", "cu_k"), self(batch + 1, dtype=torch.int32)) | {"max_q": length, "max_k": length}
 
+    def groups(self, tokens: int) -> Groups:
+        """Every slot has an expert."""
+        from ...eager import Groups
+
+        slots = self.TOP_K * tokens
+        return Groups(*(self(n, dtype=self.dtype("int32")) for n in (slots, slots, self.EXPERTS + 1)), self.TOP_K)
+
     def statistics(self, q, k, v, do, core) -> tuple[Tensor, Tensor]:
         """lse and delta, as forward gives them."""
         import torch
 
         lse = torch.empty_like(do[..., 0], dtype=torch.float32)
         return lse, lse
-
-
-def _precision(case: Case | AttentionCase) -> str:
-    return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"
 
 
 def _launch_product(case: Case, given: Inputs):
@@ -408,7 +416,11 @@ ATTENTION_KINDS = (
 )  # and "ieee", float32 without tf32: torch's default
 DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
 SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32", 128), ("float32", 256))
-PRODUCT_OPS = ("stack_fwd", "stack_bwd", *(launcher.name for launcher in LAUNCHERS.values() if launcher.product))
+PRODUCT_OPS = (
+    *("stack_fwd", "stack_bwd"),
+    *(launcher.name for launcher in LAUNCHERS.values() if launcher.product),
+    *experts.PRODUCTS,
+)
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {
     "stack_fwd": _launch_stack_fwd,
@@ -423,9 +435,11 @@ OPS = {
     "norm_bwd": _launch_norm_bwd,
     "heads_fwd": _launch_heads_fwd,
     "heads_bwd": _launch_heads_bwd,
+    **experts.LAUNCHES,
 }
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
+    **experts.VARIANTS,
 }

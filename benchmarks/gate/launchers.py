@@ -6,6 +6,10 @@ A launcher has the arguments and results of the function of the same name in `ck
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cases import AttentionCase, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +58,7 @@ _TABLE = [
     Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
 ]
 LAUNCHERS = {launcher.name: launcher for launcher in _TABLE}
+
+
+def precision_of(case: Case | AttentionCase) -> str:
+    return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"

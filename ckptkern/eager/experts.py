@@ -102,8 +102,9 @@ def experts_combine(y, s, groups):
     rows = groups.inv.view(-1, groups.top_k) if s is None else groups.inv.view(s.shape)
     total = y.new_zeros((len(rows), y.shape[1]), dtype=wide)
     for j in range(groups.top_k):
-        part = torch.where((rows[:, j] < groups.offs[-1])[:, None], y[rows[:, j]], 0).to(wide)
-        total += part if s is None else part * s[:, j, None].to(wide)
+        part = y[rows[:, j]].to(wide)
+        part = part if s is None else part * s[:, j, None].to(wide)
+        total += torch.where((rows[:, j] < groups.offs[-1])[:, None], part, 0)
     return total.to(y.dtype)
 
 
@@ -113,7 +114,7 @@ def experts_dw(a, b, groups, precision, out, *, gathered, add=False):
         out.zero_()
     for expert, rows in _each(groups):
         left, right = (t[tokens[rows]] if gathered == side else t[rows] for side, t in (("a", a), ("b", b)))
-        if out.dtype != a.dtype:  # a CPU has no such product
+        if add:  # a CPU has no such product
             left, right = left.to(wide_of(a.dtype)), right.to(wide_of(a.dtype))
         out[expert] += torch.mm(left.t(), right)
 

@@ -35,10 +35,10 @@ def _weight_grad(p, weight: Tensor, a: Tensor, b: Tensor, groups: eager.Groups, 
 
 def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
     """<dy[t], bias[e]> for every slot: the part of its weight's gradient that no hidden layer shows."""
-    wide, experts = eager.wide_of(dy.dtype), len(bias)
-    shares = torch.mm(dy.to(wide), bias.to(wide).t())
-    dropped = (index < 0) | (index >= experts)
-    return shares.gather(1, index.masked_fill(dropped, 0).long()).masked_fill(dropped, 0)
+    wide, dropped = eager.wide_of(dy.dtype), (index < 0) | (index >= len(bias))
+    dy, bias, index = dy.to(wide), bias.to(wide), index.masked_fill(dropped, 0).long()
+    shares = [(dy * bias[experts]).sum(1) for experts in index.unbind(1)] if len(bias) else [dy.new_zeros(len(dy))]
+    return torch.stack(shares, 1).masked_fill(dropped, 0)
 
 
 class Experts(Op):
@@ -87,7 +87,11 @@ class Experts(Op):
         w_, b_, wd_ = (cast_parameter(t, dtype) for t in (w, b, wd))
         grads = dict.fromkeys(range(7))
         wanted = dict(hs=need_wd, dgu=need_x or need_w or need_b, ds=need_s)
-        if any(wanted.values()):
+        if need_wd and not (wanted["dgu"] or need_s):  # forward's h, without the product that gives its gradient
+            gu = p.experts_fwd(x, w_, b_, groups, activation, precision, keep_gu=True)[1] if gu is None else gu
+            h, wide = p.act_fwd(*gu.chunk(2, 1), activation), eager.wide_of(dtype)
+            hs = (h.to(wide) * weights.reshape(-1)[order].to(wide)[:, None]).to(dtype)
+        elif any(wanted.values()):
             if gu is None:
                 hs, dgu, ds = p.experts_bwd(x, w_, b_, dy, wd_, weights, groups, activation, precision, **wanted)
             else:
@@ -140,9 +144,9 @@ class Experts(Op):
     @staticmethod
     def backward_flops(dy, x, index, s, w, b, wd, bd, order, inv, offs, gu, *statics_and_needs, out_val=None):
         need_x, _, need_s, need_w, need_b, need_wd, _ = flags(statics_and_needs[-1], 7)
-        hidden = need_x or need_s or need_w or need_b or need_wd
+        hidden = need_x or need_s or need_w or need_b
         gate_up, down = w.shape[1] * w.shape[2], wd.shape[1] * wd.shape[2]
-        inner = (hidden and gu is None) + need_x + need_w
+        inner = ((hidden or need_wd) and gu is None) + need_x + need_w
         return 2 * index.numel() * (inner * gate_up + (hidden + need_wd) * down)
 
 
