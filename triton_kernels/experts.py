@@ -49,7 +49,7 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
     ("experts_bwd", 90): {
         "few": Tile(64, 64, 64, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 8), "32": Tile(64, 64, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "16": Tile(128, 128, 64, 8, 3, 8), "32": Tile(64, 64, 32, 8, 3, 4), "ragged": Tile(64, 64, 64, 8, 2, 2)
     },
     ("experts_bwd", 80): {
         "few": Tile(64, 64, 32, 4, 3),
@@ -106,13 +106,14 @@ def _tiles_kernel(offs_ptr, tiles_ptr, E, MAX_TILES, BLOCK_M: tl.constexpr, BLOC
     """
     expert = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
-    first = 0
+    first = tl.full((), 0, tl.int64)  # an int32 is summed by an instruction that the emulator does not know
     for e in range(0, expert, BLOCK):
         mask = e + offs < expert
         start = tl.load(offs_ptr + e + offs, mask=mask, other=0)
         stop = tl.load(offs_ptr + e + offs + 1, mask=mask, other=0)
-        first += tl.sum((stop - start + BLOCK_M - 1) // BLOCK_M)
+        first += tl.sum(((stop - start + BLOCK_M - 1) // BLOCK_M).to(tl.int64))
     row = tl.load(offs_ptr + expert)
+    first = first.to(tl.int32)
     count = MAX_TILES - first
     which = -1
     if expert < E:

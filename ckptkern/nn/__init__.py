@@ -7,6 +7,7 @@ import torch
 
 from .attention import MultiheadAttention
 from .dropout import Dropout
+from .experts import Experts
 from .linear import Linear, LinearStack
 from .llama import LlamaAttention, LlamaDecoderLayer, rotary_tables
 from .mlp import MLP, GatedMLP
@@ -14,8 +15,8 @@ from .sequential import Sequential
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
-    "MLP", "Dropout", "GatedMLP", "Linear", "LinearStack", "LlamaAttention", "LlamaDecoderLayer", "MultiheadAttention",
-    "Sequential", "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
+    "MLP", "Dropout", "Experts", "GatedMLP", "Linear", "LinearStack", "LlamaAttention", "LlamaDecoderLayer",
+    "MultiheadAttention", "Sequential", "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
 ]  # fmt: skip
 
 

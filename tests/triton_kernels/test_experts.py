@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
+from cases import Watch
 from kernel_cases import ACTIVATIONS, DTYPES, assert_accurate, assert_equal
 from ops import test_experts as shared
 from ops.test_experts import gradients, ours_of, routing, tensors_of, theirs_of
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern import eager, triton_kernels
@@ -16,8 +16,8 @@ from ckptkern.triton_kernels import experts
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, family_of
 
 KINDS = {  # tokens, top_k, experts, features, hidden: several tiles, and none full
-    "even": (50, 2, 3, 45, 41), "empty experts": (40, 3, 5, 35, 41), "dropped": (70, 2, 3, 33, 20), "all dropped": (9, 2, 4, 8, 9),
-    "one expert": (40, 2, 2, 16, 36),
+    "even": (50, 2, 3, 45, 41), "empty experts": (40, 3, 5, 35, 41), "dropped": (70, 2, 3, 33, 20),
+    "all dropped": (9, 2, 4, 8, 9), "one expert": (40, 2, 2, 16, 36),
 }  # fmt: skip
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -170,16 +170,16 @@ def test_routing(kind, device):
     assert (order.dtype, inv.dtype, offs.dtype, top_k) == (torch.int32, torch.int32, torch.int32, 3)
 
 
-class NoSync(TorchDispatchMode):
-    """Raises where a value or a shape that depends on values would have to come from the device."""
+class NoSync(Watch):
+    """Raises where a value, or a shape that depends on values, would have to come from the device."""
+
+    SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"), name
-        assert not any(
-            isinstance(arg, Tensor) and arg.dtype == torch.bool for arg in (args[1] or ()) if name == "aten::index"
-        )
-        return func(*args, **(kwargs or {}))
+        assert func._schema.name.removeprefix("aten::") not in self.SYNCS, func
+        if func is torch.ops.aten.index.Tensor:
+            assert not any(one is not None and one.dtype == torch.bool for one in args[1])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @pytest.mark.parametrize("level", ["selective", "full"])
