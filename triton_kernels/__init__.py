@@ -3,13 +3,20 @@
 Reading order: tile.py (tiles, dot, cast), elementwise.py (activations), philox.py (dropout masks), linear.py
 (Linear + activation), mlp.py (MLP and gated MLP), stack.py (narrow chains), norm.py, rotary.py, attention.py (with
 attention_scores.py and attention_backward.py), experts.py (with
-experts_backward.py). Kernels import nothing of ckptkern but kernels.
+experts_tiles.py and experts_backward.py). Kernels import nothing of ckptkern but kernels.
 """
 
 from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd
 from .elementwise import act_bwd, act_fwd, dropout
-from .experts import experts_combine, experts_fwd, experts_product
-from .experts_backward import experts_act_grad, experts_bwd, experts_dw, experts_sums
+from .experts import (
+    experts_act_grad,
+    experts_bwd,
+    experts_combine,
+    experts_dw,
+    experts_fwd,
+    experts_product,
+    experts_sums,
+)
 from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd

@@ -18,127 +18,16 @@ import triton
 import triton.language as tl
 
 from .elementwise import store_tile
+from .experts_backward import (
+    _experts_act_grad_kernel,
+    _experts_bwd_kernel,
+    _experts_dw_kernel,
+    _experts_sums_kernel,
+)
+from .experts_tiles import dense_groups, expert_tile, grid_of_tiles, of_expert, stacked, tile_of, tiles_of
 from .linear import preact_tile
 from .mlp import gated_tile
-from .tile import (
-    INTERPRETED_TILE,
-    INTERPRETER,
-    Tile,
-    arch_of,
-    by_slices,
-    cast,
-    dot,
-    family_of,
-    launch,
-    matrix,
-    product_tile,
-    program_tile,
-    rows_of,
-    widen,
-)  # fmt: skip
-
-# (kernel, architecture) -> the tile per shape class, as tile.TILES; "few": few rows for each expert.
-TILES: dict[tuple[str, int], dict[str, Tile]] = {
-    ("experts_fwd", 90): {
-        "few": Tile(64, 128, 64, 8, 3, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
-    },
-    ("experts_fwd", 80): {
-        "few": Tile(64, 128, 32, 8, 3),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 4, 2, 2)
-    },
-    ("experts_bwd", 90): {
-        "few": Tile(64, 64, 64, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 8), "32": Tile(64, 64, 32, 8, 3, 4), "ragged": Tile(64, 64, 64, 8, 2, 2)
-    },
-    ("experts_bwd", 80): {
-        "few": Tile(64, 64, 32, 4, 3),
-        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3, 2), "ragged": Tile(64, 64, 32, 8, 2, 2)
-    },
-    ("experts_act_grad", 90): {
-        "few": Tile(64, 128, 64, 8, 4, 4),
-        "16": Tile(128, 128, 64, 8, 4, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
-    },
-    ("experts_act_grad", 80): {
-        "few": Tile(64, 64, 32, 4, 4, 2),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
-    },
-    ("experts_product", 90): {
-        "few": Tile(64, 256, 64, 8, 3, 4),
-        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
-    },
-    ("experts_product", 80): {
-        "few": Tile(64, 128, 32, 8, 4),
-        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
-    },
-    ("experts_dw", 90): {
-        "few": Tile(128, 128, 64, 8, 5, 2),
-        "16": Tile(128, 256, 64, 8, 5, 4), "32": Tile(64, 64, 32, 8, 5), "ragged": Tile(64, 64, 64, 8, 2)
-    },
-    ("experts_dw", 80): {
-        "few": Tile(128, 128, 32, 8, 5, 2),
-        "16": Tile(128, 128, 64, 8, 5, 2), "32": Tile(64, 64, 32, 8, 5), "ragged": Tile(64, 64, 32, 8, 2)
-    },
-}  # fmt: skip
-# An expert's last tile is half empty: at 256 rows a quarter of the products with tiles of 128, an eighth with 64. MODEL.
-FEW_ROWS = 256
-
-
-def tile_of(kernel: str, x: torch.Tensor, rows: int, experts: int, *operands: torch.Tensor) -> Tile:
-    """As `tile.tile_for`, for matrices and stacks of them."""
-    arch = arch_of(x)
-    if arch == INTERPRETER:
-        return INTERPRETED_TILE
-    tiles = TILES[kernel, family_of(arch)]
-    for one in operands:
-        if one.shape[-1] % 16 or one.data_ptr() % 16 or any(stride % 16 for stride in one.stride()[:-1]):
-            return tiles["ragged"]
-    if x.dtype.itemsize == 4:
-        return tiles["32"]
-    return tiles["few" if rows < FEW_ROWS * experts else "16"]
-
-
-@triton.jit(do_not_specialize=["E", "MAX_TILES"])
-def _tiles_kernel(offs_ptr, tiles_ptr, E, MAX_TILES, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """tiles [2, MAX_TILES]: the expert of each tile of rows (-1: there is no such tile), and its first row.
-
-    Program e writes expert e's, behind those of all experts before it; program E the rest.
-    """
-    expert = tl.program_id(0)
-    offs = tl.arange(0, BLOCK)
-    first = tl.full((), 0, tl.int64)  # an int32 is summed by an instruction that the emulator does not know
-    for e in range(0, expert, BLOCK):
-        mask = e + offs < expert
-        start = tl.load(offs_ptr + e + offs, mask=mask, other=0)
-        stop = tl.load(offs_ptr + e + offs + 1, mask=mask, other=0)
-        first += tl.sum(((stop - start + BLOCK_M - 1) // BLOCK_M).to(tl.int64))
-    row = tl.load(offs_ptr + expert)
-    first = first.to(tl.int32)
-    count = MAX_TILES - first
-    which = -1
-    if expert < E:
-        count = (tl.load(offs_ptr + expert + 1) - row + BLOCK_M - 1) // BLOCK_M
-        which = expert
-    for i in range(0, count, BLOCK):
-        tile = i + offs
-        tl.store(tiles_ptr + first + tile, which + tl.zeros_like(tile), mask=tile < count)
-        tl.store(tiles_ptr + MAX_TILES + first + tile, row + tile * BLOCK_M, mask=tile < count)
-
-
-@triton.jit
-def expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(expert or -1, rows [BLOCK_M], R in place of those that are not its own, tile column)."""
-    tile, pid_n = program_tile(MAX_TILES * BLOCK_M, N, BLOCK_M, BLOCK_N)
-    expert = tl.load(tiles_ptr + tile)
-    rows = tl.load(tiles_ptr + MAX_TILES + tile) + tl.arange(0, BLOCK_M)
-    return expert, tl.where(rows < tl.load(offs_ptr + expert + 1), rows, R), pid_n
-
-
-@triton.jit
-def of_expert(w_stack, expert):
-    """(ptr, stride of rows) of one expert's matrix."""
-    w_ptr, stride_we, stride_wn = w_stack
-    return w_ptr + expert.to(tl.int64) * stride_we, stride_wn
+from .tile import INTERPRETER, Tile, arch_of, by_slices, cast, dot, launch, matrix, product_tile, rows_of, widen
 
 
 @triton.jit
@@ -258,27 +147,6 @@ def _experts_combine_kernel(
         tl.store(out_ptr + token * stride_om + offs_d, cast(acc, out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
-def stacked(w: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """(ptr, stride of matrices, stride of rows)."""
-    return w, w.stride(0), w.stride(1)
-
-
-def dense_groups(groups):
-    """Order, inverse and offsets with their elements side by side: hooks on saved tensors may give others."""
-    return tuple(t.contiguous() for t in groups[:3])
-
-
-def tiles_of(offs: torch.Tensor, rows: int, tile: Tile) -> torch.Tensor:
-    E = offs.numel() - 1
-    tiles = torch.empty((2, triton.cdiv(rows, tile.BLOCK_M) + min(E, rows)), dtype=torch.int32, device=offs.device)
-    launch(_tiles_kernel, (E + 1,), offs, tiles, E, tiles.shape[1], BLOCK_M=tile.BLOCK_M, BLOCK=256, num_warps=4)
-    return tiles
-
-
-def grid_of_tiles(tiles: torch.Tensor, N: int, tile: Tile) -> tuple[int]:
-    return (tiles.shape[1] * triton.cdiv(N, tile.BLOCK_N),)
-
-
 def experts_fwd(x, w, b, groups, activation: str, precision: str, *, keep_gu=False, tile=None):
     """h = act(g) u, [g|u] = x[t] w[e]^T + b[e] -> (h [R, N], gu [R, 2 N] or None).
 
@@ -327,5 +195,96 @@ def experts_combine(y, s, groups):
         launch(
             _experts_combine_kernel, (T,), matrix(y), s, inv, offs, matrix(out), E, D,
             TOP_K=groups.top_k, BLOCK_D=32 if arch_of(y) == INTERPRETER else 1024, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def _gradients(dy, N: int, s, groups, tile: Tile, hs: bool, dgu: bool, ds: bool):
+    """Room for (s h, dgu, partial sums of ds)."""
+    R = groups.order.numel()
+    return (
+        torch.empty((R, N), dtype=dy.dtype, device=dy.device) if hs else None,
+        torch.empty((R, 2 * N), dtype=dy.dtype, device=dy.device) if dgu else None,
+        torch.empty((triton.cdiv(N, tile.BLOCK_N) * tile.SUB, R), dtype=torch.float32, device=dy.device)
+        if ds
+        else None,
+    )
+
+
+def _of_slots(partial, s, groups):
+    """ds [T, k] float32 from partial sums [slices, R]; 0 for slots that no expert has."""
+    if partial is None:
+        return None
+    return torch.where(groups.inv < groups.offs[-1], partial.sum(0)[groups.inv], 0.0).view(s.shape)
+
+
+def experts_bwd(
+    x, w, b, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, tile=None
+):  # fmt: skip
+    """x, dy [T, K], w [E, 2 N, K], b [E, 2 N] or None, wd [E, K, N], s [T, k]
+    -> (s h [R, N], [dg|du] [R, 2 N], ds float32 [T, k]), each None unless asked for."""
+    (T, K), R, E, N = x.shape, groups.order.numel(), len(w), wd.shape[2]
+    x, w, dy, wd = map(rows_of, (x, w, dy, wd))
+    b, s = None if b is None else b.contiguous(), s.contiguous()
+    order, _, offs = dense_groups(groups)
+    tile = tile or tile_of("experts_bwd", x, R, E, x, w, dy, wd)
+    h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
+    if R and N and E:
+        tiles = tiles_of(offs, R, tile)
+        launch(
+            _experts_bwd_kernel, grid_of_tiles(tiles, N, tile), matrix(x), stacked(w), b, matrix(dy), stacked(wd), s,
+            (matrix(h), matrix(grads), partial), order, offs, tiles, tiles.shape[1], R, T, N, K,
+            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return h, grads, _of_slots(partial, s, groups)
+
+
+def experts_act_grad(
+    gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, tile=None
+):  # fmt: skip
+    """The outputs of `experts_bwd` from stored gu [R, 2 N]: one product, dh = dy[t] wd[e]."""
+    (T, K), R, E, N = dy.shape, groups.order.numel(), len(wd), wd.shape[2]
+    gu, dy, wd, s = rows_of(gu), rows_of(dy), rows_of(wd), s.contiguous()
+    order, _, offs = dense_groups(groups)
+    tile = tile or tile_of("experts_act_grad", dy, R, E, gu, dy, wd)
+    h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
+    if R and N and E:
+        tiles = tiles_of(offs, R, tile)
+        launch(
+            _experts_act_grad_kernel, grid_of_tiles(tiles, N, tile), matrix(gu), matrix(dy), stacked(wd), s,
+            (matrix(h), matrix(grads), partial), order, offs, tiles, tiles.shape[1], R, T, N, K,
+            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return h, grads, _of_slots(partial, s, groups)
+
+
+def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False, tile=None) -> None:
+    """out[e] [M, N] = sum over the rows of e of a^T b, in float32, rounded once; added to out's own if `add`.
+
+    gathered: "a" [T, M] and b [R, N], or "b" [T, N] and a [R, M]. An expert without rows gets zeros.
+    """
+    E, M, N = out.shape
+    a, b = rows_of(a), rows_of(b)
+    order, _, offs = dense_groups(groups)
+    if E and M and N:
+        tile = tile or tile_of("experts_dw", a, groups.order.numel(), E, a, b, out)
+        launch(
+            _experts_dw_kernel, (E * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N),), matrix(a), matrix(b),
+            stacked(out), order, offs, M, N,
+            TOP_K=groups.top_k, GATHER_A=gathered == "a", ADD=add, PRECISION=precision, **tile.launch_options(),
+        )  # fmt: skip
+
+
+def experts_sums(a, s, groups, *, gathered: bool):
+    """out[e] = sum over the rows of e of a, float32 [E, N]: a [T, N] if gathered, else [R, N]; s: weights of slots, or None."""
+    E, N = groups.offs.numel() - 1, a.shape[1]
+    a, s = rows_of(a), None if s is None else s.contiguous()
+    order, _, offs = dense_groups(groups)
+    out = torch.empty((E, N), dtype=torch.float32, device=a.device)
+    if E and N:
+        blocks = dict(BLOCK_M=32, BLOCK_N=32 if arch_of(a) == INTERPRETER else 128)
+        launch(
+            _experts_sums_kernel, (E * triton.cdiv(N, blocks["BLOCK_N"]),), matrix(a), s, out, order, offs, N,
+            TOP_K=groups.top_k, GATHERED=gathered, num_warps=4, enable_fp_fusion=False, **blocks,
         )  # fmt: skip
     return out

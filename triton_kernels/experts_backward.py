@@ -1,15 +1,14 @@
-"""The experts' backward: gradients of rows, and sums over the rows of each expert. The maths is in experts.py."""
+"""Kernels of the experts' backward: gradients of rows, and sums over the rows of each expert. The maths is in experts.py."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from .elementwise import act, act_grad, load_tile, store_tile
-from .experts import dense_groups, expert_tile, grid_of_tiles, of_expert, stacked, tile_of, tiles_of
+from .experts_tiles import expert_tile, of_expert
 from .linear import preact_tile
-from .tile import INTERPRETER, Tile, arch_of, by_slices, cast, dot, launch, matrix, product_tile, rows_of, widen
+from .tile import by_slices, cast, dot, product_tile, widen
 
 
 @triton.jit
@@ -158,94 +157,3 @@ def _experts_sums_kernel(
             a *= tl.load(s_ptr + slots, mask=rows < stop, other=0.0).to(tl.float32)[:, None]
         acc += tl.sum(a, axis=0)
     tl.store(out_ptr + expert.to(tl.int64) * N + offs_n, acc, mask=offs_n < N)
-
-
-def _gradients(dy, N: int, s, groups, tile: Tile, hs: bool, dgu: bool, ds: bool):
-    """Room for (s h, dgu, partial sums of ds)."""
-    R = groups.order.numel()
-    return (
-        torch.empty((R, N), dtype=dy.dtype, device=dy.device) if hs else None,
-        torch.empty((R, 2 * N), dtype=dy.dtype, device=dy.device) if dgu else None,
-        torch.empty((triton.cdiv(N, tile.BLOCK_N) * tile.SUB, R), dtype=torch.float32, device=dy.device)
-        if ds
-        else None,
-    )
-
-
-def _of_slots(partial, s, groups):
-    """ds [T, k] float32 from partial sums [slices, R]; 0 for slots that no expert has."""
-    if partial is None:
-        return None
-    return torch.where(groups.inv < groups.offs[-1], partial.sum(0)[groups.inv], 0.0).view(s.shape)
-
-
-def experts_bwd(
-    x, w, b, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, tile=None
-):  # fmt: skip
-    """x, dy [T, K], w [E, 2 N, K], b [E, 2 N] or None, wd [E, K, N], s [T, k]
-    -> (s h [R, N], [dg|du] [R, 2 N], ds float32 [T, k]), each None unless asked for."""
-    (T, K), R, E, N = x.shape, groups.order.numel(), len(w), wd.shape[2]
-    x, w, dy, wd = map(rows_of, (x, w, dy, wd))
-    b, s = None if b is None else b.contiguous(), s.contiguous()
-    order, _, offs = dense_groups(groups)
-    tile = tile or tile_of("experts_bwd", x, R, E, x, w, dy, wd)
-    h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
-    if R and N and E:
-        tiles = tiles_of(offs, R, tile)
-        launch(
-            _experts_bwd_kernel, grid_of_tiles(tiles, N, tile), matrix(x), stacked(w), b, matrix(dy), stacked(wd), s,
-            (matrix(h), matrix(grads), partial), order, offs, tiles, tiles.shape[1], R, T, N, K,
-            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
-    return h, grads, _of_slots(partial, s, groups)
-
-
-def experts_act_grad(
-    gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, tile=None
-):  # fmt: skip
-    """The outputs of `experts_bwd` from stored gu [R, 2 N]: one product, dh = dy[t] wd[e]."""
-    (T, K), R, E, N = dy.shape, groups.order.numel(), len(wd), wd.shape[2]
-    gu, dy, wd, s = rows_of(gu), rows_of(dy), rows_of(wd), s.contiguous()
-    order, _, offs = dense_groups(groups)
-    tile = tile or tile_of("experts_act_grad", dy, R, E, gu, dy, wd)
-    h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
-    if R and N and E:
-        tiles = tiles_of(offs, R, tile)
-        launch(
-            _experts_act_grad_kernel, grid_of_tiles(tiles, N, tile), matrix(gu), matrix(dy), stacked(wd), s,
-            (matrix(h), matrix(grads), partial), order, offs, tiles, tiles.shape[1], R, T, N, K,
-            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
-    return h, grads, _of_slots(partial, s, groups)
-
-
-def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False, tile=None) -> None:
-    """out[e] [M, N] = sum over the rows of e of a^T b, in float32, rounded once; added to out's own if `add`.
-
-    gathered: "a" [T, M] and b [R, N], or "b" [T, N] and a [R, M]. An expert without rows gets zeros.
-    """
-    E, M, N = out.shape
-    a, b = rows_of(a), rows_of(b)
-    order, _, offs = dense_groups(groups)
-    if E and M and N:
-        tile = tile or tile_of("experts_dw", a, groups.order.numel(), E, a, b, out)
-        launch(
-            _experts_dw_kernel, (E * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N),), matrix(a), matrix(b),
-            stacked(out), order, offs, M, N,
-            TOP_K=groups.top_k, GATHER_A=gathered == "a", ADD=add, PRECISION=precision, **tile.launch_options(),
-        )  # fmt: skip
-
-
-def experts_sums(a, s, groups, *, gathered: bool):
-    """out[e] = sum over the rows of e of a, float32 [E, N]: a [T, N] if gathered, else [R, N]; s: weights of slots, or None."""
-    E, N = groups.offs.numel() - 1, a.shape[1]
-    a, s = rows_of(a), None if s is None else s.contiguous()
-    order, _, offs = dense_groups(groups)
-    out = torch.empty((E, N), dtype=torch.float32, device=a.device)
-    if E and N:
-        blocks = dict(BLOCK_M=32, BLOCK_N=32 if arch_of(a) == INTERPRETER else 128)
-        launch(
-            _experts_sums_kernel, (E * triton.cdiv(N, blocks["BLOCK_N"]),), matrix(a), s, out, order, offs, N,
-            TOP_K=groups.top_k, GATHERED=gathered, num_warps=4, enable_fp_fusion=False, **blocks,
-        )  # fmt: skip
-    return out

@@ -1,16 +1,11 @@
-"""The launches of the experts' kernels, as cases of the gate."""
+"""The launches of the experts' kernels: functions of a Case and its Inputs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .launchers import precision_of
 
-if TYPE_CHECKING:
-    from .cases import Case, Inputs
 
-
-def _given(case: Case, given: Inputs):
+def _given(case, given):
     """(groups, x [T, K], w [E, 2 N, K], b or None, wd [E, K, N], s [T, k]) of as many rows as other products have."""
     M, K, N = (given.sizes(case)[letter] for letter in "MKN")
     T, E, dtype = M // given.TOP_K, given.EXPERTS, given.dtype(case.dtype)
@@ -20,24 +15,24 @@ def _given(case: Case, given: Inputs):
     return given.groups(T), x, w, b, wd, s
 
 
-def _fwd(case: Case, given: Inputs):
+def _fwd(case, given):
     groups, x, w, b, _, _ = _given(case, given)
     return given.backend.experts_fwd(x, w, b, groups, case.activation, precision_of(case), keep_gu=case.extras)
 
 
-def _bwd(case: Case, given: Inputs):
+def _bwd(case, given):
     groups, x, w, b, wd, s = _given(case, given)
     dy, wanted = given(*x.shape, dtype=x.dtype), dict.fromkeys(("hs", "ds"), case.extras)
     return given.backend.experts_bwd(x, w, b, dy, wd, s, groups, case.activation, precision_of(case), **wanted)
 
 
-def _act_grad(case: Case, given: Inputs):
+def _act_grad(case, given):
     groups, x, w, _, wd, s = _given(case, given)
     gu, wanted = given(groups.order.numel(), w.shape[1], dtype=x.dtype), dict.fromkeys(("hs", "ds"), case.extras)
     return given.backend.experts_act_grad(gu, x, wd, s, groups, case.activation, precision_of(case), **wanted)
 
 
-def _product(case: Case, given: Inputs):
+def _product(case, given):
     groups, x, w, b, wd, _ = _given(case, given)
     if case.activation == "dx":
         a = given(groups.order.numel(), w.shape[1], dtype=x.dtype)
@@ -46,7 +41,7 @@ def _product(case: Case, given: Inputs):
     return given.backend.experts_product(a, wd, b, groups, precision_of(case), transposed=True)
 
 
-def _dw(case: Case, given: Inputs):
+def _dw(case, given):
     """Of down's weight into a main_grad, or of the others'."""
     groups, x, w, _, wd, _ = _given(case, given)
     R, precision = groups.order.numel(), precision_of(case)
@@ -59,13 +54,13 @@ def _dw(case: Case, given: Inputs):
     return out
 
 
-def _combine(case: Case, given: Inputs):
+def _combine(case, given):
     groups, x, _, _, _, s = _given(case, given)
     y = given(groups.order.numel(), x.shape[1], dtype=x.dtype)
     return given.backend.experts_combine(y, s if case.activation == "weighted" else None, groups)
 
 
-def _sums(case: Case, given: Inputs):
+def _sums(case, given):
     groups, x, _, _, _, s = _given(case, given)
     if case.activation == "gathered":
         return given.backend.experts_sums(x, s, groups, gathered=True)

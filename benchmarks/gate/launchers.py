@@ -6,10 +6,6 @@ A launcher has the arguments and results of the function of the same name in `ck
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .cases import AttentionCase, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,5 +56,6 @@ _TABLE = [
 LAUNCHERS = {launcher.name: launcher for launcher in _TABLE}
 
 
-def precision_of(case: Case | AttentionCase) -> str:
+def precision_of(case) -> str:
+    """Of the products of a Case or an AttentionCase."""
     return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ckptkern
 from ckptkern import eager, triton_kernels
-from ckptkern.triton_kernels import experts
+from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, family_of
 
 KINDS = {  # tokens, top_k, experts, features, hidden: several tiles, and none full
@@ -147,7 +147,7 @@ def test_tiles(sizes, dropped, device):
     offs = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
     rows = sum(sizes) + dropped
     tile = INTERPRETED_TILE
-    found = experts.tiles_of(offs, rows, tile).tolist()
+    found = experts_tiles.tiles_of(offs, rows, tile).tolist()
     expected = [
         (e, start + row) for e, (start, size) in enumerate(zip(offs.tolist(), sizes, strict=False))
         for row in range(0, size, tile.BLOCK_M)
@@ -254,27 +254,27 @@ def test_rows_that_start_beyond_2_to_the_31(device):
         assert torch.equal(triton_kernels.experts_fwd(x, w, None, given.groups, "silu", "ieee")[0], h)
 
 
-@pytest.mark.parametrize("key", sorted(experts.TILES), ids=str)
+@pytest.mark.parametrize("key", sorted(experts_tiles.TILES), ids=str)
 def test_tile_tables(key):
     """Every class has a tile; all of a power of two, at least 64 wide on sm_90 (triton#11366)."""
-    assert set(experts.TILES[key]) == {"16", "few", "32", "ragged"}
-    for tile in experts.TILES[key].values():
+    assert set(experts_tiles.TILES[key]) == {"16", "few", "32", "ragged"}
+    for tile in experts_tiles.TILES[key].values():
         assert all(n & (n - 1) == 0 for n in (tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.num_warps, tile.SUB))
         assert min(tile.BLOCK_M, tile.BLOCK_N) >= 64
 
 
 def test_tile_choice(monkeypatch):
     """Few rows an expert take low tiles; one stride, address or length that is no multiple of 16 makes the launch ragged."""
-    monkeypatch.setattr(experts, "arch_of", lambda x: 90)
+    monkeypatch.setattr(experts_tiles, "arch_of", lambda x: 90)
     x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((64, 64), (4, 64, 64)))
-    table = experts.TILES["experts_fwd", family_of(90)]
-    assert experts.tile_of("experts_fwd", x, 4 * 256, 4, x, w) == table["16"]
-    assert experts.tile_of("experts_fwd", x, 4 * 256 - 1, 4, x, w) == table["few"]
-    assert experts.tile_of("experts_fwd", x.float(), 4096, 4, x.float(), w.float()) == table["32"]
+    table = experts_tiles.TILES["experts_fwd", family_of(90)]
+    assert experts_tiles.tile_of("experts_fwd", x, 4 * 256, 4, x, w) == table["16"]
+    assert experts_tiles.tile_of("experts_fwd", x, 4 * 256 - 1, 4, x, w) == table["few"]
+    assert experts_tiles.tile_of("experts_fwd", x.float(), 4096, 4, x.float(), w.float()) == table["32"]
     for uneven in (
         w[:, :, 1:],
         w[:, :, :63],
         w.as_strided(w.shape, (4104, 64, 1)),
         w.as_strided(w.shape, (4096, 72, 1)),
     ):
-        assert experts.tile_of("experts_fwd", x, 4096, 4, x, uneven) == table["ragged"]
+        assert experts_tiles.tile_of("experts_fwd", x, 4096, 4, x, uneven) == table["ragged"]

@@ -25,7 +25,7 @@ from ckptkern.benchmarks.gate.cases import (
     Case,
     Inputs,
 )  # fmt: skip
-from ckptkern.triton_kernels import experts
+from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import MULTIPROCESSORS, arch_of, family_of
 
 TF32 = 2.0**-9  # operands have 11 bits
@@ -181,7 +181,7 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
     case = dataclasses.replace(case, arch=family)
     if case.kind != "few":  # a card with one multiprocessor is never idle: the tiles of large launches
         monkeypatch.setitem(MULTIPROCESSORS, family, 1)
-        monkeypatch.setattr(experts, "FEW_ROWS", 0)
+        monkeypatch.setattr(experts_tiles, "FEW_ROWS", 0)
     given = Small(device)
     ours = named(case.launch(given))
     eagers, exact = (named(case.launch(Again(given, exact))) for exact in (False, True))
