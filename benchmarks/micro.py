@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import eager, memory, ops
 from . import cases
 from .cases import ATTENTION_RIVALS, LEVELS, TOKENS, Case, Function, Item, Maker, Size
-from .models import MLP, Attention, Core, GatedMLP, Layer, LossHead, MLPBlock
+from .models import MLP, Attention, Core, GatedMLP, GroupedRows, Layer, LossHead, Mixture, MLPBlock
 
 FEATURES = {"cuda": 1024, "cpu": 128}
 LENGTH = {"cuda": 2048, "cpu": 128}
@@ -44,6 +44,8 @@ OPTIONS = {
     "classes": Option(int, "of the loss: the vocabulary", "V"),
     "softcap": Option(float, "of the loss's logits: c tanh(z / c), 0 for none", "c"),
     "layers": Option(int, "of the stack", "L"),
+    "experts": Option(int, "of the mixture", "E"),
+    "top_k": Option(int, "experts of a token", "k"),
     "heads": Option(int, "of queries", "H"),
     "kv_heads": Option(int, "of keys and values", "K"),
     "head_dim": Option(int, "features per head", "D"),
@@ -89,6 +91,14 @@ def _mlp_block(v: SimpleNamespace) -> MLPBlock:
     return MLPBlock(v.features, _mlp(v), v.activation, v.norm)
 
 
+def _mixture(v: SimpleNamespace) -> Mixture:
+    return Mixture(v.features, Act(v.activation), v.hidden, v.experts, v.top_k)
+
+
+def _grouped_rows(v: SimpleNamespace) -> GroupedRows:
+    return GroupedRows(v.features, Act(v.activation), v.hidden, v.experts)
+
+
 def _core(v: SimpleNamespace) -> Core:
     return Core(v.heads, v.kv_heads, v.dropout, v.causal)
 
@@ -119,6 +129,18 @@ def _run_gated(v: SimpleNamespace, model: GatedMLP, level: str) -> Function:
         x, model.gate.weight, model.up.weight, model.down.weight, v.activation, v.dropout, gate_bias=model.gate.bias,
         up_bias=model.up.bias, down_bias=model.down.bias, training=model.training, recompute=level,
     )  # fmt: skip
+
+
+def _run_mixture(v: SimpleNamespace, model: Mixture, level: str) -> Function:
+    return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, v.activation, recompute=level)
+
+
+def _run_grouped_rows(v: SimpleNamespace, model: GroupedRows, level: str) -> Function:
+    def function(x: Tensor) -> Tensor:
+        ends = torch.tensor(model.ends(x), dtype=torch.int32, device=x.device)
+        return ops.grouped_gated_mlp(x, ends, model.gate_up, model.down, v.activation, recompute=level)
+
+    return function
 
 
 def _run_mlp_block(v: SimpleNamespace, model: MLPBlock, level: str) -> Function:
@@ -188,6 +210,7 @@ Make = Callable[[SimpleNamespace], nn.Module]
 _ROWS = {"features": FEATURES, "tokens": TOKENS}
 _HEADS = {"heads": None, "kv_heads": None, "length": LENGTH, "causal": True}
 _HIDDEN = {"hidden": None, "dropout": 0.0}
+_EXPERTS = {"hidden": {"cuda": 768, "cpu": 48}, "experts": {"cuda": 128, "cpu": 8}, "activation": "silu"}
 
 
 @dataclass(frozen=True)
@@ -216,6 +239,11 @@ OPS = {
     ),
     "mlp": Op({**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, rivals=_mlp_rivals),
     "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, rivals=_gated_rivals),
+    "moe_mlp": Op(
+        {**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _mixture, _run_mixture,
+        rivals=lambda v: {"torch grouped_mm": cases.grouped_mm},
+    ),
+    "grouped_gated_mlp": Op({**_ROWS, **_EXPERTS}, _grouped_rows, _run_grouped_rows),
     "mlp_block": Op(
         {**_ROWS, **_HIDDEN, "activation": "gelu", "gated": False, "norm": "layer", "bias": True}, _mlp_block, _run_mlp_block
     ),

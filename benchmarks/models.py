@@ -64,6 +64,65 @@ class GatedMLP(nn.Module):
         )  # fmt: skip
 
 
+class Mixture(nn.Module):
+    """Every row through `top_k` of many gated MLPs, in the layout of transformers 5, each times a weight of its router.
+
+    Which they are depends on the row's place alone: the choice of a router would change with the rounding. By default the
+    sizes of Qwen3-30B-A3B, and smaller ones for narrow models.
+    """
+
+    def __init__(
+        self, width: int, act: nn.Module | None = None, hidden: int | None = None, experts: int | None = None,
+        top_k: int | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        size = next(size for most, size in MIXTURES.items() if width >= most)
+        self.experts, self.top_k, hidden = experts or size[0], top_k or size[1], hidden or 3 * width // 8
+        self.gate_up = nn.Parameter(torch.randn(self.experts, 2 * hidden, width) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(self.experts, width, hidden) * hidden**-0.5)
+        self.router, self.act = nn.Linear(width, self.top_k, bias=False), act or nn.SiLU()
+
+    def routing(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(experts [rows, top_k], weights)."""
+        slots = torch.arange(x.shape[0] * self.top_k, device=x.device)
+        return (slots * 40503 // 8 % self.experts).view(-1, self.top_k), torch.sigmoid(self.router(x))
+
+    def expert(self, e: int, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up[e]).chunk(2, -1)
+        return F.linear(self.act(gate) * up, self.down[e])
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, weights = self.routing(x)
+        total = torch.zeros_like(x)
+        for e in range(self.experts):
+            rows, place = torch.where(index == e)
+            total = total.index_add(0, rows, self.expert(e, x[rows]) * weights[rows, place, None])
+        return total
+
+
+MIXTURES = {2048: (128, 8), 1024: (32, 4), 0: (8, 2)}  # least width -> experts, and how many of them a row goes through
+
+
+class GroupedRows(Mixture):
+    """The experts of a mixture on rows in their order, each of which has one; an eighth of the rows is nobody's."""
+
+    def __init__(self, width: int, act: nn.Module | None, hidden: int, experts: int):
+        super().__init__(width, act, hidden, experts, 1)
+        del self.router
+
+    def ends(self, x: Tensor) -> list[int]:
+        """Where the rows of each expert end: every other one has twice as many."""
+        shares = [1 + e % 2 for e in range(self.experts)]
+        return [x.shape[0] * 7 * sum(shares[: e + 1]) // (8 * sum(shares)) for e in range(self.experts)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = self.ends(x)
+        rows = zip([0, *ends], ends, strict=False)
+        return torch.cat(
+            [*(self.expert(e, x[slice(*part)]) for e, part in enumerate(rows)), torch.zeros_like(x[ends[-1] :])]
+        )
+
+
 def norm_of(kind: str | None, width: int) -> nn.Module:
     """The module of attention_block's `norm`."""
     return nn.Identity() if kind is None else (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(width, 1e-5)

@@ -1,7 +1,7 @@
 """Activation recomputation inside the backward kernels, for PyTorch."""
 
 from . import errors, memory, nn, storage
-from .conversion import Conversion, convert, revert
+from .conversion import Conversion, convert, register_experts, revert
 from .ops import (
     ACTIVATIONS,
     LoRA,
@@ -9,11 +9,13 @@ from .ops import (
     backend,
     dropout,
     gated_mlp,
+    grouped_gated_mlp,
     linear_act,
     linear_cross_entropy,
     linear_stack,
     mlp,
     mlp_block,
+    moe_mlp,
     scaled_dot_product_attention,
     transformer_layer,
     varlen_attn,
@@ -27,7 +29,8 @@ from .tools.warm_up import WarmUp, warm_up
 __version__ = "0.1.0"
 __all__ = [
     "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "WarmUp", "attention_block", "backend", "checkpoint",
-    "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "linear_act", "linear_cross_entropy",
-    "linear_stack", "memory", "mlp", "mlp_block", "nn", "patch_torch", "plan", "report", "revert",
-    "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up",
+    "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "grouped_gated_mlp", "linear_act",
+    "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block", "moe_mlp", "nn", "patch_torch", "plan",
+    "register_experts", "report", "revert", "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch",
+    "varlen_attn", "warm_up",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ckptkern import triton_kernels
 from ckptkern.benchmarks.gate import cases, machine_code
-from ckptkern.eager import AttentionCore, Head
+from ckptkern.eager import AttentionCore, Groups, Head
 from ckptkern.tools import compiling
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.philox import philox
@@ -109,7 +109,17 @@ def launches(
         Head(0.5, 30.0, first_row - 100, first_row),
     )
     of_head, dstats = (x, w, b, target, meta(N, dtype=torch.float32)), (row, row, row)
+    int32 = {"dtype": torch.int32}
+    groups, s = Groups(meta(M, **int32), meta(M, **int32), meta(9, **int32), 1), meta(M, 1, dtype=torch.float32)
+    gu, wgu, wd, bgu = view(M, 2 * N), meta(8, 2 * N, K), meta(8, K, N), meta(8, 2 * N)
     return {
+        "experts_fwd": lambda: t.experts_fwd(x, wgu, bgu, groups, *how, keep_gu=True),
+        "experts_bwd": lambda: t.experts_bwd(x, wgu, bgu, view(M, K), wd, s, groups, *how),
+        "experts_act_grad": lambda: t.experts_act_grad(gu, view(M, K), wd, s, groups, *how),
+        "experts_product": lambda: t.experts_product(dh, wd, meta(8, K), groups, "ieee", transposed=True),
+        "experts_dw": lambda: t.experts_dw(gu, x, groups, "ieee", meta(8, 2 * N, K), gathered="b"),
+        "experts_combine": lambda: t.experts_combine(view(M, K), s, groups),
+        "experts_sums": lambda: t.experts_sums(gu, s, groups, gathered=False),
         "cross_entropy_fwd": lambda: t.cross_entropy_fwd(*of_head, head, weighted=True, keep=True),
         "cross_entropy_bwd": lambda: t.cross_entropy_bwd(*of_head, row, dstats, head, dh, db=True),
         "cross_entropy_kept_bwd": lambda: t.cross_entropy_kept_bwd(

@@ -2,13 +2,22 @@
 
 Reading order: tile.py (tiles, dot, cast), elementwise.py (activations), philox.py (dropout masks), persistent.py (products
 by TMA), linear.py (Linear + activation), mlp.py (MLP and gated MLP), stack.py (narrow chains), norm.py, rotary.py,
-attention.py (with attention_scores.py and attention_backward.py), cross_entropy.py (the loss head). Kernels import nothing
-of ckptkern but kernels.
+attention.py (with attention_scores.py and attention_backward.py), cross_entropy.py (the loss head), experts.py (with
+experts_tiles.py and experts_backward.py). Kernels import nothing of ckptkern but kernels.
 """
 
 from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_kept_bwd, slice_count
 from .elementwise import act_bwd, act_fwd, dropout
+from .experts import (
+    experts_act_grad,
+    experts_bwd,
+    experts_combine,
+    experts_dw,
+    experts_fwd,
+    experts_product,
+    experts_sums,
+)
 from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
@@ -17,7 +26,8 @@ from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
 __all__ = [
     "act_bwd", "act_fwd", "act_grad", "attn_bwd", "attn_delta", "attn_dmask", "attn_fwd", "cross_entropy_bwd",
-    "cross_entropy_fwd", "cross_entropy_kept_bwd", "dropout", "gated_act_grad",
+    "cross_entropy_fwd", "cross_entropy_kept_bwd", "dropout", "experts_act_grad", "experts_bwd", "experts_combine",
+    "experts_dw", "experts_fwd", "experts_product", "experts_sums", "gated_act_grad",
     "gated_bwd", "gated_fwd", "gated_hidden_grad", "heads_bwd", "heads_fwd", "hidden_grad", "linear_bwd",
     "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
     "pack_stack", "slice_count", "stack_bwd", "stack_fwd", "stack_width",

@@ -7,13 +7,15 @@ import itertools
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from . import loss_head
+from . import experts, loss_head
 from .launchers import LAUNCHERS
 from .launchers import precision_of as _precision
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from ...eager import Groups
 
 ARCHS = (80, 90)  # with tiles of their own
 OTHER_ARCHS = (89, 100, 103, 120)  # take those of sm_80
@@ -220,6 +222,7 @@ class Inputs:
     ROWS, FEATURES, HIDDEN = 4096, 1024, 4096
     RAGGED = (1001, 515, 1037, 517)  # rows, features in, hidden, features out
     BATCH, LENGTH, HEADS = 2, 4096, 16
+    EXPERTS, TOP_K = 8, 2
 
     @property
     def backend(self):
@@ -261,6 +264,13 @@ class Inputs:
         import torch
 
         return dict.fromkeys(("cu_q", "cu_k"), self(batch + 1, dtype=torch.int32)) | {"max_q": length, "max_k": length}
+
+    def groups(self, tokens: int) -> Groups:
+        """Every slot has an expert."""
+        from ...eager import Groups
+
+        slots = self.TOP_K * tokens
+        return Groups(*(self(n, dtype=self.dtype("int32")) for n in (slots, slots, self.EXPERTS + 1)), self.TOP_K)
 
     def statistics(self, q, k, v, do, core) -> tuple[Tensor, Tensor]:
         """lse and delta, as forward gives them."""
@@ -448,6 +458,7 @@ SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32"
 PRODUCT_OPS = (
     *("stack_fwd", "stack_bwd"),
     *(launcher.name for launcher in LAUNCHERS.values() if launcher.product),
+    *experts.PRODUCTS,
     *loss_head.PRODUCTS,
 )
 PERSISTENT_OPS = ("linear_fwd", "act_grad", "gated_act_grad")
@@ -466,10 +477,12 @@ OPS = {
     "heads_fwd": _launch_heads_fwd,
     "heads_bwd": _launch_heads_bwd,
     **loss_head.LAUNCHES,
+    **experts.LAUNCHES,
 }
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
     **loss_head.VARIANTS,
+    **experts.VARIANTS,
 }

@@ -34,6 +34,8 @@ PRODUCTS = {
     "_gated_act_grad_persistent_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
     "_attn_dmask_kernel": 2,
     "_cross_entropy_fwd_kernel": 1, "_cross_entropy_bwd_kernel": 1,
+    "_experts_fwd_kernel": 2, "_experts_bwd_kernel": 3, "_experts_act_grad_kernel": 1, "_experts_product_kernel": 1,
+    "_experts_dw_kernel": 1,
 }  # fmt: skip
 
 
@@ -162,8 +164,10 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
         rows = options["BLOCK_M" if kernel == "_attn_dkdv_kernel" else "BLOCK_N"]
         rows += options["BLOCK_M"] if kernel == "_attn_dmask_kernel" else 0  # q and do, too
         return 2 * rows * options["HEAD_D"] * itemsize * (stages - 1)
+    if kernel == "_experts_dw_kernel":  # whose loads, of indices and of the rows that these name, share the stages
+        stages /= 2
     if "BLOCK_K" in options:
-        return (options["BLOCK_M"] + options["BLOCK_N"]) * options["BLOCK_K"] * itemsize * (stages - 1)
+        return int((options["BLOCK_M"] + options["BLOCK_N"]) * options["BLOCK_K"] * itemsize * (stages - 1))
     return 0
 
 

@@ -6,9 +6,11 @@ reading, attention, grammar   the graph, read backwards as one fused op
 proof    the fused op and the original forward compute the same
 binding  what stands in for the module's forward, and its guard
 report   what was done
+experts  transformers' interface for the experts of a mixture
 """
 
 from .convert import convert, revert
+from .experts import register_experts
 from .report import Conversion, Row
 
-__all__ = ["Conversion", "Row", "convert", "revert"]
+__all__ = ["Conversion", "Row", "convert", "register_experts", "revert"]

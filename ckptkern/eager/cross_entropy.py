@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .elementwise import wide_of
+
 HEADROOM = 2.0**15  # kept exponentials are at most this, so that float16 holds those down to e^-27 of the largest
 
 
@@ -28,13 +30,9 @@ class Head(NamedTuple):
     precision: str = "ieee"
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def wide_product(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
     """a b in the wide type, or in that of `out`, to which it is added if `add`. A CPU copies 16-bit operands to float32."""
-    wide = wide_dtype(a)
+    wide = wide_of(a.dtype)
     if a.dtype != wide and a.is_cuda:
         if add:
             return torch.addmm(out, a, b, out_dtype=wide, out=out)
@@ -51,7 +49,7 @@ def wide_product(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool =
 
 def uncapped_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> Tensor:
     """scale (x w^T + b) [M, V] in the wide type; in the memory of `out`, if that has it."""
-    u = wide_product(x, w.t(), out=out if out is not None and out.dtype == wide_dtype(x) else None)
+    u = wide_product(x, w.t(), out=out if out is not None and out.dtype == wide_of(x.dtype) else None)
     if b is not None:
         u += b
     return u if head.scale == 1.0 else u.mul_(head.scale)

@@ -132,6 +132,11 @@ def dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
     return h if dropout_[0] is None else dropout(h, *dropout_, row_base=row_base)
 
 
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """In which sums and products of elements are taken."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
 def rounded(total: Tensor | None, wanted: bool | torch.dtype) -> Tensor | None:
     """A sum in the dtype that is wanted of it; True: as it is."""
     return total if total is None or wanted is True or total.dtype == wanted else total.to(wanted)

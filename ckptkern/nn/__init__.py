@@ -8,6 +8,7 @@ import torch
 from .attention import MultiheadAttention
 from .cross_entropy import LinearCrossEntropyLoss
 from .dropout import Dropout
+from .experts import Experts
 from .linear import Linear, LinearStack
 from .llama import LlamaAttention, LlamaDecoderLayer, rotary_tables
 from .mlp import MLP, GatedMLP
@@ -15,8 +16,8 @@ from .sequential import LayerStack, Sequential
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
-    "MLP", "Dropout", "GatedMLP", "LayerStack", "Linear", "LinearCrossEntropyLoss", "LinearStack", "LlamaAttention",
-    "LlamaDecoderLayer",
+    "MLP", "Dropout", "Experts", "GatedMLP", "LayerStack", "Linear", "LinearCrossEntropyLoss", "LinearStack",
+    "LlamaAttention", "LlamaDecoderLayer",
     "MultiheadAttention", "Sequential", "TransformerDecoderLayer", "TransformerEncoderLayer", "rotary_tables",
 ]  # fmt: skip
 

@@ -104,7 +104,7 @@ class LinearCrossEntropyLoss(TWIN or _WeightedLoss):
         if self.out_features:
             z = z.view(-1, self.num_classes, *self.out_features).movedim(1, -1)
             target = target.movedim(1, -1) if target.is_floating_point() else target
-        z = scaled_and_capped(z.to(eager.wide_dtype(z)), self.logit_scale, self.softcap or 0.0)
+        z = scaled_and_capped(z.to(eager.wide_of(z.dtype)), self.logit_scale, self.softcap or 0.0)
         ignored = -100 if self.ignore_index is None else self.ignore_index
         given = self.weight, self.reduction, ignored, self.label_smoothing, self.z_loss
         return loss_of_logits(z, target, *given)[0]

@@ -11,14 +11,23 @@ from .plain import DROPOUT, untouched
 from .share import refuse, share
 
 
-def check_parts(cls: type, module: torch.nn.Module, needed: tuple[str, ...], known: tuple[str, ...] = ()) -> None:
-    """Raises TypeError unless the module has the `needed` submodules, and none but these and the `known` ones."""
+def check_parts(
+    cls: type,
+    module: torch.nn.Module,
+    needed: tuple[str, ...],
+    known: tuple[str, ...] = (),
+    *,
+    parameters: bool = False,
+) -> None:
+    """Raises TypeError unless the module has the `needed` submodules, and none but these and the `known` ones; nor any
+    parameters of its own, unless `parameters`."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{cls.__name__}: module must have the submodules {', '.join(needed)}, not be {module!r}")
     parts = {name for name, part in module._modules.items() if part is not None}
     if missing := [name for name in needed if name not in parts]:
         refuse(cls, module, f"has no submodule {missing[0]}")
-    if more := sorted(parts - {*needed, *known}) or [name for name, p in module._parameters.items() if p is not None]:
+    own = [] if parameters else [name for name, p in module._parameters.items() if p is not None]
+    if more := sorted(parts - {*needed, *known}) or own:
         refuse(cls, module, f"has a {more[0]}, which {cls.__name__} has not")
     if "forward" in module.__dict__:
         refuse(cls, module, "has a forward of its own on the instance")

@@ -127,7 +127,7 @@ class LinearCrossEntropy(Op):
         backend, precision, workspace,
     ):  # fmt: skip
         p, rows, target, V = primitives(backend), rows_2d(x), target.reshape(-1), w.shape[0]
-        w, b, wide = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_dtype(x)
+        w, b, wide = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype)
         head = eager.Head(scale, softcap, ignore_index, first, precision)
         all_weights = cast_parameter(class_weight, wide)
         weights = all_weights[first : first + V].contiguous() if class_weight is not None and smoothing else None
@@ -161,7 +161,7 @@ class LinearCrossEntropy(Op):
         backend, precision, workspace,
     ):  # fmt: skip
         M, V, keep = row_count(x), w.shape[0], recompute != "full"
-        made = dict(dtype=eager.wide_dtype(x))
+        made = dict(dtype=eager.wide_of(x.dtype))
         slices = primitives(backend).slice_count(x, V)
         return (
             x.new_empty((3, M), **made),
@@ -254,7 +254,7 @@ class LinearCrossEntropy(Op):
     ):  # fmt: skip
         if group:
             raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
-        wide, target = eager.wide_dtype(x), target.reshape(-1)
+        wide, target = eager.wide_of(x.dtype), target.reshape(-1)
         z = composite_logits(rows_2d(x), w, b, scale, softcap)
         ignored, weights = (target == ignore_index)[:, None], cast_parameter(class_weight, wide)
         z = z.masked_fill(ignored, 0)  # where an ignored token's logits are infinite, derivatives would be NaN
@@ -275,7 +275,7 @@ class LinearCrossEntropy(Op):
 def composite_logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float) -> Tensor:
     """[..., V] in the wide type, differentiable, of operands that are rounded to x's type."""
     w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
-    wide = eager.wide_dtype(x)
+    wide = eager.wide_of(x.dtype)
     return scaled_and_capped(F.linear(x.to(wide), w.to(wide), None if b is None else b.to(wide)), scale, softcap)
 
 

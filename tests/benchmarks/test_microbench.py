@@ -14,7 +14,8 @@ from ckptkern.benchmarks import cases, compare, measure, micro, own
 CPU = torch.device("cpu")
 # Sizes that take no time and that no default has; of tokens 24, in sequences of 12.
 SIZES = dict(
-    features=32, tokens=24, length=12, hidden=40, out_features=16, layers=3, heads=4, kv_heads=2, head_dim=8, activation="silu"
+    features=32, tokens=24, length=12, hidden=40, out_features=16, layers=3, heads=4, kv_heads=2, head_dim=8, activation="silu",
+    experts=3, top_k=2,
 )  # fmt: skip
 
 
@@ -51,8 +52,10 @@ def test_ours_are_right_at_any_sizes(op, variant):
     judge = measure.Judge(made, model, x, dy)
     for level in made.case.levels:
         assert judge.ratio(made.case.ours(model, level))[0] <= 2
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
-    if "hidden" in micro.OPS[op].defaults:
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
+    if "experts" in micro.OPS[op].defaults:
+        assert {(3, 80, 32), (3, 32, 40)} <= shapes
+    elif "hidden" in micro.OPS[op].defaults:
         assert {(40, 32), (32, 40)} <= shapes
     if op == "linear_act":
         assert shapes == {(16, 32)}

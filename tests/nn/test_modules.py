@@ -206,6 +206,7 @@ def test_copies_are_independent(name, copied):
 
 ALL = {
     "Dropout": lambda: (ckptkern.nn.Dropout(0.25), (4, 8)),
+    "Experts": lambda: (ckptkern.nn.Experts(3, 8, 12, "gelu", bias=True, recompute="selective"), (4, 8)),
     "GatedMLP": lambda: (ckptkern.nn.GatedMLP(8, 12, dropout=0.25), (4, 8)),
     "LayerStack": lambda: (ckptkern.nn.LayerStack((ckptkern.nn.MLP(8) for _ in range(4)), every=3), (4, 8)),
     "Linear": lambda: (ckptkern.nn.Linear(8, 8, activation="gelu"), (4, 8)),
@@ -231,9 +232,10 @@ def test_every_module_is_copied_with_its_settings(name, copied):
     torch.manual_seed(3)
     module, shape = ALL[name]()
     x = torch.randn(shape)
+    routed = torch.tensor([[0, 2]] * 4), torch.ones(4, 2)
 
     def call(module):
-        others = {"MultiheadAttention": (x, x), "TransformerDecoderLayer": (x.flip(0),)}
+        others = {"MultiheadAttention": (x, x), "TransformerDecoderLayer": (x.flip(0),), "Experts": routed}
         inputs = (x, *(others | {"LinearCrossEntropyLoss": (torch.arange(len(x)),)}).get(name, ()))
         torch.manual_seed(SEED)
         with kept_tensors(exclude=[*module.parameters(), *inputs]) as kept:

@@ -26,6 +26,7 @@ from ckptkern.benchmarks.gate.cases import (
     Case,
     Inputs,
 )  # fmt: skip
+from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import MULTIPROCESSORS, arch_of, family_of
 
 TF32 = 2.0**-9  # operands have 11 bits
@@ -38,6 +39,7 @@ class Small(Inputs):
     ROWS, FEATURES, HIDDEN = 200, 128, 320
     RAGGED = (137, 83, 301, 69)
     BATCH, LENGTH, HEADS = 2, 136, 4
+    EXPERTS = 3
     backend = triton_kernels
 
     def __init__(self, device: str):
@@ -66,6 +68,12 @@ class Small(Inputs):
     def lengths(self, batch: int, length: int) -> dict:
         cu = self.remember(torch.tensor([0, length // 3, length][: batch + 1], dtype=torch.int32, device=self.device))
         return {"cu_q": cu, "cu_k": cu, "max_q": length, "max_k": length}
+
+    def groups(self, tokens: int) -> eager.Groups:
+        """Expert 1 has no rows."""
+        index = 2 * torch.randint(2, (tokens, self.TOP_K), device=self.device)
+        *tensors, top_k = eager.route(index, self.EXPERTS)
+        return eager.Groups(*map(self.remember, tensors), top_k)
 
     def statistics(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, core: eager.AttentionCore
@@ -193,6 +201,7 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
     case = dataclasses.replace(case, arch=family)
     if case.kind != "few":  # a card with one multiprocessor is never idle: the tiles of large launches
         monkeypatch.setitem(MULTIPROCESSORS, family, 1)
+        monkeypatch.setattr(experts_tiles, "FEW_ROWS", 0)
     given = Small(device)
     ours = named(case.launch(given))
     eagers, exact = (named(case.launch(Again(given, exact))) for exact in (False, True))

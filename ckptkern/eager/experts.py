@@ -1,0 +1,126 @@
+"""Experts of a mixture: the definitions of triton_kernels/experts.py, one expert after the other. The host reads offsets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .elementwise import ACTIVATIONS, act, column_sum, wide_of
+from .linear import product
+
+
+class Groups(NamedTuple):
+    """Which rows are whose. Slot t top_k + j is token t's j-th choice; rows are the slots in the experts' order, those that no
+    expert has come last, and in each expert as they were.
+
+    order  int32 [R], slot of each row;  inv int32 [R], row of each slot;  offs int32 [E + 1]: rows offs[e]:offs[e + 1] are
+    expert e's, and those from offs[E] on are nobody's, are never written and never read.
+    """
+
+    order: Tensor
+    inv: Tensor
+    offs: Tensor
+    top_k: int
+
+
+def route(index: Tensor, experts: int) -> Groups:
+    """index [T, top_k] of any integer type; a number outside of 0..experts - 1 drops its slot. Nothing waits for the host."""
+    ids = index.reshape(-1)
+    ids = torch.where((ids < 0) | (ids >= experts), experts, ids).to(torch.int32)
+    ids, order = torch.sort(ids, stable=True)
+    rows = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)
+    inv = torch.empty_like(rows).scatter_(0, order, rows)
+    offs = torch.searchsorted(ids, torch.arange(experts + 1, dtype=torch.int32, device=ids.device), out_int32=True)
+    return Groups(order.to(torch.int32), inv, offs, index.shape[-1])
+
+
+def _each(groups: Groups) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows), of those that have some."""
+    for expert, (start, stop) in enumerate(itertools.pairwise(groups.offs.tolist())):
+        if start < stop:
+            yield expert, slice(start, stop)
+
+
+def _tokens(groups: Groups) -> Tensor:
+    return groups.order // max(groups.top_k, 1)
+
+
+def _gate_up(x: Tensor, w: Tensor, b: Tensor | None, groups: Groups) -> Tensor:
+    gu, tokens = x.new_zeros((groups.order.numel(), w.shape[1])), _tokens(groups)
+    for expert, rows in _each(groups):
+        gu[rows] = product(x[tokens[rows]], w[expert], None if b is None else b[expert])
+    return gu
+
+
+def experts_fwd(x, w, b, groups, activation, precision, *, keep_gu=False):
+    gu = _gate_up(x, w, b, groups)
+    g, u = gu.chunk(2, 1)
+    return act(g, activation) * u, gu if keep_gu else None
+
+
+def experts_bwd(x, w, b, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True):
+    return experts_act_grad(_gate_up(x, w, b, groups), dy, wd, s, groups, activation, precision, hs=hs, dgu=dgu, ds=ds)
+
+
+def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True):
+    wide, tokens = wide_of(dy.dtype), _tokens(groups)
+    g, u = gu.chunk(2, 1)
+    a = act(g, activation)
+    h = a * u
+    dh = torch.zeros_like(h)
+    for expert, rows in _each(groups):
+        dh[rows] = torch.mm(dy[tokens[rows]], wd[expert])
+    of_slots = None
+    if ds:
+        found = (dh.to(wide) * h.to(wide)).sum(1)
+        of_slots = torch.where(groups.inv < groups.offs[-1], found[groups.inv], 0).view(s.shape)
+    s = s.reshape(-1)[groups.order].to(wide)[:, None]
+    dh = (dh.to(wide) * s).to(dh.dtype)
+    grads = torch.cat((ACTIVATIONS[activation].grad(dh * u, g), dh * a), 1) if dgu else None
+    return (h.to(wide) * s).to(h.dtype) if hs else None, grads, of_slots
+
+
+def experts_product(a, w, b, groups, precision, *, transposed):
+    y = a.new_zeros((len(a), w.shape[1 if transposed else 2]))
+    for expert, rows in _each(groups):
+        matrix = w[expert] if transposed else w[expert].t()
+        y[rows] = product(a[rows], matrix, None if b is None else b[expert])
+    return y
+
+
+def experts_combine(y, s, groups):
+    wide = wide_of(y.dtype)
+    rows = groups.inv.view(-1, groups.top_k) if s is None else groups.inv.view(s.shape)
+    total = y.new_zeros((len(rows), y.shape[1]), dtype=wide)
+    for j in range(groups.top_k):
+        part = y[rows[:, j]].to(wide)
+        part = part if s is None else part * s[:, j, None].to(wide)
+        total += torch.where((rows[:, j] < groups.offs[-1])[:, None], part, 0)
+    return total.to(y.dtype)
+
+
+def experts_dw(a, b, groups, precision, out, *, gathered, add=False):
+    tokens = _tokens(groups)
+    if not add:
+        out.zero_()
+    for expert, rows in _each(groups):
+        left, right = (t[tokens[rows]] if gathered == side else t[rows] for side, t in (("a", a), ("b", b)))
+        if add:  # a CPU has no such product
+            left, right = left.to(wide_of(a.dtype)), right.to(wide_of(a.dtype))
+        out[expert] += torch.mm(left.t(), right)
+
+
+def experts_sums(a, s, groups, *, gathered):
+    """s: a weight for each slot, or None."""
+    tokens = _tokens(groups)
+    sums = a.new_zeros((groups.offs.numel() - 1, a.shape[1]), dtype=wide_of(a.dtype))
+    for expert, rows in _each(groups):
+        part = a[tokens[rows]] if gathered else a[rows]
+        if s is not None:
+            part = part.to(sums.dtype) * s.reshape(-1)[groups.order[rows]].to(sums.dtype)[:, None]
+        sums[expert] = column_sum(part)
+    return sums

@@ -1,0 +1,307 @@
+"""Experts of a mixture: grouped gated MLPs that gather their tokens in the load. No atomics, no host synchronisation.
+
+    row r: slot order[r] = t k + j of token t, weight s[t, j]; expert e with offs[e] <= r < offs[e + 1] (`eager.Groups`)
+    g, u = x[t] w[e]^T + b[e];  h = round(act(g) u);  y[r] = h wd[e]^T + bd[e];  out[t] = sum_j s[t, j] y[inv[t k + j]]
+    backward  dh = dy[t] wd[e];  ds = <dh, h>;  dg, du: the gated MLP's, of s dh;  dx[t] = sum_j ([dg|du] w[e])[inv[t k + j]]
+              dw[e] = [dg|du]^T x[t],  dwd[e] = dy[t]^T (s h) over the rows of e
+
+A tile of rows is of one expert. How many tiles there are only the device knows, but never more than cdiv(R, BLOCK_M) + min(E,
+R): so many programs are launched, and those that are left over leave at once. Rows beyond offs[E] are neither written nor read.
+Sums over j ascend, in float32; forward and recompute add up a product in one order, so that a rebuilt g has the bits of the
+first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .elementwise import store_tile
+from .experts_backward import (
+    _experts_act_grad_kernel,
+    _experts_bwd_kernel,
+    _experts_dw_kernel,
+    _experts_sums_kernel,
+)
+from .experts_tiles import dense_groups, expert_tile, grid_of_tiles, of_expert, stacked, tile_of, tiles_of
+from .linear import preact_tile
+from .mlp import gated_tile
+from .tile import (
+    INTERPRETER,
+    Tile,
+    arch_of,
+    by_slices,
+    cast,
+    dot,
+    launch,
+    matrix,
+    multiple,
+    product_tile,
+    rows_of,
+    stride_of,
+    unit_of,
+    widen,
+)  # fmt: skip
+
+
+@triton.jit
+def dual_tile(
+    a_rows, b_rows, c_rows, offs_m, offs_n, M, N, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """(a b^T, a c^T), each as `product_tile` forms it, in one loop: the gathered rows of a are read once."""
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m = offs_m < M
+    mask_n = offs_n < N
+    a_ptrs = a_rows[0] + offs_m.to(tl.int64)[:, None] * stride_of(a_rows) + offs_k[None, :]
+    b_ptrs = b_rows[0] + offs_n.to(tl.int64)[None, :] * stride_of(b_rows) + offs_k[:, None]
+    c_ptrs = c_rows[0] + offs_n.to(tl.int64)[None, :] * stride_of(c_rows) + offs_k[:, None]
+    acc_b = tl.zeros((offs_m.shape[0], offs_n.shape[0]), dtype=tl.float32)
+    acc_c = tl.zeros((offs_m.shape[0], offs_n.shape[0]), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=mask_m[:, None], other=0.0)
+            b = tl.load(b_ptrs, mask=mask_n[None, :], other=0.0)
+            c = tl.load(c_ptrs, mask=mask_n[None, :], other=0.0)
+        else:
+            mask_k = offs_k < K - k
+            a = tl.load(a_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
+            c = tl.load(c_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
+        acc_b = dot(a, b, acc_b, PRECISION)
+        acc_c = dot(a, c, acc_c, PRECISION)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K
+        c_ptrs += BLOCK_K
+    return acc_b, acc_c
+
+
+@triton.jit
+def _experts_fwd_store(acc_g, acc_u, n0, b_ptr, h_rows, gu_rows, rows, R, N, ACT: tl.constexpr):
+    offs_n = n0 + tl.arange(0, acc_g.shape[1])
+    mask = (rows < R)[:, None] & (offs_n < N)[None, :]
+    g = preact_tile(acc_g, b_ptr, offs_n, N, h_rows[0].dtype.element_ty)
+    u = preact_tile(acc_u, b_ptr, offs_n + N, 2 * N, h_rows[0].dtype.element_ty)
+    store_tile(h_rows, rows, offs_n, mask, gated_tile(g, u, (None, 0, 1.0, 0, 0), 0, 0, ACT))
+    if gu_rows[0] is not None:
+        store_tile(gu_rows, rows, offs_n, mask, g)
+        store_tile(gu_rows, rows, offs_n + N, mask, u)
+
+
+@triton.jit
+def _rows_store(acc, n0, b_ptr, y_rows, rows, R, N):
+    offs_n = n0 + tl.arange(0, acc.shape[1])
+    mask = (rows < R)[:, None] & (offs_n < N)[None, :]
+    store_tile(y_rows, rows, offs_n, mask, preact_tile(acc, b_ptr, offs_n, N, y_rows[0].dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["MAX_TILES", "R", "T"])
+def _experts_fwd_kernel(
+    x_rows, w_stack, b_ptr, h_rows, gu_rows, order_ptr, offs_ptr, tiles_ptr, MAX_TILES, R, T, N, K,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """x [T, K] gathered, w [E, 2 N, K] -> h [R, N], gu [R, 2 N]."""
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
+    expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
+    if expert < 0:
+        return
+    tokens = tl.load(order_ptr + rows, mask=rows < R, other=0) // TOP_K
+    tokens = tl.where(rows < R, tokens, T)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    wg_ptr, stride_wn = of_expert(w_stack, expert, UNIT)
+    wu_ptr = wg_ptr + tl.full((), N, tl.int64) * stride_wn
+    acc_g, acc_u = dual_tile(
+        x_rows, (wg_ptr, stride_wn), (wu_ptr, stride_wn), tokens, offs_n, T, N, K, BLOCK_K, EVEN_K, PRECISION
+    )
+    if b_ptr is not None:
+        b_ptr += expert.to(tl.int64) * (2 * N)
+    by_slices((acc_g, acc_u), pid_n * BLOCK_N, _experts_fwd_store, (b_ptr, h_rows, gu_rows, rows, R, N, ACT), SUB)
+
+
+@triton.jit(do_not_specialize=["MAX_TILES", "R"])
+def _experts_product_kernel(
+    a_rows, w_stack, b_ptr, y_rows, offs_ptr, tiles_ptr, MAX_TILES, R, N, K,
+    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """y[r] = a[r] w[e]^T + b[e] (TRANSPOSED; w [E, N, K]), or a[r] w[e] (w [E, K, N])."""
+    N, K = multiple(N, UNIT), multiple(K, UNIT)
+    expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
+    if expert < 0:
+        return
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_rows = of_expert(w_stack, expert, UNIT)
+    acc = product_tile(a_rows, w_rows, rows, offs_n, R, N, K, TRANSPOSED, BLOCK_K, EVEN_K, PRECISION)
+    if b_ptr is not None:
+        b_ptr += expert.to(tl.int64) * N
+    by_slices((acc,), pid_n * BLOCK_N, _rows_store, (b_ptr, y_rows, rows, R, N), SUB)
+
+
+@triton.jit
+def _experts_combine_kernel(
+    y_rows, s_ptr, inv_ptr, offs_ptr, out_rows, E, D, TOP_K: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """out[t] = sum_j s[t, j] y[inv[t, j]], j ascending, in float32, over slots that an expert has."""
+    D = multiple(D, UNIT)
+    y_ptr, out_ptr = y_rows[0], out_rows[0]
+    token = tl.program_id(0).to(tl.int64)
+    total = tl.load(offs_ptr + E)
+    for d in range(0, D, BLOCK_D):
+        offs_d = d + tl.arange(0, BLOCK_D)
+        acc = tl.zeros((BLOCK_D,), tl.float32)
+        for j in tl.static_range(TOP_K):
+            row = tl.load(inv_ptr + token * TOP_K + j)
+            y = widen(
+                tl.load(
+                    y_ptr + row.to(tl.int64) * stride_of(y_rows) + offs_d, mask=(offs_d < D) & (row < total), other=0.0
+                )
+            )
+            if s_ptr is not None:
+                y *= tl.load(s_ptr + token * TOP_K + j, mask=row < total, other=0.0).to(tl.float32)
+            acc += y
+        tl.store(out_ptr + token * stride_of(out_rows) + offs_d, cast(acc, out_ptr.dtype.element_ty), mask=offs_d < D)
+
+
+def experts_fwd(x, w, b, groups, activation: str, precision: str, *, keep_gu=False, tile=None):
+    """h = act(g) u, [g|u] = x[t] w[e]^T + b[e] -> (h [R, N], gu [R, 2 N] or None).
+
+    x [T, K], w [E, 2 N, K], b [E, 2 N] or None; groups: `eager.Groups`.
+    """
+    (T, K), R, E, N = x.shape, groups.order.numel(), len(w), w.shape[1] // 2
+    x, w, b = rows_of(x), rows_of(w), None if b is None else b.contiguous()
+    order, _, offs = dense_groups(groups)
+    h = torch.empty((R, N), dtype=x.dtype, device=x.device)
+    gu = torch.empty((R, 2 * N), dtype=x.dtype, device=x.device) if keep_gu else None
+    if R and N and E:
+        tile = tile or tile_of("experts_fwd", x, R, E, x, w, h)
+        tiles = tiles_of(offs, R, tile)
+        launch(
+            _experts_fwd_kernel, grid_of_tiles(tiles, N, tile), matrix(x), stacked(w), b, matrix(h), matrix(gu), order, offs,
+            tiles, tiles.shape[1], R, T, N, K,
+            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return h, gu
+
+
+def experts_product(a, w, b, groups, precision: str, *, transposed: bool, tile=None):
+    """y[r] = a[r] w[e]^T + b[e] (transposed; w [E, N, K], b [E, N] or None), or a[r] w[e] (w [E, K, N]), for a [R, K]."""
+    (R, K), E, N = a.shape, len(w), w.shape[1 if transposed else 2]
+    a, w, b = rows_of(a), rows_of(w), None if b is None else b.contiguous()
+    offs = groups.offs.contiguous()
+    y = torch.empty((R, N), dtype=a.dtype, device=a.device)
+    if R and N and E:
+        tile = tile or tile_of("experts_product", a, R, E, a, w, y)
+        tiles = tiles_of(offs, R, tile)
+        launch(
+            _experts_product_kernel, grid_of_tiles(tiles, N, tile), matrix(a), stacked(w), b, matrix(y), offs, tiles,
+            tiles.shape[1], R, N, K,
+            TRANSPOSED=transposed, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return y
+
+
+def experts_combine(y, s, groups):
+    """out[t] = sum_j s[t, j] y[inv[t, j]], rounded once; y [R, D], s [T, k] or None for ones."""
+    T, D, E = groups.order.numel() // groups.top_k, y.shape[1], groups.offs.numel() - 1
+    _, inv, offs = dense_groups(groups)
+    y, s = rows_of(y), None if s is None else s.contiguous()
+    out = torch.empty((T, D), dtype=y.dtype, device=y.device)
+    if T and D:
+        launch(
+            _experts_combine_kernel, (T,), matrix(y), s, inv, offs, matrix(out), E, D,
+            TOP_K=groups.top_k, UNIT=unit_of(D), BLOCK_D=32 if arch_of(y) == INTERPRETER else 1024, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def _gradients(dy, N: int, s, groups, tile: Tile, hs: bool, dgu: bool, ds: bool):
+    """Room for (s h, dgu, partial sums of ds)."""
+    R = groups.order.numel()
+    return (
+        torch.empty((R, N), dtype=dy.dtype, device=dy.device) if hs else None,
+        torch.empty((R, 2 * N), dtype=dy.dtype, device=dy.device) if dgu else None,
+        torch.empty((triton.cdiv(N, tile.BLOCK_N) * tile.SUB, R), dtype=torch.float32, device=dy.device)
+        if ds
+        else None,
+    )
+
+
+def _of_slots(partial, s, groups):
+    """ds [T, k] float32 from partial sums [slices, R]; 0 for slots that no expert has."""
+    if partial is None:
+        return None
+    return torch.where(groups.inv < groups.offs[-1], partial.sum(0)[groups.inv], 0.0).view(s.shape)
+
+
+def experts_bwd(
+    x, w, b, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, tile=None
+):  # fmt: skip
+    """x, dy [T, K], w [E, 2 N, K], b [E, 2 N] or None, wd [E, K, N], s [T, k]
+    -> (s h [R, N], [dg|du] [R, 2 N], ds float32 [T, k]), each None unless asked for."""
+    (T, K), R, E, N = x.shape, groups.order.numel(), len(w), wd.shape[2]
+    x, w, dy, wd = map(rows_of, (x, w, dy, wd))
+    b, s = None if b is None else b.contiguous(), s.contiguous()
+    order, _, offs = dense_groups(groups)
+    tile = tile or tile_of("experts_bwd", x, R, E, x, w, dy, wd)
+    h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
+    if R and N and E:
+        tiles = tiles_of(offs, R, tile)
+        launch(
+            _experts_bwd_kernel, grid_of_tiles(tiles, N, tile), matrix(x), stacked(w), b, matrix(dy), stacked(wd), s,
+            (matrix(h), matrix(grads), partial), order, offs, tiles, tiles.shape[1], R, T, N, K,
+            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return h, grads, _of_slots(partial, s, groups)
+
+
+def experts_act_grad(
+    gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, tile=None
+):  # fmt: skip
+    """The outputs of `experts_bwd` from stored gu [R, 2 N]: one product, dh = dy[t] wd[e]."""
+    (T, K), R, E, N = dy.shape, groups.order.numel(), len(wd), wd.shape[2]
+    gu, dy, wd, s = rows_of(gu), rows_of(dy), rows_of(wd), s.contiguous()
+    order, _, offs = dense_groups(groups)
+    tile = tile or tile_of("experts_act_grad", dy, R, E, gu, dy, wd)
+    h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
+    if R and N and E:
+        tiles = tiles_of(offs, R, tile)
+        launch(
+            _experts_act_grad_kernel, grid_of_tiles(tiles, N, tile), matrix(gu), matrix(dy), stacked(wd), s,
+            (matrix(h), matrix(grads), partial), order, offs, tiles, tiles.shape[1], R, T, N, K,
+            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
+        )  # fmt: skip
+    return h, grads, _of_slots(partial, s, groups)
+
+
+def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False, tile=None) -> None:
+    """out[e] [M, N] = sum over the rows of e of a^T b, in float32, rounded once; added to out's own if `add`.
+
+    gathered: "a" [T, M] and b [R, N], or "b" [T, N] and a [R, M]. An expert without rows gets zeros.
+    """
+    E, M, N = out.shape
+    a, b = rows_of(a), rows_of(b)
+    order, _, offs = dense_groups(groups)
+    if E and M and N:
+        tile = tile or tile_of("experts_dw", a, groups.order.numel(), E, a, b, out)
+        launch(
+            _experts_dw_kernel, (E * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N),), matrix(a), matrix(b),
+            stacked(out), order, offs, M, N,
+            TOP_K=groups.top_k, GATHER_A=gathered == "a", ADD=add, PRECISION=precision, **tile.launch_options(),
+        )  # fmt: skip
+
+
+def experts_sums(a, s, groups, *, gathered: bool):
+    """out[e] = sum over the rows of e of a, float32 [E, N]: a [T, N] if gathered, else [R, N]; s: weights of slots, or None."""
+    E, N = groups.offs.numel() - 1, a.shape[1]
+    a, s = rows_of(a), None if s is None else s.contiguous()
+    order, _, offs = dense_groups(groups)
+    out = torch.empty((E, N), dtype=torch.float32, device=a.device)
+    if E and N:
+        blocks = dict(BLOCK_M=32, BLOCK_N=32 if arch_of(a) == INTERPRETER else 128)
+        launch(
+            _experts_sums_kernel, (E * triton.cdiv(N, blocks["BLOCK_N"]),), matrix(a), s, out, order, offs, N,
+            TOP_K=groups.top_k, GATHERED=gathered, UNIT=unit_of(N), num_warps=4, enable_fp_fusion=False, **blocks,
+        )  # fmt: skip
+    return out
