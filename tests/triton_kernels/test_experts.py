@@ -161,6 +161,7 @@ def test_tiles(sizes, dropped, device):
 def test_routing(kind, device):
     """Rows in the experts' order, slots of one expert as they were; the inverse leads back."""
     index = routing(kind, 40, 3, 6).to(device)
+    index[3, 1] = index[3, 1] if kind == "even" else 2**32 + 1  # of no expert, and of one in 32 bits
     order, inv, offs, top_k = eager.route(index, 6)
     flat = index.flatten().tolist()
     expected = [slot for e in range(6) for slot, one in enumerate(flat) if one == e]
@@ -173,7 +174,7 @@ def test_routing(kind, device):
 class NoSync(Watch):
     """Raises where a value, or a shape that depends on values, would have to come from the device."""
 
-    SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave")
+    SYNCS = ("item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func._schema.name.removeprefix("aten::") not in self.SYNCS, func
@@ -183,10 +184,11 @@ class NoSync(Watch):
 
 
 @pytest.mark.parametrize("level", ["selective", "full"])
-def test_nothing_waits_for_the_host(level):
+def test_nothing_waits_for_the_host(level, monkeypatch):
     index = routing("dropped", 40, 2, 3)
     t = tensors_of(index, 3, 16, 16, torch.float32)
     offs = torch.tensor([3, 7, 30])
+    monkeypatch.setattr(Tensor, "tolist", None, raising=False)
     with ckptkern.backend("triton"), NoSync():
         gradients(ours_of(index, recompute=level), t)
         y = ckptkern.grouped_gated_mlp(t["x"], offs, t["w"], t["wd"], row_weights=t["s"][:, 0], recompute=level)
