@@ -292,14 +292,15 @@ def row_sums(partials, wanted):
     """Of partial sums float32 [M, ...], all of one shape or None: their sums [...], each of the dtype that is wanted of it
     (True: float32) and rounded once to it.
 
-    One launch for all. torch.sum(dtype=) of float32 would round every partial sum first; a lone float32 sum is torch's.
+    One launch for all. torch.sum(dtype=) of float32 would round every partial sum first; and torch's own sum, in another order,
+    would make one's bits depend on whether the other is wanted.
     """
     given = [
         (partial, torch.float32 if dtype is True else dtype) for partial, dtype in zip(partials, wanted, strict=True)
     ]
     some = [(partial, dtype) for partial, dtype in given if partial is not None]
-    if all(dtype == torch.float32 for _, dtype in some) and len(some) < 2:
-        return [None if partial is None else partial.sum(0) for partial in partials]
+    if not some:
+        return list(partials)
     sums = [None if partial is None else partial.new_empty(partial.shape[1:], dtype=dtype) for partial, dtype in given]
     M, N = some[0][0].shape[0], math.prod(some[0][0].shape[1:])
     if N:

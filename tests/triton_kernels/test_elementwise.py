@@ -201,12 +201,16 @@ def test_sums_of_rows_are_rounded_once(monkeypatch, shape, wanted, device):
         assert torch.equal(total, expected)
 
 
-@pytest.mark.parametrize("wanted", [False, True, torch.float32])
-def test_a_lone_float32_sum_is_torchs(monkeypatch, wanted):
-    monkeypatch.setattr(elementwise, "launch", None)
-    partial = torch.randn(9, 5) if wanted else None
-    (total,) = elementwise.row_sums((partial,), (wanted,))
-    assert total is None if partial is None else torch.equal(total, partial.sum(0))
+@pytest.mark.parametrize("shape", [(5, 9), (70, 64), (301, 40)], ids=str)
+def test_a_sum_does_not_depend_on_what_else_is_summed(shape, device):
+    """A gradient has the same bits whether the other one is wanted, and in which dtype."""
+    one, other = torch.randn(2, *shape, device=device)
+    alone, _ = elementwise.row_sums((one, None), (True, False))
+    for dtype in (True, torch.bfloat16):
+        assert torch.equal(elementwise.row_sums((one, other), (True, dtype))[0], alone)
+        assert torch.equal(elementwise.row_sums((other, one), (dtype, True))[1], alone)
+    assert torch.equal(elementwise.row_sums((one,), (torch.bfloat16,))[0], alone.bfloat16())
+    assert elementwise.row_sums((None, None), (False, True)) == [None, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
