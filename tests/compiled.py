@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from ckptkern import triton_kernels
+from ckptkern import eager, triton_kernels
 from ckptkern.benchmarks.gate import cases, machine_code
 from ckptkern.eager import AttentionCore
 from ckptkern.tools import compiling
@@ -102,7 +102,18 @@ def launches(
     lse = meta(2, 4, M, dtype=torch.float32)
     core = AttentionCore(0.125, "ieee", (None, 0), dropout=dropped["dropout"], plane_base=first_row, planes=first_row)
     how, t = (activation, "ieee"), triton_kernels
+    groups = eager.Groups(*(meta(n, dtype=torch.int32) for n in (2 * M, 2 * M, 5)), 2)
+    stack, down, weights = meta(4, 256, 128), meta(4, 128, 128), meta(M, 2, dtype=torch.float32)
+    rows, tokens, gu = meta(2 * M, 128), meta(M, 128), meta(2 * M, 256)
+    routed = (groups, *how)
     return {
+        "experts_fwd": lambda: t.experts_fwd(tokens, stack, stack[:, :, 0], *routed, keep_gu=True),
+        "experts_bwd": lambda: t.experts_bwd(tokens, stack, stack[:, :, 0], tokens, down, weights, *routed),
+        "experts_act_grad": lambda: t.experts_act_grad(gu, tokens, down, weights, *routed),
+        "experts_product": lambda: t.experts_product(rows, down, None, groups, "ieee", transposed=True),
+        "experts_dw": lambda: t.experts_dw(gu, tokens, groups, "ieee", stack, gathered="b"),
+        "experts_combine": lambda: t.experts_combine(rows, weights, groups),
+        "experts_sums": lambda: t.experts_sums(tokens, weights, groups, gathered=True),
         "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, keep_bits=activation == "relu", **dropped),
         "linear_bwd": lambda: t.linear_bwd(x, w, b, dh, *how, db=True),
         "act_grad": lambda: t.act_grad(dy, v, dh, *how, keep_h=True, db=True, **dropped),
