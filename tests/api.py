@@ -24,6 +24,8 @@ def functions() -> None:
     assert_type(ckptkern.linear_stack(x, [weight, weight], [bias, bias], workspace="64MiB"), Tensor)
     assert_type(ckptkern.mlp(x, weight, bias, weight, None, "gelu", 0.1, training=False), Tensor)
     assert_type(ckptkern.gated_mlp(x, weight, weight, weight, workspace=2**20), Tensor)
+    assert_type(ckptkern.moe_mlp(x, x, x, weight, weight, "gelu", down_bias=bias, recompute="selective"), Tensor)
+    assert_type(ckptkern.grouped_gated_mlp(x, x, weight, weight, row_weights=x), Tensor)
     assert_type(ckptkern.mlp_block(x, weight, None, weight, None, norm="rms", norm_weight=bias), Tensor)
     assert_type(ckptkern.dropout(x, 0.5), Tensor)
     assert_type(ckptkern.scaled_dot_product_attention(heads, heads, heads, is_causal=True), Tensor)

@@ -193,7 +193,7 @@ def uneven() -> dict[str, list[str]]:
     def tiles(**options) -> dict[str, dict]:
         found = {}
         for name, arch in itertools.product(products, cases.ARCHS):
-            ((_, _, arguments),) = compiling.catch_launches(launches(activation="gelu", **options)[name], arch)
+            (_, _, arguments), *_ = compiling.catch_launches(launches(activation="gelu", **options)[name], arch)
             found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in machine_code.TILE_KEYS}
         return found
 

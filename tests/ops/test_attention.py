@@ -34,7 +34,7 @@ from ckptkern.memory import kept_tensors
 from ckptkern.ops import attention_core
 from ckptkern.ops._choices import primitives
 from ckptkern.ops.attention_arguments import gather
-from ckptkern.ops.attention_half import attention_half, attention_half_backward, attention_half_fake
+from ckptkern.ops.attention_half import AttentionHalf, attention_half, attention_half_backward, attention_half_fake
 
 P = 0.3
 
@@ -1038,7 +1038,7 @@ def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
         kept = {"none": (out, lse, qkv), "selective": (out, lse, None), "full": (None, None, None)}[level]
         needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
         with Calls() as backward:
-            grads = attention_half_backward(torch.empty_like(y), x, t, o, *kept, needs)
+            grads = attention_half_backward(torch.empty_like(y), AttentionHalf(x, t, o), *kept, needs)
     assert {name: grads[name].shape for name in ("x", "wq", "wo", "bo")} == {
         "x": x.shape, "wq": weights[0].shape, "wo": weights[2].shape, "bo": weights[3].shape
     }  # fmt: skip

@@ -19,6 +19,7 @@ from cases import (
 )
 from ops import test_op, test_transforms
 from torch.utils.flop_counter import FlopCounterMode
+from wrappers import Logged
 
 import ckptkern
 from ckptkern import eager
@@ -468,3 +469,16 @@ def test_names_of_nodes():
     index = routing("even", 6, 2, 3)
     y = ours_of(index)(tensors_of(index, 3, 8, 8, torch.float32))
     assert y.grad_fn.name() == "ExpertsFunctionBackward"
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS[:4], ids=lambda sizes: sizes[0])
+def test_a_subclass_with_operations_of_its_own_is_composed(sizes):
+    """In PyTorch ops, every expert on every token: dropped, duplicate and empty ones count as they do in the op."""
+    kind, tokens, top_k, experts, d, h = sizes
+    index = routing(kind, tokens, top_k, experts)
+    t = tensors_of(index, experts, d, h, torch.float64)
+    expected = gradients(ours_of(index), t)
+    logged = {**t, "x": torch.Tensor._make_subclass(Logged, t["x"].detach(), True)}
+    assert "Experts" not in ours_of(index)(logged).grad_fn.name()
+    found = gradients(ours_of(index), logged)
+    assert_same_within_rounding({name: one.as_subclass(torch.Tensor) for name, one in found.items()}, expected)
