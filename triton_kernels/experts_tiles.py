@@ -19,7 +19,7 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
     ("experts_fwd", 80): {
         "few": Tile(64, 128, 32, 8, 3),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 4, 2, 2)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 4, 2, 2)
     },
     ("experts_bwd", 90): {
         "few": Tile(64, 64, 64, 4, 4, 2),

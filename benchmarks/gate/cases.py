@@ -134,9 +134,8 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
         found += [(dtype, "persistent") for dtype in DTYPES]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
-    if (
-        not op.startswith("heads_") and op != "cross_entropy_kept_bwd"
-    ):  # strides of heads; no row length is in an address
+    # strides of heads are another matter; of a loss head's vocabulary nothing is told, so its biases are loaded one by one
+    if not op.startswith(("heads_", "cross_entropy_")):
         found += [("bfloat16", "16B"), ("float32", "16B")]
     return found
 
