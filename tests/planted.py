@@ -67,10 +67,12 @@ BUGS: dict[str, tuple[str, Callable[[re.Match], str]]] = {
 PER_BUG = 3  # places at most, spread over the kernel
 
 
-def change(pattern: str, replace: Callable[[re.Match], str], place: int) -> Callable[[str], str]:
-    """PTX with the bug at the place-th occurrence."""
+def change(kernel: str, pattern: str, replace: Callable[[re.Match], str], place: int) -> Callable[[str], str]:
+    """PTX with the bug at the place-th occurrence in `kernel`; that of other kernels as it is."""
 
     def changed(ptx: str) -> str:
+        if ptx != kernel:
+            return ptx
         found = list(re.finditer(pattern, ptx))[place]
         return ptx[: found.start()] + replace(found) + ptx[found.end() :]
 
@@ -103,7 +105,7 @@ def main() -> dict[str, Counter]:
             for bug, (pattern, replace) in BUGS.items():
                 count = len(re.findall(pattern, texts[0]))
                 places = sorted({round(n * (count - 1) / max(PER_BUG - 1, 1)) for n in range(PER_BUG)}) if count else []
-                kinds = Counter(seen(launch, arch, change(pattern, replace, place), good) for place in places)
+                kinds = Counter(seen(launch, arch, change(texts[0], pattern, replace, place), good) for place in places)
                 if places:
                     answers[f"{bug}, {name}, sm_{arch}"] = kinds
     return answers
