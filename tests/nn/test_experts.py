@@ -105,6 +105,7 @@ IMPOSTORS = {
     "has a gate of its own": lambda: type("Gated", (Theirs,), {"_apply_gate": lambda self, g: g})(),
     "is not seen to compute": lambda: type("Clamped", (Theirs,), {"forward": clamped})(),
     "is not seen to compute what": lambda: type("UpFirst", (Theirs,), {"forward": up_first})(),
+    "is not seen to compute what ckptkern": lambda: type("NoRouting", (Theirs,), {"forward": lambda self, x: x})(),
     "has a forward of its own": lambda: other(forward=MethodType(up_first, Theirs())),
 }
 
