@@ -15,13 +15,22 @@ from .cases import AttentionCase, Case
 HEADER = ("form", "sm_80 kernels", "sm_90 kernels", "example")
 
 
-def forms_of(case: Case | AttentionCase) -> tuple[list[dict[str, str]], list[str]]:
-    """(for each kernel {form: an instruction of it}, a line for everything that does not translate)"""
+def keys_of(case: Case | AttentionCase) -> list[str]:
+    """Of each launch of the case, what it is compiled for."""
+    from ...tools.compiling import catch_launches, specialize
+
+    return [specialize(*launch, case.arch).key for launch in catch_launches(case.launch, case.arch)]
+
+
+def forms_of(case: Case | AttentionCase, places: list[int] | None = None) -> tuple[list[dict[str, str]], list[str]]:
+    """(for each kernel {form: an instruction of it}, a line for everything that does not translate); places: of which launches."""
     from ... import emulator
     from ...tools.compiling import catch_launches, compile_launch
 
     forms, faults = [], []
-    for kernel, args, kwargs in catch_launches(case.launch, case.arch):
+    for place, (kernel, args, kwargs) in enumerate(catch_launches(case.launch, case.arch)):
+        if places is not None and place not in places:
+            continue
         ptx = compile_launch(kernel, args, kwargs, case.arch).ptx
         instructions = emulator.Kernel(ptx).instructions
         forms.append({one.form: one.text for one in reversed(instructions)})
@@ -33,21 +42,29 @@ def forms_of(case: Case | AttentionCase) -> tuple[list[dict[str, str]], list[str
 
 
 def write_opcodes(cases: list[Case | AttentionCase], path: Path, workers: int) -> list[str]:
-    """Writes the table of forms to `path`; what the emulator cannot translate, a line each."""
+    """Writes the table of forms to `path`; what the emulator cannot translate, a line each. Launches of several cases that
+    are compiled alike count as one kernel."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("kernels are compiled: run it in a process without TRITON_INTERPRET=1")
     counts, examples, faults = Counter(), {}, []
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for done, (case, (kernels, unknown)) in enumerate(
-            zip(cases, pool.map(forms_of, cases, chunksize=4), strict=True), 1
+        seen, firsts = set(), []  # (case, the places of its launches that no case before has)
+        for case, keys in zip(cases, pool.map(keys_of, cases, chunksize=16), strict=True):
+            new = {key: place for place, key in enumerate(keys) if (case.arch, key) not in seen}
+            seen.update((case.arch, key) for key in new)
+            if new:
+                firsts.append((case, list(new.values())))
+        print(f"{len(cases)} cases launch {len(seen)} kernels", file=sys.stderr, flush=True)
+        for done, ((case, _), (kernels, unknown)) in enumerate(
+            zip(firsts, pool.map(forms_of, *zip(*firsts, strict=True), chunksize=4), strict=True), 1
         ):
             faults += unknown
             for forms in kernels:
                 counts.update((form, case.arch) for form in forms)
                 examples = forms | examples
-            if done % 20 == 0 or done == len(cases):
-                text = f"{done}/{len(cases)} translated, {len(examples)} forms, {len(faults)} unknown"
+            if done % 20 == 0 or done == len(firsts):
+                text = f"{done}/{len(firsts)} cases translated, {len(examples)} forms, {len(faults)} unknown"
                 print(text, file=sys.stderr, flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
