@@ -23,7 +23,7 @@ def keys_of(case: Case | AttentionCase) -> list[str]:
 
 
 def forms_of(case: Case | AttentionCase, places: list[int] | None = None) -> tuple[list[dict[str, str]], list[str]]:
-    """(for each kernel {form: an instruction of it}, a line for everything that does not translate); places: of which launches."""
+    """(for each kernel {form: an instruction of it}, a line for what does not translate); places: of which launches."""
     from ... import emulator
     from ...tools.compiling import catch_launches, compile_launch
 
@@ -36,8 +36,8 @@ def forms_of(case: Case | AttentionCase, places: list[int] | None = None) -> tup
         forms.append({one.form: one.text for one in reversed(instructions)})
         try:
             emulator.translate(ptx)
-        except emulator.Unknown as unknown:
-            faults.append(f"{case.name} ({kernel.fn.__name__}): {unknown}")
+        except Exception as unknown:  # also what the translator itself has wrong: the other cases go on
+            faults.append(f"{case.name} ({kernel.fn.__name__}): {type(unknown).__name__}: {unknown}")
     return forms, faults
 
 

@@ -105,7 +105,8 @@ def _extreme(w, i) -> None:
 @opcode("mul mad", "lo hi wide rn ftz")
 def _mul(w, i) -> None:
     result, a, b, *c = i.operands
-    type, kind = i.modifiers[-1], kind_of(i.modifiers[-1]) if "bf" not in i.modifiers[-1] else ""
+    type = i.modifiers[-1]
+    kind = "" if type.startswith("bf") or type.endswith("x2") else kind_of(type)  # these have no integer forms
     wide = f"{kind[:1]}{2 * int(kind[1])}" if kind else ""
     if "wide" in i.modifiers:
         product = f"{w.get(a, kind)}.astype({wide}) * {w.get(b, kind)}.astype({wide})"
