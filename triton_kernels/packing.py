@@ -135,9 +135,10 @@ def _remake_kernel(
 
 
 def _rows_of_blocks(h: torch.Tensor) -> tuple[tuple[int], dict]:
-    """(grid, options) of programs that walk along BLOCK_M rows each."""
+    """(grid, options) of programs that walk along BLOCK_M rows each. A warp has 256 columns of a row, 16 bytes a lane of 16-bit
+    types, so that prefix sums stay in it."""
     M, N = h.shape
-    sizes = dict(BLOCK_M=8, BLOCK_N=32 if arch_of(h) == INTERPRETER else 512)
+    sizes = dict(BLOCK_M=8, BLOCK_N=32 if arch_of(h) == INTERPRETER else 256)
     return (triton.cdiv(M, 8),), dict(**sizes, UNIT=unit_of(N), num_warps=4, enable_fp_fusion=False)
 
 
