@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .elementwise import kept_alone, pack_bits, unpack_bits
+from .elementwise import pack_bits, unpack_bits
 from .linear import linear_fwd
 
-PIECE = 2**18  # elements that are packed at a time, for which torch's own functions take up to 16 bytes each
+PIECE = 2**18  # elements at a time, for each of which there are up to two int64
 
 
 def _pieces(rows: int, columns: int) -> list[slice]:
@@ -22,20 +23,20 @@ def _pieces(rows: int, columns: int) -> list[slice]:
 
 
 def pack_nonzeros(h: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """h [M, N] -> (bits uint8 [M, ceil(N/8)], offsets int64 [M + 1], values [room] of h's dtype).
-
-    The non-zeros of row i are values[offsets[i] : offsets[i + 1]]; what is beyond the room is left out, what stays free is 0.
-    """
     M, N = h.shape
-    bits, values = h.new_empty((M, -(-N // 8)), dtype=torch.uint8), h.new_zeros(room)
-    counts, used = h.new_zeros(M + 1, dtype=torch.int64), 0
-    for rows in _pieces(M, N):
+    pieces = _pieces(M, N)
+    bits = h.new_empty((M, -(-N // 8)), dtype=torch.uint8)
+    counts = h.new_empty(M, dtype=torch.int64)
+    for rows in pieces:
         keep = h[rows] != 0
-        bits[rows], counts[rows.start + 1 : rows.stop + 1] = pack_bits(keep), keep.count_nonzero(1)
-        found = h[rows].masked_select(keep)[: room - used]
-        values[used : used + len(found)] = found
-        used += len(found)
-    return bits, counts.cumsum(0), values
+        bits[rows], counts[rows] = pack_bits(keep), keep.count_nonzero(1)
+    offsets = F.pad(counts.cumsum(0), (1, 0))
+    values = h.new_zeros(room + 1)  # the last one takes the zeros and what does not fit
+    for rows in pieces:
+        keep = h[rows] != 0
+        place = keep.cumsum(1).add_(offsets[rows, None] - 1).masked_fill_(~keep, room).clamp_(max=room)
+        values.scatter_(0, place.flatten(), h[rows].flatten())
+    return bits, offsets, values[:room].clone()
 
 
 def unpack_nonzeros(bits, offsets, values, x, w, b, precision, *, scale=1.0):
@@ -43,16 +44,16 @@ def unpack_nonzeros(bits, offsets, values, x, w, b, precision, *, scale=1.0):
 
 
 def unpack_with(linear, bits, offsets, values, x, w, b, precision, scale) -> Tensor:
-    """`unpack_nonzeros`, whose product is made by `linear`, a function like linear_fwd. Reads offsets on the host."""
-    (M, _), N = bits.shape, w.shape[0]
+    """`unpack_nonzeros`, whose product is made by `linear`, a function like linear_fwd. Reads numbers on the host."""
+    M, N, room = x.shape[0], w.shape[0], values.numel()
     h = values.new_zeros(M, N)
-    fit = int((offsets[1:] <= len(values)).sum())
+    if h.is_meta:
+        return h
+    fit = int((offsets[1:] <= room).sum())
     for rows in _pieces(fit, N):
         h[rows].masked_scatter_(unpack_bits(bits[rows], N), values[offsets[rows.start] : offsets[rows.stop]])
     if fit < M:
         again = linear(x[fit:], w, b, "relu", precision)[0].mul_(scale)
-        smallest = (
-            torch.finfo(h.dtype).tiny * torch.finfo(h.dtype).eps
-        )  # the mask is forward's, whatever rounding does now
-        h[fit:] = kept_alone(again.clamp_(min=smallest), unpack_bits(bits[fit:], N))
+        smallest = torch.finfo(h.dtype).tiny * torch.finfo(h.dtype).eps  # the mask is forward's, whatever rounding does now
+        h[fit:] = again.clamp_(min=smallest).masked_fill_(~unpack_bits(bits[fit:], N), 0)
     return h
