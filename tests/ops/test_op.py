@@ -58,7 +58,9 @@ def kept_by(setup: Setup, tensors: dict) -> int:
 
 def expected_bytes(setup: Setup, sizes: Sizes, itemsize: int) -> int:
     elements, mask_bytes = setup.op.kept(setup.activation, setup.recompute, *sizes[1:])
-    offsets = 8 * len(setup.op.parameters(1, 1, 1)) // 2 - 8 if setup.recompute == "packed" else 0  # the first of each layer
+    offsets = (
+        8 * len(setup.op.parameters(1, 1, 1)) // 2 - 8 if setup.recompute == "packed" else 0
+    )  # the first of each layer
     return sizes.tokens * (elements * itemsize + mask_bytes) + (16 if setup.dropout_p else 0) + offsets
 
 
