@@ -23,7 +23,7 @@ def keys_of(case: Case | AttentionCase) -> list[str]:
 
 
 def forms_of(case: Case | AttentionCase, places: list[int] | None = None) -> tuple[list[dict[str, str]], list[str]]:
-    """(for each kernel {form: an instruction of it}, a line for everything that does not translate); places: of which launches."""
+    """(for each kernel {form: an instruction of it}, a line for what does not translate); places: of which launches."""
     from ... import emulator
     from ...tools.compiling import catch_launches, compile_launch
 

@@ -31,11 +31,10 @@ def pack_nonzeros(h: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
         keep = h[rows] != 0
         bits[rows], counts[rows] = pack_bits(keep), keep.count_nonzero(1)
     offsets = F.pad(counts.cumsum(0), (1, 0))
-    values = h.new_zeros(room + 1)  # the last one takes the zeros and what does not fit
+    values = h.new_zeros(room + 1)  # the last one takes what does not fit; a zero is added to the number before it
     for rows in pieces:
-        keep = h[rows] != 0
-        place = keep.cumsum(1).add_(offsets[rows, None] - 1).masked_fill_(~keep, room).clamp_(max=room)
-        values.scatter_(0, place.flatten(), h[rows].flatten())
+        place = (h[rows] != 0).cumsum(1).add_(offsets[rows, None] - 1).clamp_(0, room)
+        values.scatter_add_(0, place.flatten(), h[rows].flatten())
     return bits, offsets, values[:room].clone()
 
 
