@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .elementwise import pack_bits, unpack_bits
 from .linear import linear_fwd
 
-PIECE = 2**18  # elements at a time, for each of which there are up to two int64
+PIECE = 2**16  # elements at a time, for each of which there are up to two int64
 
 
 def _pieces(rows: int, columns: int) -> list[slice]:

@@ -1,5 +1,6 @@
 """Level "packed": what no other level has. Tests of all levels run at it, too, with room for half of the elements."""
 
+import itertools
 import math
 from unittest import mock
 
@@ -176,3 +177,23 @@ def test_layers_that_have_no_such_level_say_so():
     for block.recompute in ("packed", ("selective", "packed")):
         with pytest.raises(ValueError, match="recompute must be one of 'none', 'selective', 'full', not 'packed'"):
             block(torch.ones(2, 3, 16))
+
+
+@pytest.mark.parametrize("widths", [[5, 6], [5, 6, 7], [9, 1, 9, 2], [8] * 6, [70, 65, 3, 66, 64]], ids=str)
+def test_stacks_of_any_depth(widths):
+    tensors = {"x": torch.randint(-2, 3, (30, widths[0])).float()}
+    for i, (k, n) in enumerate(itertools.pairwise(widths)):
+        tensors[f"w{i}"], tensors[f"b{i}"] = torch.randint(-1, 2, (n, k)).float(), torch.randint(-1, 2, (n,)).float()
+    tensors = {name: t.requires_grad_() for name, t in tensors.items()}
+    dy = torch.randint(-1, 2, (30, widths[-1])).float()
+
+    def stack(level: str, capacity: float):
+        def run(t):
+            weights, biases = ([t[f"{kind}{i}"] for i in range(len(widths) - 1)] for kind in "wb")
+            return ckptkern.linear_stack(t["x"], weights, biases, recompute=level, capacity=capacity)
+
+        return run
+
+    expected = gradients(stack("none", 0.5), tensors, dy)
+    for capacity in CAPACITIES:
+        assert_same(gradients(stack("packed", capacity), tensors, dy), expected)
