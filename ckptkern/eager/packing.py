@@ -53,6 +53,7 @@ def unpack_with(linear, bits, offsets, values, x, w, b, precision, scale) -> Ten
         h[rows].masked_scatter_(unpack_bits(bits[rows], N), values[offsets[rows.start] : offsets[rows.stop]])
     if fit < M:
         again = linear(x[fit:], w, b, "relu", precision)[0].mul_(scale)
-        smallest = torch.finfo(h.dtype).tiny * torch.finfo(h.dtype).eps  # the mask is forward's, whatever rounding does now
+        # the mask is forward's, however this product rounds
+        smallest = torch.finfo(h.dtype).tiny * torch.finfo(h.dtype).eps
         h[fit:] = again.clamp_(min=smallest).masked_fill_(~unpack_bits(bits[fit:], N), 0)
     return h
