@@ -53,10 +53,11 @@ def test_packed_as_the_definition_packs(shape, dtype, device):
 
 
 @pytest.mark.parametrize("backend", [eager, triton_kernels], ids=["eager", "triton"])
-def test_the_layout(backend, device):
+@pytest.mark.parametrize(("dtype", "exponent"), [*zip(DTYPES, (-149, -24, -133), strict=True)], ids=str)
+def test_the_layout(dtype, exponent, backend, device):
     """bit j of byte i is column 8 i + j; -0 counts as 0; NaN, infinity and the smallest number are non-zeros."""
-    nan, inf, small = float("nan"), float("inf"), 2.0**-24
-    h = torch.tensor([[0, 1, -0.0, nan, 0, 0, 0, 0, inf], [0] * 9, [small] + [0] * 8], dtype=torch.float16)
+    nan, inf, small = float("nan"), float("inf"), 2.0**exponent
+    h = torch.tensor([[0, 1, -0.0, nan, 0, 0, 0, 0, inf], [0] * 9, [small] + [0] * 8], dtype=dtype)
     bits, offsets, values = backend.pack_nonzeros(h.to(device), 6)
     assert bits.tolist() == [[0b1010, 1], [0, 0], [1, 0]]
     assert offsets.tolist() == [0, 3, 3, 4]
