@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from . import experts, loss_head
+from . import experts, loss_head, packing
 from .launchers import LAUNCHERS
 from .launchers import precision_of as _precision
 
@@ -271,6 +271,11 @@ class Inputs:
         slots = self.TOP_K * tokens
         return Groups(*(self(n, dtype=self.dtype("int32")) for n in (slots, slots, self.EXPERTS + 1)), self.TOP_K)
 
+    def packed(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """bits, offsets and values, as pack_nonzeros gives them, with room for half of the rows."""
+        bits = self(rows, -(-columns // 8), dtype=self.dtype("uint8"))
+        return bits, self(rows + 1, dtype=self.dtype("int64")), self(rows * columns // 4, dtype=dtype)
+
     def statistics(self, q, k, v, do, core) -> tuple[Tensor, Tensor]:
         """lse and delta, as forward gives them."""
         import torch
@@ -459,6 +464,7 @@ PRODUCT_OPS = (
     *(launcher.name for launcher in LAUNCHERS.values() if launcher.product),
     *experts.PRODUCTS,
     *loss_head.PRODUCTS,
+    *packing.PRODUCTS,
 )
 PERSISTENT_OPS = ("linear_fwd", "act_grad", "gated_act_grad")
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
@@ -477,6 +483,7 @@ OPS = {
     "heads_bwd": _launch_heads_bwd,
     **loss_head.LAUNCHES,
     **experts.LAUNCHES,
+    **packing.LAUNCHES,
 }
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
@@ -484,4 +491,5 @@ VARIANTS = {
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
     **loss_head.VARIANTS,
     **experts.VARIANTS,
+    **packing.VARIANTS,
 }

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ._checks import check_input, check_statics, check_weight
+from ._checks import check_input, check_packed_statics, check_weight
 from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
 from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import needed
 from ._op import Op, build
+from ._packed import Packed, packed_fake, room_of
 from ._rows import cast_parameter, row_count, rows_2d, unflattened
 
 X = 0
@@ -20,16 +21,32 @@ X = 0
 
 def _kept(activation: str, recompute: str) -> tuple[bool, bool]:
     """(keep every layer's h (relu) or z (others), keep the 1-bit mask of the last layer)."""
-    return recompute in ("none", "selective"), recompute == "full" and activation == "relu"
+    return recompute in ("none", "selective"), recompute in ("full", "packed") and activation == "relu"
 
 
 def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [cast_parameter(t, dtype) for t in tensors]
 
 
+def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs):
+    """`LinearStack.backward` of a chain that fits one kernel, for rows of tokens."""
+    L = len(weights)
+    packed = p.pack_stack(weights, biases, width, rows.dtype)
+    dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
+    dws = [
+        dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
+        if needed(needs, 1 + i) else None for i, w in enumerate(weights)
+    ]  # fmt: skip
+    dbs = [
+        db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if needed(needs, 1 + L + i) else None
+        for i, w in enumerate(weights)
+    ]
+    return dx, dws, dbs
+
+
 def _narrow_width(backend: str, recompute: str, x: Tensor, weights: Sequence[Tensor]) -> int | None:
     """Padded width of a chain that fits one kernel, or None if each layer is a kernel of its own."""
-    if backend == "eager" or recompute in ("none", "selective"):
+    if backend == "eager" or recompute in ("none", "selective", "packed"):
         return None
     return primitives(backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
 
@@ -41,7 +58,7 @@ class LinearStack(Op):
     inference_level = "forward"  # "full" keeps relu's mask
     inputs = "Tensor x, Tensor[] weights, Tensor[] biases"
     kept = "Tensor? bits, Tensor[] hidden"
-    statics = "str activation, str recompute, str backend, str precision, int workspace"
+    statics = "str activation, str recompute, str backend, str precision, int workspace, float capacity"
     results = "(Tensor y, Tensor bits, Tensor[] hidden)"
     grads = "(Tensor dx, Tensor[] dw, Tensor[] db)"
 
@@ -57,6 +74,8 @@ class LinearStack(Op):
 
     @classmethod
     def input_count(cls, saved, statics):
+        if statics[1] == "packed":  # three tensors of every layer but the last
+            return (len(saved) + 1) // 5 * 2 + 1
         per_layer = 3 if _kept(*statics[:2])[0] else 2
         return (len(saved) - 2) // per_layer * 2 + 1
 
@@ -71,7 +90,7 @@ class LinearStack(Op):
         return (first, *second, *third) if isinstance(second, list) else (first, second, *third)
 
     @staticmethod
-    def forward(x, weights, biases, activation, recompute, backend, precision, workspace):
+    def forward(x, weights, biases, activation, recompute, backend, precision, workspace, capacity):
         p, rows = primitives(backend), rows_2d(x)
         keep_hidden, keep_bits = _kept(activation, recompute)
         out_features = weights[-1].shape[0]
@@ -92,17 +111,23 @@ class LinearStack(Op):
                     hidden.append(z.clone() if z is y else z)
                 elif keep_hidden and i != last:
                     hidden = [*hidden, y]  # Dynamo of torch 2.11 makes hidden a tuple
+                elif recompute == "packed" and i != last:
+                    hidden = [*hidden, *p.pack_nonzeros(y, room_of(*y.shape, capacity))]
         return unflattened(y, x.shape[:-1]), bits if keep_bits else None, hidden
 
     @staticmethod
     def forward_fake(x, weights, biases, activation, recompute, *statics):
         keep_hidden, keep_bits = _kept(activation, recompute)
         M, N = row_count(x), weights[-1].shape[0]
-        kept = (weights[:-1] if activation == "relu" else weights) if keep_hidden else []
+        hidden = []
+        if keep_hidden:
+            hidden = [x.new_empty((M, w.shape[0])) for w in (weights[:-1] if activation == "relu" else weights)]
+        elif recompute == "packed":
+            hidden = [t for w in weights[:-1] for t in packed_fake(x, M, w.shape[0], statics[-1])]
         return (
             x.new_empty((*x.shape[:-1], N)),
             x.new_empty((M, (N + 7) // 8), dtype=torch.uint8) if keep_bits else x.new_empty(0),
-            [x.new_empty((M, w.shape[0])) for w in kept],
+            hidden,
         )
 
     @staticmethod
@@ -114,7 +139,9 @@ class LinearStack(Op):
         return [*tensors, bits if keep_bits else None, *hidden]
 
     @staticmethod
-    def backward(dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, needs):
+    def backward(
+        dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, capacity, needs
+    ):  # fmt: skip
         p, L = primitives(backend), len(weights)
         M = row_count(dy)
         dy, rows = rows_2d(dy), rows_2d(x)
@@ -122,18 +149,11 @@ class LinearStack(Op):
         need_dw = [needed(needs, 1 + i) for i in range(L)]
         need_db = [needed(needs, 1 + L + i) for i in range(L)]
         if width is not None:
-            packed = p.pack_stack(weights, biases, width, x.dtype)
-            dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
-            dws = [
-                dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
-                if need_dw[i] else None for i, w in enumerate(weights)
-            ]  # fmt: skip
-            dbs = [
-                db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else None for i, w in enumerate(weights)
-            ]  # fmt: skip
-            return None if dx is None else unflattened(dx, x.shape[:-1]), dws, dbs
+            dx, *others = _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs)
+            return None if dx is None else unflattened(dx, x.shape[:-1]), *others
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
-        stored = [rows_2d(h) for h in hidden]
+        packed = [Packed(*hidden[i : i + 3]) for i in range(0, 3 * (L - 1), 3)] if recompute == "packed" else []
+        stored = [] if packed else [rows_2d(h) for h in hidden]
         # every z or h, the last h, and z, dh, dz, h of the current layer, with what its activation's gradient holds
         widths = [w.shape[0] for w in weights]
         temporaries = eager.ACTIVATIONS[activation].temporaries if backend == "eager" else 0
@@ -156,8 +176,11 @@ class LinearStack(Op):
                 dz, db = p.act_bwd(dy_rows, kept[L - 1], activation, db=sums[L - 1])
             else:
                 kept, h = [], rows[part]
-                for w, b in zip(ws[:-1], bs[:-1], strict=True):
-                    h, z, _ = p.linear_fwd(h, w, b, activation, precision, keep_z=not relu)
+                for i, (w, b) in enumerate(zip(ws[:-1], bs[:-1], strict=True)):
+                    if packed:
+                        h, z = packed[i][part].dense(p, h, w, b, precision), None
+                    else:
+                        h, z, _ = p.linear_fwd(h, w, b, activation, precision, keep_z=not relu)
                     kept.append(h if relu else z)
                 h_last = h
                 if bits is not None:
@@ -236,6 +259,7 @@ def linear_stack(
     activation: str = "relu",
     *,
     recompute: str = "full",
+    capacity: float = 0.5,
     workspace: int | str | None = None,
 ) -> Tensor:
     """k layers h <- act(h w_l^T + b_l), starting from x, as ONE segment.
@@ -250,7 +274,11 @@ def linear_stack(
 
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit per element of y (relu) / x (others)     4k - 1 / 4k
+        "packed"             as "full", and of every h below y (relu alone) 1 bit an element, 8 bytes a token, and its
+                             non-zeros                                             3k
 
+    capacity: at "packed", the part of each h's elements that there is room for, from 0 to 1; see ckptkern.mlp. Chains of narrow
+    layers run a kernel for each layer there.
     workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
     least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
@@ -258,7 +286,7 @@ def linear_stack(
     workspace), RuntimeError (backend).
     """
     op = "linear_stack"
-    check_statics(op, activation, recompute)
+    check_packed_statics(op, activation, recompute, capacity)
     check_input(op, x, jagged=True)
     for name, given in (("weights", weights), ("biases", () if biases is None else biases)):
         if isinstance(given, Tensor) or not isinstance(given, Iterable):
@@ -278,5 +306,6 @@ def linear_stack(
     x = cast_input(op, x, *weights)
     statics = (
         activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), choose_workspace(op, workspace, x),
+        float(capacity),
     )  # fmt: skip
     return _apply(statics, x, *weights, *biases)

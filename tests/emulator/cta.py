@@ -293,6 +293,10 @@ class CTA:
         source = {"bfly": LANES ^ lane, "idx": lane & 31, "up": LANES - lane, "down": LANES + lane}[mode]
         return np.take_along_axis(value, np.where((source < 0) | (source > 31), LANES, source), 1).reshape(-1)
 
+    def warp_sum(self, value, mask, at) -> np.ndarray:
+        self.warps_of(mask, at)
+        return np.repeat(self.full(value).reshape(-1, 32).sum(1, dtype=np.uint32), 32)
+
     def elected(self, mask, at) -> np.ndarray:
         self.warps_of(mask, at)
         return self.special["%laneid"] == 0

@@ -15,17 +15,8 @@ from .ptx import split
 TYPE = re.compile(r"[busf](8|16|32|64|128)|pred|bf16|b?f16x2|tf32")
 HINT = re.compile(r"L[12]::\w+|L2::cache_hint")
 COMPARE = {
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "lo": "<",
-    "ls": "<=",
-    "hi": ">",
-    "hs": ">=",
-}
+    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,6 +288,12 @@ def _shfl(w, i) -> None:
         raise w.fail("unknown form")
     value, lane = (w.get(operand, "u4") for operand in operands[:2])
     w.set(to, "u4", f"S.shuffle({mode!r}, {value}, {lane}, {w.mask}, {w.where})")
+
+
+@opcode("redux", "sync add")
+def _redux(w, i) -> None:
+    """Of integers; every lane of a warp gets the sum."""
+    w.set(i.operands[0], "u4", f"S.warp_sum({w.get(i.operands[1], 'u4')}, {w.mask}, {w.where})")
 
 
 @opcode("bar barrier", "sync warp cta aligned arrive")

@@ -432,7 +432,7 @@ def test_autocast_gives_its_dtype(name):
 
 WRONG = {
     "activation": ("tanh", "activation must be one of 'relu', .*, not 'tanh'"),
-    "recompute": ("half", "recompute must be one of 'none', 'selective', 'full', not 'half'"),
+    "recompute": ("half", "recompute must be one of 'none', 'selective', 'full'(, 'packed')?, not 'half'"),
     "dropout": (1.5, "dropout probability has to be a number between 0 and 1, but got 1.5"),
     "workspace": ("plenty", "workspace must be a positive number of bytes or a string like '64MiB', not 'plenty'"),
 }

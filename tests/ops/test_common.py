@@ -209,7 +209,7 @@ def test_activations_at_the_end_of_fp16(setup):
 
 # -- workspace ---------------------------------------------------------------------------------------------------------
 
-CHUNKED = setups(("relu", "gelu"), LEVELS, dropout=(P,), ops=("linear_stack", "mlp", "gated_mlp"))
+CHUNKED = setups(dropout=(P,), ops=("linear_stack", "mlp", "gated_mlp"))
 FIVE_CHUNKS = Sizes(lead=(4, 135))  # 128 tokens per chunk, 28 in the last
 
 
@@ -265,6 +265,7 @@ def transient(setup, tensors, workspace):
 # All for one activation of each set of kept tensors and number of temporaries; of the others what they hold themselves.
 HELD = ("relu", "relu2", "gelu", "quick_gelu")
 BOUNDED = setups(HELD, ("selective", "full"), dropout=(0.0, P), ops=("linear_stack", "mlp", "gated_mlp"))
+BOUNDED += setups(("relu",), ("packed",), dropout=(0.0, P), ops=("linear_stack", "mlp"))
 BOUNDED += setups([name for name in ACTIVATIONS if name not in HELD], ("full",), ops=("gated_mlp",))
 
 
@@ -490,6 +491,7 @@ def wrong_options() -> list:
         "activation": ["tanh", "", None, "ReLU"],
         "recompute": ["all", None, True, "Full"],
         "dropout_p": [-0.1, 1.5, float("nan"), "0.5", None, torch.tensor(0.5)],
+        "capacity": [-0.1, 1.5, float("nan"), "0.5", None, True, torch.tensor(0.5)],
         "workspace": [0, -1, 1.5, True, "", "lots", "MiB", "-5MiB", "0MiB", "5 PB", "inf", "nan", b"5"],
     }
     return [
@@ -502,19 +504,32 @@ def wrong_options() -> list:
 
 WANTED = {
     "activation": f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not ",
-    "recompute": "recompute must be one of 'none', 'selective', 'full', not ",
+    "recompute": "recompute must be one of {levels}, not ",
     "dropout_p": "dropout probability has to be a number between 0 and 1, but got ",
+    "capacity": "capacity must be a number between 0 and 1, not ",
     "workspace": "workspace must be a positive number of bytes or a string like '64MiB', not ",
 }
 
 
 @pytest.mark.parametrize(("setup", "option", "value"), wrong_options())
 def test_wrong_options(setup, option, value):
-    with raises(ValueError, f"{setup.op.name}: {WANTED[option]}{value!r}"):
+    wanted = WANTED[option].format(levels=", ".join(map(repr, setup.op.products)))
+    with raises(ValueError, f"{setup.op.name}: {wanted}{value!r}"):
         setup.with_(**{option: value}).call(make(setup))
 
 
-@pytest.mark.parametrize("setup", setups(("relu", "gelu"), LEVELS, dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(("gelu", "relu2", "identity"), ("packed",), ops=LAYERS))
+def test_packed_is_for_relu(setup):
+    has_it = "packed" in setup.op.products
+    with raises(
+        ValueError,
+        f"{setup.op.name}: recompute",
+        f"'packed' keeps the non-zeros of 'relu', but activation is {setup.activation!r}" if has_it else "not 'packed'",
+    ):
+        setup.call(make(setup))
+
+
+@pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_meta_tensors(setup):
     """Shapes and dtypes of outputs and gradients without data, as for torch's own layers."""
     real = make(setup)

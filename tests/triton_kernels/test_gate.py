@@ -30,7 +30,7 @@ def learned(what: str) -> dict:
 def test_the_shipped_cases():
     """Every kernel, tile row, architecture and dtype, aligned and ragged: what `make gate` compiles."""
     shipped = cases.shipped_cases()
-    assert len(shipped) <= 670
+    assert len(shipped) <= 700
     other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
     products = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
     few = {(op, arch, "few") for op, arch, _ in products if not op.startswith("stack_")}
@@ -136,6 +136,7 @@ def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     of_kernel = Counter(key.split()[0] for key in specialized[name])
     assert of_kernel.pop("_sum_rows_kernel", 1) == 1  # the sums of parameters' gradients, a launch of its own
     assert of_kernel.pop("_tiles_kernel", 2) <= 2  # which expert each tile has, for tiles of two heights
+    tiles += name.endswith("_nonzeros")  # a launch before, or after
     tiles += 2 * (name == "cross_entropy_fwd")  # the kernel that combines slices, of logsumexps and of sums
     assert sum(of_kernel.values()) == tiles, "\n".join(specialized[name])
 
