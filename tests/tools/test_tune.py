@@ -1,5 +1,6 @@
 """The tuned table: what is timed and chosen, what is written, and which files are refused."""
 
+import functools
 import json
 import re
 import warnings
@@ -73,7 +74,7 @@ def planned(ms: dict[str, list[float]]):
     ],
 )
 def test_a_route_has_to_be_surely_quicker(ms, chosen):
-    assert tune.measure(PROBLEM, CPU, 60, planned(ms)).chosen == chosen
+    assert tune.measure(PROBLEM, CPU, 60, timer=planned(ms)).chosen == chosen
 
 
 @pytest.mark.parametrize("slow", ["triton", "persistent", "library"])
@@ -81,14 +82,14 @@ def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
     """The default among them, too."""
     ms = {name: [9.0 if name == slow else 1.0 + n] for n, name in enumerate(_routes.OF_KERNELS)}
     with ckptkern.backend("triton"):
-        first, second = (tune.measure(PROBLEM, CPU, 60, planned(ms)) for _ in range(2))
+        first, second = (tune.measure(PROBLEM, CPU, 60, timer=planned(ms)) for _ in range(2))
     assert list(first.ms) == list(_routes.OF_KERNELS)
     assert first.chosen == second.chosen == ("persistent" if slow == "triton" else "triton")
 
 
 def test_a_wrong_route_is_not_timed(monkeypatch):
     monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: _routes.eager.mm(a, b, **out) * 1.01))
-    outcome = tune.measure(PROBLEM, CPU, 60, planned({"eager": [10.0], "wide": [1.0]}))
+    outcome = tune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0], "wide": [1.0]}))
     assert outcome.chosen == "eager"
     assert outcome.ms.keys() == {"eager"}
     assert "times eager's" in outcome.wrong["wide"]
@@ -96,7 +97,7 @@ def test_a_wrong_route_is_not_timed(monkeypatch):
 
 def test_a_route_that_fails_costs_itself_alone(monkeypatch):
     monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: 1 / 0))
-    outcome = tune.measure(PROBLEM, CPU, 60, planned({"eager": [10.0]}))
+    outcome = tune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0]}))
     assert outcome.wrong == {"wide": "ZeroDivisionError: division by zero"}
     assert outcome.chosen == "eager"
 
@@ -124,7 +125,7 @@ def test_every_op_is_timed_for_real(op):
 def wide_is_quicker(monkeypatch):
     timer = planned({"eager": [10.0], "wide": [5.0]})
     measured = tune.measure
-    monkeypatch.setattr(tune, "measure", lambda problem, device, patience: measured(problem, device, patience, timer))
+    monkeypatch.setattr(tune, "measure", functools.partial(measured, timer=timer))
 
 
 def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
@@ -139,7 +140,9 @@ def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
     forget()
     assert [route(), route(op="gated_mlp")] == ["wide", "wide"]  # the earlier rows stay
     assert main(["env"]) == 0
-    assert f"cpu: 2 products, {file_of_this_machine()}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"table: {file_of_this_machine()}\n" in printed
+    assert "mlp float16, up to 256 features: wide\n" in printed
     assert main(["tune", "--reset"]) == 0
     forget()
     assert route() == "eager"
@@ -196,7 +199,7 @@ def test_shapes_that_are_none(shapes, capsys):
         (lambda file: file.write_text(file.read_text()[:-9]), "it is damaged (JSONDecodeError"),
         (lambda file: file.write_bytes(b"\xff\xfe{}"), "it is damaged (UnicodeDecodeError"),
         (lambda file: file.write_text("[]"), "it is damaged (TypeError"),
-        (lambda file: file.write_text('{"format": 9}'), "it is damaged (ValueError: format 9, not 1"),
+        (lambda file: file.write_text('{"format": 9}'), "it is damaged (ValueError: format 9, not 2"),
         (lambda file: file.write_text(file.read_text().replace("256", "255")), "it is damaged (ValueError"),
         (lambda file: write(device="another"), "it was made for device another, not "),
         (lambda file: write(torch="1.0"), "it was made for torch 1.0, not "),
@@ -241,11 +244,11 @@ def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monk
 def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
     quick, done = tune.measure, []
 
-    def measure(*arguments):
+    def measure(*arguments, **said):
         if done:
             raise KeyboardInterrupt
         done.append(arguments)
-        return quick(*arguments)
+        return quick(*arguments, **said)
 
     monkeypatch.setattr(tune, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
@@ -259,7 +262,7 @@ def test_a_route_that_fails_later_is_dropped():
         times = iter([1.0, 1.0] if name == "wide" else [5.0] * 99)
         return lambda: next(times)
 
-    outcome = tune.measure(PROBLEM, CPU, 60, timer)
+    outcome = tune.measure(PROBLEM, CPU, 60, timer=timer)
     assert outcome.wrong == {"wide": "StopIteration: "}
     assert outcome.chosen == "eager"
 
