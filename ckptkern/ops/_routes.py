@@ -143,7 +143,7 @@ OF_EAGER = {"wide": Wide}
 # route -> compute capability whose tiles a card takes (`triton_kernels.tile.family_of`) -> the tiles of 16-bit rows that it may
 # name. They are in triton_kernels.tile.TILES, which imports Triton.
 _POINTERS = {
-    90: ("128x128", "128x256", "256x128", "64x256", "128x64", "256x64"),
+    90: ("128x128", "128x256", "256x128", "64x256", "128x64", "64x128"),
     80: ("128x64", "128x256", "256x128", "64x256", "128x128", "64x128"),
 }
 VARIANTS: dict[str, dict[int, tuple[str, ...]]] = {
