@@ -182,15 +182,25 @@ class Race:
     def __init__(self, outcome: Outcome, device: torch.device, timer=None):
         self.outcome, self.device, self.timer = outcome, device, timer or step_of
         self.problem, self.steps = outcome.problem, {}
-        rows = CHECKED_ROWS
-        if device.type == "cuda":
-            rows = max(rows, CHECKED_RESULTS // (self.problem.hidden or self.problem.out))
-        self.fault = judge(self.problem, tensors_of(self.problem, device, min(self.problem.tokens, rows)))
         self.compiled = functools.cache(self._compiled)
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         return tensors_of(self.problem, self.device, self.problem.tokens)
+
+    @functools.cached_property
+    def fault(self) -> Callable[[str], str | None]:
+        rows = CHECKED_ROWS
+        if self.device.type == "cuda":
+            rows = max(rows, CHECKED_RESULTS // (self.problem.hidden or self.problem.out))
+        return judge(self.problem, tensors_of(self.problem, self.device, min(self.problem.tokens, rows)))
+
+    @property
+    def shared_memory(self) -> int | None:
+        """Bytes that a block may have; None on a CPU, where kernels are interpreted."""
+        from ..triton_kernels.tile import device_shared_memory
+
+        return device_shared_memory(self.device.index) if self.device.type == "cuda" else None
 
     def _compiled(self, route: str) -> list[Built]:
         """The products that a step launches by that route."""
@@ -205,15 +215,13 @@ class Race:
 
     def pruned(self, route: str) -> bool:
         """Is there nothing to time? Variants that this problem's kernels have not are left out without a word."""
-        from ..triton_kernels.tile import device_shared_memory
-
         base, _, variant = route.partition(":")
-        if not variant or self.device.type != "cuda":  # kernels are interpreted elsewhere
+        if not variant or self.shared_memory is None:
             return False
         own, shipped = self.compiled(route), self.compiled(base)
         if set(own) == set(shipped):
             return True
-        if why := unfit(own, shipped, device_shared_memory(self.device.index)):
+        if why := unfit(own, shipped, self.shared_memory):
             self.outcome.wrong[route] = why
         return bool(why)
 

@@ -3,18 +3,22 @@
 import functools
 import json
 import re
+import subprocess
 import warnings
 from unittest import mock
 
+import outside
 import pytest
 import torch
 from cases import Sizes, Watch, check_against_float64, gradients, make, output_gradient, setups
 
 import ckptkern
+from ckptkern import triton_kernels
 from ckptkern.__main__ import main
 from ckptkern.memory import peak_memory
 from ckptkern.ops import _choices, _routes, _tuned
 from ckptkern.tools import tune
+from ckptkern.tools.compiling import Built
 
 FP16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -77,14 +81,145 @@ def test_a_route_has_to_be_surely_quicker(ms, chosen):
     assert tune.measure(PROBLEM, CPU, 60, timer=planned(ms)).chosen == chosen
 
 
+KERNELS = _choices.candidates("triton", "cpu", None, FP16)
+
+
+def raced(ms: dict[str, float], **options) -> tune.Outcome:
+    """Of the routes of kernels, which take 5 ms unless `ms` says another time."""
+    with ckptkern.backend("triton"):
+        return tune.measure(PROBLEM, CPU, 60, timer=planned({name: [ms.get(name, 5.0)] for name in KERNELS}), **options)
+
+
 @pytest.mark.parametrize("slow", ["triton", "persistent", "library"])
 def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
     """The default among them, too."""
-    ms = {name: [9.0 if name == slow else 1.0 + n] for n, name in enumerate(_routes.OF_KERNELS)}
-    with ckptkern.backend("triton"):
-        first, second = (tune.measure(PROBLEM, CPU, 60, timer=planned(ms)) for _ in range(2))
-    assert list(first.ms) == list(_routes.OF_KERNELS)
+    ms = {name: 9.0 if name == slow else 1.0 + n for n, name in enumerate(_routes.OF_KERNELS)}
+    first, second = (raced(ms) for _ in range(2))
+    assert set(_routes.OF_KERNELS) <= first.ms.keys()
     assert first.chosen == second.chosen == ("persistent" if slow == "triton" else "triton")
+
+
+# -- tiles
+
+
+def test_tiles_of_the_quickest_routes_are_timed_beside_them():
+    """Two routes are near, and so is cuBLAS's, which has no tiles."""
+    said = []
+    outcome = raced(
+        {"triton": 1.05, "persistent": 1.0, "dual": 1.2, "library": 1.0, "persistent:256x128": 0.9}, say=said.append
+    )
+    tried = {*_routes.with_tiles("triton", 90), *_routes.with_tiles("persistent", 90)}
+    assert outcome.ms.keys() == {*_routes.OF_KERNELS, *tried}
+    assert outcome.chosen == outcome.row()["route"] == "persistent:256x128"
+    assert outcome.row()["ms"]["persistent:256x128"] == 0.9
+    assert f"{PROBLEM}: persistent:256x128" in said
+    assert "persistent:256x128 0.9 ms *" in tune.line(outcome)
+
+
+@pytest.mark.parametrize(
+    ("ms", "chosen"), [({"triton:128x256": 8.0}, "triton"), ({"triton:128x256": 1.0}, "triton:128x256")]
+)
+def test_tiles_have_to_be_surely_quicker(ms, chosen):
+    assert raced(ms).chosen == chosen
+
+
+def test_the_default_is_timed_again_with_the_tiles_of_others():
+    """It warms up: 9 ms in the first five rounds, 3 in those beside the tiles, of which none takes less."""
+    times = {name: [4.0] for name in KERNELS} | {"triton": [9.0] * (1 + tune.ENOUGH) + [3.0] * 1000, "dual": [5.0]}
+    with ckptkern.backend("triton"):
+        outcome = tune.measure(PROBLEM, CPU, 0.0, timer=planned(times))
+    assert "dual:128x64" not in outcome.ms
+    assert outcome.medians["triton"] == 3.0
+    assert outcome.chosen == "triton"
+
+
+@pytest.mark.parametrize(
+    ("bug", "why"),
+    [
+        (lambda dz: dz.mul_(1.01), "times eager's"),
+        (lambda dz: dz[5:9].zero_(), "times eager's"),
+        (lambda dz: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_wrong_tiles_are_not_timed(bug, why, monkeypatch):
+    """Quick as they are. They cost themselves alone."""
+    right = triton_kernels.act_grad
+
+    def act_grad(*args, variant="", **options):
+        results = right(*args, variant=variant, **options)
+        if variant == "64x256":
+            bug(results[0])
+        return results
+
+    monkeypatch.setattr(triton_kernels, "act_grad", act_grad)
+    outcome = raced({"triton:64x256": 0.1, "triton:128x256": 0.2})
+    assert list(outcome.wrong) == ["triton:64x256"]
+    assert why in outcome.wrong["triton:64x256"]
+    assert outcome.chosen == "triton:128x256"
+
+
+def test_no_tiles_after_the_deadline():
+    outcome = raced({"triton:128x256": 1.0}, deadline=0.0)
+    assert outcome.wrong == {"tiles": f"the time is over, {len(KERNELS) - len(_routes.OF_KERNELS)} not tried"}
+    assert outcome.chosen == "triton"
+    assert outcome.ms.keys() == set(_routes.OF_KERNELS)
+
+
+def test_what_is_tuned_is_what_runs(monkeypatch, capsys):
+    """From the table's file: the route, its tiles in forward and backward, and what `env` says."""
+    tiles = []
+    for name in ("linear_fwd", "act_grad"):
+        whole = getattr(triton_kernels, name)
+        monkeypatch.setattr(
+            triton_kernels,
+            name,
+            lambda *args, whole=whole, **options: tiles.append(options.get("variant")) or whole(*args, **options),
+        )
+    write("triton:256x128")
+    with ckptkern.backend("triton"):
+        assert route() == "triton:256x128"
+        problem = PROBLEM._replace(tokens=4)
+        y = tune.forward(problem, tune.tensors_of(problem, CPU, 4))
+    y.sum().backward()
+    assert tiles == ["256x128"] * 3
+    assert main(["env"]) == 0
+    assert "mlp float16, up to 256 features: triton:256x128\n" in capsys.readouterr().out
+
+
+def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
+    """The shipped ones may have a spill, which others of that kernel are forgiven, too."""
+    forward, backward = (
+        Built("_linear_fwd_kernel", "128x256x64", 0, 9000),
+        Built("_act_grad_kernel", "128x128x64", 8, 9000),
+    )
+    compiled = {
+        "triton:128x128": [forward._replace(tile="128x128x64"), backward._replace(shared=10_000)],
+        "triton:128x256": [forward._replace(stack=4), backward],
+        "triton:256x128": [forward, backward._replace(stack=16)],
+        "triton:64x256": [forward, backward._replace(shared=10_001)],
+    }
+    monkeypatch.setattr(tune.Race, "_compiled", lambda race, route: compiled.get(route, [forward, backward]))
+    monkeypatch.setattr(tune.Race, "shared_memory", 10_000)
+    outcome = raced({"persistent": 9.0, "dual": 9.0, "triton:64x256": 0.1})
+    assert outcome.ms.keys() == {*_routes.OF_KERNELS, "triton:128x128"}  # 128x64 and 64x128 are the shipped tiles here
+    assert outcome.wrong == {
+        "triton:128x256": "_linear_fwd_kernel of 128x256x64 spills 4 bytes",
+        "triton:256x128": "_act_grad_kernel of 128x128x64 spills 16 bytes",
+        "triton:64x256": "_act_grad_kernel of 128x128x64 takes 10001 bytes of shared memory, and a block has 10000",
+    }
+
+
+def test_pruning_reads_what_the_compiler_made():
+    """For an H200 that is not here; in a process whose kernels can be compiled."""
+    process = outside.start(str(outside.ROOT / "tests" / "compiled.py"), "pruned", stdout=subprocess.PIPE)
+    found = json.loads(process.communicate()[0])
+    assert process.returncode == 0
+    assert found["triton:128x256"] == found["triton:128x128"] == ""
+    assert found["triton:128x64"] == "shipped"  # of an MLP's two kernels none has such a tile
+    assert re.fullmatch(r"_act_grad_kernel of 64x256x64, 4 warps, 3 stages, SUB 1 spills \d+ bytes", found["spill"])
+    assert re.fullmatch(
+        r"_act_grad_kernel of .* takes 245760 bytes of shared memory, and a block has 232448", found["shared"]
+    )
 
 
 def test_a_wrong_route_is_not_timed(monkeypatch):
@@ -205,6 +340,11 @@ def test_shapes_that_are_none(shapes, capsys):
         (lambda file: write(torch="1.0"), "it was made for torch 1.0, not "),
         (lambda file: write(ckptkern="0.0.1"), "it was made for ckptkern 0.0.1, not "),
         (lambda file: write("warp"), "it names routes that do not exist: warp"),
+        (lambda file: write("triton:96x96"), "it names routes that do not exist: triton:96x96"),
+        (
+            lambda file: file.write_text(file.read_text().replace('"format": 2', '"format": 1')),
+            "it is damaged (ValueError: format 1, not 2",
+        ),
         (lambda file: write(["wide"]), "it is damaged (TypeError: a route that is no string"),
         (lambda file: (file.unlink(), file.mkdir()), "[Errno 21] Is a directory"),
     ],
