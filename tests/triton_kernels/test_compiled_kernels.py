@@ -41,6 +41,20 @@ def once(architecture):
         pytest.skip("the same for every architecture")
 
 
+def cancelling(tensors: dict) -> dict:
+    """The tensors with products whose second half takes away the first. What is left is the rounding of every step, and relu of
+    it or its derivative: another order of the steps shows, which rounding to 16 bits would hide."""
+    halved = {name: t.clone() for name, t in tensors.items() if t is not None and t.dim() == 2}
+    for name, t in halved.items():
+        if name in ("x", "dy"):
+            t[:, t.shape[1] // 2 :] = t[:, : t.shape[1] // 2]
+        elif name in ("w", "w1", "wg", "wu") and "x" in tensors:  # [N, K]
+            t[:, t.shape[1] // 2 :] = -t[:, : t.shape[1] // 2]
+        elif name in ("w", "w2", "wd"):  # [D, N]
+            t[t.shape[0] // 2 :] = -t[: t.shape[0] // 2]
+    return {name: halved.get(name) for name in tensors}
+
+
 @pytest.mark.parametrize("name", TILE_NAMES)
 def test_tiles_and_architectures_give_equal_bits(name, once, request):
     """Many rows of forward and few of a chunk of backward take different tiles, a checkpoint may move between cards, and a
@@ -50,13 +64,13 @@ def test_tiles_and_architectures_give_equal_bits(name, once, request):
     """
     if request.config.option.sample and name not in ("linear_bwd", "gated_bwd"):
         pytest.skip("in the sample one product, and three")
-    tensors = inputs_of(LAUNCHERS[name], BF16, M=72, K=128, N=144, D=128)
+    tensors = cancelling(inputs_of(LAUNCHERS[name], BF16, M=72, K=128, N=144, D=128))
     results = {}
     for arch in ARCHS:
         for row, tile in TILES[TILE_NAMES[name], arch].items():
             if row != "32" and (not tile.programs or name in PERSISTENT_OPS):
                 with emulated(arch):
-                    results[arch, row] = kernel(LAUNCHERS[name], tensors, "silu", tile=tile)
+                    results[arch, row] = kernel(LAUNCHERS[name], tensors, "relu", tile=tile)
     assert len(results) >= 8
     for other in results.values():
         assert_equal(other, results[90, "16"], SUMS_OF_ROWS)
