@@ -163,9 +163,12 @@ def test_the_table():
     sizes = [_routes.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)]
     assert sizes == [0, 0, 1, 2, 5, 5]
     assert {len(routes) for routes in _routes.SHIPPED.values()} == {len(_routes.SIZES)}
-    assert {route for routes in _routes.SHIPPED.values() for route in routes} <= set(_routes.OF_KERNELS)
+    for (_, card, size), routes in _routes.SHIPPED.items():
+        dtype = torch.bfloat16 if size == 2 else torch.float32
+        assert set(routes) <= set(_routes.candidates("triton", "cuda", dtype, card))
     assert _routes.shipped_route("mlp", (9, 0), 2, 0) == "triton"
     assert _routes.shipped_route("mlp", (9, 0), 4, 0) == "dual"
+    assert _routes.shipped_route("gated_mlp", (8, 0), 2, 3) == "triton:128x128"
     assert _routes.shipped_route("mlp", (12, 0), 2, 0) == "library"
     assert [_routes.size_text(place) for place in (0, 5)] == ["up to 256 features", "more than 4096 features"]
 
