@@ -244,6 +244,33 @@ def pruned() -> dict[str, str]:
     return found
 
 
+class Hopper:
+    """What a launch asks of the driver before it looks for compiled code."""
+
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+def cached() -> dict[str, list[str]]:
+    """The names in Triton's cache of what `compiling.built` compiles, and of what the launch itself would look for."""
+    hashes, whole = [], triton.compile
+
+    def spy(*args, **options):
+        hashes.append(whole(*args, **options).hash)
+        return whole(*args, **options)
+
+    with mock.patch.object(triton, "compile", spy):
+        compiling.built(act_grad, 90)
+    triton.runtime.driver.set_active(Hopper())
+    launched = [
+        kernel.run(*args, grid=(1,), warmup=True, **kwargs).hash
+        for kernel, args, kwargs in compiling.catch_launches(act_grad, 90)
+        if "BLOCK_K" in kwargs
+    ]
+    return {"built": hashes, "launched": launched}
+
+
 COUNTER_AND_KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)  # Random123's third answer
 WORDS = (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
@@ -279,6 +306,7 @@ def philox_words() -> dict[str, list[bool]]:
 
 if __name__ == "__main__":
     answers = {
-        answer.__name__: answer for answer in (planted, specialized, widths, uneven, maxima, pruned, philox_words)
+        answer.__name__: answer
+        for answer in (planted, specialized, widths, uneven, maxima, pruned, cached, philox_words)
     }
     json.dump(answers[sys.argv[1]](), sys.stdout)

@@ -209,11 +209,24 @@ def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
     }
 
 
-def test_pruning_reads_what_the_compiler_made():
-    """For an H200 that is not here; in a process whose kernels can be compiled."""
-    process = outside.start(str(outside.ROOT / "tests" / "compiled.py"), "pruned", stdout=subprocess.PIPE)
-    found = json.loads(process.communicate()[0])
+def learned(what: str) -> dict:
+    """From a process whose kernels can be compiled."""
+    process = outside.start(str(outside.ROOT / "tests" / "compiled.py"), what, stdout=subprocess.PIPE)
+    out, _ = process.communicate()
     assert process.returncode == 0
+    return json.loads(out)
+
+
+def test_a_launch_finds_what_pruning_compiled():
+    """By the name in Triton's cache, so that tiles are compiled once."""
+    found = learned("cached")
+    assert found["built"] == found["launched"]
+    assert len(found["built"]) == 1
+
+
+def test_pruning_reads_what_the_compiler_made():
+    """For an H200 that is not here."""
+    found = learned("pruned")
     assert found["triton:128x256"] == found["triton:128x128"] == ""
     assert found["triton:128x64"] == "shipped"  # of an MLP's two kernels none has such a tile
     assert re.fullmatch(r"_act_grad_kernel of 64x256x64, 4 warps, 3 stages, SUB 1 spills \d+ bytes", found["spill"])
