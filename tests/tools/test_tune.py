@@ -266,6 +266,17 @@ def test_every_op_is_timed_for_real(op):
     assert min(map(min, outcome.ms.values())) > 0
 
 
+@pytest.mark.gpu
+def test_tiles_are_tuned_on_a_gpu():
+    """Every tile is timed, unless it spills, does not fit, or is the shipped one; none is wrong."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    problem = tune.Problem("mlp", 1024, 4096, 1024, BF16, 8192)
+    outcome = tune.measure(problem, device, 1.0)
+    assert all(re.search(r" spills | bytes of shared memory", why) for why in outcome.wrong.values()), outcome.wrong
+    assert outcome.chosen in outcome.ms
+    assert min(map(min, outcome.ms.values())) > 0
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
