@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import triton
@@ -20,11 +21,12 @@ from triton.runtime.jit import create_function_from_signature
 
 from ckptkern import triton_kernels
 from ckptkern.benchmarks.gate import cases, machine_code
+from ckptkern.benchmarks.model import rates, trace
 from ckptkern.eager import AttentionCore, Groups, Head
-from ckptkern.tools import compiling
+from ckptkern.tools import compiling, tune
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.philox import philox
-from ckptkern.triton_kernels.tile import Tile
+from ckptkern.triton_kernels.tile import TILES, Tile
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -223,6 +225,55 @@ def maxima() -> dict[str, list[str]]:
     return kinds
 
 
+def pruned() -> dict[str, str]:
+    """What `tune` says of tiles of an MLP on an H200: "" if they are worth a run, "shipped" if they are the shipped ones."""
+    gpu, table = rates.GPUS["h200"], TILES["act_grad", 90]
+    problem = tune.Problem("mlp", 1024, 4096, 1024, torch.bfloat16, 8192)
+    shapes = {"x": (8192, 1024), "fc1_weight": (4096, 1024), "fc1_bias": (4096,), "fc2_weight": (1024, 4096)}
+    shapes["fc2_bias"] = (1024,)
+
+    def said(route: str) -> str:
+        race = tune.Race(tune.Outcome(problem, "triton"), torch.device("meta"))
+        race.tensors = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
+        skipped = race.pruned(route)
+        return race.outcome.wrong.get(route, "shipped" if skipped else "")
+
+    with trace.as_on(gpu), mock.patch.object(tune.Race, "shared_memory", gpu.block_shared):
+        found = {route: said(route) for route in ("triton:128x128", "triton:128x256", "triton:128x64")}
+        planted = {"spill": Tile(64, 256, 64, 4, 3, 1), "shared": Tile(64, 128, 64, 8, 10, 4)}
+        for name, tile in planted.items():
+            with mock.patch.dict(table, {"16:128x256": tile}):
+                found[name] = said("triton:128x256")
+    return found
+
+
+class Hopper:
+    """What a launch asks of the driver before it looks for compiled code."""
+
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+def cached() -> dict[str, list[str]]:
+    """The names in Triton's cache of what `compiling.built` compiles, and of what the launch itself would look for."""
+    hashes, whole = [], triton.compile
+
+    def spy(*args, **options):
+        hashes.append(whole(*args, **options).hash)
+        return whole(*args, **options)
+
+    with mock.patch.object(triton, "compile", spy):
+        compiling.built(act_grad, 90)
+    triton.runtime.driver.set_active(Hopper())
+    launched = [
+        kernel.run(*args, grid=(1,), warmup=True, **kwargs).hash
+        for kernel, args, kwargs in compiling.catch_launches(act_grad, 90)
+        if "BLOCK_K" in kwargs
+    ]
+    return {"built": hashes, "launched": launched}
+
+
 COUNTER_AND_KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)  # Random123's third answer
 WORDS = (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
@@ -257,5 +308,8 @@ def philox_words() -> dict[str, list[bool]]:
 
 
 if __name__ == "__main__":
-    answers = {answer.__name__: answer for answer in (planted, specialized, widths, uneven, maxima, philox_words)}
+    answers = {
+        answer.__name__: answer
+        for answer in (planted, specialized, widths, uneven, maxima, pruned, cached, philox_words)
+    }
     json.dump(answers[sys.argv[1]](), sys.stdout)

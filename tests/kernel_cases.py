@@ -28,10 +28,7 @@ STATE = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)  # signed 64-bit words w
 RAGGED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way, and none full
 
 # launcher -> its row of ckptkern.triton_kernels.tile.TILES
-TILE_NAMES = {
-    "linear_fwd": "linear", "linear_bwd": "linear", "act_grad": "act_grad", "mlp_bwd": "dual", "gated_fwd": "dual",
-    "gated_bwd": "triple", "gated_act_grad": "gated_act_grad",
-}  # fmt: skip
+TILE_NAMES = {launcher.name: launcher.tiles for launcher in LAUNCHERS.values() if launcher.product}
 
 PRODUCTS = [launcher for launcher in LAUNCHERS.values() if launcher.product]
 DROPPING = [launcher for launcher in LAUNCHERS.values() if launcher.dropout]

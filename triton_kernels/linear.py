@@ -244,17 +244,18 @@ def linear_fwd(
     keep_z=False,
     keep_bits=False,
     persistent=False,
+    variant="",
     tile=None,
 ):
     """h = dropout(act(x w^T + b)) -> (h [M, N], z [M, N] or None, bits uint8 [M, ceil(N/8)] or None).
 
     x [M, K], w [N, K], b [N] or None, all of one dtype. dropout = (state, threshold, scale, col_base).
-    persistent: see `tile_for`.
+    persistent, variant: see `tile_for`.
     """
     M, N = x.shape[0], w.shape[0]
     x, w, b = rows_of(x), rows_of(w), rows_of(b)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, h, persistent=persistent)
+    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, h, persistent=persistent, variant=variant)
     z = torch.empty_like(h) if keep_z else None
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
     if M and N:
@@ -265,13 +266,13 @@ def linear_fwd(
     return h, z, bits
 
 
-def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=None):
+def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, variant="", tile=None):
     """dz = dh * act'(x w^T + b) [M, N], and db = sum of dz's rows ([N] of the dtype that `db` is, True: float32; None unless
     asked for)."""
     M, K = x.shape
     N = w.shape[0]
     x, w, b, dh = rows_of(x), rows_of(w), rows_of(b), rows_of(dh)
-    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, dh)
+    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, dh, variant=variant)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
@@ -284,7 +285,7 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
 
 def act_grad(
     dy, w, z, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False,
-    db=False, persistent=False, tile=None,
+    db=False, persistent=False, variant="", tile=None,
 ):  # fmt: skip
     """One step back through a chain: dz = dropout'(dy w) * act'(z) -> (dz [M, N], h or None, db [N] or None).
 
@@ -293,7 +294,7 @@ def act_grad(
     """
     M, N = dy.shape[0], w.shape[1]
     dy, w, z = rows_of(dy), rows_of(w), rows_of(z)
-    tile = tile or tile_for("act_grad", arch_of(dy), M, N, dy, w, z, persistent=persistent)
+    tile = tile or tile_for("act_grad", arch_of(dy), M, N, dy, w, z, persistent=persistent, variant=variant)
     dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     h = (z if h_over_z else torch.empty_like(dz)) if keep_h else None
     partial = partial_rows(M, N, tile, dy) if db else None

@@ -242,14 +242,14 @@ def _gated_hidden_grad_kernel(
 
 def mlp_bwd(
     x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, db=False,
-    tile=None,
+    variant="", tile=None,
 ):  # fmt: skip
     """The dual product. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N]
     -> (dz [M, N], h [M, N] or None, db1 [N] or None)."""
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
     x, w1, b1, dy, w2 = map(rows_of, (x, w1, b1, dy, w2))
-    tile = tile or tile_for("dual", arch_of(x), M, N, x, w1, dy, w2)
+    tile = tile or tile_for("dual", arch_of(x), M, N, x, w1, dy, w2, variant=variant)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     h = torch.empty_like(dz) if keep_h else None
     partial = partial_rows(M, N, tile, x) if db else None
@@ -265,14 +265,15 @@ def mlp_bwd(
 
 
 def gated_fwd(
-    x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_gu=False, tile=None
-):
+    x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_gu=False, variant="",
+    tile=None,
+):  # fmt: skip
     """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> (h [M, N], g or None, u or None)."""
     M, K = x.shape
     N = wg.shape[0]
     x, wg, bg, wu, bu = map(rows_of, (x, wg, bg, wu, bu))
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tile = tile or tile_for("dual", arch_of(x), M, N, x, wg, wu, h)
+    tile = tile or tile_for("dual", arch_of(x), M, N, x, wg, wu, h, variant=variant)
     g, u = (torch.empty_like(h), torch.empty_like(h)) if keep_gu else (None, None)
     if M and N:
         launch(
@@ -285,14 +286,14 @@ def gated_fwd(
 
 def gated_bwd(
     x, wg, bg, wu, bu, dy, wd, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True,
-    dbg=False, dbu=False, tile=None,
+    dbg=False, dbu=False, variant="", tile=None,
 ):  # fmt: skip
     """The triple product. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]
     -> (dg, du [M, N], h or None, dbg, dbu [N] or None)."""
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
     x, wg, bg, wu, bu, dy, wd = map(rows_of, (x, wg, bg, wu, bu, dy, wd))
-    tile = tile or tile_for("triple", arch_of(x), M, N, x, wg, wu, dy, wd)
+    tile = tile or tile_for("triple", arch_of(x), M, N, x, wg, wu, dy, wd, variant=variant)
     dg = torch.empty((M, N), dtype=x.dtype, device=x.device)
     du = torch.empty_like(dg)
     h = torch.empty_like(dg) if keep_h else None
@@ -310,12 +311,12 @@ def gated_bwd(
 
 def gated_act_grad(
     dy, wd, g, u, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False, dbu=False,
-    persistent=False, tile=None,
+    persistent=False, variant="", tile=None,
 ):  # fmt: skip
     """The same outputs as `gated_bwd` from stored g and u [M, N]: one product, dh = dy wd."""
     M, N = dy.shape[0], wd.shape[1]
     dy, wd, g, u = rows_of(dy), rows_of(wd), rows_of(g), rows_of(u)
-    tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u, persistent=persistent)
+    tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u, persistent=persistent, variant=variant)
     dg = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     du = torch.empty_like(dg)
     h = torch.empty_like(dg) if keep_h else None

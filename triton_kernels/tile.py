@@ -57,51 +57,68 @@ INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so tha
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
 # whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
-# smaller). "tma" stands in for "16" where a route asks for persistent kernels. Every entry passes the compile gate:
-# python -m ckptkern.benchmarks.gate
+# smaller). "tma" stands in for "16" where a route asks for persistent kernels. Behind a colon: a variant, which stands in for
+# its class where a route asks for tiles of that name (`ops/_routes.py` has the names; `python -m ckptkern tune` times them).
+# Every entry passes the compile gate: python -m ckptkern.benchmarks.gate
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
         "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2),
-        "tma": Tile(128, 256, 64, 8, 3, 4, programs=1)
+        "tma": Tile(128, 256, 64, 8, 3, 4, programs=1),
+        "16:128x128": Tile(128, 128, 64, 8, 3, 4, 128), "16:128x256": Tile(128, 256, 64, 8, 4, 4),
+        "16:256x128": Tile(256, 128, 64, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
+        "tma:128x128": Tile(128, 128, 64, 8, 3, 4, 128, 2), "tma:256x128": Tile(256, 128, 64, 8, 3, 4, programs=1)
     },
     ("linear", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2),
+        "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:128x256": Tile(128, 256, 32, 8, 3, 4),
+        "16:256x128": Tile(256, 128, 32, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 8, 4, 4)
     },
     ("act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4),
         "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2),
-        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2)
+        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2),
+        "16:128x256": Tile(128, 256, 64, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
+        "tma:128x256": Tile(128, 256, 64, 8, 3, 8, programs=1)
     },
     ("act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2),
+        "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:128x256": Tile(128, 256, 32, 8, 3, 4),
+        "16:64x256": Tile(64, 256, 32, 8, 4, 4)
     },
     ("dual", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2),
+        "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:64x128": Tile(64, 128, 64, 4, 3, 4)
     },
     ("dual", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+        "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2),
+        "16:128x128": Tile(128, 128, 32, 8, 3, 4), "16:64x128": Tile(64, 128, 32, 8, 4, 4)
     },
     ("triple", 90): {
         "few": Tile(64, 64, 64, 4, 3),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2),
+        "16:128x128": Tile(128, 128, 64, 8, 2, 4), "16:64x128": Tile(64, 128, 64, 4, 3, 4)
     },
     ("triple", 80): {
         "few": Tile(64, 64, 32, 4, 3),
-        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2),
+        "16:64x128": Tile(64, 128, 32, 8, 3, 4)
     },
     ("gated_act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4),
         "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2),
-        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2)
+        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2),
+        "16:128x256": Tile(128, 256, 64, 8, 3, 8), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
+        "tma:128x256": Tile(128, 256, 64, 8, 3, 8, programs=1)
     },
     ("gated_act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2),
+        "16:128x128": Tile(128, 128, 32, 8, 4, 4), "16:64x128": Tile(64, 128, 32, 8, 4, 2)
     },
     ("cross_entropy_fwd", 90): {
         "few": Tile(64, 64, 64, 4, 4),
@@ -121,8 +138,10 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
 }  # fmt: skip
 MULTIPROCESSORS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
-# One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.
+# One tile for all interpreted kernels, and one for all variants: numpy's matmul does not promise equal bits between different
+# block shapes.
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
+INTERPRETED_VARIANT = Tile(32, 64, 32, 4, 1, 2)
 
 
 def family_of(arch: int) -> int:
@@ -143,14 +162,18 @@ def unit_of(*sizes: int) -> int:
     return together & -together if together % 16 in (4, 8, 12) else 1
 
 
-def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor, persistent: bool = False) -> Tile:
-    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
-    operands' dtype, shapes, alignment.
+def tile_for(
+    kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor, persistent: bool = False, variant: str = ""
+) -> Tile:
+    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes, of the
+    operands' dtype, shapes, alignment, and of what is asked for.
 
     `operands` are all matrices that the kernel reads or writes row by row. One with an address, a row length or a stride
     that is no multiple of 16 bytes makes the launch ragged: no asynchronous copy fits its rows.
     persistent: a tile of a persistent kernel, where there is one and TMA takes the operands: 16-bit, aligned, rows that do not
     overlap, and something in them.
+    variant: a name of a tile that the kernel may have beside the shipped one of its shape class; if not, it takes that one, so
+    that all kernels of an op are asked for the same.
     """
     family, itemsize = family_of(arch), operands[0].dtype.itemsize
     sizes = addresses = 0  # a power of two that divides them all divides this
@@ -160,14 +183,16 @@ def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor, pe
     aligned = not (sizes * itemsize % 16 or addresses % 16)
     persistent = persistent and aligned and itemsize == 2 and all(x.stride(0) >= x.shape[1] > 0 for x in operands)
     if arch == INTERPRETER:
-        tile = INTERPRETED_TILE._replace(programs=1) if persistent else INTERPRETED_TILE
+        tile = INTERPRETED_VARIANT if variant else INTERPRETED_TILE
+        tile = tile._replace(programs=1) if persistent else tile
     elif not aligned:
         return TILES[kernel, family]["ragged"]
     elif itemsize == 4:
         tile = TILES[kernel, family]["32"]
     else:
         tiles = TILES[kernel, family]
-        tile = tiles["tma"] if persistent and "tma" in tiles else tiles["16"]
+        row = "tma" if persistent and "tma" in tiles else "16"
+        tile = tiles.get(f"{row}:{variant}", tiles[row]) if variant else tiles[row]
         idle = 2 * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N) <= MULTIPROCESSORS[family]
         if idle or 2 * N <= tile.BLOCK_N:
             tile = tiles["few"]

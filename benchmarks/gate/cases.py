@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from . import experts, loss_head, packing
-from .launchers import LAUNCHERS
+from .launchers import LAUNCHERS, PERSISTENT_OPS
 from .launchers import precision_of as _precision
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Case:
     dropout: bool
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
     # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80; "few": rows; "16B":
-    # sizes that are multiples of 16 bytes and not of 16 elements; "persistent": kernels that load by TMA, on sm_90
+    # sizes that are multiples of 16 bytes and not of 16 elements; "persistent": kernels that load by TMA, on sm_90;
+    # "triton:128x128", "persistent:128x128": a route with tiles of that name
     kind: str = ""
 
     @property
@@ -132,6 +133,8 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
         found += [(dtype, "few") for dtype in DTYPES]
     if op in PERSISTENT_OPS and arch == 90:
         found += [(dtype, "persistent") for dtype in DTYPES]
+    if op in LAUNCHERS and op in PRODUCT_OPS:
+        found += [("bfloat16", kind) for kind in LAUNCHERS[op].variants(arch)]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
     # strides of heads are another matter; of a loss head's vocabulary nothing is told, so its biases are loaded one by one
@@ -198,7 +201,8 @@ def all_cases() -> list[Case | AttentionCase]:
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
         if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no product to rebuild
-        and not (kind in ("few", "16B", "persistent") and ragged)  # any number of rows; a contradiction; no such kernel
+        # any number of rows; a contradiction; no such kernel; no such tile
+        and not (ragged and (kind in ("few", "16B", "persistent") or ":" in kind))
     ] + [
         *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
         *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
@@ -251,7 +255,8 @@ class Inputs:
 
     def of_kernels(self, case: Case) -> dict:
         """Options that a launcher has and its definition has not."""
-        return {"persistent": True} if case.kind == "persistent" else {}
+        route, _, variant = case.kind.partition(":")
+        return ({"persistent": True} if route == "persistent" else {}) | ({"variant": variant} if variant else {})
 
     def dropout(self, wanted: bool) -> tuple:
         import torch
@@ -466,7 +471,6 @@ PRODUCT_OPS = (
     *loss_head.PRODUCTS,
     *packing.PRODUCTS,
 )
-PERSISTENT_OPS = ("linear_fwd", "act_grad", "gated_act_grad")
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {
     "stack_fwd": _launch_stack_fwd,

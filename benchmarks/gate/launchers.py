@@ -17,41 +17,52 @@ class Launcher:
     outputs: tuple[str, ...]
     wants: tuple[str, ...]
     dropout: bool
-    product: bool = True  # has a matrix product, so takes a precision and a tile
+    tiles: str = ""  # of a matrix product, which takes a precision and a tile: its row of triton_kernels.tile.TILES
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def product(self) -> bool:
+        return bool(self.tiles)
+
+    def variants(self, arch: int) -> list[str]:
+        """The routes that name other tiles than the shipped ones of this launcher on sm_80 or sm_90."""
+        from ...triton_kernels.tile import TILES
+
+        routes = {"16": "triton", "tma": "persistent"} if self.name in PERSISTENT_OPS else {"16": "triton"}
+        rows = (row.partition(":") for row in TILES[self.tiles, arch])
+        return [f"{routes[kind]}:{variant}" for kind, _, variant in rows if variant and kind in routes]
 
     @property
     def biases(self) -> list[str]:
         return [name for name in self.inputs if name.startswith("b")]
 
 
+PERSISTENT_OPS = ("linear_fwd", "act_grad", "gated_act_grad")
 _GATE = {"x": "MK", "wg": "NK", "bg": "N", "wu": "NK", "bu": "N"}
 _GATED_GRADS = {"outputs": ("dg", "du", "h", "dbg", "dbu"), "wants": ("keep_h", "dbg", "dbu"), "dropout": True}
 _TABLE = [
-    Launcher("linear_fwd", {"x": "MK", "w": "NK", "b": "N"}, ("h", "z", "bits"), ("keep_z", "keep_bits"), True),
-    Launcher("linear_bwd", {"x": "MK", "w": "NK", "b": "N", "dh": "MN"}, ("dz", "db"), ("db",), False),
-    Launcher("act_grad", {"dy": "MD", "w": "DN", "z": "MN"}, ("dz", "h", "db"), ("keep_h", "db"), True),
+    Launcher(
+        "linear_fwd", {"x": "MK", "w": "NK", "b": "N"}, ("h", "z", "bits"), ("keep_z", "keep_bits"), True, "linear"
+    ),
+    Launcher("linear_bwd", {"x": "MK", "w": "NK", "b": "N", "dh": "MN"}, ("dz", "db"), ("db",), False, "linear"),
+    Launcher("act_grad", {"dy": "MD", "w": "DN", "z": "MN"}, ("dz", "h", "db"), ("keep_h", "db"), True, "act_grad"),
     Launcher(
         "mlp_bwd",
         {"x": "MK", "w1": "NK", "b1": "N", "dy": "MD", "w2": "DN"},
         ("dz", "h", "db"),
         ("keep_h", "db"),
         True,
+        "dual",
     ),
-    Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("keep_gu",), True),
-    Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS),
-    Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS),
-    Launcher("hidden_grad", {"dh": "MN", "z": "MN"}, ("dz", "h", "db"), ("keep_h", "db"), False, product=False),
-    Launcher(
-        "gated_hidden_grad",
-        {"dh": "MN", "g": "MN", "u": "MN"},
-        **_GATED_GRADS | {"dropout": False},
-        product=False,
-    ),
-    Launcher("act_fwd", {"z": "MN", "u": "MN"}, ("h",), (), False, product=False),
-    Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False, product=False),
+    Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("keep_gu",), True, "dual"),
+    Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS, tiles="triple"),
+    Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS, tiles="gated_act_grad"),
+    Launcher("hidden_grad", {"dh": "MN", "z": "MN"}, ("dz", "h", "db"), ("keep_h", "db"), False),
+    Launcher("gated_hidden_grad", {"dh": "MN", "g": "MN", "u": "MN"}, **_GATED_GRADS | {"dropout": False}),
+    Launcher("act_fwd", {"z": "MN", "u": "MN"}, ("h",), (), False),
+    Launcher("act_bwd", {"dy": "MN", "kept": "MN"}, ("dz", "db"), ("db",), False),
 ]
 LAUNCHERS = {launcher.name: launcher for launcher in _TABLE}
 

@@ -7,15 +7,12 @@ import dataclasses
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
-from pathlib import Path
 
-from ...tools.compiling import Compiled, catch_launches, compile_launch
+from ...tools.compiling import Compiled, catch_launches, compile_launch, inspect_cubin, resources
 from .cases import AttentionCase, Case
-from .spills import ALLOWED_HMMA, ALLOWED_TWICE, TRITON, allowed_stack
+from .spills import ALLOWED_DRAWS, ALLOWED_HMMA, ALLOWED_TWICE, TRITON, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.
 PHILOX_MULTIPLY = re.compile(
@@ -92,33 +89,13 @@ class Report:
         draws = (
             self.philox / 20 / (self.elements / 8) if " K" in self.tile else 0
         )  # 20 multiplies a call, for 8 elements
-        if draws > 1.5:
+        if draws > 1.5 and not ALLOWED_DRAWS.match(launch):
             found.append(f"the mask is drawn {draws:.1f} times")
         # keys: a row of int8, two columns per thread. unpack: each of its values lies where the bits before it say
         narrow_by_nature = case.kind == "keys" or self.kernel == "_unpack_kernel"
         if self.narrow_loads and not case.ragged and not narrow_by_nature:
             found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
         return found
-
-
-def inspect_cubin(cubin: bytes, tool: str, option: str) -> str:
-    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of machine code."""
-    import triton
-
-    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        result = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
-    return result.stdout + result.stderr
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers per thread, and bytes of stack."""
-    usage = inspect_cubin(cubin, "cuobjdump", "-res-usage")
-    return {
-        name: int(re.search(rf"{word}:(\d+)", usage)[1]) for name, word in (("registers", "REG"), ("stack", "STACK"))
-    }
 
 
 TENSOR_CORES = {"HMMA": r"[HI]MMA", "HGMMA": r"[HQ]GMMA", "UTCHMMA": r"UTC\w*MMA"}  # instructions of one kind

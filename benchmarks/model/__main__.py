@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...ops import _choices, _routes
 from ..cases import BY_HALF, LEVELS, Item
 from ..run import DEFAULT_RESULTS, say, select
 from . import __doc__ as description
@@ -34,6 +36,10 @@ def parser() -> argparse.ArgumentParser:
         "--calibrate", type=Path, metavar="RESULTS.csv",
         help="fit the rates to a run of `ckptkern bench` on that GPU, say how far the model was off, and write rates-GPU.json "
         "for --rates beside it, or into --out",
+    )  # fmt: skip
+    made.add_argument(
+        "--route", choices=_routes.ROUTES, metavar="ROUTE",
+        help="of all products that may take it, instead of the table's (ops/_routes.py), such as dual or triton:128x128",
     )  # fmt: skip
     made.add_argument("--workers", type=int, default=2, help="compiling processes (default: %(default)s)")
     return made
@@ -87,14 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         say(f"ckptkern.benchmarks.model: {error}")
         return 2
-    steps = sheet.traces(gpu, items, levels)
+    with _choices.forced_route(args.route) if args.route else contextlib.nullcontext():
+        steps = sheet.traces(gpu, items, levels)
     codes = sheet.codes_of(gpu, steps, args.workers)
     if args.explain is not None:
         told = {name: trace for name, trace in steps.items() if re.search(args.explain, ", ".join(name))}
         print(sheet.explanation(gpu, told, codes))
     found = sheet.rows(gpu, steps, codes)
     print(sheet.table(gpu, found))
-    whole = not (args.cases or args.levels or args.rates)
+    whole = not (args.cases or args.levels or args.rates or args.route)
     if folder := args.out or (DEFAULT_RESULTS / "model" if whole else None):
         sheet.write(gpu, found, folder / f"{gpu.name}.csv")
         print(f"MODEL in {folder / gpu.name}.csv")

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...tools.compiling import compile_launch, specialize
-from ..gate.machine_code import INSTRUCTION, inspect_cubin, resources
+from ...tools.compiling import compile_launch, inspect_cubin, resources, specialize
+from ..gate.machine_code import INSTRUCTION
 from .trace import Caught
 
 LABEL = re.compile(r"^\s*(\.L_x_\d+):")

@@ -226,7 +226,7 @@ def primitives(name: str) -> Any:
         return _routes.OF_EAGER[name](eager)
     from .. import triton_kernels  # imports triton: only here, on first use
 
-    return _routes.OF_KERNELS[name](triton_kernels)
+    return _routes.of_kernels(name, triton_kernels)
 
 
 def matmul_precision(x: Tensor) -> str:

@@ -11,13 +11,17 @@ In PyTorch ops there are two: `eager`, and for 16-bit types on a CPU `wide`, whi
 float32. A CPU without instructions for a type takes many times as long for torch's own products of it: on an EPYC of the
 Zen 4 kind [2048, 512] x [512, 512] takes 57 to 377 ms in float16 and 12 in float32.
 
+A route of kernels may name other tiles than the shipped ones behind a colon, "triton:128x128": every kernel of the op that has
+a tile of this name takes it (`VARIANTS`).
+
 A route is one of the ops' static arguments, chosen in forward and kept for backward. On "triton", "persistent" and "dual",
-recompute equals forward bit for bit (all three add in the same order). On "library" cuBLAS may choose another algorithm for the
-rows of a chunk: the same rounding points and masks, and the 2x rule.
+recompute equals forward bit for bit, whatever the tiles (all add in the same order). On "library" cuBLAS may choose another
+algorithm for the rows of a chunk: the same rounding points and masks, and the 2x rule.
 """
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 import torch
@@ -25,15 +29,20 @@ from torch import Tensor
 
 from .. import eager
 
+# Launchers of products with an epilogue, which have tiles to choose from; of those the ones with a persistent kernel.
+PERSISTENT = frozenset(("linear_fwd", "act_grad", "gated_act_grad"))
+TILED = PERSISTENT | {"linear_bwd", "mlp_bwd", "gated_fwd", "gated_bwd"}
+
 
 class Dual:
-    """The kernels as they are."""
+    """The kernels as they are, with the tiles of that variant's name where they have such."""
 
-    def __init__(self, kernels: ModuleType):
-        self.kernels = kernels
+    def __init__(self, kernels: ModuleType, variant: str = ""):
+        self.kernels, self.variant = kernels, variant
 
     def __getattr__(self, name: str):
-        return getattr(self.kernels, name)
+        found = getattr(self.kernels, name)
+        return functools.partial(found, variant=self.variant) if self.variant and name in TILED else found
 
     product, mm = staticmethod(eager.product), staticmethod(eager.mm)
 
@@ -62,14 +71,9 @@ class Separate(Dual):
 class Persistent(Separate):
     """The kernels with one launch for each product, persistent where TMA takes the operands (triton_kernels/persistent.py)."""
 
-    def linear_fwd(self, *args, **options):
-        return self.kernels.linear_fwd(*args, persistent=True, **options)
-
-    def act_grad(self, *args, **options):
-        return self.kernels.act_grad(*args, persistent=True, **options)
-
-    def gated_act_grad(self, *args, **options):
-        return self.kernels.gated_act_grad(*args, persistent=True, **options)
+    def __getattr__(self, name: str):
+        found = super().__getattr__(name)
+        return functools.partial(found, persistent=True) if name in PERSISTENT else found
 
 
 class Library(Separate):
@@ -139,21 +143,50 @@ class Wide(Library):
 
 OF_KERNELS = {"triton": Separate, "persistent": Persistent, "dual": Dual, "library": Library}
 OF_EAGER = {"wide": Wide}
-ROUTES = (*OF_KERNELS, "eager", *OF_EAGER)
+# route -> compute capability whose tiles a card takes (`triton_kernels.tile.family_of`) -> the tiles of 16-bit rows that it may
+# name. They are in triton_kernels.tile.TILES, which imports Triton.
+_POINTERS = {
+    90: ("128x128", "128x256", "256x128", "64x256", "128x64", "64x128"),
+    80: ("128x64", "128x256", "256x128", "64x256", "128x128", "64x128"),
+}
+VARIANTS: dict[str, dict[int, tuple[str, ...]]] = {
+    "triton": _POINTERS, "dual": _POINTERS, "persistent": {90: ("128x128", "256x128", "128x256")},
+}  # fmt: skip
+
+
+def with_tiles(route: str, family: int) -> tuple[str, ...]:
+    """The names of a route with other tiles than the shipped ones."""
+    return tuple(f"{route}:{tiles}" for tiles in VARIANTS.get(route, {}).get(family, ()))
+
+
+ROUTES = (
+    *OF_KERNELS, *(name for route in VARIANTS for family in VARIANTS[route] for name in with_tiles(route, family)), "eager",
+    *OF_EAGER,
+)  # fmt: skip
+
+
+def of_kernels(name: str, kernels: ModuleType) -> Dual:
+    """What runs by the route of that name."""
+    route, _, variant = name.partition(":")
+    return OF_KERNELS[route](kernels, variant)
 
 
 def candidates(backend: str, device_type: str, dtype: torch.dtype, card: tuple[int, int]) -> tuple[str, ...]:
-    """The routes that such a call may take. "persistent" wants TMA, and rows of 16 bits."""
-    if backend != "eager":
-        return tuple(route for route in OF_KERNELS if route != "persistent" or (card == (9, 0) and dtype.itemsize == 2))
-    return ("eager", "wide") if device_type == "cpu" and dtype in (torch.float16, torch.bfloat16) else ("eager",)
+    """The routes that such a call may take, those with shipped tiles first. "persistent" wants TMA and rows of 16 bits; these
+    have other tiles."""
+    if backend == "eager":
+        return ("eager", "wide") if device_type == "cpu" and dtype in (torch.float16, torch.bfloat16) else ("eager",)
+    hopper, narrow = card == (9, 0), dtype.itemsize == 2
+    routes = tuple(route for route in OF_KERNELS if route != "persistent" or (hopper and narrow))
+    return routes + tuple(name for route in routes if narrow for name in with_tiles(route, 90 if hopper else 80))
 
 
 SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input or output, in features
 
 # (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the cards, not from a
 # measurement: python -m ckptkern.benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a card without a row nothing is
-# known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less than its own error.
+# known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less than its own error. Other
+# tiles than the shipped ones have one where it sees more than 3 % in them, with its blind spots guessed at, too (NOTES.md).
 WIDE_BY_LIBRARY = ("triton",) * 4 + ("library",) * 2
 NARROW_DUAL = ("dual",) * 3 + ("triton",) * 3
 SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
@@ -163,7 +196,7 @@ SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
     ("mlp", (8, 0), 4): NARROW_DUAL,
     ("gated_mlp", (9, 0), 2): WIDE_BY_LIBRARY,
     ("gated_mlp", (9, 0), 4): NARROW_DUAL,
-    ("gated_mlp", (8, 0), 2): WIDE_BY_LIBRARY,
+    ("gated_mlp", (8, 0), 2): ("triton",) * 2 + ("triton:128x128",) * 2 + ("library",) * 2,
     ("gated_mlp", (8, 0), 4): NARROW_DUAL,
 } | {("linear_act", card, size): ("triton",) * 6 for card in ((9, 0), (8, 0)) for size in (2, 4)}
 UNKNOWN_CARD = ("library",) * len(SIZES)
@@ -172,6 +205,11 @@ UNKNOWN_CARD = ("library",) * len(SIZES)
 def size_class(features: int) -> int:
     """The place in SIZES; a number, even if torch.compile has a symbol for `features`."""
     return next(place for place, most in enumerate(SIZES) if features <= most)
+
+
+def size_text(place: int) -> str:
+    """That place in words."""
+    return f"up to {SIZES[place]} features" if SIZES[place] < 2**62 else f"more than {SIZES[place - 1]} features"
 
 
 def shipped_route(op: str, card: tuple[int, int], itemsize: int, size: int) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from ._routes import ROUTES, SIZES
 
-FORMAT = 1
+FORMAT = 2  # 1 had no tiles
 Table = dict[tuple[str, str, int], str]  # op, dtype, place of the size in SIZES -> route
 
 

@@ -1,12 +1,17 @@
-"""From a launch to its PTX, for any compute capability and without a driver: what the gate reads and the emulator runs."""
+"""From a launch to its PTX and machine code, for any compute capability and without a driver: what the gate reads, what the
+emulator runs, and what `tune` asks before it times a tile."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 PTX_ONLY = "ckptkern: PTX only"  # in the keys of Triton's cache, which must not take these for whole kernels
@@ -119,3 +124,52 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
         ptx, metadata.shared, metadata.global_scratch_size, metadata.tensordesc_meta, one.bound, arguments,
         lambda: one.backend.make_cubin(ptx, {}, one.options, arch),
     )  # fmt: skip
+
+
+def inspect_cubin(cubin: bytes, tool: str, option: str) -> str:
+    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of machine code."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        result = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers per thread, and bytes of stack."""
+    usage = inspect_cubin(cubin, "cuobjdump", "-res-usage")
+    return {
+        name: int(re.search(rf"{word}:(\d+)", usage)[1]) for name, word in (("registers", "REG"), ("stack", "STACK"))
+    }
+
+
+class Built(NamedTuple):
+    """A kernel with products as compiled. tile: "128x256x64, 8 warps, 3 stages, SUB 4" and a bound of registers; stack, shared:
+    bytes a thread, a block."""
+
+    kernel: str
+    tile: str
+    stack: int
+    shared: int
+
+
+def built(call: Callable, arch: int) -> list[Built]:
+    """What the launches of products in `call()` are on compute capability `arch`, each once. Nothing is launched; a launch
+    that comes later finds the same in Triton's cache."""
+    import triton
+    from triton.compiler import ASTSource
+
+    products = [caught for caught in catch_launches(call, arch) if "BLOCK_K" in caught[2]]
+    found = {}
+    for one, options in ((specialize(*caught, arch), caught[2]) for caught in products):
+        if one.key not in found:
+            source = ASTSource(one.kernel, one.signature, one.constexprs, one.attrs)
+            compiled = triton.compile(source, one.target, one.options.__dict__)
+            tile = "{BLOCK_M}x{BLOCK_N}x{BLOCK_K}, {num_warps} warps, {num_stages} stages, SUB {SUB}".format(**options)
+            tile += f", {options['maxnreg']} registers" if "maxnreg" in options else ""
+            stack = resources(compiled.asm["cubin"])["stack"]
+            found[one.key] = Built(one.kernel.fn.__name__, tile, stack, compiled.metadata.shared)
+    return list(found.values())

@@ -170,16 +170,20 @@ def _sdpa() -> dict[str, bool]:
 
 
 @_or_missing
-def _tuned_routes() -> dict[str, str]:
-    """Of each device its table, if `python -m ckptkern tune` wrote one, and whether it is used."""
-    from ..ops import _tuned
+def _tuned_routes() -> dict[str, Any]:
+    """Of each device its table, if `python -m ckptkern tune` wrote one: the route of every op, dtype and size, with its
+    tiles; or why it is not used."""
+    from ..ops import _routes, _tuned
 
     answer = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         index = torch.cuda.current_device() if device == "cuda" else None
         file = _tuned.path(device, index)
         try:
-            answer[device] = f"{len(_tuned.read(file, _tuned.machine(device, index)))} products, {file}"
+            table = _tuned.read(file, _tuned.machine(device, index))
+            answer[device] = {"table": str(file)} | {
+                f"{op} {dtype}, {_routes.size_text(size)}": route for (op, dtype, size), route in sorted(table.items())
+            }
         except FileNotFoundError:
             answer[device] = "none: python -m ckptkern tune"
         except (OSError, ValueError) as error:

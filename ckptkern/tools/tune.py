@@ -1,14 +1,19 @@
-"""``python -m ckptkern tune``: measure which route is quickest for each product here, and remember it for this machine.
+"""``python -m ckptkern tune``: measure which route is quickest for each product here, with which tiles, and remember it for
+this machine.
 
 Of every op, dtype and size the routes (`ops/_routes.py`) are checked against float64, then timed in turns, forward and
-backward at "full". A route replaces the default if it is quicker by more than the noise: its median by MARGIN, and its 80th
-percentile below the default's median.
+backward at "full". Of the quickest routes of kernels the variants follow, the same routes with other tiles: those that compile
+for this card without more spills than the shipped tiles have, and fit into its shared memory, are checked and timed likewise,
+together with the routes that they come from and the default. What replaces the default is quicker by more than the noise: its
+median by MARGIN, and its 80th percentile below the default's median.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import math
 import statistics
 import sys
 import tempfile
@@ -24,6 +29,7 @@ from .. import ops
 from ..conversion.convert import progress
 from ..ops import _choices, _routes, _tuned
 from ..planning.measure import seconds
+from .compiling import Built, built
 from .convert import load, model_and_inputs
 from .verify import error_ratio, gradients, relative_errors
 
@@ -31,7 +37,8 @@ OPS = ("linear_act", "mlp", "gated_mlp")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MARGIN = 0.03  # of the default's median
 ROUNDS, ENOUGH = 30, 5
-CHECKED_ROWS = 256
+REACH = 0.1  # routes that are this much slower than the quickest have their tiles tried, too
+CHECKED_ROWS, CHECKED_RESULTS = 256, 2**22  # of a product; on a GPU so many that tiles are those of many rows
 ERROR_AT_MOST = 2.0  # in units of eager's own: the rule of verify and of the benchmarks
 
 
@@ -118,20 +125,27 @@ def forward(problem: Problem, t: dict[str, Tensor]) -> Tensor:
     return ops.gated_mlp(t["x"], t["gate_weight"], t["up_weight"], t["down_weight"], "silu", recompute="full")
 
 
-def fault(problem: Problem, route: str, t: dict[str, Tensor]) -> str | None:
-    """What is wrong with a route's results, by the rule of error_ratio."""
+def judge(problem: Problem, t: dict[str, Tensor]) -> Callable[[str], str | None]:
+    """Says what is wrong with a route's results, by the rule of error_ratio."""
 
     def found(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         y = forward(problem, tensors)
         dy = torch.randn(y.shape, generator=torch.Generator(y.device).manual_seed(1), device=y.device).to(problem.dtype)
         return gradients(lambda: forward(problem, tensors), tensors, dy.to(y.dtype))
 
-    with ops.backend("eager"), _choices.forced_route("eager"):
-        exact = found({name: one.detach().double().requires_grad_() for name, one in t.items()})
-        eager = relative_errors(found(t), exact)
-    with _choices.forced_route(route):
-        ratio, worst = error_ratio(relative_errors(found(t), exact), eager, problem.dtype)
-    return None if ratio <= ERROR_AT_MOST else f"error of {worst} {ratio:.1f} times eager's"
+    @functools.cache
+    def references() -> tuple:
+        with ops.backend("eager"), _choices.forced_route("eager"):
+            exact = found({name: one.detach().double().requires_grad_() for name, one in t.items()})
+            return exact, relative_errors(found(t), exact)
+
+    def fault(route: str) -> str | None:
+        exact, eager = references()
+        with _choices.forced_route(route):
+            ratio, worst = error_ratio(relative_errors(found(t), exact), eager, problem.dtype)
+        return None if ratio <= ERROR_AT_MOST else f"error of {worst} {ratio:.1f} times eager's"
+
+    return fault
 
 
 def step_of(problem: Problem, route: str, t: dict[str, Tensor]) -> Callable[[], float]:
@@ -151,37 +165,131 @@ def step_of(problem: Problem, route: str, t: dict[str, Tensor]) -> Callable[[], 
     return run
 
 
-def measure(problem: Problem, device: torch.device, patience: float, timer=step_of) -> Outcome:
-    """Checks the routes, then times them in turns for `patience` seconds at most. timer: what step_of is."""
+def unfit(own: Sequence[Built], shipped: Sequence[Built], limit: int) -> str | None:
+    """Why tiles are not worth a run where a block has `limit` bytes of shared memory: they do not fit, or spill more than the
+    shipped ones of that kernel."""
+    for one in own:
+        if one.shared > limit:
+            return f"{one.kernel} of {one.tile} takes {one.shared} bytes of shared memory, and a block has {limit}"
+        if one.stack > max((other.stack for other in shipped if other.kernel == one.kernel), default=0):
+            return f"{one.kernel} of {one.tile} spills {one.stack} bytes"
+    return None
+
+
+class Race:
+    """The routes of one problem: checked, then timed in turns. timer: what step_of is."""
+
+    def __init__(self, outcome: Outcome, device: torch.device, timer=None):
+        self.outcome, self.device, self.timer = outcome, device, timer or step_of
+        self.problem, self.steps = outcome.problem, {}
+        self.compiled = functools.cache(self._compiled)
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return tensors_of(self.problem, self.device, self.problem.tokens)
+
+    @functools.cached_property
+    def fault(self) -> Callable[[str], str | None]:
+        rows = CHECKED_ROWS
+        if self.device.type == "cuda":
+            rows = max(rows, CHECKED_RESULTS // (self.problem.hidden or self.problem.out))
+        return judge(self.problem, tensors_of(self.problem, self.device, min(self.problem.tokens, rows)))
+
+    @property
+    def shared_memory(self) -> int | None:
+        """Bytes that a block may have; None on a CPU, where kernels are interpreted."""
+        from ..triton_kernels.tile import device_shared_memory
+
+        return device_shared_memory(self.device.index) if self.device.type == "cuda" else None
+
+    def _compiled(self, route: str) -> list[Built]:
+        """The products that a step launches by that route."""
+        from ..triton_kernels.tile import device_arch
+
+        def call() -> None:
+            with _choices.forced_route(route):
+                y = forward(self.problem, self.tensors)
+                torch.autograd.grad(y, list(self.tensors.values()), torch.ones_like(y))
+
+        return built(call, device_arch(self.device.index))
+
+    def pruned(self, route: str) -> bool:
+        """Is there nothing to time? Variants that this problem's kernels have not are left out without a word."""
+        base, _, variant = route.partition(":")
+        if not variant or self.shared_memory is None:
+            return False
+        own, shipped = self.compiled(route), self.compiled(base)
+        if set(own) == set(shipped):
+            return True
+        if why := unfit(own, shipped, self.shared_memory):
+            self.outcome.wrong[route] = why
+        return bool(why)
+
+    def enter(self, route: str) -> None:
+        """Takes the route in, unless it is pruned, wrong, or fails."""
+        try:
+            if self.pruned(route):
+                return
+            if wrong := self.fault(route):
+                self.outcome.wrong[route] = wrong
+                return
+            step = self.timer(self.problem, route, self.tensors)
+            step()
+            self.steps[route] = step
+        # A kernel that does not compile here, or memory that is not there, costs that route alone, and is printed.
+        except Exception as error:
+            self.outcome.wrong[route] = one_line(error)
+
+    def run(self, patience: float) -> None:
+        """The rounds of all that has entered, for `patience` seconds at most, in place of earlier ones."""
+        times: dict[str, list[float]] = {route: [] for route in self.steps}
+        start = time.perf_counter()
+        for done in range(ROUNDS if len(self.steps) > 1 else 1):
+            if done >= ENOUGH and time.perf_counter() - start > patience:
+                break
+            for route, step in list(self.steps.items()):
+                try:
+                    times[route].append(step())
+                except Exception as error:  # as above: the others go on
+                    self.outcome.wrong[route] = one_line(error)
+                    del self.steps[route], times[route]
+                    self.outcome.ms.pop(route, None)
+        self.outcome.ms |= times
+
+
+def measure(
+    problem: Problem, device: torch.device, patience: float, deadline: float = math.inf, timer=None,
+    say: Callable[[str], None] = lambda stage: None,
+) -> Outcome:  # fmt: skip
+    """Routes with the shipped tiles, then the tiles of the quickest of them, each timed for half of `patience` seconds.
+
+    No tiles are tried after `deadline`, of time.perf_counter. say: is told what is being done.
+    """
     probe = torch.empty(0, dtype=problem.dtype, device=device)
     backend = _choices.choose_backend("tune", probe)
     key = (problem.op, backend, device.type, device.index, problem.dtype, problem.size)
     outcome = Outcome(problem, _choices.default_route(*key))
-    few = tensors_of(problem, device, min(problem.tokens, CHECKED_ROWS))
-    steps, t = {}, None
-    for route in _choices.candidates(backend, device.type, device.index, problem.dtype):
-        try:
-            if wrong := fault(problem, route, few):
-                outcome.wrong[route] = wrong
-                continue
-            t = tensors_of(problem, device, problem.tokens) if t is None else t
-            steps[route] = timer(problem, route, t)
-            steps[route]()
-        # A kernel that does not compile here, or memory that is not there, costs that route alone, and is printed.
-        except Exception as error:
-            outcome.wrong[route] = one_line(error)
-            steps.pop(route, None)
-    start = time.perf_counter()
-    for done in range(ROUNDS if len(steps) > 1 else 1):
-        if done >= ENOUGH and time.perf_counter() - start > patience:
+    names = _choices.candidates(backend, device.type, device.index, problem.dtype)
+    race = Race(outcome, device, timer)
+    for name in names:
+        if ":" not in name or name == outcome.default:
+            say(f"{problem}: {name}")
+            race.enter(name)
+    share = patience / (2 if any(":" in name for name in names) else 1)
+    race.run(share)
+    medians = outcome.medians
+    near = {name for name, ms in medians.items() if ms <= (1 + REACH) * min(medians.values())}
+    tiles = [name for name in names if name not in medians and name.partition(":")[0] in near]
+    for left, name in zip(range(len(tiles), 0, -1), tiles, strict=True):
+        if time.perf_counter() > deadline:
+            outcome.wrong["tiles"] = f"the time is over, {left} not tried"
             break
-        for route, step in list(steps.items()):
-            try:
-                outcome.ms.setdefault(route, []).append(step())
-            except Exception as error:  # as above: the others go on
-                outcome.wrong[route] = one_line(error)
-                outcome.ms.pop(route, None)
-                del steps[route]
+        say(f"{problem}: {name}")
+        race.enter(name)
+    if race.steps.keys() - medians.keys():
+        against = near | {outcome.default}
+        race.steps = {name: step for name, step in race.steps.items() if name in against or name not in medians}
+        race.run(share)
     return outcome
 
 
@@ -247,9 +355,9 @@ def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern tune``."""
     parser.description = (
-        "Measure which route is quickest for each product on this machine (our kernels, cuBLAS and elementwise kernels, one "
-        "kernel for two products; on a CPU, 16-bit products as they are or through float32), and write the table that "
-        "ckptkern then reads. Nothing is tuned unless you ask."
+        "Measure which route is quickest for each product on this machine (our kernels, and with which tiles; cuBLAS and "
+        "elementwise kernels; one kernel for two products; on a CPU, 16-bit products as they are or through float32), and "
+        "write the table that ckptkern then reads. Nothing is tuned unless you ask."
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
@@ -319,8 +427,15 @@ def main(args: argparse.Namespace) -> int:
             if left <= 0:
                 print(f"the time is over: {len(todo) - n} of {len(todo)} products are left; --minutes gives more")
                 break
-            bar(str(problem), n)
-            outcomes.append(measure(problem, device, left / (len(todo) - n)))
+            outcomes.append(
+                measure(
+                    problem,
+                    device,
+                    left / (len(todo) - n),
+                    start + 60 * args.minutes,
+                    say=lambda text, n=n: bar(text, n),
+                )
+            )
             print(line(outcomes[-1]), flush=True)
             rows = [outcome.row() for outcome in outcomes if len(outcome.ms) > 1]  # with one there is nothing to choose
             if rows and not args.dry_run:

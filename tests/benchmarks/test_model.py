@@ -513,6 +513,23 @@ def test_arguments_that_make_no_sense(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_route_instead_of_the_tables(monkeypatch, capsys):
+    seen = []
+
+    def traces(gpu, items, levels):
+        with trace.as_on(gpu):
+            seen.append(_choices.choose_route("mlp", torch.empty(0, dtype=torch.bfloat16, device="meta"), 64, 64, 64))
+        return {}
+
+    monkeypatch.setattr(sheet, "traces", traces)
+    for route in ([], ["--route", "triton:256x128"]):
+        assert main(["--cases", "mlp", *route]) == 0
+    assert seen == ["triton", "triton:256x128"]
+    with pytest.raises(SystemExit):
+        main(["--route", "triton:96x96"])
+    assert "triton:96x96" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("card", ["h200", "a100"])
 def test_routes_are_those_of_the_card(card):
     gpu = rates.GPUS[card]

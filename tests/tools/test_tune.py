@@ -1,19 +1,24 @@
 """The tuned table: what is timed and chosen, what is written, and which files are refused."""
 
+import functools
 import json
 import re
+import subprocess
 import warnings
 from unittest import mock
 
+import outside
 import pytest
 import torch
 from cases import Sizes, Watch, check_against_float64, gradients, make, output_gradient, setups
 
 import ckptkern
+from ckptkern import triton_kernels
 from ckptkern.__main__ import main
 from ckptkern.memory import peak_memory
 from ckptkern.ops import _choices, _routes, _tuned
 from ckptkern.tools import tune
+from ckptkern.tools.compiling import Built
 
 FP16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -73,22 +78,166 @@ def planned(ms: dict[str, list[float]]):
     ],
 )
 def test_a_route_has_to_be_surely_quicker(ms, chosen):
-    assert tune.measure(PROBLEM, CPU, 60, planned(ms)).chosen == chosen
+    assert tune.measure(PROBLEM, CPU, 60, timer=planned(ms)).chosen == chosen
+
+
+KERNELS = _choices.candidates("triton", "cpu", None, FP16)
+
+
+def raced(ms: dict[str, float], **options) -> tune.Outcome:
+    """Of the routes of kernels, which take 5 ms unless `ms` says another time."""
+    with ckptkern.backend("triton"):
+        return tune.measure(PROBLEM, CPU, 60, timer=planned({name: [ms.get(name, 5.0)] for name in KERNELS}), **options)
 
 
 @pytest.mark.parametrize("slow", ["triton", "persistent", "library"])
 def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
     """The default among them, too."""
-    ms = {name: [9.0 if name == slow else 1.0 + n] for n, name in enumerate(_routes.OF_KERNELS)}
-    with ckptkern.backend("triton"):
-        first, second = (tune.measure(PROBLEM, CPU, 60, planned(ms)) for _ in range(2))
-    assert list(first.ms) == list(_routes.OF_KERNELS)
+    ms = {name: 9.0 if name == slow else 1.0 + n for n, name in enumerate(_routes.OF_KERNELS)}
+    first, second = (raced(ms) for _ in range(2))
+    assert set(_routes.OF_KERNELS) <= first.ms.keys()
     assert first.chosen == second.chosen == ("persistent" if slow == "triton" else "triton")
+
+
+# -- tiles
+
+
+def test_tiles_of_the_quickest_routes_are_timed_beside_them():
+    """Two routes are near, and so is cuBLAS's, which has no tiles."""
+    said = []
+    outcome = raced(
+        {"triton": 1.05, "persistent": 1.0, "dual": 1.2, "library": 1.0, "persistent:256x128": 0.9}, say=said.append
+    )
+    tried = {*_routes.with_tiles("triton", 90), *_routes.with_tiles("persistent", 90)}
+    assert outcome.ms.keys() == {*_routes.OF_KERNELS, *tried}
+    assert outcome.chosen == outcome.row()["route"] == "persistent:256x128"
+    assert outcome.row()["ms"]["persistent:256x128"] == 0.9
+    assert f"{PROBLEM}: persistent:256x128" in said
+    assert "persistent:256x128 0.9 ms *" in tune.line(outcome)
+
+
+@pytest.mark.parametrize(
+    ("ms", "chosen"), [({"triton:128x256": 8.0}, "triton"), ({"triton:128x256": 1.0}, "triton:128x256")]
+)
+def test_tiles_have_to_be_surely_quicker(ms, chosen):
+    assert raced(ms).chosen == chosen
+
+
+def test_the_default_is_timed_again_with_the_tiles_of_others():
+    """It warms up: 9 ms in the first five rounds, 3 in those beside the tiles, of which none takes less."""
+    times = {name: [4.0] for name in KERNELS} | {"triton": [9.0] * (1 + tune.ENOUGH) + [3.0] * 1000, "dual": [5.0]}
+    with ckptkern.backend("triton"):
+        outcome = tune.measure(PROBLEM, CPU, 0.0, timer=planned(times))
+    assert "dual:128x64" not in outcome.ms
+    assert outcome.medians["triton"] == 3.0
+    assert outcome.chosen == "triton"
+
+
+@pytest.mark.parametrize(
+    ("bug", "why"),
+    [
+        (lambda dz: dz.mul_(1.01), "times eager's"),
+        (lambda dz: dz[5:9].zero_(), "times eager's"),
+        (lambda dz: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_wrong_tiles_are_not_timed(bug, why, monkeypatch):
+    """Quick as they are. They cost themselves alone."""
+    right = triton_kernels.act_grad
+
+    def act_grad(*args, variant="", **options):
+        results = right(*args, variant=variant, **options)
+        if variant == "64x256":
+            bug(results[0])
+        return results
+
+    monkeypatch.setattr(triton_kernels, "act_grad", act_grad)
+    outcome = raced({"triton:64x256": 0.1, "triton:128x256": 0.2})
+    assert list(outcome.wrong) == ["triton:64x256"]
+    assert why in outcome.wrong["triton:64x256"]
+    assert outcome.chosen == "triton:128x256"
+
+
+def test_no_tiles_after_the_deadline():
+    outcome = raced({"triton:128x256": 1.0}, deadline=0.0)
+    assert outcome.wrong == {"tiles": f"the time is over, {len(KERNELS) - len(_routes.OF_KERNELS)} not tried"}
+    assert outcome.chosen == "triton"
+    assert outcome.ms.keys() == set(_routes.OF_KERNELS)
+
+
+def test_what_is_tuned_is_what_runs(monkeypatch, capsys):
+    """From the table's file: the route, its tiles in forward and backward, and what `env` says."""
+    tiles = []
+    for name in ("linear_fwd", "act_grad"):
+        whole = getattr(triton_kernels, name)
+        monkeypatch.setattr(
+            triton_kernels,
+            name,
+            lambda *args, whole=whole, **options: tiles.append(options.get("variant")) or whole(*args, **options),
+        )
+    write("triton:256x128")
+    with ckptkern.backend("triton"):
+        assert route() == "triton:256x128"
+        problem = PROBLEM._replace(tokens=4)
+        y = tune.forward(problem, tune.tensors_of(problem, CPU, 4))
+    y.sum().backward()
+    assert tiles == ["256x128"] * 3
+    assert main(["env"]) == 0
+    assert "mlp float16, up to 256 features: triton:256x128\n" in capsys.readouterr().out
+
+
+def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
+    """The shipped ones may have a spill, which others of that kernel are forgiven, too."""
+    forward, backward = (
+        Built("_linear_fwd_kernel", "128x256x64", 0, 9000),
+        Built("_act_grad_kernel", "128x128x64", 8, 9000),
+    )
+    compiled = {
+        "triton:128x128": [forward._replace(tile="128x128x64"), backward._replace(shared=10_000)],
+        "triton:128x256": [forward._replace(stack=4), backward],
+        "triton:256x128": [forward, backward._replace(stack=16)],
+        "triton:64x256": [forward, backward._replace(shared=10_001)],
+    }
+    monkeypatch.setattr(tune.Race, "_compiled", lambda race, route: compiled.get(route, [forward, backward]))
+    monkeypatch.setattr(tune.Race, "shared_memory", 10_000)
+    outcome = raced({"persistent": 9.0, "dual": 9.0, "triton:64x256": 0.1})
+    assert outcome.ms.keys() == {*_routes.OF_KERNELS, "triton:128x128"}  # 128x64 and 64x128 are the shipped tiles here
+    assert outcome.wrong == {
+        "triton:128x256": "_linear_fwd_kernel of 128x256x64 spills 4 bytes",
+        "triton:256x128": "_act_grad_kernel of 128x128x64 spills 16 bytes",
+        "triton:64x256": "_act_grad_kernel of 128x128x64 takes 10001 bytes of shared memory, and a block has 10000",
+    }
+
+
+def learned(what: str) -> dict:
+    """From a process whose kernels can be compiled."""
+    process = outside.start(str(outside.ROOT / "tests" / "compiled.py"), what, stdout=subprocess.PIPE)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    return json.loads(out)
+
+
+def test_a_launch_finds_what_pruning_compiled():
+    """By the name in Triton's cache, so that tiles are compiled once."""
+    found = learned("cached")
+    assert found["built"] == found["launched"]
+    assert len(found["built"]) == 1
+
+
+def test_pruning_reads_what_the_compiler_made():
+    """For an H200 that is not here."""
+    found = learned("pruned")
+    assert found["triton:128x256"] == found["triton:128x128"] == ""
+    assert found["triton:128x64"] == "shipped"  # of an MLP's two kernels none has such a tile
+    assert re.fullmatch(r"_act_grad_kernel of 64x256x64, 4 warps, 3 stages, SUB 1 spills \d+ bytes", found["spill"])
+    assert re.fullmatch(
+        r"_act_grad_kernel of .* takes 245760 bytes of shared memory, and a block has 232448", found["shared"]
+    )
 
 
 def test_a_wrong_route_is_not_timed(monkeypatch):
     monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: _routes.eager.mm(a, b, **out) * 1.01))
-    outcome = tune.measure(PROBLEM, CPU, 60, planned({"eager": [10.0], "wide": [1.0]}))
+    outcome = tune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0], "wide": [1.0]}))
     assert outcome.chosen == "eager"
     assert outcome.ms.keys() == {"eager"}
     assert "times eager's" in outcome.wrong["wide"]
@@ -96,7 +245,7 @@ def test_a_wrong_route_is_not_timed(monkeypatch):
 
 def test_a_route_that_fails_costs_itself_alone(monkeypatch):
     monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: 1 / 0))
-    outcome = tune.measure(PROBLEM, CPU, 60, planned({"eager": [10.0]}))
+    outcome = tune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0]}))
     assert outcome.wrong == {"wide": "ZeroDivisionError: division by zero"}
     assert outcome.chosen == "eager"
 
@@ -117,6 +266,17 @@ def test_every_op_is_timed_for_real(op):
     assert min(map(min, outcome.ms.values())) > 0
 
 
+@pytest.mark.gpu
+def test_tiles_are_tuned_on_a_gpu():
+    """Every tile is timed, unless it spills, does not fit, or is the shipped one; none is wrong."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    problem = tune.Problem("mlp", 1024, 4096, 1024, BF16, 8192)
+    outcome = tune.measure(problem, device, 1.0)
+    assert all(re.search(r" spills | bytes of shared memory", why) for why in outcome.wrong.values()), outcome.wrong
+    assert outcome.chosen in outcome.ms
+    assert min(map(min, outcome.ms.values())) > 0
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +284,7 @@ def test_every_op_is_timed_for_real(op):
 def wide_is_quicker(monkeypatch):
     timer = planned({"eager": [10.0], "wide": [5.0]})
     measured = tune.measure
-    monkeypatch.setattr(tune, "measure", lambda problem, device, patience: measured(problem, device, patience, timer))
+    monkeypatch.setattr(tune, "measure", functools.partial(measured, timer=timer))
 
 
 def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
@@ -139,7 +299,9 @@ def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
     forget()
     assert [route(), route(op="gated_mlp")] == ["wide", "wide"]  # the earlier rows stay
     assert main(["env"]) == 0
-    assert f"cpu: 2 products, {file_of_this_machine()}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"table: {file_of_this_machine()}\n" in printed
+    assert "mlp float16, up to 256 features: wide\n" in printed
     assert main(["tune", "--reset"]) == 0
     forget()
     assert route() == "eager"
@@ -196,12 +358,17 @@ def test_shapes_that_are_none(shapes, capsys):
         (lambda file: file.write_text(file.read_text()[:-9]), "it is damaged (JSONDecodeError"),
         (lambda file: file.write_bytes(b"\xff\xfe{}"), "it is damaged (UnicodeDecodeError"),
         (lambda file: file.write_text("[]"), "it is damaged (TypeError"),
-        (lambda file: file.write_text('{"format": 9}'), "it is damaged (ValueError: format 9, not 1"),
+        (lambda file: file.write_text('{"format": 9}'), "it is damaged (ValueError: format 9, not 2"),
         (lambda file: file.write_text(file.read_text().replace("256", "255")), "it is damaged (ValueError"),
         (lambda file: write(device="another"), "it was made for device another, not "),
         (lambda file: write(torch="1.0"), "it was made for torch 1.0, not "),
         (lambda file: write(ckptkern="0.0.1"), "it was made for ckptkern 0.0.1, not "),
         (lambda file: write("warp"), "it names routes that do not exist: warp"),
+        (lambda file: write("triton:96x96"), "it names routes that do not exist: triton:96x96"),
+        (
+            lambda file: file.write_text(file.read_text().replace('"format": 2', '"format": 1')),
+            "it is damaged (ValueError: format 1, not 2",
+        ),
         (lambda file: write(["wide"]), "it is damaged (TypeError: a route that is no string"),
         (lambda file: (file.unlink(), file.mkdir()), "[Errno 21] Is a directory"),
     ],
@@ -241,11 +408,11 @@ def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monk
 def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
     quick, done = tune.measure, []
 
-    def measure(*arguments):
+    def measure(*arguments, **said):
         if done:
             raise KeyboardInterrupt
         done.append(arguments)
-        return quick(*arguments)
+        return quick(*arguments, **said)
 
     monkeypatch.setattr(tune, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
@@ -259,7 +426,7 @@ def test_a_route_that_fails_later_is_dropped():
         times = iter([1.0, 1.0] if name == "wide" else [5.0] * 99)
         return lambda: next(times)
 
-    outcome = tune.measure(PROBLEM, CPU, 60, timer)
+    outcome = tune.measure(PROBLEM, CPU, 60, timer=timer)
     assert outcome.wrong == {"wide": "StopIteration: "}
     assert outcome.chosen == "eager"
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
 
+import ckptkern
 from ckptkern import eager, emulator, state, triton_kernels
-from ckptkern.benchmarks.gate.cases import ARCHS
+from ckptkern.benchmarks.gate.cases import ARCHS, PERSISTENT_OPS
+from ckptkern.ops import _choices
 from ckptkern.tools.emulated import emulated
-from ckptkern.triton_kernels.tile import TILES
+from ckptkern.triton_kernels.tile import MULTIPROCESSORS, TILES
 
 BF16 = torch.bfloat16
 
@@ -39,20 +41,65 @@ def once(architecture):
         pytest.skip("the same for every architecture")
 
 
-@pytest.mark.parametrize("name", ["linear_bwd", "gated_bwd"])  # one product, and three
-def test_tiles_and_architectures_give_equal_bits(name, once):
-    """Many rows of forward and few of a chunk of backward take different tiles, and a checkpoint may move between cards.
+def cancelling(tensors: dict) -> dict:
+    """The tensors with products whose second half takes away the first. What is left is the rounding of every step, and relu of
+    it or its derivative: another order of the steps shows, which rounding to 16 bits would hide."""
+    halved = {name: t.clone() for name, t in tensors.items() if t is not None and t.dim() == 2}
+    for name, t in halved.items():
+        if name in ("x", "dy"):
+            t[:, t.shape[1] // 2 :] = t[:, : t.shape[1] // 2]
+        elif name in ("w", "w1", "wg", "wu") and "x" in tensors:  # [N, K]
+            t[:, t.shape[1] // 2 :] = -t[:, : t.shape[1] // 2]
+        elif name in ("w", "w2", "wd"):  # [D, N]
+            t[t.shape[0] // 2 :] = -t[: t.shape[0] // 2]
+    return {name: halved.get(name) for name in tensors}
+
+
+@pytest.mark.parametrize("name", TILE_NAMES)
+def test_tiles_and_architectures_give_equal_bits(name, once, request):
+    """Many rows of forward and few of a chunk of backward take different tiles, a checkpoint may move between cards, and a
+    route may name others.
 
     Sums of columns are of tiles. Tensor cores round in their own way; the order is that of ascending steps of K in any tile.
     """
-    tensors = inputs_of(LAUNCHERS[name], BF16, M=72, K=128, N=144, D=128)
-    results = []
+    if request.config.option.sample and name not in ("linear_bwd", "gated_bwd"):
+        pytest.skip("in the sample one product, and three")
+    tensors = cancelling(inputs_of(LAUNCHERS[name], BF16, M=72, K=128, N=144, D=128))
+    results = {}
     for arch in ARCHS:
-        for row in ("16", "few", "ragged"):
-            with emulated(arch):
-                results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=TILES[TILE_NAMES[name], arch][row]))
-    for other in results[1:]:
-        assert_equal(other, results[0], SUMS_OF_ROWS)
+        for row, tile in TILES[TILE_NAMES[name], arch].items():
+            if row != "32" and (not tile.programs or name in PERSISTENT_OPS):
+                with emulated(arch):
+                    results[arch, row] = kernel(LAUNCHERS[name], tensors, "relu", tile=tile)
+    assert len(results) >= 8
+    for other in results.values():
+        assert_equal(other, results[90, "16"], SUMS_OF_ROWS)
+
+
+@pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
+def test_tiles_by_hand_change_no_mask_and_no_bit(op, architecture, monkeypatch, request):
+    """Every route of kernels, with every tile that it may name: forward, and what backward rebuilds."""
+    if request.config.option.sample and op != "mlp":
+        pytest.skip("in the sample one op")
+    monkeypatch.setitem(MULTIPROCESSORS, architecture, 1)  # a card that is never idle
+    monkeypatch.setattr(_choices, "card_of", lambda *device: (architecture // 10, 0))
+    x, *weights = (torch.randn(n, m).to(BF16).requires_grad_() for n, m in ((72, 64), (144, 64), (144, 64), (64, 144)))
+    dy = torch.randn(72, 64).to(BF16)
+    run = {
+        "mlp": lambda: ckptkern.mlp(x, weights[0], None, weights[2], None, "silu", 0.3),
+        "gated_mlp": lambda: ckptkern.gated_mlp(x, *weights, "silu", 0.3),
+    }[op]
+    leaves = [x, *(weights if op == "gated_mlp" else weights[::2])]
+    results = {}
+    for route in _choices.candidates("triton", "cpu", None, BF16):
+        if route != "library":
+            torch.manual_seed(0)
+            with ckptkern.backend("triton"), _choices.forced_route(route):
+                y = run()
+            results[route] = y, *torch.autograd.grad(y, leaves, dy)
+    assert len(results) >= 14
+    for route, other in results.items():
+        assert all(map(torch.equal, other, results["triton"])), route
 
 
 @pytest.mark.parametrize("name", ["linear_bwd", "gated_bwd"])

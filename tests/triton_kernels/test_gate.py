@@ -12,6 +12,7 @@ import outside
 import pytest
 
 from ckptkern.benchmarks.gate import cases, machine_code, spills
+from ckptkern.triton_kernels.tile import TILES
 
 
 def outcome(*command: str) -> tuple[int, str, str]:
@@ -37,6 +38,13 @@ def test_the_shipped_cases():
     persistent = {(op, 90, "persistent") for op in cases.PERSISTENT_OPS}
     assert other >= products | few | persistent | {("stack_fwd", 80, "narrow"), ("stack_bwd", 80, "narrow ieee")}
     assert not any(kind == "persistent" and arch != 90 for _, arch, kind in other)
+    for kernel, arch in TILES:
+        ops = [op for op in cases.LAUNCHERS.values() if op.tiles == kernel]
+        for kind, _, name in (row.partition(":") for row in TILES[kernel, arch]):
+            route = {"16": "triton", "tma": "persistent"}.get(kind)
+            for op in ops if name else ():
+                wanted = (op.name, arch, f"{route}:{name}")
+                assert wanted in other or (route == "persistent" and op.name not in cases.PERSISTENT_OPS), wanted
     some = {(case.op, case.arch) for case in shipped if case.dtype == "bfloat16"}
     assert some >= set(itertools.product((*cases.OPS, "attn_fwd_delta", "attn_bwd", "attn_dmask"), cases.OTHER_ARCHS))
     narrow = {(case.op, case.arch) for case in shipped if case.kind == "16B"}

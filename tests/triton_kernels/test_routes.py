@@ -1,5 +1,6 @@
 """The routes of products with an epilogue: each is right, dropout's masks are the same on all, and backward takes forward's."""
 
+import functools
 import sys
 from unittest import mock
 
@@ -14,12 +15,15 @@ from cases import (
     make,
     output_gradient,
     setups,
+    whole_numbers,
 )
 
 import ckptkern
 from ckptkern import eager, triton_kernels
 from ckptkern.memory import peak_memory
 from ckptkern.ops import _choices, _gradients, _routes
+from ckptkern.triton_kernels import linear, mlp, persistent
+from ckptkern.triton_kernels.tile import INTERPRETED_TILE, INTERPRETED_VARIANT
 
 OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
 SUMS = r".*bias\d*"  # over rows
@@ -82,6 +86,43 @@ def test_backward_takes_the_route_of_forward(setup):
         torch.autograd.grad(y, list(tensors.values()), output_gradient(y))
 
 
+@pytest.fixture
+def tiles(monkeypatch) -> set[tuple]:
+    """(kernel, rows, columns) of every product that is launched."""
+    found = set()
+
+    def spy(launch, kernel, grid, *args, **kwargs):
+        if "BLOCK_K" in kwargs:
+            found.add((kernel.fn.__name__, kwargs["BLOCK_M"], kwargs["BLOCK_N"]))
+        launch(kernel, grid, *args, **kwargs)
+
+    for module in (linear, mlp, persistent):
+        monkeypatch.setattr(module, "launch", functools.partial(spy, module.launch))
+    return found
+
+
+@pytest.mark.parametrize("setup", setups(("gelu",), dropout=(P,), ops=("linear_act", "mlp", "gated_mlp")))
+@pytest.mark.parametrize("route", ["triton:128x128", "dual:128x64", "persistent:128x256"])
+def test_backward_takes_the_tiles_of_forward(route, setup, device, architecture, tiles):
+    """Where another route is forced meanwhile. Results are those of the shipped tiles."""
+    if architecture or device == "cuda":
+        pytest.skip("wants the interpreter's tiles")
+    tensors = whole_numbers(make(setup, Sizes((140,), 32, 48, 64), torch.bfloat16))
+    dy, results = torch.ones(140, 64, dtype=torch.bfloat16), {}
+    for name in (route.partition(":")[0], route):
+        tiles.clear()
+        torch.manual_seed(0)
+        with _choices.forced_route(name):
+            y = setup.fused(tensors)
+        with _choices.forced_route("library"):
+            results[name] = y, *torch.autograd.grad(y, list(tensors.values()), dy)
+        shape = INTERPRETED_VARIANT[:2] if name == route else INTERPRETED_TILE[:2]
+        assert {one[1:] for one in tiles} == {shape}, tiles
+        assert len(tiles) > (setup.op.name != "linear_act")  # forward's kernels and backward's
+    one, other = results.values()
+    assert all(map(torch.equal, one, other))
+
+
 def test_a_compiled_graph_follows_the_route():
     x, w1, w2 = (torch.randn(shape, requires_grad=True) for shape in ((6, 8), (16, 8), (8, 16)))
     compiled = torch.compile(ckptkern.mlp, backend="aot_eager", fullgraph=True)
@@ -122,10 +163,36 @@ def test_the_table():
     sizes = [_routes.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)]
     assert sizes == [0, 0, 1, 2, 5, 5]
     assert {len(routes) for routes in _routes.SHIPPED.values()} == {len(_routes.SIZES)}
-    assert {route for routes in _routes.SHIPPED.values() for route in routes} <= set(_routes.OF_KERNELS)
+    for (_, card, size), routes in _routes.SHIPPED.items():
+        dtype = torch.bfloat16 if size == 2 else torch.float32
+        assert set(routes) <= set(_routes.candidates("triton", "cuda", dtype, card))
     assert _routes.shipped_route("mlp", (9, 0), 2, 0) == "triton"
     assert _routes.shipped_route("mlp", (9, 0), 4, 0) == "dual"
+    assert _routes.shipped_route("gated_mlp", (8, 0), 2, 3) == "triton:128x128"
     assert _routes.shipped_route("mlp", (12, 0), 2, 0) == "library"
+    assert [_routes.size_text(place) for place in (0, 5)] == ["up to 256 features", "more than 4096 features"]
+
+
+@pytest.mark.parametrize(
+    ("card", "route", "there"),
+    [
+        ((9, 0), "triton:256x128", True), ((9, 0), "persistent:256x128", True), ((8, 0), "triton:256x128", True),
+        ((8, 0), "persistent:256x128", False), ((12, 0), "dual:64x128", True), ((10, 0), "persistent:256x128", False),
+    ],
+)  # fmt: skip
+def test_which_cards_have_which_tiles(card, route, there, monkeypatch):
+    """What is tuned or forced for another card is passed over; so it is for float32."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
+    monkeypatch.setattr(
+        _choices._tuned, "table", lambda *device: dict.fromkeys((("mlp", "bfloat16", 2), ("mlp", "float32", 2)), route)
+    )
+    try:
+        for dtype, taken in ((torch.bfloat16, there), (torch.float32, False)):
+            _choices._route.cache_clear()
+            found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)
+            assert found == (route if taken else _routes.shipped_route("mlp", card, dtype.itemsize, 2))
+    finally:
+        _choices._route.cache_clear()
 
 
 def chosen(card: tuple[int, int], features: int, backend: str = "auto") -> str:
@@ -149,9 +216,10 @@ def test_a_card_that_nobody_measured_takes_cublas():
     assert chosen((12, 0), 8192, backend="eager") == "eager"
 
 
-def test_a_route_that_does_not_exist():
+@pytest.mark.parametrize("name", ["fast", "triton:96x96", "library:128x128", "persistent:64x256", "triton:"])
+def test_a_route_that_does_not_exist(name):
     with (
-        pytest.raises(ValueError, match=r"forced_route: name must be .*'library'.*'fast'"),
-        _choices.forced_route("fast"),
+        pytest.raises(ValueError, match=rf"forced_route: name must be .*'library'.*'{name}'"),
+        _choices.forced_route(name),
     ):
         pass

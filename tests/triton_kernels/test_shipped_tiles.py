@@ -10,11 +10,12 @@ import math
 
 import pytest
 import torch
-from kernel_cases import STATE, assert_accurate
+from kernel_cases import LAUNCHERS, PRODUCTS, STATE, assert_accurate
 from torch import Tensor
 
 from ckptkern import eager, state, triton_kernels
 from ckptkern.benchmarks.gate.cases import (
+    ARCHS,
     ATTENTION_KINDS,
     DMASK_KINDS,
     DROPOUT_OPS,
@@ -124,6 +125,8 @@ def of_products() -> list[Case]:
         for op, dtype in itertools.product(PRODUCT_OPS, ("bfloat16", "float32"))
     ]
     cases += [case(op, "silu", "bfloat16", False, "persistent") for op in PERSISTENT_OPS]
+    variants = {(op.name, kind) for op in PRODUCTS for arch in ARCHS for kind in op.variants(arch)}
+    cases += [case(op, "silu", "bfloat16", False, kind) for op, kind in sorted(variants)]
     for op in PRODUCT_OPS:
         _, *others = VARIANTS.get(op, ("silu", "gelu"))
         ways = [*sample, ("float32", False, "ieee")] if op not in VARIANTS else sample[:1]
@@ -198,6 +201,8 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
     family = family_of(architecture or arch_of(torch.empty(0, device=device)))
     if family != 90 and case.kind == "persistent":
         pytest.skip("no TMA")
+    if ":" in case.kind and case.kind not in LAUNCHERS[case.op].variants(family):
+        pytest.skip("tiles of the other architecture")
     if family != 80 and "narrow" in case.kind:
         pytest.skip("chains this narrow have a tile of their own on sm_80 alone")
     if request.config.option.sample and not in_sample(case, family):

@@ -9,9 +9,11 @@ import triton.language as tl
 from kernel_cases import DTYPES, error
 
 from ckptkern import eager
+from ckptkern.ops import _routes
 from ckptkern.triton_kernels.elementwise import pack_bits
 from ckptkern.triton_kernels.tile import (
     INTERPRETED_TILE,
+    INTERPRETED_VARIANT,
     INTERPRETER,
     MULTIPROCESSORS,
     TILES,
@@ -218,10 +220,13 @@ def test_interpreted_tile_is_one_for_all(kernel):
 def test_shipped_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
     """Slices of the epilogue start at multiples of 32 columns (philox.py); sm_90 dots are at least 64 wide in M, N."""
     persistent = {"tma"} if arch == 90 and kernel in ("linear", "act_grad", "gated_act_grad") else set()
-    assert set(TILES[kernel, arch]) == {"16", "few", "32", "ragged"} | persistent
+    assert {row for row in TILES[kernel, arch] if ":" not in row} == {"16", "few", "32", "ragged"} | persistent
     for row, tile in TILES[kernel, arch].items():
+        shape_class, _, variant = row.partition(":")
         assert isinstance(tile, Tile)
-        assert (tile.programs > 0) == (row == "tma")
+        assert (tile.programs > 0) == (shape_class == "tma")
+        assert variant in ("", f"{tile.BLOCK_M}x{tile.BLOCK_N}")
+        assert not variant or tile != TILES[kernel, arch][shape_class]
         assert tile.BLOCK_M % 16 == 0
         assert tile.BLOCK_N // tile.SUB % 32 == 0
         assert arch < 90 or min(tile.BLOCK_M, tile.BLOCK_N) >= 64
@@ -259,6 +264,49 @@ def test_persistent_tiles_where_tma_takes_the_operands(kernel, arch):
         assert programs(view, good) == programs(view, view) == 0
     for overlapping in (meta(1, 64).expand(9, 64), meta(99).as_strided((4, 64), (16, 1))):
         assert programs(good, overlapping) == 0
+
+
+# --- tiles that a route names
+
+VARIANTS = [(kernel, arch, *row.split(":")) for (kernel, arch), rows in TILES.items() for row in rows if ":" in row]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_routes_name_what_the_table_has(arch):
+    """ops/_routes.py does not import Triton, so the names are there once more."""
+    there = {(row, name) for _, family, row, name in VARIANTS if family == arch}
+    for route, row in (("triton", "16"), ("dual", "16"), ("persistent", "tma")):
+        assert set(_routes.VARIANTS[route].get(arch, ())) == {name for kind, name in there if kind == row}, route
+
+
+@pytest.mark.parametrize(("kernel", "arch", "row", "name"), VARIANTS)
+def test_a_variant_stands_in_for_its_class_alone(kernel, arch, row, name):
+    """Few rows, float32 and ragged rows keep the shipped tiles; so do other routes, cards and kernels without such a name."""
+    operand, rows = meta(64, 64), TILES[kernel, arch]
+    persistent = {"persistent": row == "tma"}
+
+    def tile(M: int = 9000, x=operand, arch: int = arch, variant: str = name) -> Tile:
+        return tile_for(kernel, arch, M, 1024, x, **persistent, variant=variant)
+
+    assert tile() == rows[f"{row}:{name}"]
+    assert tile(variant="") == tile(variant="96x96") == rows[row]
+    assert tile(x=meta(64, 72)) == rows[f"{row}:{name}"]._replace(UNIT=8)
+    assert tile(M=1) == rows["few"]
+    assert tile(x=meta(64, 65)) == rows["ragged"]
+    assert tile(x=meta(64, 64, dtype=torch.float32)) == rows["32"]
+    other = TILES[kernel, 170 - arch]
+    kind = "tma" if row == "tma" and "tma" in other else "16"
+    assert tile(arch=170 - arch) == other.get(f"{kind}:{name}", other[kind])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_interpreted_variant_is_one_for_all(kernel):
+    """Kernels without a tile of that name among them, for the same reason as above."""
+    assert INTERPRETED_VARIANT[:3] != INTERPRETED_TILE[:3]
+    for name in ("128x128", "anything"):
+        for persistent in (False, True):
+            tile = tile_for(kernel, INTERPRETER, 9000, 4096, meta(64, 64), persistent=persistent, variant=name)
+            assert tile == INTERPRETED_VARIANT._replace(programs=int(persistent))
 
 
 def test_rows_of_copies_only_where_columns_have_strides():
