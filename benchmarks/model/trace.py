@@ -51,7 +51,7 @@ class Launch(NamedTuple):
            products), "triton" (Triton, without)
     flops  as torch counts them: of products alone, a causal core in full
     bytes  of all tensors that it reads or writes, each once
-    shape  of a product: M, N, K; of a core: B, H, Sq, Sk, D
+    shape  of a product: M, N, K, with the rows that experts' tiles have too many (`expert_rows`); of a core: B, H, Sq, Sk, D
     causal a core sees half of the scores
     """
 
@@ -74,6 +74,37 @@ class Trace(NamedTuple):
     @property
     def launches(self) -> list[Launch]:
         return self.forward + self.backward
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+# Rows of the tiles of torch's grouped products, as cutlass has them.
+GROUPED_TILE = 128
+
+
+def expert_rows(rows: int, experts: int, tile: int) -> int:
+    """Rows that tiles of so many rows take for all experts. Who goes where is data, which meta tensors have not: the router is
+    taken to be balanced, and the last tile of every expert to be half empty."""
+    return rows + experts * tile // 2
+
+
+def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, tuple[int, int, int]]:
+    """(FLOPs, shape) of aten._grouped_mm: of rows [R, K] by [E, K, N], or over the rows of [M, R] and [R, N]."""
+    if a.dim() == b.dim() == 2:
+        experts, rows = out.shape[0], a.shape[1]
+        return 2 * rows * a.shape[0] * b.shape[1], (experts * a.shape[0], b.shape[1], -(-rows // experts))
+    rows, (experts, K, N) = a.shape[0], b.shape
+    return 2 * rows * K * N, (expert_rows(rows, experts, GROUPED_TILE), N, K)
+
+
+def _expert_kernel(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, int, int]]:
+    """(FLOPs, shape) of a kernel of triton_kernels/experts.py."""
+    experts, rows = given["offs_ptr"].numel() - 1, given["R"] if "R" in given else given["order_ptr"].numel()
+    if "R" in given:
+        N, inner = given["N"], PRODUCTS[name] * given["K"]
+        return 2 * rows * N * inner, (expert_rows(rows, experts, given["BLOCK_M"]), N, inner)
+    M, N = given["M"], given["N"]  # of a weight's gradient, whose K is an expert's rows
+    return 2 * rows * M * N, (experts * M, N, -(-expert_rows(rows, experts, given["BLOCK_K"]) // experts))
 
 
 # -- torch's ops -------------------------------------------------------------------------------------------------------
@@ -153,6 +184,9 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
         a for a in args if isinstance(a, Tensor)
     ]  # an out_dtype among the arguments is unknown to torch's formulas
     flops = formula(*operands, out_val=out) if formula else 0
+    if name == "_grouped_mm":
+        flops, shape = _grouped_product(*args[:2], out)
+        return Launch(f"{name} {'x'.join(map(str, shape))}", "product", flops, moved, shape)
     if flops:
         a, b = (args[0], args[1]) if name == "mm" else (args[1], args[2])
         shape = a.shape[0], b.shape[1], a.shape[1]
@@ -195,6 +229,8 @@ def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...
         backward = "dy_rows" in given
         products = (3 * L - (given["bits_rows"][0] is not None)) if backward else L
         return 2 * M * width * width * products, (M, width, width)
+    if name in PRODUCTS and "offs_ptr" in given:
+        return _expert_kernel(name, given)
     if name in PRODUCTS:
         M, N, K = given["M"], given["V" if "V" in given else "N"], given["K"]  # V: columns of a vocabulary
         inner = (PRODUCTS[name] - ("D" in given)) * K + given.get("D", 0)
