@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -196,6 +197,29 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
     return Launch(f"{name} {shapes}", kind, 0, moved)
 
 
+class _Allocated(TorchDispatchMode):
+    """Bytes of the storages that ops inside make: now, and at most."""
+
+    def __init__(self, before: Iterable[Tensor]):
+        super().__init__()
+        self.known, self.now, self.peak = {t.untyped_storage()._cdata for t in before}, 0, 0
+
+    def _freed(self, address: int, size: int) -> None:
+        self.known.discard(address)
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
+                address, size = storage._cdata, storage.nbytes()
+                self.known.add(address)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, address, size)
+        return out
+
+
 class _Log(TorchDispatchMode):
     """Hands every op of torch that launches something to `log`."""
 
@@ -264,14 +288,19 @@ def _without_graph(argument):
 
 
 @contextlib.contextmanager
-def as_on(gpu: GPU) -> Iterator[list[Launch]]:
-    """Inside, meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks as there. Yields the launches."""
+def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
+    """Inside, meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks as there. Yields the launches.
+
+    kernels: also Triton's, whose arguments the list then holds.
+    """
     from ... import triton_kernels  # noqa: F401  (patched below: has to be there)
     from ...triton_kernels import attention, persistent
 
     log: list[Launch] = []
 
     def caught(kernel, grid, args, kwargs) -> None:
+        if not kernels:
+            return
         one = Caught(kernel, (), tree_map(_without_graph, args), kwargs)  # another process compiles it
         log.append(triton_launch(one._replace(grid=tuple(grid(one.named) if callable(grid) else grid))))
 
@@ -331,3 +360,14 @@ def step(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> Trace:
         log.clear()
         y.backward(dy)
         return Trace(forward, list(log), kept.bytes + unseen)
+
+
+def peak(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> int:
+    """Bytes of forward and backward at most, above what was there before: gradients count, what libraries take for themselves
+    does not."""
+    for leaf in (x, *model.parameters()):
+        leaf.grad = None
+    with as_on(gpu, kernels=False), _Allocated([x, *model.parameters(), *model.buffers()]) as allocated:
+        y = make(model, x)(x)
+        y.backward(torch.empty_like(y))
+        return allocated.peak
