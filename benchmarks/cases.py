@@ -196,7 +196,7 @@ def _linear_act(model: nn.Sequential, level: str) -> Function:
     return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, "relu", recompute=level)
 
 
-def loss_head(model: LossHead, level: str) -> Function:
+def loss_head(model: LossHead, level: str, workspace: int | str | None = None) -> Function:
     head = model.linear
     return lambda x: ops.linear_cross_entropy(
         x,
@@ -206,6 +206,7 @@ def loss_head(model: LossHead, level: str) -> Function:
         softcap=model.softcap,
         reduction="none",
         recompute=level,
+        workspace=workspace,
     )
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from ..cases import BY_HALF, LEVELS, Item
 from ..run import DEFAULT_RESULTS, say, select
 from . import __doc__ as description
-from . import calibrate, rates, sheet
+from . import calibrate, published, rates, sheet
+
+NOTES = Path("benchmarks/NOTES.md")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,6 +28,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--out", type=Path, metavar="DIR",
         help=f"write DIR/GPU.csv (default: {DEFAULT_RESULTS}/model for all cases at the table's rates; for a part, nothing)",
+    )  # fmt: skip
+    made.add_argument(
+        "--published", action="store_true",
+        help="the sizes of figures that others published, on their cards, beside these figures: DIR/published.csv, and the "
+        f"table in {NOTES} if it is here",
     )  # fmt: skip
     made.add_argument("--rates", type=Path, metavar="FILE", help="rates that --calibrate wrote")
     made.add_argument(
@@ -63,6 +70,15 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
     print(f"rates in {path}")
 
 
+def _published(args: argparse.Namespace) -> None:
+    path = (args.out or DEFAULT_RESULTS / "model") / "published.csv"
+    published.write(published.priced(workers=args.workers), path)
+    text = published.table(path)
+    print(text)
+    if args.out is None and NOTES.exists():
+        published.put_into(NOTES, text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 for arguments that make no sense."""
     args = parser().parse_args(argv)
@@ -85,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         say(f"ckptkern.benchmarks.model: {error}")
         return 2
+    if args.published:
+        _published(args)
+        return 0
     steps = sheet.traces(gpu, items, levels)
     codes = sheet.codes_of(gpu, steps, args.workers)
     if args.explain is not None:

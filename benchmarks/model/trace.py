@@ -287,6 +287,11 @@ def _without_graph(argument):
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 
+def _always(answer):
+    """A function that holds no argument, as a Mock would."""
+    return lambda *args, **kwargs: answer
+
+
 @contextlib.contextmanager
 def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
     """Inside, meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks as there. Yields the launches.
@@ -318,13 +323,13 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
     patches = [
         instead_of_launches(caught, gpu.arch),
         mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu.capability),
-        mock.patch.object(attention, "shared_memory_of", return_value=gpu.block_shared),
-        mock.patch.object(persistent, "multiprocessors_of", return_value=gpu.multiprocessors),
-        mock.patch.object(_choices, "_device_reason", return_value=None),
-        mock.patch.object(_choices, "_device_workspace", return_value=gpu.memory // 32),
-        mock.patch.object(attention_core, "_accepts", return_value=True),
-        mock.patch.object(_op, "dispatched", return_value=False),  # so that op bodies run, not their fakes
+        mock.patch.object(torch.cuda, "get_device_capability", _always(gpu.capability)),
+        mock.patch.object(attention, "shared_memory_of", _always(gpu.block_shared)),
+        mock.patch.object(persistent, "multiprocessors_of", _always(gpu.multiprocessors)),
+        mock.patch.object(_choices, "_device_reason", _always(None)),
+        mock.patch.object(_choices, "_device_workspace", _always(gpu.memory // 32)),
+        mock.patch.object(attention_core, "_accepts", _always(True)),
+        mock.patch.object(_op, "dispatched", _always(False)),  # so that op bodies run, not their fakes
         mock.patch.object(F, "scaled_dot_product_attention", sdpa),
         mock.patch.object(F, "rms_norm", rms_norm),
         mock.patch.object(F, "dropout", dropout),

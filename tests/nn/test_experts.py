@@ -183,8 +183,8 @@ def step(function, x, index, s, parameters):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("d", "h", "experts", "top_k"), [(64, 32, 16, 4), (64, 96, 4, 2), (128, 448, 4, 2)])
 def test_kept_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
-    """transformers' "grouped_mm", and the same in plain PyTorch as the demo and the benchmark have it, keep gathered rows, g and
-    u, act(g), h and the output before its weights. Ours at "full": routing alone, and a lower peak."""
+    """transformers' "grouped_mm", and the same in plain PyTorch of the demo and the benchmark, keep gathered rows, g and u,
+    act(g), h and the output before its weights. Ours at "full": routing alone, and a lower peak."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     config = transformers.MixtralConfig(
         vocab_size=8, hidden_size=d, intermediate_size=h, num_hidden_layers=1, num_attention_heads=2, num_local_experts=experts
