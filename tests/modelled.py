@@ -9,8 +9,9 @@ from ckptkern.benchmarks.model import __main__ as command
 from ckptkern.benchmarks.model import rates, sheet
 
 MLP, LAYER, DROPOUT = "mlp-gelu/d2048x16384", "gpt_layer/d1024x16384-s2048", "attention-dropout/d1024x16384-s2048"
+EXPERTS = "moe_mlp-silu/d2048x8192"
 SMALL = dataclasses.replace(rates.GPUS["h200"], name="small", memory=2**33)
-ITEMS = ((rates.GPUS["h200"], (MLP, LAYER, DROPOUT)), (rates.GPUS["a100"], (MLP, LAYER)), (SMALL, (MLP,)))
+ITEMS = ((rates.GPUS["h200"], (MLP, LAYER, DROPOUT, EXPERTS)), (rates.GPUS["a100"], (MLP, LAYER)), (SMALL, (MLP,)))
 
 
 def launched() -> dict[str, dict]:
