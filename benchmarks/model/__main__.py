@@ -71,6 +71,8 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
 
 
 def _published(args: argparse.Namespace) -> None:
+    if args.cases or args.levels or args.explain is not None or args.rates or args.calibrate:
+        raise ValueError("--published has cases, levels, cards and rates of its own: give it --out and --workers alone")
     path = (args.out or DEFAULT_RESULTS / "model") / "published.csv"
     published.write(published.priced(workers=args.workers), path)
     text = published.table(path)
@@ -91,6 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--workers: wanted at least 1 but got {args.workers}")
         re.compile(args.explain or "")
         items = chosen(args.cases)
+        if args.published:
+            _published(args)
+            return 0
         if args.calibrate:
             _calibrate(gpu, args, items)
             return 0
@@ -101,9 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         say(f"ckptkern.benchmarks.model: {error}")
         return 2
-    if args.published:
-        _published(args)
-        return 0
     steps = sheet.traces(gpu, items, levels)
     codes = sheet.codes_of(gpu, steps, args.workers)
     if args.explain is not None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..cases import CASES as BENCHMARKED
 from ..cases import EAGER, Case, Item, Maker, Size, loss_head, ways
 from ..models import LossHead
+from ..report import with_part
 from .price import total
 from .rates import GPUS
 from .sheet import codes_of
@@ -170,8 +171,4 @@ def table(path: Path) -> str:
 
 def put_into(page: Path, text: str) -> None:
     """Between the page's markers. Raises ValueError where it has none."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{page} has no {BEGIN} ... {END}")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    page.write_text(with_part(page, BEGIN, text, END))

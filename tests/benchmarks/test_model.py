@@ -580,6 +580,7 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
         (["--levels", "some"], "--levels: some is none of none, selective, full"),
         (["--workers", "0"], "--workers: wanted at least 1 but got 0"),
         (["--explain", "("], "--explain '(': "),
+        (["--published", "--cases", "moe"], "--published has cases, levels, cards and rates of its own"),
         (["--rates", "none.json"], "No such file"),
         (["--rates", str(CPU_RESULTS)], "is no file of --calibrate"),
     ],
