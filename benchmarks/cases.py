@@ -263,7 +263,7 @@ def _mixture(model: Mixture, level: str) -> Function:
 
 
 def experts_by_turns(model: Mixture, x: Tensor) -> Function:
-    """A loop over experts, which reads on the host how many rows each has."""
+    """A loop over experts. The host knows their rows, which it would have to read from a router's device."""
     return model.by_turns
 
 

@@ -86,10 +86,14 @@ class Mixture(nn.Module):
         self.down = nn.Parameter(torch.randn(self.experts, width, hidden) * hidden**-0.5)
         self.router, self.act = nn.Linear(width, self.top_k, bias=False), act or nn.SiLU()
 
+    def chosen(self, rows: int, device: torch.device | str) -> Tensor:
+        """The experts of each row, [rows, top_k]."""
+        slots = torch.arange(rows * self.top_k, device=device)
+        return (slots * 40503 // 8 % self.experts).view(-1, self.top_k)
+
     def routing(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(experts [rows, top_k], weights)."""
-        slots = torch.arange(x.shape[0] * self.top_k, device=x.device)
-        return (slots * 40503 // 8 % self.experts).view(-1, self.top_k), torch.sigmoid(self.router(x))
+        return self.chosen(x.shape[0], x.device), torch.sigmoid(self.router(x))
 
     def expert(self, e: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up[e]).chunk(2, -1)
@@ -101,10 +105,10 @@ class Mixture(nn.Module):
         return grouped_experts(x, *self.routing(x), self.gate_up, self.down, self.act)
 
     def by_turns(self, x: Tensor) -> Tensor:
-        index, weights = self.routing(x)
+        index, (_, weights) = self.chosen(x.shape[0], "cpu"), self.routing(x)
         total = torch.zeros_like(x)
         for e in range(self.experts):
-            rows, place = torch.where(index == e)
+            rows, place = (found.to(x.device) for found in torch.where(index == e))
             total = total.index_add(0, rows, self.expert(e, x[rows]) * weights[rows, place, None])
         return total
 
