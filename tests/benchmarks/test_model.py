@@ -434,6 +434,13 @@ def test_launches_of_experts(outcome):
         assert found["flops"] == products * 2 * rows * 2048 * 768 + router
     eager = launched["h200 moe_mlp-silu/d2048x8192 eager"]
     assert eager["flops"] == 9 * 2 * rows * 2048 * 768 + router
+    # of ours at the last product: the weights' gradients, dg and du, the rows of dx, y and dy; and at "selective" g and u
+    weights, wide, narrow, small = 2 * 128 * 3 * 2048 * 768, 2 * rows * 2048, 2 * rows * 768, 2**21
+    full, selective, eager = (launched[f"h200 moe_mlp-silu/d2048x8192 {way}"]["peak"] for way in
+                              ("ckptkern full", "ckptkern selective", "eager"))  # fmt: skip
+    assert 0 <= full - (weights + 2 * narrow + wide + 2 * wide // 8) < small
+    assert 0 <= selective - full - 2 * narrow < small
+    assert selective < eager
 
 
 def test_gradients_of_norms_and_biases_take_one_launch_each(outcome):
