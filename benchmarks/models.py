@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .. import nn as nn_modules
+from ..tools.demo.mixture import grouped_experts
 
 
 class MLP(nn.Module):
@@ -68,7 +69,10 @@ class Mixture(nn.Module):
     """Every row through `top_k` of many gated MLPs, in the layout of transformers 5, each times a weight of its router.
 
     Which they are depends on the row's place alone: the choice of a router would change with the rounding. By default the
-    sizes of Qwen3-30B-A3B, and smaller ones for narrow models.
+    sizes of Mixtral-8x7B (width 4096) and Qwen3-30B-A3B (2048), and smaller ones for narrow models.
+
+    As transformers runs it: torch's grouped products. `by_turns`, one expert after another, takes what these do not: float64,
+    and rows of no whole 16 bytes.
     """
 
     def __init__(
@@ -77,30 +81,40 @@ class Mixture(nn.Module):
     ):  # fmt: skip
         super().__init__()
         size = next(size for most, size in MIXTURES.items() if width >= most)
-        self.experts, self.top_k, hidden = experts or size[0], top_k or size[1], hidden or 3 * width // 8
+        self.experts, self.top_k, hidden = experts or size[0], top_k or size[1], hidden or int(size[2] * width)
         self.gate_up = nn.Parameter(torch.randn(self.experts, 2 * hidden, width) * width**-0.5)
         self.down = nn.Parameter(torch.randn(self.experts, width, hidden) * hidden**-0.5)
         self.router, self.act = nn.Linear(width, self.top_k, bias=False), act or nn.SiLU()
 
+    def chosen(self, rows: int, device: torch.device | str) -> Tensor:
+        """The experts of each row, [rows, top_k]."""
+        slots = torch.arange(rows * self.top_k, device=device)
+        return (slots * 40503 // 8 % self.experts).view(-1, self.top_k)
+
     def routing(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(experts [rows, top_k], weights)."""
-        slots = torch.arange(x.shape[0] * self.top_k, device=x.device)
-        return (slots * 40503 // 8 % self.experts).view(-1, self.top_k), torch.sigmoid(self.router(x))
+        return self.chosen(x.shape[0], x.device), torch.sigmoid(self.router(x))
 
     def expert(self, e: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up[e]).chunk(2, -1)
         return F.linear(self.act(gate) * up, self.down[e])
 
     def forward(self, x: Tensor) -> Tensor:
-        index, weights = self.routing(x)
+        if x.dtype == torch.float64 or any(side * x.itemsize % 16 for side in self.gate_up.shape[1:]):
+            return self.by_turns(x)
+        return grouped_experts(x, *self.routing(x), self.gate_up, self.down, self.act)
+
+    def by_turns(self, x: Tensor) -> Tensor:
+        index, (_, weights) = self.chosen(x.shape[0], "cpu"), self.routing(x)
         total = torch.zeros_like(x)
         for e in range(self.experts):
-            rows, place = torch.where(index == e)
+            rows, place = (found.to(x.device) for found in torch.where(index == e))
             total = total.index_add(0, rows, self.expert(e, x[rows]) * weights[rows, place, None])
         return total
 
 
-MIXTURES = {2048: (128, 8), 1024: (32, 4), 0: (8, 2)}  # least width -> experts, and how many of them a row goes through
+# least width -> experts, how many of them a row goes through, and their width by the model's
+MIXTURES = {4096: (8, 2, 3.5), 2048: (128, 8, 0.375), 1024: (32, 4, 0.375), 0: (8, 2, 0.375)}
 
 
 class GroupedRows(Mixture):

@@ -167,6 +167,15 @@ def page_part(results: Path) -> str:
     return "\n\n".join(map(summary, folders)) or "No results yet."
 
 
+def with_part(page: Path, begin: str, part: str, end: str) -> str:
+    """The text of a page with `part` between its markers. Raises ValueError where it has none."""
+    before, found, rest = page.read_text().partition(begin)
+    _, last, after = rest.partition(end)
+    if not (found and last):
+        raise ValueError(f"{page} has no {begin} ... {end}")
+    return f"{before}{begin}\n{part}\n{end}{after}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.report", description=__doc__.split("\n")[0])
     parser.add_argument("--page", type=Path, required=True, help="file with the markers")
@@ -174,11 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if it is not current")
     args = parser.parse_args(argv)
     text = args.page.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        parser.error(f"{args.page} has no {BEGIN} ... {END}")
-    current = f"{before}{BEGIN}\n{page_part(args.results)}\n{END}{after}"
+    try:
+        current = with_part(args.page, BEGIN, page_part(args.results), END)
+    except ValueError as error:
+        parser.error(str(error))
     if args.check:
         if current != text:
             print(f"{args.page} is not current: python -m ckptkern.benchmarks.report --page {args.page}")

@@ -6,20 +6,23 @@ import sys
 
 from ckptkern.benchmarks import cases
 from ckptkern.benchmarks.model import __main__ as command
-from ckptkern.benchmarks.model import rates, sheet
+from ckptkern.benchmarks.model import rates, sheet, trace
 
 MLP, LAYER, DROPOUT = "mlp-gelu/d2048x16384", "gpt_layer/d1024x16384-s2048", "attention-dropout/d1024x16384-s2048"
+EXPERTS = "moe_mlp-silu/d2048x8192"
 SMALL = dataclasses.replace(rates.GPUS["h200"], name="small", memory=2**33)
-ITEMS = ((rates.GPUS["h200"], (MLP, LAYER, DROPOUT)), (rates.GPUS["a100"], (MLP, LAYER)), (SMALL, (MLP,)))
+ITEMS = ((rates.GPUS["h200"], (MLP, LAYER, DROPOUT, EXPERTS)), (rates.GPUS["a100"], (MLP, LAYER)), (SMALL, (MLP,)))
 
 
 def launched() -> dict[str, dict]:
-    """GPU, case and way -> names and FLOPs of the launches, forward and backward."""
+    """GPU, case and way -> names and FLOPs of the launches, forward and backward; what is kept, and of experts the peak."""
     items = {item.name: item for item in cases.items("cuda")}
     found = {}
     for gpu, names in ITEMS:
         for (case, way), step in sheet.traces(gpu, [items[name] for name in names]).items():
+            model, x = trace.build(items[case])
             found[f"{gpu.name} {case} {way}"] = {
+                "peak": trace.peak(gpu, sheet.modelled(items[case])[way], model, x) if case == EXPERTS else None,
                 "forward": [launch.name for launch in step.forward],
                 "backward": [launch.name for launch in step.backward],
                 "flops": sum(launch.flops for launch in step.launches),

@@ -13,9 +13,9 @@ from ...ops import _choices, _routes
 from ..cases import BY_HALF, LEVELS, Item
 from ..run import DEFAULT_RESULTS, say, select
 from . import __doc__ as description
-from . import calibrate, rates, sheet
+from . import calibrate, published, rates, sheet
 
-UNPRICED = "moe_mlp"  # the experts' rows are data, which meta tensors have not
+NOTES = Path("benchmarks/NOTES.md")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,6 +30,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--out", type=Path, metavar="DIR",
         help=f"write DIR/GPU.csv (default: {DEFAULT_RESULTS}/model for all cases at the table's rates; for a part, nothing)",
+    )  # fmt: skip
+    made.add_argument(
+        "--published", action="store_true",
+        help="the sizes of figures that others published, on their cards, beside these figures: DIR/published.csv, and the "
+        f"table in {NOTES} if it is here",
     )  # fmt: skip
     made.add_argument("--rates", type=Path, metavar="FILE", help="rates that --calibrate wrote")
     made.add_argument(
@@ -47,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def chosen(pattern: str) -> list[Item]:
     """Items with a price. Raises ValueError where no name matches."""
-    found = [item for item in select(pattern, "cuda") if not item.case.host and not item.case.name.startswith(UNPRICED)]
+    found = [item for item in select(pattern, "cuda") if not item.case.host]
     if not found:
         raise ValueError(f"--cases {pattern!r}: host time has no price")
     return found
@@ -71,6 +76,17 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
     print(f"rates in {path}")
 
 
+def _published(args: argparse.Namespace) -> None:
+    if args.cases or args.levels or args.explain is not None or args.rates or args.calibrate:
+        raise ValueError("--published has cases, levels, cards and rates of its own: give it --out and --workers alone")
+    path = (args.out or DEFAULT_RESULTS / "model") / "published.csv"
+    published.write(published.priced(workers=args.workers), path)
+    text = published.table(path)
+    print(text)
+    if args.out is None and NOTES.exists():
+        published.put_into(NOTES, text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 for arguments that make no sense."""
     args = parser().parse_args(argv)
@@ -83,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--workers: wanted at least 1 but got {args.workers}")
         re.compile(args.explain or "")
         items = chosen(args.cases)
+        if args.published:
+            _published(args)
+            return 0
         if args.calibrate:
             _calibrate(gpu, args, items)
             return 0

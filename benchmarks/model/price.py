@@ -23,6 +23,7 @@ ISSUE_ALONE, ISSUE_SHARED = 0.80, 0.85  # part of the issue slots that one progr
 # Of tensor cores: a tile 64 wide waits for shared memory; on sm_90 one 128 wide reads 160 bytes a cycle where there are 128.
 NARROW, MIDDLE = 1.25, 1.13
 EDGE = 0.15  # of prologue and epilogue, where two programs take turns: what is left to see of them
+TOGETHER = {"_experts_fwd_kernel": 2}  # products in one loop
 CORE_EFFICIENCY = 0.85  # of products and softmax in turns; gives Triton's published 320-390 TFLOP/s forward on H100
 
 Codes = Callable[[Caught], Code]
@@ -47,11 +48,11 @@ def _products(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, 
     M, N, inner = launch.shape
     block_m, block_n = given["BLOCK_M"], given["BLOCK_N"]
     tiles = math.ceil(M / block_m) * math.ceil(N / block_n)
-    per_tile = launch.flops / tiles
+    per_tile = 2 * math.prod(launch.shape) / tiles
     persistent = launch.caught.name.endswith("_persistent_kernel")
     tensor = per_tile / gpu.tensor_core / (gpu.tma_loop if persistent else gpu.main_loop)
     tensor *= NARROW if block_n <= 64 else MIDDLE if block_n <= 128 and gpu.arch >= 90 else 1.0
-    steps = inner / given["BLOCK_K"]
+    steps = inner / given["BLOCK_K"] / TOGETHER.get(launch.caught.name, 1)
     loop = sum(code.loops) / len(code.loops) * steps * code.warps / 4
     epilogue = code.outside * code.warps / 4
     prologue = PROLOGUE * len(code.loops)
@@ -126,7 +127,7 @@ def price(launch: Launch, gpu: GPU, codes: Codes) -> Price:
     gap = {"launch": gpu.launch * gpu.scales.launch}
     family, working, bound, epilogue, note = "bandwidth", 0.0, "bytes", 0.0, ""
     if launch.kind == "product":
-        family, working, bound = "products", launch.flops / gpu.cublas(launch.shape[2]), "tensor cores"
+        family, working, bound = "products", 2 * math.prod(launch.shape) / gpu.cublas(launch.shape[2]), "tensor cores"
     elif launch.kind == "core":
         rate = gpu.core_rate(launch.shape[3], "backward" in launch.name)
         family, working, bound = "attention", launch.flops * (0.5 if launch.causal else 1.0) / rate, "torch's core"

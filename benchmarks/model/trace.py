@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -51,7 +52,7 @@ class Launch(NamedTuple):
            products), "triton" (Triton, without)
     flops  as torch counts them: of products alone, a causal core in full
     bytes  of all tensors that it reads or writes, each once
-    shape  of a product: M, N, K; of a core: B, H, Sq, Sk, D
+    shape  of a product: M, N, K, with the rows that experts' tiles have too many (`expert_rows`); of a core: B, H, Sq, Sk, D
     causal a core sees half of the scores
     """
 
@@ -74,6 +75,37 @@ class Trace(NamedTuple):
     @property
     def launches(self) -> list[Launch]:
         return self.forward + self.backward
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+# Rows of the tiles of torch's grouped products, as cutlass has them.
+GROUPED_TILE = 128
+
+
+def expert_rows(rows: int, experts: int, tile: int) -> int:
+    """Rows that tiles of so many rows take for all experts. Who goes where is data, which meta tensors have not: the router is
+    taken to be balanced, and the last tile of every expert to be half empty."""
+    return rows + experts * tile // 2
+
+
+def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, tuple[int, int, int]]:
+    """(FLOPs, shape) of aten._grouped_mm: of rows [R, K] by [E, K, N], or over the rows of [M, R] and [R, N]."""
+    if a.dim() == b.dim() == 2:
+        experts, rows = out.shape[0], a.shape[1]
+        return 2 * rows * a.shape[0] * b.shape[1], (experts * a.shape[0], b.shape[1], -(-rows // experts))
+    rows, (experts, K, N) = a.shape[0], b.shape
+    return 2 * rows * K * N, (expert_rows(rows, experts, GROUPED_TILE), N, K)
+
+
+def _expert_kernel(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, int, int]]:
+    """(FLOPs, shape) of a kernel of triton_kernels/experts.py."""
+    experts, rows = given["offs_ptr"].numel() - 1, given["R"] if "R" in given else given["order_ptr"].numel()
+    if "R" in given:
+        N, inner = given["N"], PRODUCTS[name] * given["K"]
+        return 2 * rows * N * inner, (expert_rows(rows, experts, given["BLOCK_M"]), N, inner)
+    M, N = given["M"], given["N"]  # of a weight's gradient, whose K is an expert's rows
+    return 2 * rows * M * N, (experts * M, N, -(-expert_rows(rows, experts, given["BLOCK_K"]) // experts))
 
 
 # -- torch's ops -------------------------------------------------------------------------------------------------------
@@ -153,6 +185,9 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
         a for a in args if isinstance(a, Tensor)
     ]  # an out_dtype among the arguments is unknown to torch's formulas
     flops = formula(*operands, out_val=out) if formula else 0
+    if name == "_grouped_mm":
+        flops, shape = _grouped_product(*args[:2], out)
+        return Launch(f"{name} {'x'.join(map(str, shape))}", "product", flops, moved, shape)
     if flops:
         a, b = (args[0], args[1]) if name == "mm" else (args[1], args[2])
         shape = a.shape[0], b.shape[1], a.shape[1]
@@ -160,6 +195,29 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
     kind = "norm" if "norm" in name else "reduction" if name in REDUCTIONS else "elementwise"
     shapes = "x".join(map(str, (tensors or given)[0].shape)) or "scalar"
     return Launch(f"{name} {shapes}", kind, 0, moved)
+
+
+class _Allocated(TorchDispatchMode):
+    """Bytes of the storages that ops inside make: now, and at most."""
+
+    def __init__(self, before: Iterable[Tensor]):
+        super().__init__()
+        self.known, self.now, self.peak = {t.untyped_storage()._cdata for t in before}, 0, 0
+
+    def _freed(self, address: int, size: int) -> None:
+        self.known.discard(address)
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
+                address, size = storage._cdata, storage.nbytes()
+                self.known.add(address)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, address, size)
+        return out
 
 
 class _Log(TorchDispatchMode):
@@ -195,6 +253,8 @@ def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...
         backward = "dy_rows" in given
         products = (3 * L - (given["bits_rows"][0] is not None)) if backward else L
         return 2 * M * width * width * products, (M, width, width)
+    if name in PRODUCTS and "offs_ptr" in given:
+        return _expert_kernel(name, given)
     if name in PRODUCTS:
         M, N, K = given["M"], given["V" if "V" in given else "N"], given["K"]  # V: columns of a vocabulary
         inner = (PRODUCTS[name] - ("D" in given)) * K + given.get("D", 0)
@@ -227,15 +287,25 @@ def _without_graph(argument):
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 
+def _always(answer):
+    """A function that holds no argument, as a Mock would."""
+    return lambda *args, **kwargs: answer
+
+
 @contextlib.contextmanager
-def as_on(gpu: GPU) -> Iterator[list[Launch]]:
-    """Inside, meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks as there. Yields the launches."""
+def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
+    """Inside, meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks as there. Yields the launches.
+
+    kernels: also Triton's, whose arguments the list then holds.
+    """
     from ... import triton_kernels  # noqa: F401  (patched below: has to be there)
     from ...triton_kernels import attention, persistent
 
     log: list[Launch] = []
 
     def caught(kernel, grid, args, kwargs) -> None:
+        if not kernels:
+            return
         one = Caught(kernel, (), tree_map(_without_graph, args), kwargs)  # another process compiles it
         log.append(triton_launch(one._replace(grid=tuple(grid(one.named) if callable(grid) else grid))))
 
@@ -253,13 +323,13 @@ def as_on(gpu: GPU) -> Iterator[list[Launch]]:
     patches = [
         instead_of_launches(caught, gpu.arch),
         mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu.capability),
-        mock.patch.object(attention, "shared_memory_of", return_value=gpu.block_shared),
-        mock.patch.object(persistent, "multiprocessors_of", return_value=gpu.multiprocessors),
-        mock.patch.object(_choices, "_device_reason", return_value=None),
-        mock.patch.object(_choices, "_device_workspace", return_value=gpu.memory // 32),
-        mock.patch.object(attention_core, "_accepts", return_value=True),
-        mock.patch.object(_op, "dispatched", return_value=False),  # so that op bodies run, not their fakes
+        mock.patch.object(torch.cuda, "get_device_capability", _always(gpu.capability)),
+        mock.patch.object(attention, "shared_memory_of", _always(gpu.block_shared)),
+        mock.patch.object(persistent, "multiprocessors_of", _always(gpu.multiprocessors)),
+        mock.patch.object(_choices, "_device_reason", _always(None)),
+        mock.patch.object(_choices, "_device_workspace", _always(gpu.memory // 32)),
+        mock.patch.object(attention_core, "_accepts", _always(True)),
+        mock.patch.object(_op, "dispatched", _always(False)),  # so that op bodies run, not their fakes
         mock.patch.object(F, "scaled_dot_product_attention", sdpa),
         mock.patch.object(F, "rms_norm", rms_norm),
         mock.patch.object(F, "dropout", dropout),
@@ -295,3 +365,14 @@ def step(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> Trace:
         log.clear()
         y.backward(dy)
         return Trace(forward, list(log), kept.bytes + unseen)
+
+
+def peak(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> int:
+    """Bytes of forward and backward at most, above what was there before: gradients count, what libraries take for themselves
+    does not."""
+    for leaf in (x, *model.parameters()):
+        leaf.grad = None
+    with as_on(gpu, kernels=False), _Allocated([x, *model.parameters(), *model.buffers()]) as allocated:
+        y = make(model, x)(x)
+        y.backward(torch.empty_like(y))
+        return allocated.peak

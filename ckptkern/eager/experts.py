@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -49,39 +49,50 @@ def _tokens(groups: Groups) -> Tensor:
     return groups.order // max(groups.top_k, 1)
 
 
-def _gate_up(x: Tensor, w: Tensor, b: Tensor | None, groups: Groups) -> Tensor:
-    gu, tokens = x.new_zeros((groups.order.numel(), w.shape[1])), _tokens(groups)
-    for expert, rows in _each(groups):
-        gu[rows] = product(x[tokens[rows]], w[expert], None if b is None else b[expert])
-    return gu
+def _gate_up_of(x: Tensor, w: Tensor, b: Tensor | None, groups: Groups) -> Callable[[int, slice], Tensor]:
+    """(expert, its rows) -> [g | u] of these rows. One expert after another, so that what is larger than a result is small."""
+    tokens = _tokens(groups)
+    return lambda expert, rows: product(x[tokens[rows]], w[expert], None if b is None else b[expert])
 
 
 def experts_fwd(x, w, b, groups, activation, precision, *, keep_gu=False):
-    gu = _gate_up(x, w, b, groups)
-    g, u = gu.chunk(2, 1)
-    return act(g, activation) * u, gu if keep_gu else None
+    R, wide, gate_up = groups.order.numel(), w.shape[1], _gate_up_of(x, w, b, groups)
+    h, gu = x.new_zeros((R, wide // 2)), x.new_zeros((R, wide)) if keep_gu else None
+    for expert, rows in _each(groups):
+        own = gate_up(expert, rows)
+        g, u = own.chunk(2, 1)
+        h[rows] = act(g, activation) * u
+        if keep_gu:
+            gu[rows] = own
+    return h, gu
 
 
 def experts_bwd(x, w, b, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True):
-    return experts_act_grad(_gate_up(x, w, b, groups), dy, wd, s, groups, activation, precision, hs=hs, dgu=dgu, ds=ds)
+    return _gradients(_gate_up_of(x, w, b, groups), dy, wd, s, groups, activation, hs, dgu, ds)
 
 
 def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True):
-    wide, tokens = wide_of(dy.dtype), _tokens(groups)
-    g, u = gu.chunk(2, 1)
-    a = act(g, activation)
-    h = a * u
-    dh = torch.zeros_like(h)
+    return _gradients(lambda expert, rows: gu[rows], dy, wd, s, groups, activation, hs, dgu, ds)
+
+
+def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds):
+    R, N, wide, tokens = groups.order.numel(), wd.shape[2], wide_of(dy.dtype), _tokens(groups)
+    weighted, grads = dy.new_zeros((R, N)) if hs else None, dy.new_zeros((R, 2 * N)) if dgu else None
+    of_rows = dy.new_zeros(R, dtype=wide) if ds else None
+    weights = s.reshape(-1)[groups.order].to(wide)[:, None]
     for expert, rows in _each(groups):
-        dh[rows] = torch.mm(dy[tokens[rows]], wd[expert])
-    of_slots = None
-    if ds:
-        found = (dh.to(wide) * h.to(wide)).sum(1)
-        of_slots = torch.where(groups.inv < groups.offs[-1], found[groups.inv], 0).view(s.shape)
-    s = s.reshape(-1)[groups.order].to(wide)[:, None]
-    dh = (dh.to(wide) * s).to(dh.dtype)
-    grads = torch.cat((ACTIVATIONS[activation].grad(dh * u, g), dh * a), 1) if dgu else None
-    return (h.to(wide) * s).to(h.dtype) if hs else None, grads, of_slots
+        g, u = gate_up(expert, rows).chunk(2, 1)
+        a = act(g, activation)
+        h, dh = a * u, torch.mm(dy[tokens[rows]], wd[expert])
+        if ds:
+            of_rows[rows] = (dh.to(wide) * h.to(wide)).sum(1)
+        if hs:
+            weighted[rows] = (h.to(wide) * weights[rows]).to(h.dtype)
+        if dgu:
+            dh = (dh.to(wide) * weights[rows]).to(dh.dtype)
+            grads[rows, :N], grads[rows, N:] = ACTIVATIONS[activation].grad(dh * u, g), dh * a
+    of_slots = torch.where(groups.inv < groups.offs[-1], of_rows[groups.inv], 0).view(s.shape) if ds else None
+    return weighted, grads, of_slots
 
 
 def experts_product(a, w, b, groups, precision, *, transposed):

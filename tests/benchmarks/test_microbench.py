@@ -128,15 +128,20 @@ def test_help_names_the_options_of_each_op():
         assert all(micro.flag(name) in line.replace("--no-", "--") for name in entry.defaults), op
 
 
-def test_the_least_that_is_needed_is_no_more_than_what_is_used():
-    """Weights and gradients in both dtypes, and what float64 keeps, counted on the real device."""
-    made = sized("attention_block")
+@pytest.mark.parametrize("op", micro.OPS)
+def test_the_least_that_is_needed_is_no_more_than_what_is_used(op):
+    """Weights and gradients in both dtypes, and what float64 keeps, counted on the real device; but for the few bytes that are
+    kept once, and counted for each row."""
+    made = sized(op)
     model, x, _ = cases.build(made, CPU)
     double = model.double()
     with measure.kept_tensors(double) as kept:
         double(x.detach().double().requires_grad_())
     weights = 2 * sum(p.numel() for p in model.parameters()) * (8 + 4)
-    assert micro.least_bytes(made, torch.float32) == weights + kept.bytes + 2 * 2 * x.numel() * (8 + 4)
+    ends = 2 * (x.numel() + double(x.detach().double()).numel()) * (8 + 4)
+    least, used = micro.least_bytes(made, torch.float32), weights + kept.bytes + ends
+    assert used / 2 < least <= 1.001 * used
+    assert op != "attention_block" or least == used
 
 
 MODEL = """

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptkern.benchmarks import cases, measure
-from ckptkern.benchmarks.model import calibrate, machine_code, price, rates, sheet, trace
+from ckptkern.benchmarks.model import calibrate, machine_code, price, published, rates, sheet, trace
 from ckptkern.benchmarks.model.__main__ import main
 from ckptkern.ops import _choices, _routes
 
@@ -123,6 +123,67 @@ def test_flops_of_eager_are_those_of_torchs_counter(name, size):
         y = model(x)
         y.backward(torch.empty_like(y))
     assert sum(launch.flops for launch in found.launches) == counter.get_total_flops() > 0
+
+
+TOKENS, TOP_K, D, H, EXPERTS = 256, 2, 64, 24, 8  # of the narrow mixture
+
+
+def test_a_mixture_by_hand():
+    """transformers' way: a gather, two grouped products around silu and its product, weights, a second gather, a sum; the
+    gradients of gathers add rows up. What it keeps is what tests/nn counts on a CPU, and x for the router."""
+    found = steps("moe_mlp-silu", D, TOKENS)
+    rows, eager = TOKENS * TOP_K, found[cases.EAGER]
+    grouped = [launch for launch in eager.launches if launch.name.startswith("_grouped_mm")]
+    padded = rows + EXPERTS * 64  # half of a tile of 128 for each
+    assert [launch.shape for launch in grouped] == [
+        (padded, 2 * H, D), (padded, D, H),
+        (EXPERTS * D, H, rows // EXPERTS), (padded, H, D), (EXPERTS * 2 * H, D, rows // EXPERTS), (padded, D, 2 * H),
+    ]  # fmt: skip
+    assert sum(launch.flops for launch in grouped) == 9 * 2 * rows * D * H
+    assert Counter(launch.kind for launch in eager.launches if launch not in grouped)["product"] == 3  # the router's
+    assert Counter(launch.name.split()[0] for launch in eager.backward)["index_put"] == 3
+    router = 2 * TOKENS * D + 2 * TOKENS * TOP_K
+    assert eager.kept == router + rows * (2 * (2 * D + 4 * H + 1) + 3 * 8) + 4 * EXPERTS
+    again = [launch.name for launch in found[cases.CHECKPOINT].backward if launch.name.startswith("_grouped_mm")]
+    assert len(again) == 4 + 2  # its output is multiplied, so that the last product runs again, too
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_experts_of_ours_by_hand(tile):
+    """65536 rows of 128 experts; whole tiles, the last of each expert half empty. The products of a forward share a loop."""
+    named = dict(BLOCK_M=tile, BLOCK_N=128, BLOCK_K=64, R=65536, N=768, K=2048, offs_ptr=torch.empty(129))
+    caught = types.SimpleNamespace(name="_experts_fwd_kernel", named=named)
+    flops, shape = trace._expert_kernel(caught.name, named)
+    assert (flops, shape) == (2 * 2 * 65536 * 768 * 2048, (65536 + 128 * tile // 2, 768, 2 * 2048))
+    launch = trace.Launch("experts_fwd", "kernel", flops, 0, shape, caught=caught)
+    tensor = 2 * tile * 128 * 2 * 2048 / 4096 / 0.86 * 1.13
+    turns = math.ceil((65536 / tile + 64) * 6 / 132)
+    assert priced(launch, registers=200).parts["kernels"] == pytest.approx(turns * (tensor + 3300) / 1.55e9)
+    busy = max(1.04 * tensor, (1000 * 2 + 1000 * 32 * 2) / 0.85) + 0.15 * 3300
+    turns = 2 * math.ceil((65536 / tile + 64) * 6 / 264)
+    assert priced(launch, loops=(1000,)).parts["kernels"] == pytest.approx(turns * busy / 1.55e9)
+
+
+def test_gradients_of_experts_by_hand():
+    named = dict(
+        BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, M=1536, N=2048, offs_ptr=torch.empty(129), order_ptr=torch.empty(65536)
+    )
+    flops, shape = trace._expert_kernel("_experts_dw_kernel", named)
+    assert (flops, shape) == (2 * 65536 * 1536 * 2048, (128 * 1536, 2048, 512 + 32))
+
+
+def test_the_peak_of_a_step_by_hand():
+    """tanh(x w^T) of 64 rows: its gradient needs y alone, so that z is gone when dy comes."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32, bias=False), torch.nn.Tanh()).to("meta", torch.bfloat16)
+    x, wide, narrow, weight = (
+        torch.empty(64, 16, device="meta", dtype=torch.bfloat16),
+        64 * 32 * 2,
+        64 * 16 * 2,
+        32 * 16 * 2,
+    )
+    frozen = trace.peak(H200, lambda model, x: model, model, x)
+    assert frozen == 3 * wide + weight  # y, dy, dz and dw
+    assert trace.peak(H200, lambda model, x: model, model, x.requires_grad_()) == 3 * wide + weight + narrow
 
 
 def test_bytes_are_read_and_written_once():
@@ -360,6 +421,28 @@ def test_launches_of_ours(outcome):
     assert selective["kept"] == 16384 * (2048 + 8192) * 2
 
 
+def test_launches_of_experts(outcome):
+    """Tiles, gate and up, tiles, down, and the sum over each row's experts. Backward has no gathered row to add up."""
+    launched, *_ = outcome
+    rows, router = 8192 * 8, 3 * 2 * 8192 * 8 * 2048
+    for level, products, first in (("selective", 9, "experts_act_grad"), ("full", 11, "experts_bwd")):
+        found = launched[f"h200 moe_mlp-silu/d2048x8192 ckptkern {level}"]
+        ours = [name for name in found["forward"] if name == "tiles" or name.startswith("experts")]
+        assert ours == ["tiles", "experts_fwd", "tiles", "experts_product", "experts_combine"]
+        ours = [name for name in found["backward"] if name.startswith("experts")]
+        assert ours == [first, "experts_dw", "experts_dw", "experts_product", "experts_combine"]
+        assert found["flops"] == products * 2 * rows * 2048 * 768 + router
+    eager = launched["h200 moe_mlp-silu/d2048x8192 eager"]
+    assert eager["flops"] == 9 * 2 * rows * 2048 * 768 + router
+    # of ours at the last product: the weights' gradients, dg and du, the rows of dx, y and dy; and at "selective" g and u
+    weights, wide, narrow, small = 2 * 128 * 3 * 2048 * 768, 2 * rows * 2048, 2 * rows * 768, 2**21
+    full, selective, eager = (launched[f"h200 moe_mlp-silu/d2048x8192 {way}"]["peak"] for way in
+                              ("ckptkern full", "ckptkern selective", "eager"))  # fmt: skip
+    assert 0 <= full - (weights + 2 * narrow + wide + 2 * wide // 8) < small
+    assert 0 <= selective - full - 2 * narrow < small
+    assert selective < eager
+
+
 def test_gradients_of_norms_and_biases_take_one_launch_each(outcome):
     """Of a GPT layer: two norms with a weight and a bias each; four biases, one of which a kernel sums by tiles."""
     launched, *_ = outcome
@@ -504,6 +587,7 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
         (["--levels", "some"], "--levels: some is none of none, selective, full"),
         (["--workers", "0"], "--workers: wanted at least 1 but got 0"),
         (["--explain", "("], "--explain '(': "),
+        (["--published", "--cases", "moe"], "--published has cases, levels, cards and rates of its own"),
         (["--rates", "none.json"], "No such file"),
         (["--rates", str(CPU_RESULTS)], "is no file of --calibrate"),
     ],
@@ -539,3 +623,55 @@ def test_routes_are_those_of_the_card(card):
             with trace.as_on(gpu):
                 chosen = _choices.choose_route(op, x, size, size, size)
             assert chosen == _routes.shipped_route(op, gpu.capability, 2, _routes.size_class(size))
+
+
+# -- published figures -------------------------------------------------------------------------------------------------
+
+
+def test_published_figures_are_what_their_group_counts():
+    names = set()
+    for group in published.GROUPS:
+        tokens, width = group.item.size.shape
+        with torch.device("meta"):
+            model = group.item.case.model(width)
+        weights = (p for name, p in model.named_parameters() if "router" not in name)
+        per_row = sum(p.numel() for p in weights) // getattr(model, "experts", 1) * getattr(model, "top_k", 1)
+        products = group.flops / (2 * tokens * per_row)  # of all matrices that a row meets
+        assert products == {published.STEP: 3, published.FORWARD: 1, published.BACKWARD: 3}[group.part]
+        for one in group.figures:
+            whole = group.complete(one)
+            assert whole.ms * whole.tflops * 1e9 == pytest.approx(group.flops)
+            assert (one.ms is None) != (one.tflops is None)
+            assert "#" in one.source or "arXiv" in one.source
+        names.add((group.gpu, group.item.name, group.part))
+    assert len(names) == len(published.GROUPS)
+
+
+def test_the_table_of_published_figures(tmp_path, monkeypatch):
+    """Eager's prices need no compiler: they are those of the same steps, in whole or in part, beside what was published."""
+    monkeypatch.setattr(published, "_makers", lambda item: {"eager": sheet.modelled(item)["eager"]})
+    groups = [group for group in published.GROUPS if group.gpu == "h100"]
+    found = published.priced(groups)
+    published.write(found, tmp_path / "published.csv")
+    for group, figures in found:
+        assert [one.way for one in figures] == [*(one.way for one in group.figures), "eager"]
+        assert figures[-1].source == "MODEL"
+        assert (figures[-1].mib is not None) == (group.part == published.STEP)
+    forward, whole = (figures[-1].ms for group, figures in found if "moe" in group.item.name)
+    assert 0.2 < forward / whole < 0.5
+    text = published.table(tmp_path / "published.csv")
+    assert text.count("| **H100, ") == len(groups)
+    assert "| eager, 16-bit logits | 137.0 | 365 | 48691 | huggingface/trl#6858 |" in text
+    page = tmp_path / "page.md"
+    page.write_text(f"a\n{published.BEGIN}\nold\n{published.END}\nb\n")
+    published.put_into(page, text)
+    assert page.read_text() == f"a\n{published.BEGIN}\n{text}\n{published.END}\nb\n"
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="has no <!-- published:begin -->"):
+        published.put_into(page, text)
+
+
+def test_notes_show_the_committed_table():
+    results = Path(outside.ROOT, "benchmarks")
+    text = published.table(results / "results" / "model" / "published.csv")
+    assert f"{published.BEGIN}\n{text}\n{published.END}" in (results / "NOTES.md").read_text()

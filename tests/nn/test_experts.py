@@ -12,6 +12,8 @@ from torch import nn
 
 import ckptkern
 from ckptkern import extras
+from ckptkern.memory import kept_tensors, peak_memory
+from ckptkern.tools.demo.mixture import grouped_experts
 
 E, D, H, K, T = 6, 16, 24, 2, 40
 
@@ -167,6 +169,50 @@ def test_transformers_models(kind):
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     for name, value in gradients(lambda t: compiled(t["x"], index, t["s"]), {"x": x, "s": s}).items():
         assert torch.equal(value, found[name]), name
+
+
+def step(function, x, index, s, parameters):
+    """(kept bytes besides arguments and parameters, peak of forward and backward) of a step."""
+    with kept_tensors(exclude=[x, index, s, *parameters]) as kept:
+        function(x, index, s)
+    with peak_memory("cpu") as peak:
+        torch.autograd.grad(function(x, index, s), [x, s, *parameters], torch.ones_like(x))
+    return kept.bytes, peak.bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("d", "h", "experts", "top_k"), [(64, 32, 16, 4), (64, 96, 4, 2), (128, 448, 4, 2)])
+def test_kept_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
+    """transformers' "grouped_mm", and the same in plain PyTorch of the demo and the benchmark, keep gathered rows, g and u,
+    act(g), h and the output before its weights. Ours at "full": routing alone, and a lower peak."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.MixtralConfig(
+        vocab_size=8, hidden_size=d, intermediate_size=h, num_hidden_layers=1, num_attention_heads=2, num_local_experts=experts
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).to(dtype)
+    model.set_experts_implementation("grouped_mm")
+    theirs = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+    parameters, tokens = (theirs.gate_up_proj, theirs.down_proj), 512
+    index = (torch.arange(tokens * top_k) * 7 % experts).view(tokens, top_k)
+    arguments = torch.randn(tokens, d, dtype=dtype), index, torch.rand(tokens, top_k, dtype=dtype)
+    arguments[0].requires_grad_(), arguments[2].requires_grad_()
+
+    def plain(x, index, s):
+        return grouped_experts(x, index, s, *parameters, F.silu)
+
+    kept, peak = step(plain, *arguments, parameters)
+    slots, itemsize = tokens * top_k, dtype.itemsize
+    assert kept == slots * (itemsize * (2 * d + 4 * h + 1) + 3 * 8) + 4 * experts
+    torch.testing.assert_close(plain(*arguments), theirs(*arguments))
+    kept_theirs, peak_theirs = step(theirs, *arguments, parameters)
+    assert kept_theirs >= slots * itemsize * (2 * d + 4 * h)
+    routing = slots * 8 + 4 * (experts + 1)
+    for level, elements in (("none", 2 * h), ("selective", 2 * h), ("full", 0)):
+        ours = ckptkern.nn.Experts.from_torch(theirs, recompute=level)
+        kept_ours, peak_ours = step(ours, *arguments, parameters)
+        assert kept_ours == slots * itemsize * elements + routing
+        if level == "full":
+            assert peak_ours < min(peak, peak_theirs)
 
 
 def test_interface_refuses_experts_of_another_kind():

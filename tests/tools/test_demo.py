@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ckptkern import __main__
 from ckptkern.tools import demo
-from ckptkern.tools.demo import config, data, model, results, training
+from ckptkern.tools.demo import config, data, mixture, model, results, training
 
 TINY = ("--device=cpu", "--dtype=fp32", "--steps=6", "--batch-size=2", "--seq-len=16")
 TINY += ("--layers=2", "--d-model=16", "--heads=2", "--threads=1")
@@ -41,7 +41,7 @@ def losses_by_way(out):
 def tiny(**changes):
     settings = {"steps": 4, "batch_size": 2, "seq_len": 16, "layers": 2, "d_model": 16, "heads": 2, "lr": 1e-3}
     settings |= {"device": "cpu", "dtype": "fp32", "dropout": 0.0, "activation": "gelu", "recompute": "full", "seed": 0}
-    settings |= {"head": "stock"}
+    settings |= {"head": "stock", "experts": 0, "top_k": 2}
     return config.Config(**(settings | {"ways": config.WAYS} | changes))
 
 
@@ -133,9 +133,108 @@ def test_the_fused_head_trains_alike_and_keeps_no_logits(tmp_path):
     assert kept["fused"] < kept["stock"] / 2
 
 
+@pytest.mark.parametrize(
+    "arguments", ["", "--recompute=selective --activation=gelu", "--head=fused --top-k=1", "--dropout=0.2"]
+)
+def test_a_mixture_of_experts_trains_alike(tmp_path, capsys, arguments):
+    """Torch's grouped products, the same in a checkpoint, and ckptkern's experts, which keep neither gathered rows nor h."""
+    assert run_demo(tmp_path, "--experts", "4", *arguments.split()) == 0
+    losses, out = losses_by_way(tmp_path), capsys.readouterr().out
+    assert losses["torch"] == losses["torch.utils.checkpoint"]
+    if "dropout" in arguments:
+        assert "no limit: their dropout masks come from different random streams" in out
+        assert all(map(math.isfinite, losses["ckptkern"]))
+    else:
+        torch.testing.assert_close(losses["ckptkern"], losses["torch"], rtol=1e-5, atol=0.0)
+    assert f"of 4 experts, {1 if 'top-k' in arguments else 2} a token" in out
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["settings"]["experts"] == 4
+    assert written["settings"]["lr"] == pytest.approx(1e-3)
+    plain, _, ours = written["table"]
+    assert ours["kept_mib"] < plain["kept_mib"] * (0.6 if "selective" in arguments else 0.4)
+    assert ours["peak_mib"] < plain["peak_mib"]
+
+
+def test_experts_that_disagree_fail(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mixture, "grouped_experts", lambda x, index, weights, *rest: x * weights.sum(1, keepdim=True))
+    assert run_demo(tmp_path, "--experts", "4", "--ways", "torch", "ckptkern", "--lr", "0.01") == 1
+    assert "the loss curves do not agree" in capsys.readouterr().err
+
+
+def one_mixture(**changes):
+    torch.manual_seed(0)
+    return mixture.Mixture(tiny(experts=4, activation="silu", **changes), mixture.GroupedExperts)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_a_mixture_by_its_definition(top_k):
+    """Each token through its own experts, one at a time; the weights of those that are chosen sum to 1."""
+    layer, x = one_mixture(top_k=top_k).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:  # torch's grouped products know no float64
+        patch.setattr(mixture.F, "grouped_mm", grouped_by_turns)
+        y, _ = layer(x)
+    for row, out in zip(x.flatten(0, 1), y.flatten(0, 1), strict=True):
+        weights, chosen = layer.router(row).softmax(-1).topk(top_k)
+        total = torch.zeros_like(row)
+        for weight, e in zip(weights / weights.sum(), chosen, strict=True):
+            gate, up = (layer.experts.gate_up_proj[e] @ row).chunk(2)
+            total += weight * (layer.experts.down_proj[e] @ (F.silu(gate) * up))
+        torch.testing.assert_close(out, total, rtol=1e-5, atol=1e-9)  # the router's probabilities are float32
+
+
+def grouped_by_turns(a, b, offs):
+    starts = [0, *offs.tolist()]
+    return torch.cat([a[i:j] @ w for i, j, w in zip(starts, starts[1:], b, strict=False)])
+
+
+def test_imbalance_is_one_for_equal_shares_and_all_experts_for_one():
+    even = torch.full((8, 4), 0.25)
+    assert mixture.imbalance(even, torch.arange(16).view(8, 2) % 4).item() == pytest.approx(1.0)
+    alone = torch.eye(4)[[2]].expand(8, 4)
+    assert mixture.imbalance(alone, torch.full((8, 1), 2)).item() == pytest.approx(4.0)
+    skewed = torch.tensor([[0.7, 0.1, 0.1, 0.1]]).expand(8, 4)
+    index = torch.tensor([[0, 1]]).expand(8, 2)
+    assert mixture.imbalance(skewed, index).item() == pytest.approx(4 * (0.5 * 0.7 + 0.5 * 0.1))
+
+
+def test_the_router_is_trained_by_loss_and_imbalance():
+    config = tiny(experts=4, activation="silu", ways=("torch",), steps=1)
+    (run,) = training.start_runs(config)
+    (batch,) = training.training_batches(config, torch.arange(200, dtype=torch.uint8))
+    nats, total = training.losses_of(config, run.model, batch)
+    _, imbalance = run.model.loss(*batch)
+    assert total.item() == pytest.approx(nats.item() + 0.01 * imbalance.item())
+    routers = [one.router.weight for one in training.mixtures(run.model)]
+    assert len(routers) == 2
+    for loss in (nats, imbalance):
+        assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(loss, routers, retain_graph=True))
+
+
+def test_ways_follow_one_choice_of_experts_in_training_alone():
+    layer, other = one_mixture(top_k=1), one_mixture(top_k=1)
+    other.choice = layer.choice
+    with torch.no_grad():
+        other.router.weight.neg_()  # likes others
+    x = torch.randn(1, 8, 16)
+    layer(x)
+    (chosen,) = layer.choice
+    other(x)
+    assert other.choice[0] is chosen
+    own = other.router(x[0]).argmax(-1, keepdim=True)
+    assert not torch.equal(own, chosen)
+    for one in (layer, other):
+        one.eval()
+    followed = other(x)[0]
+    layer.choice.clear()
+    other.train()
+    torch.testing.assert_close(other(x)[0], followed, rtol=0, atol=0)
+    assert torch.equal(other.choice[0], own)
+
+
+@pytest.mark.parametrize("experts", [[], ["--experts", "4"]], ids=["mlp", "experts"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_low_precision_trains(tmp_path, capsys, dtype):
-    assert run_demo(tmp_path, "--dtype", dtype, "--steps", "4") == 0
+def test_low_precision_trains(tmp_path, capsys, dtype, experts):
+    assert run_demo(tmp_path, "--dtype", dtype, "--steps", "4", *experts) == 0
     assert "no limit: only fp32 on a CPU has one" in capsys.readouterr().out
     for losses in losses_by_way(tmp_path).values():
         assert all(map(math.isfinite, losses))
@@ -145,6 +244,10 @@ def test_low_precision_trains(tmp_path, capsys, dtype):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--experts 0", "--experts: wanted at least 1 but got 0"),
+        ("--experts 4 --top-k 5", "--top-k: wanted from 1 to all 4 --experts but got 5"),
+        ("--experts 4 --d-model 20", "--d-model: wanted a multiple of 8, as torch's grouped_mm does, but got 20"),
+        ("--top-k 2", "--top-k goes with --experts"),
         ("--heads 3", "--d-model: wanted a multiple of --heads 3 but got 16"),
         ("--dropout 1.5", "--dropout: wanted a probability in [0, 1) but got 1.5"),
         ("--steps 0", "--steps: wanted at least 1 but got 0"),
@@ -250,14 +353,19 @@ def test_batches_come_from_the_seed_and_targets_are_the_next_bytes():
     assert held_out[-1][1][-1, -1] == 199
 
 
-def test_the_way_changes_layers_and_not_the_state_dict():
-    runs = training.start_runs(tiny())
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_way_changes_layers_and_not_the_state_dict(experts):
+    runs = training.start_runs(tiny(experts=experts, activation="silu"))
     first = runs[0].model.state_dict()
     for run in runs[1:]:
         state = run.model.state_dict()
         assert list(state) == list(first)
         assert all(torch.equal(state[name], first[name]) for name in first)
-    assert [type(run.model.blocks[0]).__name__ for run in runs] == ["Block", "Block", "SegmentBlock"]
+    kind = "MixtureBlock" if experts else "Block"
+    assert [type(run.model.blocks[0]).__name__ for run in runs] == [kind, kind, f"Segment{kind}"]
+    decayed, plain = (group["params"] for group in runs[0].optimizer.param_groups)
+    assert {p.dim() for p in plain} == {1}
+    assert {p.dim() for p in decayed} == ({2, 3} if experts else {2})
 
 
 def test_learning_rate_warms_up_and_decays():

@@ -2,7 +2,8 @@
 
 - ``torch``: plain PyTorch layers;
 - ``torch.utils.checkpoint``: the same, every block inside a non-reentrant checkpoint;
-- ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``.
+- ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``. With ``--experts``, whose plain form
+  is torch's grouped products in transformers' layout, as two: ``ckptkern.attention_block`` and ``ckptkern.nn.Experts``.
 
 The text is the source code of Python's standard library, which every machine that runs this has. Whole top-level
 modules and packages are held out, so near-identical siblings (the code pages in ``encodings``) are never on both sides.
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--steps", type=int, help=default("steps"))
     run.add_argument("--batch-size", type=int, help=f"sequences a step {default('batch_size')}")
     run.add_argument("--seq-len", type=int, help=f"bytes a sequence {default('seq_len')}")
-    run.add_argument("--lr", type=float, help=f"peak learning rate {default('lr')}")
+    run.add_argument("--lr", type=float, help=f"peak learning rate {default('lr')}, with --experts a third")
     run.add_argument(
         "--threads", type=int, help="CPU threads (default: what a short trial finds quickest, at most torch's own)"
     )
@@ -55,13 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--d-model", type=int, help=f"width {default('d_model')}")
     model.add_argument("--heads", type=int, help=f"attention heads {default('heads')}")
     model.add_argument(
-        "--activation", choices=tuple(eager.ACTIVATIONS), default="gelu", help="of the MLP (default: gelu)"
+        "--experts",
+        type=int,
+        metavar="N",
+        help="a mixture of N gated MLPs in place of each block's MLP, with a router and its load-balancing loss "
+        "(default: a plain MLP)",
+    )
+    model.add_argument("--top-k", type=int, metavar="K", help="experts that a token goes through (default: 2)")
+    model.add_argument(
+        "--activation", choices=tuple(eager.ACTIVATIONS), help="of the MLP (default: gelu, of experts silu)"
     )
     model.add_argument(
         "--dropout",
         type=float,
         default=0.0,
-        help="after attention and inside the MLP; ckptkern replays its masks from 16 bytes each (default: 0)",
+        help="after attention and inside the MLP, or after experts; ckptkern replays its masks from 16 bytes each "
+        "(default: 0)",
     )
     model.add_argument(
         "--recompute",
@@ -84,17 +94,26 @@ def config_of(args: argparse.Namespace) -> Config:
         raise ValueError("--device: wanted cuda but torch sees no CUDA device")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads: wanted at least 1 but got {args.threads}")
+    if args.experts is None and args.top_k is not None:
+        raise ValueError("--top-k goes with --experts")
+    if args.experts is not None and args.experts < 1:
+        raise ValueError(f"--experts: wanted at least 1 but got {args.experts}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     given = {name: getattr(args, name) for name in PRESETS[device] if getattr(args, name) is not None}
+    preset = dict(PRESETS[device])
+    if args.experts:
+        preset["lr"] /= 3  # at more, a mixture's first steps amplify a rounding a thousandfold
     return Config(
         device=device,
         dropout=args.dropout,
-        activation=args.activation,
+        activation=args.activation or ("silu" if args.experts else "gelu"),
         recompute=args.recompute,
         head=args.head,
+        experts=args.experts or 0,
+        top_k=2 if args.top_k is None else args.top_k,
         seed=args.seed,
         ways=tuple(args.ways),
-        **(PRESETS[device] | given),
+        **(preset | given),
     )
 
 
@@ -128,7 +147,7 @@ def main(args: argparse.Namespace) -> int:
         write_results(config, corpus, runs, summaries, agreed, args.out)
     draw_figure(
         args.out / "demo.png",
-        f"One byte-level GPT trained {len(runs)} ways from one seed: {config.layers} layers, width {config.d_model}, "
+        f"One {config.model} trained {len(runs)} ways from one seed: {config.layers} layers, width {config.d_model}, "
         f"{config.batch_size} × {config.seq_len} bytes a step, {config.dtype} on {config.device}"
         + (f", dropout {config.dropout:g}" if config.dropout else ""),
         runs,

@@ -53,6 +53,8 @@ class Config:
     activation: str
     recompute: str
     head: str
+    experts: int  # of each block; 0: a plain MLP
+    top_k: int
     seed: int
     ways: tuple[str, ...]
 
@@ -62,9 +64,18 @@ class Config:
                 raise ValueError(f"--{name.replace('_', '-')}: wanted at least 1 but got {getattr(self, name)}")
         if self.d_model % self.heads:
             raise ValueError(f"--d-model: wanted a multiple of --heads {self.heads} but got {self.d_model}")
+        if self.experts and self.d_model % 8:
+            raise ValueError(f"--d-model: wanted a multiple of 8, as torch's grouped_mm does, but got {self.d_model}")
+        if not 1 <= self.top_k <= (self.experts or self.top_k):
+            raise ValueError(f"--top-k: wanted from 1 to all {self.experts} --experts but got {self.top_k}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"--dropout: wanted a probability in [0, 1) but got {self.dropout}")
         if not self.lr > 0.0:
             raise ValueError(f"--lr: wanted a positive learning rate but got {self.lr}")
         if len(set(self.ways)) != len(self.ways):
             raise ValueError(f"--ways: wanted each way once but got {' '.join(self.ways)}")
+
+    @property
+    def model(self) -> str:
+        """Its kind, for titles."""
+        return "byte-level GPT" + (f" of {self.experts} experts, {self.top_k} a token" if self.experts else "")

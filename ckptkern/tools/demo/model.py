@@ -1,8 +1,9 @@
-"""The demo's GPT: plain PyTorch layers, and the same block as one segment of ckptkern."""
+"""The demo's GPT: plain PyTorch layers, and the same blocks in segments of ckptkern."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ... import eager, ops
+from ... import nn as segments
 from .config import Config
+from .mixture import GroupedExperts, Mixture
 
 VOCABULARY = 256  # bytes
 
@@ -44,7 +47,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block."""
+    """A pre-norm transformer block: x [B, S, D] -> (y alike, the imbalance of its router, if it has one)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -52,12 +55,31 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(d)
         self.attention = Attention(d, config.heads)
         self.norm2 = nn.LayerNorm(d)
-        self.mlp = PlainMLP(d, config.activation, config.dropout)
+        self.mlp = self.make_mlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.mlp(self.norm2(x))
+    def make_mlp(self, config: Config) -> nn.Module:
+        return PlainMLP(config.d_model, config.activation, config.dropout)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.attention(self.norm1(x)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        x = self.attend(x)
+        return x + self.mlp(self.norm2(x)), 0.0
+
+    def last_weights(self) -> list[Tensor]:
+        """Those that write to the residual stream."""
+        return [self.attention.out.weight, self.mlp.fc2.weight]
+
+    def attention_arguments(self) -> dict[str, Any]:
+        """Those of ckptkern.attention_block."""
+        qkv, out = self.attention.qkv, self.attention.out
+        return {
+            "qkv_weight": qkv.weight, "qkv_bias": qkv.bias, "out_weight": out.weight, "out_bias": out.bias,
+            "num_heads": self.attention.heads, "is_causal": True, "norm": "layer", "norm_weight": self.norm1.weight,
+            "norm_bias": self.norm1.bias, "norm_eps": self.norm1.eps, "resid_dropout_p": self.dropout.p,
+        }  # fmt: skip
 
 
 class SegmentBlock(Block):
@@ -67,19 +89,47 @@ class SegmentBlock(Block):
         super().__init__(config)
         self.recompute, self.activation = config.recompute, config.activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        qkv, out, fc1, fc2 = self.attention.qkv, self.attention.out, self.mlp.fc1, self.mlp.fc2
-        attention = {
-            "qkv_weight": qkv.weight, "qkv_bias": qkv.bias, "out_weight": out.weight, "out_bias": out.bias,
-            "num_heads": self.attention.heads, "is_causal": True, "norm": "layer", "norm_weight": self.norm1.weight,
-            "norm_bias": self.norm1.bias, "norm_eps": self.norm1.eps, "resid_dropout_p": self.dropout.p,
-        }  # fmt: skip
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        fc1, fc2 = self.mlp.fc1, self.mlp.fc2
         mlp = {
             "up_weight": fc1.weight, "up_bias": fc1.bias, "down_weight": fc2.weight, "down_bias": fc2.bias,
             "activation": self.activation, "dropout_p": self.dropout.p, "norm": "layer",
             "norm_weight": self.norm2.weight, "norm_bias": self.norm2.bias, "norm_eps": self.norm2.eps,
         }  # fmt: skip
-        return ops.transformer_layer(x, attention, mlp, training=self.training, recompute=self.recompute)
+        attention = self.attention_arguments()
+        return ops.transformer_layer(x, attention, mlp, training=self.training, recompute=self.recompute), 0.0
+
+
+class MixtureBlock(Block):
+    """A block whose MLP is a mixture of experts; dropout is of what the experts give."""
+
+    experts = GroupedExperts
+
+    def make_mlp(self, config: Config) -> nn.Module:
+        return Mixture(config, self.experts)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.attend(x)
+        y, imbalance = self.mlp(self.norm2(x))
+        return x + self.dropout(y), imbalance
+
+    def last_weights(self) -> list[Tensor]:
+        return [self.attention.out.weight, self.mlp.experts.down_proj]
+
+
+class SegmentMixtureBlock(MixtureBlock):
+    """The same block, the same parameters: attention with its norm is one segment, the experts are another one."""
+
+    experts = segments.Experts
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recompute, self.dropout = config.recompute, segments.Dropout(config.dropout)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return ops.attention_block(
+            x, **self.attention_arguments(), residual=True, training=self.training, recompute=self.recompute
+        )
 
 
 class GPT(nn.Module):
@@ -90,31 +140,34 @@ class GPT(nn.Module):
         self.way, self.fused_head = way, way == "ckptkern" and config.head == "fused"
         self.token = nn.Embedding(VOCABULARY, config.d_model)
         self.position = nn.Embedding(config.seq_len, config.d_model)
-        block = SegmentBlock if way == "ckptkern" else Block
+        plain, ours = (MixtureBlock, SegmentMixtureBlock) if config.experts else (Block, SegmentBlock)
+        block = ours if way == "ckptkern" else plain
         self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
         for block in self.blocks:  # as in GPT-2: smaller with depth, because each adds to the residual stream
-            for linear in (block.attention.out, block.mlp.fc2):
-                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * config.layers))
+            for weight in block.last_weights():
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.features(tokens))
+        return self.head(self.features(tokens)[0])
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the next bytes."""
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
+        """(mean cross-entropy of the next bytes, mean imbalance of the blocks' routers)."""
+        x, imbalance = self.features(tokens)
         if self.fused_head:
-            return ops.linear_cross_entropy(self.features(tokens), self.head.weight, targets)
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+            return ops.linear_cross_entropy(x, self.head.weight, targets), imbalance
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), imbalance
 
-    def features(self, tokens: Tensor) -> Tensor:
-        """What the head reads: [B, S, d_model]."""
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+    def features(self, tokens: Tensor) -> tuple[Tensor, Tensor | float]:
+        """(what the head reads: [B, S, d_model], mean imbalance of the blocks' routers)."""
+        x, total = self.token(tokens) + self.position.weight[: tokens.shape[1]], 0.0
         for block in self.blocks:
             if self.way == "torch.utils.checkpoint" and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x, imbalance = checkpoint(block, x, use_reentrant=False)
             else:
-                x = block(x)
-        return self.norm(x)
+                x, imbalance = block(x)
+            total = total + imbalance
+        return self.norm(x), total / len(self.blocks)

@@ -100,7 +100,7 @@ def print_summary(config: Config, summaries: list[Summary], agreed: list[Agreeme
     from rich.table import Table
 
     table = Table(
-        title=f"byte-level GPT, {config.layers} layers of width {config.d_model}, {config.steps} steps",
+        title=f"{config.model}, {config.layers} layers of width {config.d_model}, {config.steps} steps",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("way", vertical="bottom")

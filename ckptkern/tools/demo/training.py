@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from ...memory import kept_tensors, peak_memory
 from .config import DTYPES, Config
 from .data import Corpus, held_out_batches, training_batches
+from .mixture import Mixture
 from .model import GPT
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 EVALUATIONS = 8  # held-out points on a curve
+BALANCE = 0.01  # weight of the routers' imbalance, as in Switch Transformer
 
 
 @dataclass
@@ -55,9 +57,11 @@ def start_runs(config: Config) -> list[Run]:
         model = GPT(config, way)
         if runs:
             model.load_state_dict(runs[0].model.state_dict())
+            for one, first in zip(mixtures(model), mixtures(runs[0].model), strict=True):
+                one.choice = first.choice
         model.to(config.device)
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        vectors = [p for p in model.parameters() if p.dim() != 2]
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
         optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
             lr=config.lr,
@@ -69,11 +73,17 @@ def start_runs(config: Config) -> list[Run]:
     return runs
 
 
-def loss_of(config: Config, model: GPT, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy in nats per byte, under autocast unless the run is in fp32."""
+def mixtures(model: GPT) -> list[Mixture]:
+    return [module for module in model.modules() if isinstance(module, Mixture)]
+
+
+def losses_of(config: Config, model: GPT, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(mean cross-entropy in nats per byte, what is minimised: that and a part of the routers' imbalance), under autocast
+    unless the run is in fp32."""
     tokens, targets = batch
     with torch.autocast(config.device, dtype=DTYPES[config.dtype], enabled=config.dtype != "fp32"):
-        return model.loss(tokens, targets)
+        nats, imbalance = model.loss(tokens, targets)
+    return nats, nats + BALANCE * imbalance
 
 
 def synchronize(config: Config) -> None:
@@ -89,12 +99,12 @@ def train_step(config: Config, run: Run, batch: tuple[Tensor, Tensor], step: int
     if measure:
         with peak_memory(config.device) as peak:
             with kept_tensors(exclude=run.model.parameters()) as kept:
-                loss = loss_of(config, run.model, batch)
-            run.scaler.scale(loss).backward()
+                loss, total = losses_of(config, run.model, batch)
+            run.scaler.scale(total).backward()
         run.kept_bytes, run.peak_bytes = kept.bytes, peak.bytes
     else:
-        loss = loss_of(config, run.model, batch)
-        run.scaler.scale(loss).backward()
+        loss, total = losses_of(config, run.model, batch)
+        run.scaler.scale(total).backward()
     run.scaler.unscale_(run.optimizer)
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     run.scaler.step(run.optimizer)
@@ -110,7 +120,7 @@ def train_step(config: Config, run: Run, batch: tuple[Tensor, Tensor], step: int
 def evaluate(config: Config, run: Run, batches: list[tuple[Tensor, Tensor]]) -> float:
     """Mean held-out loss, without dropout."""
     run.model.eval()
-    losses = [loss_of(config, run.model, batch).item() for batch in batches]
+    losses = [losses_of(config, run.model, batch)[0].item() for batch in batches]
     run.model.train()
     return statistics.fmean(losses)
 
@@ -172,6 +182,8 @@ def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
     with progress:
         task = progress.add_task("loss", total=config.steps)
         for step, batch in enumerate(training_batches(config, corpus.train)):
+            for one in mixtures(runs[0].model):
+                one.choice.clear()
             for turn in range(len(runs)):
                 run = runs[(step + turn) % len(runs)]
                 train_step(config, run, batch, step, measure=step == measured_step(config))

@@ -1,0 +1,82 @@
+"""The demo's mixture of experts: a router, and experts by torch's grouped products or by ckptkern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import eager
+from ...nn import Experts
+from .config import Config
+
+
+def grouped_experts(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What ckptkern.moe_mlp defines, as transformers 5 runs it ("grouped_mm"): rows gathered in the experts' order, two grouped
+    products, weights, the rows back in their order, and their sum.
+
+    x [T, d], index and weights [T, k], gate_up [E, 2 h, d], down [E, d, h], of which torch wants rows of whole 16 bytes
+    -> [T, d]. Autograd keeps k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
+    """
+    slots = torch.arange(index.numel(), device=x.device)
+    ids, order = torch.sort(index.flatten())
+    ends = torch.searchsorted(ids, torch.arange(len(gate_up), device=x.device), right=True).int()
+    back = torch.empty_like(order).scatter_(0, order, slots)
+    gate, up = F.grouped_mm(x[order // index.shape[1]], gate_up.mT, offs=ends).chunk(2, -1)
+    y = F.grouped_mm(act(gate) * up, down.mT, offs=ends)
+    y = (y * weights.flatten()[order, None])[back]
+    return y.view(-1, index.shape[1], y.shape[1]).sum(1)
+
+
+class GroupedExperts(Experts):
+    """The parameters of ckptkern's experts, by torch's ops alone."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tensors, kind = (hidden_states, self.gate_up_proj, self.down_proj), hidden_states.device.type
+        if torch.is_autocast_enabled(kind):  # which grouped_mm does not know
+            tensors = [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+        x, *stacks = tensors
+        act = eager.ACTIVATIONS[self.activation].act
+        return grouped_experts(x, top_k_index, top_k_weights.to(x.dtype), *stacks, act)
+
+
+class Mixture(nn.Module):
+    """Every token through the `top_k` experts that the router likes best, weighted by its probabilities, which are scaled to a
+    sum of 1 (Mixtral). A token passes as many weights as in the plain MLP of 4 d_model.
+
+    choice: the experts [T, k] of this step of training. The first forward puts them there, and others with the list follow,
+    because a token between two experts goes either way by a rounding, and from there on no two runs compare.
+    """
+
+    def __init__(self, config: Config, experts: type[Experts]) -> None:
+        super().__init__()
+        self.top_k, self.choice = config.top_k, []
+        hidden = -(-8 * config.d_model // (3 * config.top_k * 8)) * 8
+        self.router = nn.Linear(config.d_model, config.experts, bias=False)
+        self.experts = experts(config.experts, config.d_model, hidden, config.activation, recompute=config.recompute)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, d] -> (y alike, the router's imbalance)."""
+        rows = x.flatten(0, -2)
+        probabilities = self.router(rows).softmax(-1, dtype=torch.float32)
+        index = probabilities.topk(self.top_k, -1).indices
+        if self.training:
+            self.choice[:] = self.choice or [index]
+            (index,) = self.choice
+        weights = probabilities.gather(1, index)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return self.experts(rows, index, weights).view(x.shape), imbalance(probabilities, index)
+
+
+def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
+    """The auxiliary loss of Switch Transformer (arXiv 2101.03961), E sum_e f_e P_e: f_e is the part of the slots index [T, k]
+    that expert e has, P_e its mean of probabilities [T, E]. 1 where all experts have alike, at most E."""
+    experts = probabilities.shape[1]
+    slots = torch.zeros(experts, device=index.device).scatter_add_(
+        0, index.flatten(), torch.ones(index.numel(), device=index.device)
+    )
+    return experts * (slots / index.numel() * probabilities.mean(0)).sum()
