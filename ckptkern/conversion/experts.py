@@ -22,7 +22,7 @@ from .trace import Unreadable
 
 
 def layout_of(module: torch.nn.Module) -> dict[str, Weight]:
-    """moe_mlp's parameters by the shapes of the module's own, [E, 2 h, d] and [E, d, h], with or without biases; {} for others."""
+    """moe_mlp's parameters by the shapes of the module's own, [E, 2 h, d] and [E, d, h], maybe with biases; {} for others."""
     own = {name: p.shape for name, p in module._parameters.items() if p is not None}
     for (up, a), (down, b) in itertools.permutations(own.items(), 2):
         if len(a) == len(b) == 3 and a[0] == b[0] and a[1] == 2 * b[2] and a[2] == b[1] > 0:

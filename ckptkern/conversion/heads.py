@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -52,8 +53,8 @@ def is_linear(module: nn.Module) -> bool:
 class Head(Forward):
     """In training a linear layer's logits without memory, which become a loss or values when something wants them.
 
-    The layer's own forward runs without gradients, under torch.compile and in torch.func's transforms, and for what is not as it
-    was: another class (LoRA), hooks, a weight that is no plain memory.
+    The layer's own forward runs without gradients, under torch.compile, in torch.func's transforms, and if something is not as
+    before: its class (LoRA), hooks, a weight that is no plain memory.
     """
 
     def __init__(self, module: nn.Module, recompute: str):
@@ -191,5 +192,11 @@ class Heads:
         if row.kept_after >= row.kept_before:
             row.reason = f"{OP} keeps no less"
             return row, None
+        others = sorted({one.step.name for one in log if not one.served})
+        if others:
+            warnings.warn(
+                f"ckptkern.convert: forward also hands the logits of {name} to {', '.join(others)}, for which they are made",
+                stacklevel=6,
+            )
         row.served_by = OP
         return row, Head(module, recompute)

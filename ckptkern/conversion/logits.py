@@ -8,6 +8,7 @@ model's own calls, once, with their graph.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from .. import ops, state
 from ..ops._choices import cast_input
 from ..subclasses import PLAIN
 from .reading import DIVIDE, MULTIPLY
-from .trace import leaves_of, mapped
+from .trace import is_in_place, leaves_of, mapped
 
 # Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
 VIEWS = frozenset((
@@ -28,7 +29,6 @@ VIEWS = frozenset((
     "unflatten", "unsqueeze", "view",
 ))  # fmt: skip
 COPIES = frozenset(("bfloat16", "clone", "contiguous", "flatten", "float", "half", "reshape", "to", "type"))
-IN_PLACE = ("mul_", "__imul__", "div_", "__itruediv__")
 
 # What Logits answer without values.
 GETTERS = (
@@ -55,6 +55,10 @@ class Step(NamedTuple):
     @property
     def name(self) -> str:
         return getattr(self.function, "__name__", "a function")
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.name == "__setitem__" or is_in_place(self.name) or self.kwargs.get("out") is not None
 
     def __call__(self, values: Tensor) -> Any:
         args, kwargs = mapped(lambda one: values if isinstance(one, Logits) else one, (self.args, self.kwargs))
@@ -151,6 +155,7 @@ class Product:
         self.precision = state.Precision()
         self.versions = [one._version for one in self.tensors]
         self.has_loss = False
+        self.made: list[weakref.ref[Logits]] = []
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -161,8 +166,8 @@ class Product:
         same = [one._version for one in self.tensors] == self.versions
         if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
             raise RuntimeError(
-                "ckptkern.convert: logits were not made, because only their loss was wanted, and now the head's input or weight "
-                "is no longer what it was. Read logits before the optimizer's step, or convert with exclude= for this layer"
+                "ckptkern.convert: logits are wanted now, and the head's input or weight is no longer what it was. Read "
+                "logits before the optimizer's step, or convert with exclude= for this layer"
             )
 
     def values(self, steps: tuple[Step, ...] = (), tensors: list[Tensor] | None = None) -> Tensor:
@@ -200,6 +205,7 @@ class _Promise(torch.autograd.Function):
             device=product.x.device,
         )  # fmt: skip
         vars(made).update(fields)
+        product.made.append(weakref.ref(made))
         ctx.product, ctx.steps = product, made.steps
         return made
 
@@ -217,7 +223,7 @@ class _Promise(torch.autograd.Function):
 class Logits(Tensor):
     """What a Product's logits are after some steps: scale * z, or cap * tanh(scale * z), of some tokens.
 
-    Once it has values, or what it was made from has, it is those and nothing is followed.
+    It may have values too, which may be changed in place: then it is these, and nothing is followed.
     """
 
     product: Product
@@ -227,17 +233,20 @@ class Logits(Tensor):
     steps: tuple[Step, ...] = ()
     source: Logits | None = None  # what the last step was called with
     made: Tensor | None = None
+    version: int = 0  # of `made`, when it was made
 
     __hash__ = object.__hash__
 
-    def has_values(self) -> bool:
-        return self.made is not None or (self.source is not None and self.source.has_values())
+    def is_changed(self) -> bool:
+        changed = self.made is not None and self.made._version != self.version
+        return changed or (self.source is not None and self.source.is_changed())
 
     def values(self) -> Tensor:
-        """Those of the product, which are made once, and of views of them."""
+        """Those of the product, which are made once, after the steps."""
         if self.made is None:
             with torch.inference_mode(False), torch.enable_grad():
                 self.made = self.product.values() if self.source is None else self.steps[-1](self.source.values())
+            self.version = self.made._version
         return self.made
 
     @classmethod
@@ -252,12 +261,16 @@ class Logits(Tensor):
             raise RuntimeError(
                 "ckptkern.convert: logits whose loss was taken have no gradient to retain: it is never formed"
             )
-        if (torch.is_grad_enabled() or product.log is not None) and len(given) == 1 and not self.has_values():
+        if (torch.is_grad_enabled() or product.log is not None) and len(given) == 1 and not self.is_changed():
             found = self.loss(step) if function is F.cross_entropy else self.followed(step)
             if found is not None:
                 return found
         if product.log is not None:
             product.log.append(Wanted(self, step, False))
+        if step.is_in_place:  # copies that are still to be made are those of before
+            for one in product.made:
+                if (logits := one()) is not None:
+                    logits.values()
         args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
         return function(*args, **kwargs)
 
@@ -279,7 +292,7 @@ class Logits(Tensor):
                 return None
             cap = 1.0
         elif step.name in MULTIPLY or step.name in DIVIDE:
-            number = None if step.name in IN_PLACE else step.number()
+            number = None if step.is_in_place else step.number()
             if number is None:
                 return None
             scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
