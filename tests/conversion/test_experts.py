@@ -197,7 +197,9 @@ def test_other_experts_are_left(kind: type) -> None:
     ours = copy.deepcopy(theirs)
     conversion = ckptkern.convert(ours, inputs())
     assert not conversion.converted
-    assert (kind is Another) or any(row.name == "blocks.0.experts" and row.reason for row in conversion), str(conversion)
+    assert (kind is Another) or any(row.name == "blocks.0.experts" and row.reason for row in conversion), str(
+        conversion
+    )
     assert_same_step(ours, theirs)
 
 
