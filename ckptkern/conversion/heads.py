@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..memory import kept_tensors
-from ..nn.plain import dense, untouched
+from ..nn.plain import dense, strided, untouched
 from ..subclasses import PLAIN
 from .binding import Forward, level_of
 from .logits import Logits, Product, Step, Wanted
@@ -76,7 +76,7 @@ class Head(Forward):
             and type(module) is self.kind
             and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
             and PLAIN.issuperset(map(type, tensors))
-            and dense(module)
+            and strided(module)
             and (any(one is not None and one.requires_grad for one in tensors) or self.log is not None)
             and x.shape[-1:] == module.weight.shape[1:]
             and x.device == module.weight.device

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.conversion.logits import Logits
 from ckptkern.memory import kept_tensors
 
 V, WIDTH, B, S = 67, 16, 2, 9
@@ -171,7 +172,7 @@ READ: dict[str, Loss] = {
     "also a z-loss": z_loss,
     "also an argmax": measured,
     "also detached": lambda m, z, t: flat(m, z, t) + z.detach().square().mean() * m.added.sum(),
-    "also another's node": lambda m, z, t: flat(m, z, t) + Doubled.apply(z.float()).tanh().mean(),
+    "also another's node": lambda m, z, t: flat(m, z, t) + Doubled.apply(z[:, 1:] / 3).tanh().mean(),
 }
 LEFT: dict[str, Loss] = {
     "a detached head": lambda m, z, t: flat(m, z.detach(), t) + m.added.square().sum() + 0 * z.sum(),
@@ -299,13 +300,26 @@ def quantized(model: LM) -> None:
     model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Scaled), False)
 
 
-LATER = {
-    "LoRA": lambda model: setattr(model, "head", LoRA(model.head)),
+class Named(Tensor):
+    pass
+
+
+class Tripling(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * super().forward(input)
+
+
+OWN_FORWARD = {
+    "another class": lambda model: setattr(model.head, "__class__", Tripling),
     "a hook": hooked,
     "a hook before": lambda model: model.head.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
     "a backward hook": lambda model: model.head.register_full_backward_hook(lambda m, dx, dy: (2 * dx[0],)),
     "a parametrized weight": lambda model: nn.utils.parametrizations.weight_norm(model.head),
     "a quantized weight": quantized,
+    "a subclass of tensors": lambda model: model.body.register_forward_hook(lambda m, args, y: y.as_subclass(Named)),
+}
+LATER = OWN_FORWARD | {
+    "LoRA": lambda model: setattr(model, "head", LoRA(model.head)),
     "another layer": lambda model: setattr(model, "head", nn.Linear(WIDTH, V)),
     "another weight": lambda model: setattr(model.head, "weight", nn.Parameter(torch.randn(V, WIDTH))),
     "a frozen head": lambda model: model.head.requires_grad_(False),
@@ -320,6 +334,7 @@ def test_a_later_change_counts(what: str) -> None:
         torch.manual_seed(1)
         LATER[what](model)
     assert_same_step(ours, theirs)
+    assert type(ours.head(ours.hidden(ids()))) is not Logits or what not in OWN_FORWARD
 
 
 @pytest.mark.parametrize("what", [name for name in LATER if name not in ("another layer", "another weight")])

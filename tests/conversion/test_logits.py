@@ -8,7 +8,7 @@ from conversion.test_heads import LM, WIDTH, B, Doubled, S, V, assert_same_step,
 from torch import Tensor
 from torch.nn import functional as F
 
-from ckptkern.conversion.logits import Logits, Product
+from ckptkern.conversion.logits import Logits, Product, Tokens
 
 
 def test_logits_are_the_linear_layers() -> None:
@@ -92,3 +92,16 @@ def test_metadata_asks_for_no_values() -> None:
     assert logits.view(2, 2, V)[1].shape == (2, V)
     assert logits.made is None
     assert not logits.requires_grad
+
+
+def test_a_view_that_cuts_tokens_apart_is_none() -> None:
+    whole = Product(torch.randn(4, WIDTH), torch.randn(V, WIDTH), None).logits().tokens
+    assert whole.others() == [0]
+    for shape, strides, first in (
+        ((3, V), (1, 1), 0),
+        ((3, V), (V, 1), 1),
+        ((3, V), (V - 1, 1), 0),
+        ((3, V - 1), (V, 1), 0),
+    ):
+        cut = Tokens(whole.rows, V, whole.stand_in.as_strided(shape, strides, first))
+        assert cut.others() is None
