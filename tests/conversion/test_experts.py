@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.conversion.experts import layout_of
 from ckptkern.memory import kept_tensors
 
 E, D, H, K = 4, 16, 24, 2
@@ -178,11 +179,10 @@ class Another(Experts):
 
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.randn(E, D))
-        self.shift = nn.Parameter(torch.randn(E, D))
+        self.scale = nn.Parameter(torch.randn(3))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return super().forward(x, index, weights) * self.scale.sum() + self.shift.sum()
+        return super().forward(x, index, weights) * self.scale.sum()
 
 
 class Interleaved(Experts):
@@ -201,6 +201,21 @@ def test_other_experts_are_left(kind: type) -> None:
         conversion
     )
     assert_same_step(ours, theirs)
+
+
+def test_a_layout_that_is_none() -> None:
+    assert layout_of(Experts(bias=True)).keys() == {"gate_up_weight", "gate_up_bias", "down_weight", "down_bias"}
+    assert not layout_of(Another())
+    assert not layout_of(nn.Linear(D, D))
+    for name, shape in (
+        ("both", (E, D, 2 * H)),
+        ("down", (E, H, D)),
+        ("both", (E + 1, 2 * H, D)),
+        ("down_bias", (E, H)),
+    ):
+        experts = Experts(bias=True)
+        setattr(experts, name, nn.Parameter(torch.randn(shape)))
+        assert not layout_of(experts), name
 
 
 LATER = {

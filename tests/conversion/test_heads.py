@@ -309,7 +309,12 @@ class Tripling(nn.Linear):
         return 3 * super().forward(input)
 
 
+def sparse(model: LM) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().to_sparse_csr(), False)
+
+
 OWN_FORWARD = {
+    "a sparse weight": sparse,
     "another class": lambda model: setattr(model.head, "__class__", Tripling),
     "a hook": hooked,
     "a hook before": lambda model: model.head.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
@@ -371,6 +376,22 @@ def test_levels_and_the_table(dtype: torch.dtype) -> None:
             theirs(ids(), ids(1))
         assert found.bytes - kept[level] == pytest.approx(row.kept_before - row.kept_after, abs=B * S * 8)
     assert kept["selective"] == kept["full"] < kept.get("none", 10**9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [("loss", "the loss is"), ("gradient", "the numbers of linear_cross_entropy")]
+)
+def test_an_op_that_were_wrong_would_not_serve(monkeypatch: pytest.MonkeyPatch, wrong: str, reason: str) -> None:
+    right = ckptkern.ops.linear_cross_entropy
+
+    def op(x: Tensor, *args, **kwargs) -> Tensor:
+        more = 0.1 * x.square().mean()
+        return right(x, *args, **kwargs) + (more if wrong == "loss" else more - more.detach())
+
+    monkeypatch.setattr(ckptkern.ops, "linear_cross_entropy", op)
+    conversion = ckptkern.convert(model_of(), ids(), ids(1))
+    assert not conversion.converted
+    assert reason in str(conversion)
 
 
 def test_a_model_whose_example_has_no_loss_says_so() -> None:
