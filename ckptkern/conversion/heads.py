@@ -22,21 +22,24 @@ from .report import Row
 from .trace import Unreadable, leaves_of
 
 OP = "linear_cross_entropy"
-NO_LOSS = "the example's call computes no F.cross_entropy of it: with labels, the head and its loss become one op"
+NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the head and its loss become one op"
 
 
 class Losses(TorchFunctionMode):
-    """Notes the numbers of classes of every F.cross_entropy inside."""
+    """Notes the numbers of classes of every F.cross_entropy inside, and the weights of every F.linear."""
 
     def __init__(self):
         super().__init__()
         self.classes: set[int] = set()
+        self.weights: set[int] = set()  # by id
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.cross_entropy:
             logits = args[0] if args else kwargs["input"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
+        elif function is F.linear:
+            self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
         return function(*args, **kwargs)
 
 
@@ -172,7 +175,10 @@ class Heads:
         row = Row(name, type(module).__name__, None)
         if module not in self.logs:
             row.reason = NO_LOSS
-            likely = not self.losses.classes and is_linear(module) and len(module.weight) in self.embedded
+            likely = (
+                not self.losses.classes and is_linear(module) and id(module.weight) in self.losses.weights
+                and len(module.weight) in self.embedded
+            )  # fmt: skip
             return row if likely else None, None
         log = self.logs[module]
         chains = {

@@ -434,7 +434,7 @@ def test_the_table() -> None:
     assert "transformer_layer" in text
     assert text.splitlines()[-1].startswith("2 modules converted, keeping")
     assert [row.name for row in conversion] == ["layers.0", "layers.1", "head"]
-    assert "head: the example's call computes no F.cross_entropy of it" in text
+    assert "head: the example's call has no F.cross_entropy of it" in text
 
 
 def test_errors() -> None:

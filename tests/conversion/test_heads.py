@@ -397,7 +397,7 @@ def test_an_op_that_were_wrong_would_not_serve(monkeypatch: pytest.MonkeyPatch, 
 def test_a_model_whose_example_has_no_loss_says_so() -> None:
     conversion = ckptkern.convert(model_of(), ids())
     assert not conversion.converted
-    assert "head: the example's call computes no F.cross_entropy of it: with labels" in str(conversion)
+    assert "head: the example's call has no F.cross_entropy of it: with labels" in str(conversion)
     assert not ckptkern.convert(model_of()).rows
 
 
