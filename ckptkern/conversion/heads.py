@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..memory import kept_tensors
-from ..nn.plain import dense, strided, untouched
+from ..nn.plain import dense, hooked, strided, untouched
 from ..subclasses import PLAIN
 from .binding import Forward, level_of
-from .logits import Logits, Product, Step, Wanted
+from .logits import Product, Step, Wanted
 from .proof import TOLERANCE, difference, results, rms, unmoved, wide
 from .report import Row
 from .trace import Unreadable, leaves_of
@@ -77,7 +77,7 @@ class Head(Forward):
         return (
             (torch.is_grad_enabled() or self.log is not None)
             and type(module) is self.kind
-            and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+            and not hooked(module)
             and PLAIN.issuperset(map(type, tensors))
             and strided(module)
             and (any(one is not None and one.requires_grad for one in tensors) or self.log is not None)
@@ -126,7 +126,8 @@ class Chain(NamedTuple):
     def kept(self, level: str) -> tuple[int, int]:
         """Bytes that are kept for backward besides parameters and targets: without us, and with us."""
         flat, bytes_ = [one.requires_grad_() for one in self.example(lambda t: t)], []
-        given = [one for one in leaves_of(self.steps[-1]) if isinstance(one, Tensor) and not isinstance(one, Logits)]
+        loss = self.steps[-1]
+        given = [one for one in leaves_of((loss.args, loss.kwargs)) if type(one) is Tensor]
         for run in (self.plain, lambda flat: self.fused(flat, level)):
             with torch.enable_grad(), kept_tensors([*flat[1:], *given]) as kept:
                 run(flat)
@@ -188,12 +189,13 @@ class Heads:
             passed = next((w.step.name for w in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
             return None if self.any_served else row, None
-        row.error = max(chain.error() for chain in chains.values())
+        level = level_of(OP, None, recompute)
+        with unmoved(module):
+            row.error = max(chain.error() for chain in chains.values())
+            kept = [chain.kept(level) for chain in chains.values()]
         if row.error > TOLERANCE:
             row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
             return row, None
-        level = level_of(OP, None, recompute)
-        kept = [chain.kept(level) for chain in chains.values()]
         row.kept_before, row.kept_after = (sum(one) for one in zip(*kept, strict=True))
         if row.kept_after >= row.kept_before:
             row.reason = f"{OP} keeps no less"
