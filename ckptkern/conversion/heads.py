@@ -125,14 +125,13 @@ class Chain(NamedTuple):
 
     def kept(self, level: str) -> tuple[int, int]:
         """Bytes that are kept for backward besides parameters and targets: without us, and with us."""
-        flat, bytes_ = [one.requires_grad_() for one in self.example(lambda t: t)], []
-        loss = self.steps[-1]
+        flat, found, loss = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
         given = [one for one in leaves_of((loss.args, loss.kwargs)) if type(one) is Tensor]
         for run in (self.plain, lambda flat: self.fused(flat, level)):
             with torch.enable_grad(), kept_tensors([*flat[1:], *given]) as kept:
                 run(flat)
-            bytes_.append(kept.bytes)
-        return bytes_[0], bytes_[1]
+            found.append(kept.bytes)
+        return found[0], found[1]
 
 
 class Heads:
@@ -149,7 +148,8 @@ class Heads:
             try:
                 self.logs = self.logged(candidates, args, kwargs)
             except Exception as error:  # someone's forward may do with logits what only values bear
-                self.refused = f"{type(error).__name__} without its values: {error}"
+                is_ours = isinstance(error, Unreadable)
+                self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
                 self.logs = {m: [] for m in candidates}
         self.any_served = any(one.served for log in self.logs.values() for one in log)
 
