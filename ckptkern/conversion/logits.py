@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from .. import ops, state
 from ..ops._choices import cast_input
 from ..subclasses import PLAIN
-from .reading import DIVIDE, MULTIPLY
+from .reading import ADD, DIVIDE, MULTIPLY
 from .trace import is_in_place, leaves_of, mapped
 
 # Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
@@ -64,9 +64,14 @@ class Step(NamedTuple):
         args, kwargs = mapped(lambda one: values if isinstance(one, Logits) else one, (self.args, self.kwargs))
         return self.function(*args, **kwargs)
 
+    @property
+    def others(self) -> list[Any]:
+        """What else is among its arguments."""
+        return [one for one in leaves_of((self.args, self.kwargs)) if not isinstance(one, Logits)]
+
     def number(self) -> float | None:
         """What it multiplies logits by."""
-        others = [one for one in leaves_of((self.args, self.kwargs)) if not isinstance(one, Logits)]
+        others = self.others
         if len(others) != 1 or self.kwargs or type(others[0]) not in (int, float) or not math.isfinite(others[0]):
             return None
         if self.name in MULTIPLY:
@@ -116,8 +121,7 @@ class Tokens(NamedTuple):
         before = self.stand_in
         if step.name in MULTIPLY or step.name in DIVIDE or step.name == "tanh":
             return self.copied(before.shape, before.dtype)
-        others = [one for one in leaves_of((step.args, step.kwargs)) if not isinstance(one, Logits)]
-        if step.name not in VIEWS | COPIES or any(hasattr(one, "__array__") for one in others):
+        if step.name not in VIEWS | COPIES or any(hasattr(one, "__array__") for one in step.others):
             return None
         try:
             seen = _to(step, before, self.rows.device) if step.name == "to" else step(before)
@@ -221,7 +225,7 @@ class _Promise(torch.autograd.Function):
 
 
 class Logits(Tensor):
-    """What a Product's logits are after some steps: scale * z, or cap * tanh(scale * z), of some tokens.
+    """What a Product's logits z are after some steps: scale * (z + bias), or cap times its tanh, of some tokens.
 
     It may have values too, which may be changed in place: then it is these, and nothing is followed.
     """
@@ -230,6 +234,7 @@ class Logits(Tensor):
     tokens: Tokens
     scale: float = 1.0
     cap: float | None = None
+    bias: Tensor | None = None
     steps: tuple[Step, ...] = ()
     source: Logits | None = None  # what the last step was called with
     made: Tensor | None = None
@@ -284,10 +289,15 @@ class Logits(Tensor):
         return function(*args, **kwargs)
 
     def followed(self, step: Step) -> Logits | None:
-        tokens, scale, cap = self.tokens.after(step), self.scale, self.cap
+        scale, cap, bias = self.scale, self.cap, self.bias
+        tokens = self.with_added(step) if step.name in ADD else self.tokens.after(step)
         if tokens is None:
             return None
-        if step.name == "tanh":
+        if step.name in ADD:
+            (added,) = step.others
+            added = added.detach().reshape(-1) / scale
+            bias = added if bias is None else bias + added
+        elif step.name == "tanh":
             if cap is not None or len(step.args) != 1 or step.kwargs:
                 return None
             cap = 1.0
@@ -296,8 +306,21 @@ class Logits(Tensor):
             if number is None:
                 return None
             scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
-        fields = {"product": self.product, "tokens": tokens, "scale": scale, "cap": cap, "source": self}
+        fields = {"product": self.product, "tokens": tokens, "scale": scale, "cap": cap, "bias": bias, "source": self}
         return _Promise.apply(fields | {"steps": (*self.steps, step)}, *self.product.tensors)
+
+    def with_added(self, step: Step) -> Tokens | None:
+        """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""
+        one, V = next(iter(step.others), None), self.tokens.classes
+        if (
+            len(step.others) == 1 and isinstance(one, Tensor) and type(one) in PLAIN and not one.requires_grad
+            and one.shape[-1:] == (V,) and one.numel() == V and one.dim() <= self.dim() and one.device == self.device
+            and one.dtype in (self.dtype, torch.float32) and torch.promote_types(one.dtype, self.dtype) == one.dtype
+            and self.tokens.others() == list(range(self.dim() - 1)) and self.cap is None and self.scale
+            and not step.is_in_place
+        ):  # fmt: skip
+            return self.tokens.copied(self.shape, one.dtype)
+        return None
 
     def loss(self, step: Step) -> Tensor | None:
         """F.cross_entropy without logits; None for what linear_cross_entropy does not compute."""
@@ -321,9 +344,10 @@ class Logits(Tensor):
         product.check()
         rows = rows if rows.dim() > 1 else rows[None]
         scale = self.scale * (1.0 if self.cap is None else self.cap)
+        bias = product.bias if self.bias is None else self.bias if product.bias is None else product.bias + self.bias
         with product.precision:
             loss = ops.linear_cross_entropy(
-                rows, product.weight, target.reshape(rows.shape[:-1]), linear_bias=product.bias, weight=weight,
+                rows, product.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, weight=weight,
                 logit_scale=scale, softcap=self.cap, recompute=product.level, **options,
             )  # fmt: skip
         product.has_loss = True
