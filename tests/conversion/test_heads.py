@@ -180,7 +180,7 @@ LEFT: dict[str, Loss] = {
     "masked rows": lambda m, z, t: F.cross_entropy(z[t != 3], t[t != 3]),
     "listed rows": lambda m, z, t: F.cross_entropy(z.flatten(0, 1)[[1, 0, 5]], t.flatten()[:3]),
     "an added parameter": lambda m, z, t: flat(m, z + m.added, t),
-    "a number for each logit": lambda m, z, t: flat(m, z + torch.arange(S * V).view(S, V) % 5, t),
+    "a number for each logit": lambda m, z, t: flat(m, z + torch.arange(S * V).view(S, V) % 5.0, t),
     "capped, then added to": lambda m, z, t: flat(m, torch.tanh(z) + m.class_weights, t),
     "added to in place": lambda m, z, t: flat(m, z.add_(m.class_weights), t),
     "scaled by a parameter": lambda m, z, t: flat(m, z * m.added[0], t),
