@@ -1,9 +1,8 @@
 """Logits that are not there: what a head gives in training, until a loss or something else wants them.
 
-`Logits` follows what models do between a head's linear layer and F.cross_entropy: views of tokens, float(), a scale, a bias that
-is not trained, a softcap.
-The loss is then ckptkern.linear_cross_entropy of what the head read. Any other function gets values, which are made by the
-model's own calls, once, with their graph.
+`Logits` follows what models do between a head's linear layer and F.cross_entropy: views of tokens, float(), a scale, an
+untrained bias, a softcap. The loss is then ckptkern.linear_cross_entropy of what the head read. Any other function gets values,
+which are made by the model's own calls, once, with their graph.
 """
 
 from __future__ import annotations
