@@ -58,7 +58,7 @@ bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.che
 model: $(STAMP) ## MODEL, not measured: the price of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
 	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.model $(ARGS)
 
-convert-families: $(STAMP) ## convert on 37 families of models of transformers and timm, which it needs. ARGS="--only llama"
+convert-families: $(STAMP) ## convert on 40 families of models of transformers and timm, which it needs. ARGS="--only llama"
 	$(PY) -m ckptkern.benchmarks.conversion.families $(ARGS)
 
 convert-sweep: $(STAMP) ## convert on every class of transformers that builds small. ARGS="--out sweep.csv"

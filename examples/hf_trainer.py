@@ -51,7 +51,7 @@ def train(model: LlamaForCausalLM, **arguments) -> None:
 
 ids = torch.stack([Chains()[i]["input_ids"] for i in range(8)])
 model = build()
-print(ckptkern.convert(model, input_ids=ids))
+print(ckptkern.convert(model, input_ids=ids, labels=ids))
 train(model)
 
 model = build()

@@ -27,7 +27,8 @@ def batch() -> torch.Tensor:
     return torch.stack(ids, 1)
 
 
-print(ckptkern.convert(model, input_ids=batch(), use_cache=False))
+example = batch()
+print(ckptkern.convert(model, input_ids=example, labels=example, use_cache=False))
 
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer, losses = torch.optim.AdamW(trained, 1e-2), []

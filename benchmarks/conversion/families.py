@@ -52,7 +52,7 @@ def hub(model: str, config: str, settings: dict[str, Any], **inputs: Any) -> Bui
 
 
 def causal(name: str, settings: dict[str, Any] = GROUPED, config: str = "", **inputs: Any) -> Build:
-    given = {"input_ids": tokens(2, 12), "use_cache": False} | inputs
+    given = {"input_ids": tokens(2, 12), "labels": tokens(2, 12), "use_cache": False} | inputs
     return hub(f"{name}ForCausalLM", config or f"{name}Config", settings, **given)
 
 
@@ -90,6 +90,7 @@ def padded() -> dict[str, Any]:
     return {"attention_mask": mask}
 
 
+MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 HEADS_OF_16 = GROUPED | {"head_dim": 16}
 FAMILIES: dict[str, Build] = {
     "Llama": causal("Llama"),
@@ -107,7 +108,7 @@ FAMILIES: dict[str, Build] = {
     "GPT-2": hub(
         "GPT2LMHeadModel", "GPT2Config",
         dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0),
-        input_ids=tokens(2, 12), use_cache=False,
+        input_ids=tokens(2, 12), labels=tokens(2, 12), use_cache=False,
     ),
     "GPT-J": causal(
         "GPTJ",
@@ -152,9 +153,16 @@ FAMILIES: dict[str, Build] = {
     "timm ViT": timm_vit(),
     "timm ViT, layer scale, drop path": timm_vit(init_values=0.1, drop_path_rate=0.1),
     "nn.Transformer": torch_transformer,
+    "Granite": causal("Granite", GROUPED | {"logits_scaling": 4.0}),
     "Mixtral": causal("Mixtral", GROUPED | {"num_local_experts": 4}),
-    "Qwen 3 MoE": causal(
-        "Qwen3Moe", HEADS_OF_16 | {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    "Qwen 2 MoE": causal("Qwen2Moe", GROUPED | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "Qwen 3 MoE": causal("Qwen3Moe", HEADS_OF_16 | MIXTURE | {"num_experts": 4}),
+    "DeepSeek V3": causal(
+        "DeepseekV3",
+        DECODER | MIXTURE | dict(
+            num_key_value_heads=4, pad_token_id=0, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
+            kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+        ),
     ),
 }  # fmt: skip
 

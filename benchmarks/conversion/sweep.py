@@ -1,4 +1,5 @@
-"""convert on every model class of transformers that builds from a small configuration: `make convert-sweep`.
+"""convert on every model class of transformers that builds from a small configuration: `make convert-sweep`. With --labels on
+every causal language model, called with labels, so that its head has a loss.
 
 Each is built with random weights, called once, converted, and compared with what it was: loss, every gradient, kept bytes.
 A model that does not build small or does not run on the inputs that small.py makes is counted as such.
@@ -30,7 +31,7 @@ def _alarm(*_) -> None:
     raise TooLong
 
 
-def one(name: str, config_class: type, model_class: type, seconds: int) -> measure.Result:
+def one(name: str, config_class: type, model_class: type, seconds: int, labels: bool = False) -> measure.Result:
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(seconds)
     result = measure.Result(name)
@@ -44,6 +45,7 @@ def one(name: str, config_class: type, model_class: type, seconds: int) -> measu
         return result
     try:
         for inputs in small.inputs(model):
+            inputs |= {"labels": inputs.get("input_ids")} if labels else {}
             try:
                 measure.step(model, inputs)
                 break
@@ -75,13 +77,14 @@ def one(name: str, config_class: type, model_class: type, seconds: int) -> measu
     return result
 
 
-def classes() -> list[tuple[str, type, type]]:
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+def classes(causal: bool = False) -> list[tuple[str, type, type]]:
+    from transformers.models.auto import modeling_auto
 
+    mapping = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING if causal else modeling_auto.MODEL_MAPPING
     found = []
-    for config_class in MODEL_MAPPING:
+    for config_class in mapping:
         try:
-            model_class = MODEL_MAPPING[config_class]
+            model_class = mapping[config_class]
         except Exception:  # a class whose own module does not import here (an optional package)
             continue
         for model in model_class if isinstance(model_class, (list, tuple)) else (model_class,):
@@ -95,6 +98,7 @@ def main() -> None:
         "--out", type=Path, default=Path("sweep.csv"), help="a row for each class (default: %(default)s)"
     )
     parser.add_argument("--only", default="", help="classes whose names have this in them")
+    parser.add_argument("--labels", action="store_true", help="causal language models, called with labels")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth class, from the Ith")
     parser.add_argument("--after", default="", help="classes whose names come after this")
     parser.add_argument("--seconds", type=int, default=90, help="at most for one class (default: %(default)s)")
@@ -105,13 +109,13 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     i, n = map(int, args.part.split("/"))
-    chosen = [one for one in classes()[i::n] if args.only.lower() in one[0].lower() and one[0] > args.after]
+    chosen = [one for one in classes(args.labels)[i::n] if args.only.lower() in one[0].lower() and one[0] > args.after]
     counts: collections.Counter[str] = collections.Counter()
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(measure.Result("").row()))
         writer.writeheader()
         for k, (name, config_class, model_class) in enumerate(chosen, 1):
-            result = one(name, config_class, model_class, args.seconds)
+            result = one(name, config_class, model_class, args.seconds, args.labels)
             counts[result.verdict] += 1
             writer.writerow(result.row())
             file.flush()

@@ -6,7 +6,8 @@ reading, attention, grammar   the graph, read backwards as one fused op
 proof    the fused op and the original forward compute the same
 binding  what stands in for the module's forward, and its guard
 report   what was done
-experts  transformers' interface for the experts of a mixture
+experts  the experts of a mixture, by their layout and by transformers' interface
+heads, logits   the linear layer before a loss, and what stands for its logits
 """
 
 from .convert import convert, revert

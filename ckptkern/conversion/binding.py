@@ -206,7 +206,7 @@ class Segment:
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
         self.attends = op in ("transformer_layer", "attention_block")
         self.arguments = arguments_getter(module, template)
-        self.inputs = [x, *(one.index for one in named(template, "key_value"))]
+        self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
         found = {one.index for one in templates(template, Argument)}
         self.caches = list(caches)  # arguments that collect keys and values, which a fused call does not fill
         # of two masks of an attention, the first may be trained
@@ -277,6 +277,12 @@ class Forward:
 
     def run(self, *args, **kwargs):
         raise NotImplementedError
+
+    def unbind(self) -> None:
+        """Gives its module back the forward that it had."""
+        del self.module.forward
+        if self.previous is not None:
+            self.module.forward = self.previous
 
     @property
     def __signature__(self) -> inspect.Signature:

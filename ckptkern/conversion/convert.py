@@ -20,7 +20,9 @@ from ..subclasses import foreign
 from .alike import Proven
 from .binding import Forward, General, Runs
 from .calls import Call, pattern_of
+from .experts import is_experts
 from .fuse import calls_of, fuse, kept_bytes, runs_of
+from .heads import Heads, Losses, scalars
 from .proof import unmoved
 from .report import Conversion, Row
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
@@ -42,9 +44,9 @@ Which = str | type | Callable[[str, nn.Module], bool]
 
 def capture(
     model: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[dict[nn.Module, list[Call]], set[nn.Module]]:
+) -> tuple[dict[nn.Module, list[Call]], set[nn.Module], Heads]:
     """(the calls, one of each pattern, that the model's call made of each submodule; modules in which hooks were that last for
-    the model's call only, so that a recompute in backward would run without them).
+    the model's call only, so that a recompute in backward would run without them; the heads of the loss that it computed).
 
     One tensor that is given twice is two tensors in them: other calls may give two.
     """
@@ -59,17 +61,18 @@ def capture(
         if len(own) < PATTERNS and pattern not in own:
             own[pattern] = mapped(Tensor.detach, (args, kwargs))
 
-    within = {m: set(m.modules()) for m in model.modules() if not is_leaf(m)}
+    within = {m: set(m.modules()) for m in model.modules() if not is_leaf(m) or is_experts(m)}
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
     counts = {m: count_hooks(m) for m in model.modules()}
     try:
-        with unmoved(model), torch.no_grad():
+        with unmoved(model), torch.no_grad(), Losses() as losses:
             model.eval()
-            model(*args, **kwargs)
+            returned = scalars(model(*args, **kwargs))
     finally:
         for hook in hooks:
             hook.remove()
-    return {module: list(own.values()) for module, own in calls.items()}, hooked
+    heads = Heads(model, args, kwargs, losses, returned)
+    return {module: list(own.values()) for module, own in calls.items()}, hooked, heads
 
 
 def count_hooks(module: nn.Module) -> int:
@@ -108,11 +111,11 @@ class _Conversion:
     """One call of convert."""
 
     def __init__(
-        self, recompute: str, include, exclude, calls: dict[nn.Module, list[Call]], hooked: set[nn.Module], shards: Shards,
-        shown: Callable[[str], None],
+        self, recompute: str, include, exclude, calls: dict[nn.Module, list[Call]], hooked: set[nn.Module],
+        heads: Heads | None, shards: Shards, shown: Callable[[str], None],
     ):  # fmt: skip
         self.recompute, self.include, self.exclude, self.calls = recompute, include, exclude, calls
-        self.hooked, self.shards = hooked, shards
+        self.hooked, self.heads, self.shards = hooked, heads, shards
         self.shown = shown  # is told the name of each module that is tried
         self.rows: list[Row] = []
         self.seen: set[int] = set()
@@ -127,7 +130,7 @@ class _Conversion:
         with self.shards.whole(module):
             found = Found([])
             if self.include is None or matches(self.include, name, module):
-                found = self.twin(name, module) or self.fused(name, module)
+                found = self.twin(name, module) or self.head(name, module) or self.fused(name, module)
             if not self.shards.agree(found.served_by):
                 row = Row(name, class_of(module).__name__, None, reason="another rank has found something else")
                 found = Found([row])
@@ -160,6 +163,12 @@ class _Conversion:
 
         return Found([row], put)
 
+    def head(self, name: str, module: nn.Module) -> Found | None:
+        row, forward = self.heads.row(name, module, self.recompute) if self.heads else (None, None)
+        if forward is not None:
+            return Found([row], lambda: setattr(module, "forward", forward))
+        return Found([row]) if row is not None and self.include is None else None
+
     def fused(self, name: str, module: nn.Module) -> Found:
         """No row for a module that the model did not call, or that has no layers in it."""
         calls, kind = self.calls.get(module, []), class_of(module)
@@ -167,7 +176,7 @@ class _Conversion:
             calls = calls_of(module)
         elif not calls and kind is nn.Sequential and len(module) and type(module[0]) is nn.Linear:
             calls = calls_of(module[0])
-        if not calls or not any(p.dim() == 2 for p in module.parameters()):
+        if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module)):
             return Found([])
         row = Row(name, kind.__name__, None)
         if module in self.hooked:
@@ -255,7 +264,9 @@ def convert(
     The model runs once on the example inputs. Then the forward of each submodule, the outermost first, is traced, read as one
     of the fused ops (transformer_layer, attention_block, mlp_block, linear_stack, linear_act), and compared with it on random
     parameters: output, input gradient and the gradient of every parameter agree to rounding, or the module is left as it is.
-    torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their twins in ckptkern.nn.
+    torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their twins in ckptkern.nn. The
+    experts of a mixture become moe_mlp. The linear layer whose logits the call hands to F.cross_entropy becomes, with it,
+    linear_cross_entropy; the call must have labels for that.
 
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
     modules is set. A call without gradients, or of another kind than those that were proven (other arguments, a cache), runs
@@ -283,12 +294,12 @@ def convert(
     check_not_split("convert", model)
     revert(model)
     given = example_inputs or example_kwargs
-    calls, hooked = capture(model, example_inputs, example_kwargs) if given else ({}, set())
+    calls, hooked, heads = capture(model, example_inputs, example_kwargs) if given else ({}, set(), None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     shards = Shards(model)
     with progress("convert", len(places)) as shown:
         conversion = _Conversion(
-            recompute, include, exclude, calls, hooked, shards, lambda name: shown(name, places[name])
+            recompute, include, exclude, calls, hooked, heads, shards, lambda name: shown(name, places[name])
         )
         conversion.visit("", model)
     return Conversion(conversion.rows)
@@ -321,9 +332,7 @@ def revert(model: nn.Module) -> nn.Module:
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, Forward):
-            del module.forward
-            if forward.previous is not None:
-                module.forward = forward.previous
+            forward.unbind()
         if TWINNED in module.__dict__:
             set_class(module, module.__dict__.pop(TWINNED))
             module.__dict__.pop("recompute", None)

@@ -19,6 +19,7 @@ from ..subclasses import foreign
 from .alike import Proven, call_kinds
 from .binding import Fused, Segment, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
+from .experts import is_experts, read_experts
 from .grammar import read
 from .guard import Watch
 from .leaves import Probability
@@ -73,11 +74,16 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
         args, kwargs = mapped(wide, (args, kwargs))
         flat = leaves_of(form.counting(args, kwargs))
         module.train()  # shows where dropout is
-        traced = trace(module, args, kwargs, flat)
-        y, result = result_of(traced.result, flat)
-        reading = read(module, traced.node(y))
+        if is_experts(module):
+            with torch.no_grad():
+                _, result = result_of(type(module).forward(module, *args, **kwargs), flat)
+            reading, log = read_experts(module, flat), []
+        else:
+            traced = trace(module, args, kwargs, flat)
+            y, result = result_of(traced.result, flat)
+            reading, log = read(module, traced.node(y)), traced.log
         module.eval()
-        return *prove(form, reading, result, args, kwargs), traced.log
+        return *prove(form, reading, result, args, kwargs), log
 
 
 def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], set[int]]:
@@ -254,7 +260,7 @@ def fuse_like(proven: Proven, module: nn.Module, calls: list[Call], recompute: s
         wide_call = mapped(wide, (args, kwargs))
         flat, masks = random_call(form, segment, *wide_call)
         module.train()
-        if trace(module, *wide_call, leaves_of(form.counting(*wide_call))).log != proven.log:
+        if proven.log and trace(module, *wide_call, leaves_of(form.counting(*wide_call))).log != proven.log:
             raise Unreadable("another trace")
         module.eval()
         with torch.no_grad():

@@ -13,10 +13,10 @@ from .. import memory
 class Row:
     """A module, and what serves it.
 
-    served_by: a fused op ("transformer_layer", "attention_block", "mlp_block", "linear_stack", "linear_act"), "checkpoint" for
-    a general segment, the class of a twin in ckptkern.nn, or None, with the reason. kept_before, kept_after: bytes that
-    one call keeps for backward, besides parameters, measured with the example inputs; None without them. error: the largest
-    relative error of output and gradients in the proof.
+    served_by: a fused op ("transformer_layer", "attention_block", "mlp_block", "linear_stack", "linear_act", "moe_mlp",
+    "linear_cross_entropy"), "checkpoint" for a general segment, the class of a twin in ckptkern.nn, or None, with the reason.
+    kept_before, kept_after: bytes that one call keeps for backward, besides parameters, measured with the example inputs; None
+    without them. error: the largest relative error of output and gradients in the proof.
     """
 
     name: str

@@ -25,11 +25,16 @@ def runs_class_forward(module: torch.nn.Module) -> bool:
     return own is None or (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module)
 
 
-def untouched(module: torch.nn.Module) -> bool:
-    """Does calling the module run its class's forward and nothing else: no hooks, no forward set on the instance?"""
-    return runs_class_forward(module) and not (
+def hooked(module: torch.nn.Module) -> bool:
+    """Does calling the module run hooks?"""
+    return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def untouched(module: torch.nn.Module) -> bool:
+    """Does calling the module run its class's forward and nothing else: no hooks, no forward set on the instance?"""
+    return runs_class_forward(module) and not hooked(module)
 
 
 def strided(module: torch.nn.Module) -> bool:

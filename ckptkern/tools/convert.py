@@ -26,7 +26,10 @@ keyword arguments, as small as the model accepts:
 
     def build():
         model = LlamaForCausalLM(LlamaConfig(...))
-        return model, {"input_ids": torch.randint(0, 100, (2, 16)), "use_cache": False}
+        ids = torch.randint(0, 100, (2, 16))
+        return model, {"input_ids": ids, "labels": ids, "use_cache": False}
+
+With labels the call computes the loss, which can then be fused with the head.
 """
 
 

@@ -202,7 +202,9 @@ def test_others_are_general_segments_with_their_reason(what: str) -> None:
     make, reason = UNREAD[what]
     conversion = ckptkern.convert(make(), ids())
     assert fused_of(conversion) == ["checkpoint"] * 2
-    assert all("as with adapters" in row.reason and reason in row.reason for row in conversion), str(conversion)
+    assert all("as with adapters" in row.reason and reason in row.reason for row in conversion.converted), str(
+        conversion
+    )
 
 
 def test_two_active_adapters_are_a_general_segment() -> None:

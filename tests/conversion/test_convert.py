@@ -433,7 +433,8 @@ def test_the_table() -> None:
     assert "layers.* (2)" in text
     assert "transformer_layer" in text
     assert text.splitlines()[-1].startswith("2 modules converted, keeping")
-    assert [row.name for row in conversion] == ["layers.0", "layers.1"]
+    assert [row.name for row in conversion] == ["layers.0", "layers.1", "head"]
+    assert "head: the example's call has no F.cross_entropy of it" in text
 
 
 def test_errors() -> None:

@@ -173,8 +173,7 @@ def _check_disagreement(rank, size, reshard):
         layer.odd = rank == 1
     conversion = ckptkern.convert(network, ids())
     assert not conversion.converted
-    assert [row.name for row in conversion] == ["layers.0", "layers.1"]
-    assert all("another rank" in row.reason for row in conversion)
+    assert [row.name for row in conversion if "another rank" in row.reason] == ["layers.0", "layers.1"]
     for layer in network.layers:
         layer.odd = False
     torch.manual_seed(0)
@@ -230,8 +229,8 @@ def _check_twins(rank, size, order):
     if order == ORDERS[1]:
         shard(network, size)
     conversion = ckptkern.convert(network, ids())
-    assert [row.served_by for row in conversion] == 2 * ["ckptkern.nn.TransformerEncoderLayer"]
-    assert [row.kind for row in conversion] == 2 * ["TransformerEncoderLayer"]
+    assert [row.served_by for row in conversion.converted] == 2 * ["ckptkern.nn.TransformerEncoderLayer"]
+    assert [row.kind for row in conversion.converted] == 2 * ["TransformerEncoderLayer"]
     if order == ORDERS[0]:
         shard(network, size)
     for layer in network.layers:

@@ -1,0 +1,210 @@
+"""The loss head of a model: the linear layer whose result F.cross_entropy reads, found by a call that computes the loss."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ..memory import kept_tensors
+from ..nn.plain import dense, hooked, strided, untouched
+from ..subclasses import PLAIN
+from .binding import Forward, level_of
+from .logits import Product, Step, Wanted
+from .proof import TOLERANCE, difference, results, rms, unmoved, wide
+from .report import Row
+from .trace import Unreadable, leaves_of
+
+OP = "linear_cross_entropy"
+NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the head and its loss become one op"
+
+
+class Losses(TorchFunctionMode):
+    """Notes the numbers of classes of every F.cross_entropy inside, and the weights of every F.linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes: set[int] = set()
+        self.weights: set[int] = set()  # by id
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.cross_entropy:
+            logits = args[0] if args else kwargs["input"]
+            self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
+        elif function is F.linear:
+            self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
+        return function(*args, **kwargs)
+
+
+def scalars(output: Any) -> list[Tensor]:
+    """What a model returns that may be a loss."""
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    return [one for one in leaves if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point()]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+class Head(Forward):
+    """In training a linear layer's logits without memory, which become a loss or values when something wants them.
+
+    The layer's own forward runs without gradients, under torch.compile, in torch.func's transforms, and if something is not as
+    before: its class (LoRA), hooks, a weight that is no plain memory.
+    """
+
+    def __init__(self, module: nn.Module, recompute: str):
+        super().__init__(module, recompute)
+        self.kind = type(module)
+        self.log: list[Wanted] | None = None  # during the example's call
+
+    def run(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not self.takes(args[0]):
+            return self.original(*args, **kwargs)
+        level = level_of(OP, None, self.recompute)
+        return Product(args[0], self.module.weight, self.module.bias, level, self.log).logits()
+
+    def takes(self, x: Tensor) -> bool:
+        module = self.module
+        tensors = (x, module.weight, module.bias)
+        return (
+            (torch.is_grad_enabled() or self.log is not None)
+            and type(module) is self.kind
+            and not hooked(module)
+            and PLAIN.issuperset(map(type, tensors))
+            and strided(module)
+            and (any(one is not None and one.requires_grad for one in tensors) or self.log is not None)
+            and x.shape[-1:] == module.weight.shape[1:]
+            and x.device == module.weight.device
+            and (x.dtype == module.weight.dtype or torch.is_autocast_enabled(x.device.type))
+            and x.is_floating_point()
+            and not (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing())
+        )  # fmt: skip
+
+
+class Chain(NamedTuple):
+    """What a model does with a head's logits, from the linear layer to the loss."""
+
+    product: Product
+    steps: tuple[Step, ...]
+
+    @property
+    def kind(self) -> tuple:
+        return tuple((step.name, str([a for a in leaves_of((step.args, step.kwargs)) if not isinstance(a, Tensor)]))
+                     for step in self.steps)  # fmt: skip
+
+    def plain(self, flat: list[Tensor]) -> Tensor:
+        return self.after(F.linear(*flat))
+
+    def fused(self, flat: list[Tensor], level: str = "full") -> Tensor:
+        return self.after(Product(*flat, *[None] * (3 - len(flat)), level).logits())
+
+    def after(self, values: Tensor) -> Tensor:
+        for step in self.steps:
+            values = step(values)
+        return values
+
+    def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
+        """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
+        made = [torch.randn_like(change(one.detach())) for one in self.product.tensors]
+        made[1] *= 4 * made[1].shape[1] ** -0.5
+        return made
+
+    def error(self) -> float:
+        """The largest relative error of the loss and its gradients."""
+        flat = self.example(wide)
+        theirs, ours = (results(run, flat, list(range(len(flat))), []) for run in (self.plain, self.fused))
+        return difference(ours, theirs)
+
+    def kept(self, level: str) -> tuple[int, int]:
+        """Bytes that are kept for backward besides parameters and targets: without us, and with us."""
+        flat, found, loss = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
+        given = [one for one in leaves_of((loss.args, loss.kwargs)) if type(one) is Tensor]
+        for run in (self.plain, lambda flat: self.fused(flat, level)):
+            with torch.enable_grad(), kept_tensors([*flat[1:], *given]) as kept:
+                run(flat)
+            found.append(kept.bytes)
+        return found[0], found[1]
+
+
+class Heads:
+    """The heads of a model, by a call of it that computes a loss."""
+
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], losses: Losses, before: list[Tensor]):
+        """losses: of such a call; before: the scalars that it returned."""
+        self.model, self.losses, self.before = model, losses, before
+        self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+        candidates = [m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes]
+        self.logs: dict[nn.Module, list[Wanted]] = {}
+        self.refused = ""
+        if candidates := [m for m in candidates if untouched(m) and dense(m) and not m.weight.is_meta]:
+            try:
+                self.logs = self.logged(candidates, args, kwargs)
+            except Exception as error:  # someone's forward may do with logits what only values bear
+                is_ours = isinstance(error, Unreadable)
+                self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
+                self.logs = {m: [] for m in candidates}
+        self.any_served = any(one.served for log in self.logs.values() for one in log)
+
+    def logged(self, candidates: list[nn.Module], args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Wanted]]:
+        """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
+        heads = {module: Head(module, "full") for module in candidates}
+        try:
+            for module, head in heads.items():
+                head.log, module.forward = [], head
+            with unmoved(self.model), torch.no_grad():
+                self.model.eval()
+                after = scalars(self.model(*args, **kwargs))
+        finally:
+            for head in heads.values():
+                head.unbind()
+        tolerance = TOLERANCE if all(m.weight.dtype.itemsize >= 4 for m in candidates) else 0.05
+        for ours, theirs in zip(after, self.before, strict=True):
+            if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
+                raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
+        return {module: head.log for module, head in heads.items()}
+
+    def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Head | None]:
+        """Its row in the table, and its new forward if it is served; no row for a layer that is no head."""
+        row = Row(name, type(module).__name__, None)
+        if module not in self.logs:
+            row.reason = NO_LOSS
+            likely = (
+                not self.losses.classes and is_linear(module) and id(module.weight) in self.losses.weights
+                and len(module.weight) in self.embedded
+            )  # fmt: skip
+            return row if likely else None, None
+        log = self.logs[module]
+        chains = {
+            one.kind: one for one in (Chain(w.logits.product, (*w.logits.steps, w.step)) for w in log if w.served)
+        }
+        if not chains:
+            passed = next((w.step.name for w in log), "nothing")
+            row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
+            return None if self.any_served else row, None
+        level = level_of(OP, None, recompute)
+        with unmoved(module):
+            row.error = max(chain.error() for chain in chains.values())
+            kept = [chain.kept(level) for chain in chains.values()]
+        if row.error > TOLERANCE:
+            row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
+            return row, None
+        row.kept_before, row.kept_after = (sum(one) for one in zip(*kept, strict=True))
+        if row.kept_after >= row.kept_before:
+            row.reason = f"{OP} keeps no less"
+            return row, None
+        others = sorted({one.step.name for one in log if not one.served})
+        if others:
+            warnings.warn(
+                f"ckptkern.convert: forward also hands the logits of {name} to {', '.join(others)}, for which they are made",
+                stacklevel=6,
+            )
+        row.served_by = OP
+        return row, Head(module, recompute)

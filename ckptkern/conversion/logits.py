@@ -1,0 +1,358 @@
+"""Logits that are not there: what a head gives in training, until a loss or something else wants them.
+
+`Logits` follows what models do between a head's linear layer and F.cross_entropy: views of tokens, float(), a scale, an
+untrained bias, a softcap. The loss is then ckptkern.linear_cross_entropy of what the head read. Any other function gets values,
+which are made by the model's own calls, once, with their graph.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .. import ops, state
+from ..ops._choices import cast_input
+from ..subclasses import PLAIN
+from .reading import ADD, DIVIDE, MULTIPLY
+from .trace import is_in_place, leaves_of, mapped
+
+# Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
+VIEWS = frozenset((
+    "__getitem__", "movedim", "moveaxis", "narrow", "permute", "select", "squeeze", "swapaxes", "swapdims", "transpose",
+    "unflatten", "unsqueeze", "view",
+))  # fmt: skip
+COPIES = frozenset(("bfloat16", "clone", "contiguous", "flatten", "float", "half", "reshape", "to", "type"))
+
+# What Logits answer without values.
+GETTERS = (
+    "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized",
+    "is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
+)  # fmt: skip
+METHODS = (
+    "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference",
+    "ndimension", "nelement", "numel", "size", "storage_offset", "stride",
+)  # fmt: skip
+DESCRIBING = frozenset((
+    *(getattr(Tensor, name).__get__ for name in GETTERS), *(getattr(Tensor, name) for name in METHODS),
+    torch.is_floating_point, torch.is_complex, torch.numel,
+))  # fmt: skip
+
+
+class Step(NamedTuple):
+    """A call of a function with logits among its arguments."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "a function")
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.name == "__setitem__" or is_in_place(self.name) or self.kwargs.get("out") is not None
+
+    def __call__(self, values: Tensor) -> Any:
+        args, kwargs = mapped(lambda one: values if isinstance(one, Logits) else one, (self.args, self.kwargs))
+        return self.function(*args, **kwargs)
+
+    @property
+    def others(self) -> list[Any]:
+        """What else is among its arguments."""
+        return [one for one in leaves_of((self.args, self.kwargs)) if not isinstance(one, Logits)]
+
+    def number(self) -> float | None:
+        """What it multiplies logits by."""
+        others = self.others
+        if len(others) != 1 or self.kwargs or type(others[0]) not in (int, float) or not math.isfinite(others[0]):
+            return None
+        if self.name in MULTIPLY:
+            return float(others[0])
+        return 1 / others[0] if self.name in DIVIDE and others[0] and isinstance(self.args[0], Logits) else None
+
+
+class Tokens(NamedTuple):
+    """Of which tokens logits are. `stand_in`, on the meta device, is a view of what stands for the logits [..., classes] of
+    rows [..., d], as the logits are of those of all rows."""
+
+    rows: Tensor
+    classes: int
+    stand_in: Tensor
+
+    def others(self) -> list[int] | None:
+        """The dimensions of tokens; None unless the remaining one has all classes of a token."""
+        one, V = self.stand_in, self.classes
+        others = [i for i in range(one.dim()) if one.stride(i) != 1 or one.shape[i] != V]
+        whole = V > 1 and len(others) == one.dim() - 1 and one.storage_offset() % V == 0
+        return others if whole and all(one.stride(i) % V == 0 for i in others if one.shape[i] > 1) else None
+
+    def shown(self) -> Tensor:
+        """The rows of these tokens [..., d], in their order; the leading shape may be another."""
+        one, others, (*lead, d) = self.stand_in, self.others(), self.rows.shape
+        sizes, strides = [one.shape[i] for i in others], [one.stride(i) // self.classes for i in others]
+        first = one.storage_offset() // self.classes
+        tokens = one.new_empty(math.prod(lead)).as_strided(sizes, strides, first)
+        if tokens.is_contiguous() and tokens.numel() == math.prod(lead):
+            return self.rows
+        rows = self.rows.reshape(-1, d)
+        offset = rows.storage_offset() + first * rows.stride(0)
+        return rows.as_strided((*sizes, d), [*(s * rows.stride(0) for s in strides), rows.stride(1)], offset)
+
+    def copied(self, shape: torch.Size, dtype: torch.dtype) -> Tokens | None:
+        """Those of a copy, whose elements have the same order."""
+        one = self.stand_in
+        if one.shape[-1:] == shape[-1:] == (self.classes,) and one.stride(-1) == 1:
+            return self._replace(rows=self.shown(), stand_in=one.new_empty(shape, dtype=dtype))
+        if one.shape != shape:
+            return None
+        whole = one.new_empty(math.prod(self.rows.shape[:-1]) * self.classes, dtype=dtype)
+        return self._replace(stand_in=whole.as_strided(shape, one.stride(), one.storage_offset()))
+
+    def after(self, step: Step) -> Tokens | None:
+        """Those of step's result; None if it is not followed."""
+        before = self.stand_in
+        if step.name in MULTIPLY or step.name in DIVIDE or step.name == "tanh":
+            return self.copied(before.shape, before.dtype)
+        if step.name not in VIEWS | COPIES or any(hasattr(one, "__array__") for one in step.others):
+            return None
+        try:
+            seen = _to(step, before, self.rows.device) if step.name == "to" else step(before)
+        except Exception:  # the function's own error, which it raises again for values
+            return None
+        if not isinstance(seen, Tensor) or not (
+            seen.dtype == before.dtype or (before.dtype.itemsize < seen.dtype.itemsize and seen.dtype == torch.float32)
+        ):
+            return None
+        if seen.untyped_storage()._cdata == before.untyped_storage()._cdata:
+            found = self._replace(stand_in=seen)
+        else:
+            found = self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
+        return found if found is not None and found.others() is not None else None
+
+
+def _to(step: Step, stand_in: Tensor, device: torch.device) -> Tensor | None:
+    """Tensor.to of a tensor on this device; None for another device."""
+    wanted, dtype, *_ = torch._C._nn._parse_to(*step.args[1:], **step.kwargs)
+    return stand_in.to(dtype or stand_in.dtype) if wanted in (None, device) else None
+
+
+class Product:
+    """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None.
+
+    level: of its loss. log: None, or a list that gets each step that wanted the loss or values, with its Logits, and whether
+    linear_cross_entropy served it; then logits are followed without gradients, too.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, level: str = "full", log: list[Wanted] | None = None
+    ):
+        self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
+        self.level, self.log = level, log
+        self.precision = state.Precision()
+        self.versions = [one._version for one in self.tensors]
+        self.has_loss = False
+        self.made: list[weakref.ref[Logits]] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [one for one in (self.x, self.weight, self.bias) if one is not None]
+
+    def check(self) -> None:
+        """Raises RuntimeError unless x and the parameters are what they were."""
+        same = [one._version for one in self.tensors] == self.versions
+        if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
+            raise RuntimeError(
+                "ckptkern.convert: logits are wanted now, and the head's input or weight is no longer what it was. Read "
+                "logits before the optimizer's step, or convert with exclude= for this layer"
+            )
+
+    def values(self, steps: tuple[Step, ...] = (), tensors: list[Tensor] | None = None) -> Tensor:
+        """The logits after these steps. tensors: instead of the layer's own."""
+        self.check()
+        with self.precision:
+            y = F.linear(*(one.to(self.x.dtype) for one in tensors or self.tensors))
+        for step in steps:
+            y = step(y)
+        return y
+
+    def logits(self) -> Logits:
+        V = len(self.weight)
+        tokens = Tokens(self.x, V, self.x.new_empty((*self.x.shape[:-1], V), device="meta"))
+        return _Promise.apply({"product": self, "tokens": tokens}, *self.tensors)
+
+
+class Wanted(NamedTuple):
+    """Who wanted something of logits, and whether it was a loss that linear_cross_entropy computes."""
+
+    logits: Logits
+    step: Step
+    served: bool
+
+
+class _Promise(torch.autograd.Function):
+    """Logits have a node in the graph, for who asks them for a gradient past __torch_function__ (another autograd.Function, the
+    search of DistributedDataParallel for unused parameters). A loss of linear_cross_entropy does not go through it."""
+
+    @staticmethod
+    def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
+        one, product = fields["tokens"].stand_in, fields["product"]
+        made = Tensor._make_wrapper_subclass(
+            Logits, one.shape, strides=one.stride(), storage_offset=one.storage_offset(), dtype=one.dtype,
+            device=product.x.device,
+        )  # fmt: skip
+        vars(made).update(fields)
+        product.made.append(weakref.ref(made))
+        ctx.product, ctx.steps = product, made.steps
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        wanted = ctx.needs_input_grad[1:]
+        tensors = [t.detach().requires_grad_(need) for t, need in zip(ctx.product.tensors, wanted, strict=True)]
+        with torch.enable_grad():
+            y = ctx.product.values(ctx.steps, tensors)
+        grads = iter(torch.autograd.grad(y, [t for t in tensors if t.requires_grad], dy))
+        return None, *(next(grads) if need else None for need in wanted)
+
+
+class Logits(Tensor):
+    """What a Product's logits z are after some steps: scale * (z + bias), or cap times its tanh, of some tokens.
+
+    It may have values too, which may be changed in place: then it is these, and nothing is followed.
+    """
+
+    product: Product
+    tokens: Tokens
+    scale: float = 1.0
+    cap: float | None = None
+    bias: Tensor | None = None
+    steps: tuple[Step, ...] = ()
+    source: Logits | None = None  # what the last step was called with
+    made: Tensor | None = None
+    version: int = 0  # of `made`, when it was made
+
+    __hash__ = object.__hash__
+
+    def is_changed(self) -> bool:
+        changed = self.made is not None and self.made._version != self.version
+        return changed or (self.source is not None and self.source.is_changed())
+
+    def values(self) -> Tensor:
+        """Those of the product, which are made once, after the steps."""
+        if self.made is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.made = self.product.values() if self.source is None else self.steps[-1](self.source.values())
+            self.version = self.made._version
+        return self.made
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        step = Step(function, args, kwargs or {})
+        given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
+        self, product = given[0], given[0].product
+        if function in DESCRIBING or (function is Tensor.register_hook and product.has_loss):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **step.kwargs)
+        if function is Tensor.retain_grad and product.has_loss:
+            raise RuntimeError(
+                "ckptkern.convert: logits whose loss was taken have no gradient to retain: it is never formed"
+            )
+        if (torch.is_grad_enabled() or product.log is not None) and len(given) == 1 and not self.is_changed():
+            found = self.loss(step) if function is F.cross_entropy else self.followed(step)
+            if found is not None:
+                return found
+        if product.log is not None:
+            product.log.append(Wanted(self, step, False))
+        if step.is_in_place:  # copies that are still to be made are those of before
+            for one in product.made:
+                if (logits := one()) is not None:
+                    logits.values()
+        args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function._schema.is_mutable:
+            raise RuntimeError(f"ckptkern.convert: logits without values cannot be changed by {function}")
+        args, kwargs = mapped(
+            lambda one: one.product.values(one.steps) if isinstance(one, Logits) else one, (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+    def followed(self, step: Step) -> Logits | None:
+        scale, cap, bias = self.scale, self.cap, self.bias
+        tokens = self.with_added(step) if step.name in ADD else self.tokens.after(step)
+        if tokens is None:
+            return None
+        if step.name in ADD:
+            (added,) = step.others
+            added = added.detach().reshape(-1) / scale
+            bias = added if bias is None else bias + added
+        elif step.name == "tanh":
+            if cap is not None or len(step.args) != 1 or step.kwargs:
+                return None
+            cap = 1.0
+        elif step.name in MULTIPLY or step.name in DIVIDE:
+            number = None if step.is_in_place else step.number()
+            if number is None:
+                return None
+            scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
+        fields = {"product": self.product, "tokens": tokens, "scale": scale, "cap": cap, "bias": bias, "source": self}
+        return _Promise.apply(fields | {"steps": (*self.steps, step)}, *self.product.tensors)
+
+    def with_added(self, step: Step) -> Tokens | None:
+        """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""
+        one, V = next(iter(step.others), None), self.tokens.classes
+        if (
+            len(step.others) == 1 and isinstance(one, Tensor) and type(one) in PLAIN and not one.requires_grad
+            and one.shape[-1:] == (V,) and one.numel() == V and one.dim() <= self.dim() and one.device == self.device
+            and one.dtype in (self.dtype, torch.float32) and torch.promote_types(one.dtype, self.dtype) == one.dtype
+            and self.tokens.others() == list(range(self.dim() - 1)) and self.cap is None and self.scale
+            and not step.is_in_place
+        ):  # fmt: skip
+            return self.tokens.copied(self.shape, one.dtype)
+        return None
+
+    def loss(self, step: Step) -> Tensor | None:
+        """F.cross_entropy without logits; None for what linear_cross_entropy does not compute."""
+        names = (
+            "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"
+        )  # fmt: skip
+        given = dict(zip(names, step.args, strict=False)) | step.kwargs
+        target, weight, others = given["target"], given.get("weight"), self.tokens.others()
+        options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in given}
+        served = (
+            isinstance(target, Tensor) and target.dtype == torch.int64 and target.device == self.device
+            and PLAIN.issuperset((type(target), type(weight)))
+            and (weight is None or (weight.dtype == self.dtype and not weight.requires_grad))
+            and given.get("size_average") is None and given.get("reduce") is None and (self.cap is None or self.cap > 0)
+            and others == [i for i in range(self.dim()) if i != min(self.dim() - 1, 1)]
+            and target.shape == torch.Size(self.shape[i] for i in others)
+        )  # fmt: skip
+        if not served:
+            return None
+        product, rows = self.product, self.tokens.shown()
+        product.check()
+        rows = rows if rows.dim() > 1 else rows[None]
+        scale = self.scale * (1.0 if self.cap is None else self.cap)
+        bias = product.bias if self.bias is None else self.bias if product.bias is None else product.bias + self.bias
+        with product.precision:
+            loss = ops.linear_cross_entropy(
+                rows, product.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, weight=weight,
+                logit_scale=scale, softcap=self.cap, recompute=product.level, **options,
+            )  # fmt: skip
+        product.has_loss = True
+        if product.log is not None:
+            product.log.append(Wanted(self, step, True))
+        narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
+        loss = loss.to(self.dtype) if narrow else loss
+        return loss.reshape(target.shape) if loss.dim() else loss

@@ -1,0 +1,484 @@
+"""convert on models that compute their loss: the head and F.cross_entropy become one op."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from architectures import LoRA
+from cases import assert_as_exact
+from conversion.test_convert import Scaled, by_deepcopy, by_pickle
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.conversion.logits import Logits
+from ckptkern.memory import kept_tensors
+
+V, WIDTH, B, S = 67, 16, 2, 9
+Loss = Callable[["LM", Tensor, Tensor], Tensor]
+
+
+def flat(model: LM, logits: Tensor, targets: Tensor, **options) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, V), targets.reshape(-1), **options)
+
+
+class LM(nn.Module):
+    """A language model in which each way of computing a loss is one function."""
+
+    def __init__(self, loss: Loss = flat, bias: bool = False, tied: bool = True):
+        super().__init__()
+        self.embed, self.body = nn.Embedding(V, WIDTH), nn.Sequential(nn.LayerNorm(WIDTH))
+        self.head, self.loss = nn.Linear(WIDTH, V, bias), loss
+        if tied:
+            self.head.weight = self.embed.weight
+        self.added = nn.Parameter(torch.randn(V))
+        self.class_weights = torch.rand(V)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return self.body(self.embed(ids).cumsum(1) + self.embed(ids).roll(3, -1).tanh())
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.head(self.hidden(ids))
+        return logits, None if targets is None else self.loss(self, logits, targets)
+
+
+def ids(seed: int = 0, length: int = S) -> Tensor:
+    made = torch.randint(0, V, (B, length), generator=torch.Generator().manual_seed(seed))
+    made[0, 4] = 3
+    return made
+
+
+def model_of(loss: Loss = flat, **options) -> LM:
+    torch.manual_seed(0)
+    return LM(loss, **options)
+
+
+def converted(model: LM, **options) -> LM:
+    """A copy, whose head must be served."""
+    model = copy.deepcopy(model)
+    conversion = ckptkern.convert(model, ids(), ids(1), **options)
+    assert [row.served_by for row in conversion if row.name == "head"] == ["linear_cross_entropy"], str(conversion)
+    return model
+
+
+def step(model: LM, seed: int = 2) -> dict[str, Tensor]:
+    model.zero_grad()
+    _, loss = model(ids(seed), ids(seed + 1))
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def keeps_logits(model: LM, *args: Tensor) -> bool:
+    with kept_tensors([*model.parameters(), model.class_weights]) as kept:
+        model(*args)
+    return any(V in shape and shape.numel() > V for shape, _, _ in kept.tensors)
+
+
+def assert_same_step(ours: LM, theirs: LM) -> None:
+    for seed in (2, 5):
+        mine, want = step(ours, seed), step(theirs, seed)
+        assert mine.keys() == want.keys()
+        for name, value in want.items():
+            torch.testing.assert_close(mine[name], value, rtol=2e-5, atol=1e-6, msg=name)
+            assert mine[name].dtype == value.dtype
+
+
+# -- what models do with logits
+
+
+def capped(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits / 3.0
+    return flat(model, torch.tanh(logits) * 3.0, targets)
+
+
+def shifted(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+    return flat(model, logits[..., :-1, :].contiguous(), targets[..., 1:])
+
+
+def in_chunks(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+    return sum(flat(model, logits[:, i : i + 3], targets[:, i : i + 3], reduction="sum") for i in (0, 3, 6)) / 7
+
+
+SERVED: dict[str, Loss] = {
+    "flat": flat,
+    "viewed": lambda m, z, t: F.cross_entropy(z.view(-1, z.shape[-1]), target=t.view(-1)),
+    "shifted": shifted,
+    "the last tokens": lambda m, z, t: F.cross_entropy(z[:, -4:, :].reshape(-1, z.size(-1)), t[:, -4:].flatten()),
+    "as float": lambda m, z, t: nn.CrossEntropyLoss()(z.float().flatten(0, 1), t.flatten()),
+    "to its own device": lambda m, z, t: flat(m, z.to(t.device).to(torch.float32), t),
+    "scaled": lambda m, z, t: flat(m, 0.25 * z / 2, t),
+    "capped": capped,
+    "capped and scaled": lambda m, z, t: flat(m, torch.tanh(z * 0.5) * 2 * 3, t),
+    "smoothed": lambda m, z, t: flat(m, z, t, label_smoothing=0.2),
+    "ignored": lambda m, z, t: flat(m, z, t, ignore_index=3),
+    "padded": lambda m, z, t: flat(m, z, F.pad(t, (0, 1), value=-100)[:, 1:]),
+    "all ignored but one": lambda m, z, t: flat(m, z, t.masked_fill(torch.arange(S) != 2, -100)),
+    "summed": lambda m, z, t: flat(m, z, t, reduction="sum") / torch.tensor(7),
+    "of each token": lambda m, z, t: (F.cross_entropy(z.transpose(1, 2), t, reduction="none") * torch.arange(S)).mean(),
+    "permuted": lambda m, z, t: F.cross_entropy(z.permute(0, 2, 1), t),
+    "permuted, shifted, copied": lambda m, z, t: F.cross_entropy(z.movedim(2, 1)[..., 1:].contiguous(), t[:, 1:]),
+    "tokens first": lambda m, z, t: flat(m, z.transpose(0, 1).contiguous(), t.t()),
+    "weighted": lambda m, z, t: flat(m, z, t, weight=m.class_weights),
+    "with an added buffer": lambda m, z, t: flat(m, z / 2 + m.class_weights + m.class_weights[None, None], t),
+    "one token": lambda m, z, t: F.cross_entropy(z[0, 1], t[0, 1]) + F.cross_entropy(z[1], t[1]),
+    "every second": lambda m, z, t: flat(m, z.float()[1:, ::2].clone(), t[1:, ::2]),
+    "in chunks": in_chunks,
+}
+
+
+@pytest.mark.parametrize("way", SERVED)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_loss_without_logits(way: str, bias: bool) -> None:
+    theirs = model_of(SERVED[way], bias=bias)
+    ours = converted(theirs)
+    assert_same_step(ours, theirs)
+    assert keeps_logits(theirs, ids(), ids(1))
+    assert not keeps_logits(ours, ids(), ids(1))
+
+
+def z_loss(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+    return flat(model, logits, targets) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def measured(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.accuracy = (logits.argmax(-1) == targets).float().mean()
+    return flat(model, logits, targets)
+
+
+def changed_after_a_copy(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+    half = logits / 2
+    logits[:, 0] = 0.0
+    return flat(model, half, targets) + flat(model, logits, targets)
+
+
+class Doubled(torch.autograd.Function):
+    """Someone's own node, to which logits come past __torch_function__."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor) -> Tensor:
+        return 2 * z
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return 2 * dy
+
+
+READ: dict[str, Loss] = {
+    "also a z-loss": z_loss,
+    "also an argmax": measured,
+    "also detached": lambda m, z, t: flat(m, z, t) + z.detach().square().mean() * m.added.sum(),
+    "also another's node": lambda m, z, t: flat(m, z, t) + Doubled.apply(z[:, 1:] / 3).tanh().mean(),
+}
+LEFT: dict[str, Loss] = {
+    "a detached head": lambda m, z, t: flat(m, z.detach(), t) + m.added.square().sum() + 0 * z.sum(),
+    "masked rows": lambda m, z, t: F.cross_entropy(z[t != 3], t[t != 3]),
+    "listed rows": lambda m, z, t: F.cross_entropy(z.flatten(0, 1)[[1, 0, 5]], t.flatten()[:3]),
+    "an added parameter": lambda m, z, t: flat(m, z + m.added, t),
+    "a number for each logit": lambda m, z, t: flat(m, z + torch.arange(S * V).view(S, V) % 5.0, t),
+    "capped, then added to": lambda m, z, t: flat(m, torch.tanh(z) + m.class_weights, t),
+    "added to in place": lambda m, z, t: flat(m, z.add_(m.class_weights), t),
+    "scaled by a parameter": lambda m, z, t: flat(m, z * m.added[0], t),
+    "changed after a copy": changed_after_a_copy,
+    "changed in place": lambda m, z, t: flat(m, z.div_(2), t),
+    "hidden classes": lambda m, z, t: flat(m, z.masked_fill(torch.arange(V) == 66, -1e4), t.clamp(max=65)),
+    "fewer classes": lambda m, z, t: F.cross_entropy(z[..., :66].reshape(-1, 66), t.flatten().clamp(max=65)),
+    "viewed across tokens": lambda m, z, t: F.cross_entropy(z.reshape(B, V, S), t),
+    "probabilities": lambda m, z, t: F.cross_entropy(z.flatten(0, 1), F.one_hot(t.flatten(), V).float()),
+    "rounded": lambda m, z, t: flat(m, (z * 64).round() / 64 + z, t),
+    "a negative cap": lambda m, z, t: flat(m, torch.tanh(z) * -3, t),
+}
+
+
+@pytest.mark.parametrize("way", READ)
+def test_logits_that_are_read_as_well(way: str) -> None:
+    theirs = model_of(READ[way])
+    with pytest.warns(UserWarning, match="forward also hands the logits of head to"):
+        ours = converted(theirs)
+    assert_same_step(ours, theirs)
+
+
+@pytest.mark.parametrize("way", LEFT)
+def test_another_loss_is_left(way: str) -> None:
+    theirs = model_of(LEFT[way])
+    ours = copy.deepcopy(theirs)
+    conversion = ckptkern.convert(ours, ids(), ids(1))
+    head = [row for row in conversion if row.name == "head"]
+    assert [row.served_by for row in head] in ([], [None]), str(conversion)
+    assert all(row.reason for row in head)
+    assert "forward" not in vars(ours.head)
+    assert_same_step(ours, theirs)
+
+
+@pytest.mark.parametrize("way", LEFT)
+def test_another_loss_than_the_example_is_right(way: str) -> None:
+    theirs = model_of()
+    ours = converted(theirs)
+    ours.loss = theirs.loss = LEFT[way]
+    assert_same_step(ours, theirs)
+
+
+# -- precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """Also where the loss is outside of it, and logits are read there."""
+    theirs = model_of(lambda m, z, t: flat(m, z.float(), t), tied=False)
+    ours = converted(theirs)
+
+    def run(model: LM, autocast: bool = True) -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            logits, inside = model(ids(2), ids(3))
+        outside = flat(model, logits.float(), ids(3)) + logits.float().square().mean()
+        assert logits.dtype == (dtype if autocast else torch.float64)
+        (inside + outside).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    assert_as_exact(run(ours), run(theirs), run(copy.deepcopy(theirs).double(), autocast=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_losss_dtype_is_the_originals(dtype: torch.dtype) -> None:
+    theirs = model_of().to(dtype)
+    ours = converted(theirs)
+    want, loss = theirs(ids(), ids(1))[1], ours(ids(), ids(1))[1]
+    assert loss.dtype == want.dtype == dtype
+    torch.testing.assert_close(loss, want)
+
+
+def test_a_gradient_scaler() -> None:
+    theirs = model_of(tied=False)
+    ours, losses = converted(theirs), []
+    for model in (ours, theirs):
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.optim.SGD(model.parameters(), 0.1)
+        for seed in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(ids(seed), ids(seed + 1))[1]
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(float(loss))
+    assert losses[:3] == pytest.approx(losses[3:], rel=2e-3)
+
+
+# -- what else a model's user does
+
+
+@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle])
+def test_a_copy_is_converted_and_on_its_own(copied: Callable) -> None:
+    theirs = model_of()
+    ours = copied(converted(theirs))
+    assert_same_step(ours, theirs)
+    assert not keeps_logits(ours, ids(), ids(1))
+    ckptkern.revert(ours)
+    assert [vars(m).get("forward") for m in ours.modules()] == [None] * 5
+    assert keeps_logits(ours, ids(), ids(1))
+
+
+def test_state_and_signature_stay() -> None:
+    theirs = model_of()
+    ours = converted(theirs)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours.head.weight is ours.embed.weight
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    model_of().load_state_dict(torch.load(file))
+    again = ckptkern.convert(ours, ids(), ids(1))
+    assert len(again.converted) == 1, "a second call replaces the first"
+
+
+def hooked(model: LM) -> None:
+    model.head.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def quantized(model: LM) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Scaled), False)
+
+
+class Named(Tensor):
+    pass
+
+
+class Tripling(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * super().forward(input)
+
+
+def sparse(model: LM) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().to_sparse_csr(), False)
+
+
+OWN_FORWARD = {
+    "a sparse weight": sparse,
+    "another class": lambda model: setattr(model.head, "__class__", Tripling),
+    "a hook": hooked,
+    "a hook before": lambda model: model.head.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "a backward hook": lambda model: model.head.register_full_backward_hook(lambda m, dx, dy: (2 * dx[0],)),
+    "a parametrized weight": lambda model: nn.utils.parametrizations.weight_norm(model.head),
+    "a quantized weight": quantized,
+    "a subclass of tensors": lambda model: model.body.register_forward_hook(lambda m, args, y: y.as_subclass(Named)),
+}
+LATER = OWN_FORWARD | {
+    "LoRA": lambda model: setattr(model, "head", LoRA(model.head)),
+    "another layer": lambda model: setattr(model, "head", nn.Linear(WIDTH, V)),
+    "another weight": lambda model: setattr(model.head, "weight", nn.Parameter(torch.randn(V, WIDTH))),
+    "a frozen head": lambda model: model.head.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_later_change_counts(what: str) -> None:
+    theirs = model_of(tied=False)
+    ours = converted(theirs)
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        LATER[what](model)
+    assert_same_step(ours, theirs)
+    assert type(ours.head(ours.hidden(ids()))) is not Logits or what not in OWN_FORWARD
+
+
+@pytest.mark.parametrize("what", [name for name in LATER if name not in ("another layer", "another weight")])
+def test_what_was_there_before_is_read(what: str) -> None:
+    theirs = model_of(tied=False)
+    ours = copy.deepcopy(theirs)
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        LATER[what](model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        conversion = ckptkern.convert(ours, ids(), ids(1))
+    served = [row.name for row in conversion.converted]
+    assert served == (["head"] if what == "a frozen head" else [])
+    assert_same_step(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_levels_and_the_table(dtype: torch.dtype) -> None:
+    theirs, kept = model_of(lambda m, z, t: flat(m, z.float(), t)).to(dtype), {}
+    for level in ("none", "selective", "full"):
+        model = copy.deepcopy(theirs)
+        (row,) = ckptkern.convert(model, ids(), ids(1), recompute=level)
+        assert (row.name, row.kind) == ("head", "Linear")
+        assert row.error < 2e-5
+        if level == "none" and dtype is torch.float32:  # both keep 4 bytes of a logit
+            assert (row.served_by, row.reason) == (None, "linear_cross_entropy keeps no less")
+            continue
+        assert row.served_by == "linear_cross_entropy"
+        with kept_tensors(model) as found:
+            model(ids(), ids(1))
+        kept[level] = found.bytes
+        with kept_tensors(theirs) as found:
+            theirs(ids(), ids(1))
+        assert found.bytes - kept[level] == row.kept_before - row.kept_after
+    assert kept["selective"] == kept["full"] < kept.get("none", 10**9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [("loss", "the loss is"), ("gradient", "the numbers of linear_cross_entropy")]
+)
+def test_an_op_that_were_wrong_would_not_serve(monkeypatch: pytest.MonkeyPatch, wrong: str, reason: str) -> None:
+    right = ckptkern.ops.linear_cross_entropy
+
+    def op(x: Tensor, *args, **kwargs) -> Tensor:
+        more = 0.1 * x.square().mean()
+        return right(x, *args, **kwargs) + (more if wrong == "loss" else more - more.detach())
+
+    monkeypatch.setattr(ckptkern.ops, "linear_cross_entropy", op)
+    conversion = ckptkern.convert(model_of(), ids(), ids(1))
+    assert not conversion.converted
+    assert reason in str(conversion)
+
+
+def test_the_probe_moves_nothing() -> None:
+    model = model_of().train()
+    random, attributes = torch.get_rng_state(), set(vars(model.head))
+    ckptkern.convert(model, ids(), ids(1))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(m.training for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    assert set(vars(model.head)) == attributes | {"forward"}
+    assert model.head.forward.log is None
+
+
+def test_a_model_whose_example_has_no_loss_says_so() -> None:
+    conversion = ckptkern.convert(model_of(), ids())
+    assert not conversion.converted
+    assert "head: the example's call has no F.cross_entropy of it: with labels" in str(conversion)
+    assert not ckptkern.convert(model_of()).rows
+
+
+def test_include_and_exclude() -> None:
+    model = model_of()
+    assert [row.served_by for row in ckptkern.convert(model, ids(), ids(1), include="head")] == ["linear_cross_entropy"]
+    assert not ckptkern.convert(model, ids(), ids(1), exclude="head").converted
+    assert [row.served_by for row in ckptkern.convert(model, ids(), include="head")] == ["linear_act"]
+
+
+def test_it_compiles_without_a_break() -> None:
+    theirs = model_of()
+    ours = converted(theirs)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    loss = compiled(ids(2), ids(3))[1]
+    (mine,), (want,) = (
+        torch.autograd.grad(one, [model.embed.weight])
+        for one, model in ((loss, ours), (theirs(ids(2), ids(3))[1], theirs))
+    )
+    torch.testing.assert_close(mine, want)
+
+
+def test_functional_calls_and_transforms() -> None:
+    theirs = model_of()
+    ours = converted(theirs)
+    parameters = {name: torch.randn_like(p) for name, p in theirs.named_parameters()}
+    grads = [
+        torch.func.grad(lambda p, m=model: torch.func.functional_call(m, p, (ids(), ids(1)))[1])(parameters)
+        for model in (ours, theirs)
+    ]
+    for name, want in grads[1].items():
+        torch.testing.assert_close(grads[0][name], want)
+    for p in parameters.values():
+        p.requires_grad_()
+    losses = [torch.func.functional_call(model, parameters, (ids(), ids(1)))[1] for model in (ours, theirs)]
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_a_checkpoint(reentrant: bool) -> None:
+    theirs = model_of()
+    ours = converted(theirs)
+    grads = []
+    for model in (ours, theirs):
+        hidden = model.hidden(ids())
+        loss = torch.utils.checkpoint.checkpoint(
+            lambda h, m=model: flat(m, m.head(h), ids(1)), hidden, use_reentrant=reentrant
+        )
+        grads.append(torch.autograd.grad(loss, model.embed.weight) if not reentrant else loss.backward())
+    if reentrant:
+        grads = [(model.embed.weight.grad,) for model in (ours, theirs)]
+    torch.testing.assert_close(*grads)
+
+
+def test_a_small_classifier_of_one_token() -> None:
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(self.body(x).relu()), target)
+
+    torch.manual_seed(0)
+    model, x, target = Classifier(), torch.randn(5, 8), torch.tensor([0, 2, 1, 1, 0])
+    want = torch.autograd.grad(model(x, target), [*model.parameters()])
+    assert [row.name for row in ckptkern.convert(model, x, target).converted] == ["head"]
+    for mine, one in zip(torch.autograd.grad(model(x, target), [*model.parameters()]), want, strict=True):
+        torch.testing.assert_close(mine, one)

@@ -1,0 +1,181 @@
+"""convert on transformers' language models, called with labels: heads, experts and layers together."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckptkern
+from ckptkern.conversion.logits import Logits
+from ckptkern.memory import kept_tensors
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+V = 97
+BASE = dict(
+    vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+WIDE = BASE | dict(head_dim=8)
+SPARSE = WIDE | dict(num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2)
+DEEPSEEK = BASE | dict(
+    num_key_value_heads=4, n_routed_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, n_group=2, topk_group=1,
+    first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+)  # fmt: skip
+SMALL = dict(
+    vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
+    embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+MODELS = {
+    "LlamaForCausalLM": ("LlamaConfig", BASE),
+    "tied LlamaForCausalLM": ("LlamaConfig", BASE | dict(tie_word_embeddings=True)),
+    "GPT2LMHeadModel": ("GPT2Config", SMALL),
+    "Gemma2ForCausalLM": ("Gemma2Config", WIDE),
+    "CohereForCausalLM": ("CohereConfig", BASE | dict(logit_scale=0.25)),
+    "GraniteForCausalLM": ("GraniteConfig", BASE | dict(logits_scaling=4.0)),
+    "PhiForCausalLM": ("PhiConfig", BASE),
+    "MixtralForCausalLM": ("MixtralConfig", BASE | dict(num_local_experts=4)),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", SPARSE),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", DEEPSEEK),
+}
+EXPERTS = {"MixtralForCausalLM": 2, "Qwen3MoeForCausalLM": 2, "DeepseekV3ForCausalLM": 1}  # layers with experts
+
+
+def model_of(name: str) -> nn.Module:
+    config, settings = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name.split()[-1])(getattr(transformers, config)(**settings))
+    return model.train()
+
+
+def batch(seed: int = 0, length: int = 11) -> dict[str, Tensor]:
+    ids = torch.randint(3, V, (2, length), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+def converted(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    served = [row.served_by for row in ckptkern.convert(model, **batch()).converted]
+    assert served.count("linear_cross_entropy") == 1
+    assert served.count("moe_mlp") == EXPERTS.get(type(model).__name__, 0)
+    return model
+
+
+def gradients(model: nn.Module, **kwargs) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(**kwargs).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    floor = 1e-2 * max(t.norm() for name, t in theirs.items() if name != "loss")
+    assert abs(ours["loss"] / theirs["loss"] - 1) < 1e-6
+    for name, want in theirs.items():
+        assert (ours[name] - want).norm() <= 2e-5 * (want.norm() + floor), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_gradients_and_kept_bytes(name: str) -> None:
+    theirs = model_of(name)
+    ours = converted(theirs)
+    for kwargs in (batch(1), batch(2, 17), batch(3) | {"num_items_in_batch": torch.tensor(40)}):
+        assert_same(gradients(ours, **kwargs), gradients(theirs, **kwargs))
+    kept = []
+    for model in (ours, theirs):
+        with kept_tensors(model) as found:
+            model(**batch(4))
+        kept.append(found)
+    assert not any(V in shape for shape, _, _ in kept[0].tensors), str(kept[0])
+    assert any(V in shape for shape, _, _ in kept[1].tensors)
+    assert kept[0].bytes < kept[1].bytes * (0.7 if "Deepseek" in name else 0.5)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_training_run(name: str) -> None:
+    theirs = model_of(name)
+    ours, losses = converted(theirs), []
+    for model in (ours, theirs):
+        optimizer, found = torch.optim.AdamW(model.parameters(), 3e-3), []
+        for seed in range(8):
+            loss = model(**batch(seed % 2)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[1][-1] < 0.95 * losses[1][0]
+
+
+@pytest.mark.parametrize("name", ["tied LlamaForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM"])
+def test_logits_are_there_for_who_reads_them(name: str) -> None:
+    theirs = model_of(name)
+    ours = converted(theirs)
+    out = ours(**batch())
+    assert isinstance(out.logits, Logits)
+    assert out.logits.made is None
+    torch.testing.assert_close(out.logits + 0, theirs(**batch()).logits, rtol=1e-5, atol=1e-6)
+    ids = batch()["input_ids"]
+    logits = [model(ids, use_cache=False).logits.log_softmax(-1) for model in (ours, theirs)]
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert type(ours(ids).logits) is Tensor
+    generated = [model.eval().generate(ids, max_new_tokens=4, do_sample=False) for model in (ours, theirs)]
+    assert torch.equal(*generated)
+
+
+def test_bfloat16_loses_nothing() -> None:
+    """Logits are not rounded: the loss is nearer to float64's than that of the model as it was."""
+    theirs = model_of("LlamaForCausalLM")
+    exact = copy.deepcopy(theirs).double()
+    ours, errors = converted(theirs.bfloat16()), []
+    for model in (ours, theirs):
+        errors.append([abs(float(model(**batch(s)).loss.detach() - exact(**batch(s)).loss.detach())) for s in range(6)])
+    assert ours(**batch()).loss.dtype == theirs(**batch()).loss.dtype == torch.float32
+    assert sum(errors[0]) <= 2 * sum(errors[1])
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_adapters_on_the_head_are_not_bypassed(place: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    theirs = model_of("LlamaForCausalLM")
+    if place == "after":
+        ours = adapted(converted(theirs))
+        theirs = adapted(theirs)
+    else:
+        theirs = adapted(theirs)
+        ours = copy.deepcopy(theirs)
+        assert "lm_head" not in str([row.name for row in ckptkern.convert(ours, **batch()).converted])
+    mine, want = (gradients(model, **batch(1)) for model in (ours, theirs))
+    assert any("lm_head.lora_B" in key for key in want)
+    assert_same(mine, want)
+
+
+def test_a_mixtures_auxiliary_loss_and_other_experts() -> None:
+    theirs = model_of("MixtralForCausalLM")
+    ours = converted(theirs)
+    kwargs = batch(1) | {"output_router_logits": True}
+    assert_same(gradients(ours, **kwargs), gradients(theirs, **kwargs))
+    for model in (ours, theirs):
+        model.set_experts_implementation("eager")
+    assert_same(gradients(ours, **batch(1)), gradients(theirs, **batch(1)))
+
+
+def test_without_labels_the_table_says_what_is_missing() -> None:
+    model = model_of("LlamaForCausalLM")
+    conversion = ckptkern.convert(model, batch()["input_ids"], use_cache=False)
+    assert [row.name for row in conversion.left] == ["lm_head"]
+    assert "with labels" in str(conversion)

@@ -1,0 +1,107 @@
+"""Logits of a converted head: what they are for who reads them, and when they cannot be made any more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conversion.test_heads import LM, WIDTH, B, Doubled, S, V, assert_same_step, converted, ids, model_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from ckptkern.conversion.logits import Logits, Product, Tokens
+
+
+def test_logits_are_the_linear_layers() -> None:
+    model = converted(model_of(bias=True))
+    logits, _ = model(ids(), ids(1))
+    assert isinstance(logits, Logits)
+    assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == ((B, S, V), V, 3, B)
+    assert (logits.dtype, logits.device, logits.requires_grad) == (torch.float32, torch.device("cpu"), True)
+    assert logits.grad_fn is not None
+    want = F.linear(model.hidden(ids()), model.head.weight, model.head.bias)
+    assert torch.equal(logits, want)
+    assert torch.equal(logits[..., 1:, :].detach(), want[:, 1:])
+    assert logits.tolist() == want.tolist()
+    assert str(logits.detach()) == str(want.detach())
+
+
+def test_without_a_loss_they_are_logits_of_any_use() -> None:
+    theirs = model_of()
+    ours = converted(theirs)
+    for use in (
+        lambda z: z.softmax(-1).square().sum(),
+        lambda z: Doubled.apply(z).sin().sum(),
+        lambda z: torch.autograd.grad(z.tanh().sum(), z)[0].sum() + z.mean(),
+        lambda z: torch.stack(list(z)).exp().mean(),
+        lambda z: F.cross_entropy(z.transpose(1, 2), ids(1)),
+    ):
+        (mine,), (want,) = (torch.autograd.grad(use(model(ids())[0]), [model.embed.weight]) for model in (ours, theirs))
+        torch.testing.assert_close(mine, want)
+    for mode in (True, False):
+        with torch.no_grad():
+            logits, _ = ours.train(mode)(ids(), ids(1))
+        assert type(logits) is Tensor
+        assert torch.equal(logits, theirs(ids())[0])
+    with torch.inference_mode():
+        assert type(ours(ids())[0]) is Tensor
+
+
+def test_a_hook_on_logits_is_called_by_the_loss() -> None:
+    def hooked(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+        logits.register_hook(lambda dy: 3 * dy)
+        return logits.tanh().sum()
+
+    theirs = model_of()
+    ours = converted(theirs)
+    ours.loss = theirs.loss = hooked
+    assert_same_step(ours, theirs)
+    logits, _ = converted(model_of())(ids(), ids(1))
+    logits.register_hook(print)  # as fully_shard does with all outputs
+    assert logits.made is None
+    with pytest.raises(RuntimeError, match="no gradient to retain"):
+        logits.retain_grad()
+
+
+@pytest.mark.parametrize("when", ["an optimizer's step", "freed"])
+def test_logits_that_come_too_late_are_an_error(when: str) -> None:
+    model = converted(model_of())
+    logits, loss = model(ids(), ids(1))
+    if when == "freed":
+        model.head.weight.data.untyped_storage().resize_(0)
+    else:
+        loss.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match="Read logits before the optimizer's step"):
+        logits.argmax(-1)
+    with pytest.raises(RuntimeError, match="Read logits before"):
+        F.cross_entropy(logits.transpose(1, 2), ids(1))
+
+
+def test_a_wrong_target_is_torchs_error() -> None:
+    model = converted(model_of())
+    with pytest.raises(IndexError, match="out of bounds"):
+        model(ids(), ids(1) + V)
+    with pytest.raises(ValueError, match="Expected input batch_size"):
+        model(ids(), ids(1)[:, 1:])
+
+
+def test_metadata_asks_for_no_values() -> None:
+    x, w = torch.randn(4, WIDTH), torch.randn(V, WIDTH)
+    logits = Product(x, w, None).logits()
+    hash(logits), logits.numel(), logits.stride(), logits.is_contiguous(), logits.element_size(), logits.layout
+    assert logits.view(2, 2, V)[1].shape == (2, V)
+    assert logits.made is None
+    assert not logits.requires_grad
+
+
+def test_a_view_that_cuts_tokens_apart_is_none() -> None:
+    whole = Product(torch.randn(4, WIDTH), torch.randn(V, WIDTH), None).logits().tokens
+    assert whole.others() == [0]
+    for shape, strides, first in (
+        ((3, V), (1, 1), 0),
+        ((3, V), (V, 1), 1),
+        ((3, V), (V - 1, 1), 0),
+        ((3, V - 1), (V, 1), 0),
+    ):
+        cut = Tokens(whole.rows, V, whole.stand_in.as_strided(shape, strides, first))
+        assert cut.others() is None

@@ -1,0 +1,71 @@
+"""Converted heads under DistributedDataParallel and fully_shard train as one process with all ranks' batches."""
+
+import copy
+
+import pytest
+import torch
+from conversion.test_heads import LM, flat, ids, model_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ckptkern
+from ckptkern.conversion.logits import Logits
+
+STEPS = 3
+
+
+def converted(model: nn.Module, served: bool = True) -> nn.Module:
+    conversion = ckptkern.convert(model, ids(), ids(1))
+    assert [row.served_by for row in conversion.converted] == ["linear_cross_entropy"] * served, str(conversion)
+    return model
+
+
+def sharded(model: LM, head: bool = False) -> LM:
+    fully_shard(model.body)
+    if head:
+        fully_shard(model.head)
+    return fully_shard(model)
+
+
+WAYS = {
+    "DDP": lambda model: DistributedDataParallel(converted(model)),
+    "DDP, static graph": lambda model: DistributedDataParallel(converted(model), static_graph=True),
+    "DDP, a search for what is unused": lambda model: DistributedDataParallel(
+        converted(model), find_unused_parameters=True
+    ),
+    "convert, shard": lambda model: sharded(converted(model)),
+    "shard, convert": lambda model: converted(sharded(model)),
+    "convert, shard, the head alone": lambda model: sharded(converted(model), head=True),
+    "shard, convert, the head alone": lambda model: converted(sharded(model, head=True), served=False),
+}
+
+
+def losses(model: nn.Module, ranks: list[int]) -> list[float]:
+    """Of training steps with the mean of these ranks' losses."""
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.5), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        each = [model(ids(10 * step + rank), ids(10 * step + rank + 1))[1] for rank in ranks]
+        loss: Tensor = sum(each) / len(each)
+        loss.backward()
+        optimizer.step()
+        found.append([float(one.detach()) for one in each])
+    return found
+
+
+def _check(rank: int, way: str) -> None:
+    model = model_of(flat, tied=False, bias=True)
+    del model.added  # is in no loss, which DDP would wait for
+    want = losses(copy.deepcopy(model), [0, 1])
+    ours = WAYS[way](model)
+    found = losses(ours, [rank])
+    assert [one for (one,) in found] == pytest.approx([one[rank] for one in want], rel=1e-5)
+    assert want[-1] != pytest.approx(want[0], rel=1e-2)
+    logits, _ = model(ids(), ids(1))
+    assert (type(logits) is Logits) == (not way.endswith("alone"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_head_is_trained_as_in_one_process(ranks, way: str) -> None:
+    ranks.run(2, _check, way)
