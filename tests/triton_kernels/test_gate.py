@@ -31,7 +31,7 @@ def learned(what: str) -> dict:
 def test_the_shipped_cases():
     """Every kernel, tile row, architecture and dtype, aligned and ragged: what `make gate` compiles."""
     shipped = cases.shipped_cases()
-    assert len(shipped) <= 700
+    assert len(shipped) <= 750
     other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
     products = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
     few = {(op, arch, "few") for op, arch, _ in products if not op.startswith("stack_")}
