@@ -36,12 +36,18 @@ GETTERS = (
     "is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
 )  # fmt: skip
 METHODS = (
-    "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference",
-    "ndimension", "nelement", "numel", "size", "storage_offset", "stride",
+    "__len__", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_inference",
+    "ndimension", "nelement", "numel", "size",
 )  # fmt: skip
 DESCRIBING = frozenset((
     *(getattr(Tensor, name).__get__ for name in GETTERS), *(getattr(Tensor, name) for name in METHODS),
     torch.is_floating_point, torch.is_complex, torch.numel,
+))  # fmt: skip
+PLACING = frozenset((Tensor.is_contiguous, Tensor.storage_offset, Tensor.stride))  # a copy's are its values'
+# What lets others at the values, besides results that share their memory.
+SHOWING = frozenset((
+    "__array__", "__dlpack__", "__set__", "_typed_storage", "data_ptr", "numpy", "register_hook", "retain_grad", "storage",
+    "untyped_storage",
 ))  # fmt: skip
 
 
@@ -59,6 +65,14 @@ class Step(NamedTuple):
     @property
     def is_in_place(self) -> bool:
         return self.name == "__setitem__" or is_in_place(self.name) or self.kwargs.get("out") is not None
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Is it that of logits?"""
+        inputs = self.kwargs.get("inputs", self.args[1:2])
+        return self.function is Tensor.retain_grad or (
+            self.function is torch.autograd.grad and any(isinstance(one, Logits) for one in leaves_of(inputs))
+        )
 
     def __call__(self, values: Tensor) -> Any:
         args, kwargs = mapped(lambda one: values if isinstance(one, Logits) else one, (self.args, self.kwargs))
@@ -144,6 +158,11 @@ def _to(step: Step, stand_in: Tensor, device: torch.device) -> Tensor | None:
     return stand_in.to(dtype or stand_in.dtype) if wanted in (None, device) else None
 
 
+def _share(one: Any, other: Tensor) -> bool:
+    strided = isinstance(one, Tensor) and one.layout is torch.strided
+    return strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 class Product:
     """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None.
 
@@ -157,9 +176,10 @@ class Product:
         self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
         self.level, self.log = level, log
         self.precision = state.Precision()
-        self.versions = [one._version for one in self.tensors]
+        self.marks = [(one._version, one.data_ptr()) for one in self.tensors]
         self.has_loss = False
-        self.made: list[weakref.ref[Logits]] = []
+        self.is_shown = False
+        self.given: list[weakref.ref[Logits]] = []
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -167,7 +187,7 @@ class Product:
 
     def check(self) -> None:
         """Raises RuntimeError unless x and the parameters are what they were."""
-        same = [one._version for one in self.tensors] == self.versions
+        same = [(one._version, one.data_ptr()) for one in self.tensors] == self.marks
         if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
             raise RuntimeError(
                 "ckptkern.convert: logits are wanted now, and the head's input or weight is no longer what it was. Read "
@@ -182,6 +202,19 @@ class Product:
         for step in steps:
             y = step(y)
         return y
+
+    def shared(self) -> Tensor:
+        """The logits, by aliases of the tensors: a gradient for these alone, of x too where x comes from a tied weight."""
+        self.aliases = [one.view_as(one) for one in self.tensors]
+        return self.values((), self.aliases)
+
+    def show(self) -> None:
+        """Makes the values of all its logits, which from now on are these: someone may change them, or hooks them."""
+        if not self.is_shown:
+            for one in self.given:
+                if (logits := one()) is not None:
+                    logits.values()
+            self.is_shown = True
 
     def logits(self) -> Logits:
         V = len(self.weight)
@@ -208,26 +241,31 @@ class _Promise(torch.autograd.Function):
             Logits, one.shape, strides=one.stride(), storage_offset=one.storage_offset(), dtype=one.dtype,
             device=product.x.device,
         )  # fmt: skip
-        vars(made).update(fields)
-        product.made.append(weakref.ref(made))
-        ctx.product, ctx.steps = product, made.steps
+        vars(made).update(fields, made=[])
+        product.given.append(weakref.ref(made))
+        ctx.product, ctx.steps, ctx.made = product, made.steps, made.made
         return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        wanted = ctx.needs_input_grad[1:]
-        tensors = [t.detach().requires_grad_(need) for t, need in zip(ctx.product.tensors, wanted, strict=True)]
-        with torch.enable_grad():
-            y = ctx.product.values(ctx.steps, tensors)
-        grads = iter(torch.autograd.grad(y, [t for t in tensors if t.requires_grad], dy))
+        product, wanted = ctx.product, ctx.needs_input_grad[1:]
+        if ctx.made:  # they may have been changed in place since
+            (y,), tensors = ctx.made, product.aliases
+        else:
+            tensors = [t.detach().requires_grad_(need) for t, need in zip(product.tensors, wanted, strict=True)]
+            with torch.enable_grad():
+                y = product.values(ctx.steps, tensors)
+        needed = [t for t, need in zip(tensors, wanted, strict=True) if need]
+        found = torch.autograd.grad(y, needed, dy, retain_graph=True) if y.requires_grad else [None] * len(needed)
+        grads = iter(found)
         return None, *(next(grads) if need else None for need in wanted)
 
 
 class Logits(Tensor):
     """What a Product's logits z are after some steps: scale * (z + bias), or cap times its tanh, of some tokens.
 
-    It may have values too, which may be changed in place: then it is these, and nothing is followed.
+    It may have values too. Once others hold them, and may change them in place, it is these, and nothing is followed.
     """
 
     product: Product
@@ -237,55 +275,61 @@ class Logits(Tensor):
     bias: Tensor | None = None
     steps: tuple[Step, ...] = ()
     source: Logits | None = None  # what the last step was called with
-    made: Tensor | None = None
-    version: int = 0  # of `made`, when it was made
+    made: list[Tensor]  # its values, if there are any; shared with its node
 
     __hash__ = object.__hash__
 
-    def is_changed(self) -> bool:
-        changed = self.made is not None and self.made._version != self.version
-        return changed or (self.source is not None and self.source.is_changed())
-
     def values(self) -> Tensor:
         """Those of the product, which are made once, after the steps."""
-        if self.made is None:
+        if not self.made:
             with torch.inference_mode(False), torch.enable_grad():
-                self.made = self.product.values() if self.source is None else self.steps[-1](self.source.values())
-            self.version = self.made._version
-        return self.made
+                self.made.append(self.product.shared() if self.source is None else self.steps[-1](self.source.values()))
+        return self.made[0]
+
+    def describes(self, function: Callable) -> bool:
+        """Is it a function that needs no values?"""
+        if self.product.is_shown:
+            return False
+        return function in DESCRIBING or (function in PLACING and all(step.name in VIEWS for step in self.steps))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
         given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
         self, product = given[0], given[0].product
-        if function in DESCRIBING or (function is Tensor.register_hook and product.has_loss):
+        if self.describes(function) or (function is Tensor.register_hook and product.has_loss):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **step.kwargs)
-        if function is Tensor.retain_grad and product.has_loss:
+        if product.has_loss and step.wants_gradient:
             raise RuntimeError(
-                "ckptkern.convert: logits whose loss was taken have no gradient to retain: it is never formed"
+                f"ckptkern.convert: {step.name} of logits whose loss was taken: their gradient is never formed. Convert with "
+                "exclude= for this layer"
             )
-        if (torch.is_grad_enabled() or product.log is not None) and len(given) == 1 and not self.is_changed():
+        if (torch.is_grad_enabled() or product.log is not None) and len(given) == 1 and not product.is_shown:
             found = self.loss(step) if function is F.cross_entropy else self.followed(step)
             if found is not None:
                 return found
         if product.log is not None:
             product.log.append(Wanted(self, step, False))
-        if step.is_in_place:  # copies that are still to be made are those of before
-            for one in product.made:
-                if (logits := one()) is not None:
-                    logits.values()
+        if step.is_in_place or step.name in SHOWING:  # copies that are still to be made are those of before
+            product.show()
         args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if any(_share(one, values) for one in leaves_of(result) for it in given for values in it.made):
+            product.show()
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function._schema.is_mutable:
             raise RuntimeError(f"ckptkern.convert: logits without values cannot be changed by {function}")
-        args, kwargs = mapped(
-            lambda one: one.product.values(one.steps) if isinstance(one, Logits) else one, (args, kwargs or {})
-        )
+
+        def values(one: Any) -> Any:
+            if not isinstance(one, Logits):
+                return one
+            return one.made[0].detach() if one.made else one.product.values(one.steps)
+
+        args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def followed(self, step: Step) -> Logits | None:

@@ -120,7 +120,7 @@ def test_logits_are_there_for_who_reads_them(name: str) -> None:
     ours = converted(theirs)
     out = ours(**batch())
     assert isinstance(out.logits, Logits)
-    assert out.logits.made is None
+    assert not out.logits.made
     torch.testing.assert_close(out.logits + 0, theirs(**batch()).logits, rtol=1e-5, atol=1e-6)
     ids = batch()["input_ids"]
     logits = [model(ids, use_cache=False).logits.log_softmax(-1) for model in (ours, theirs)]

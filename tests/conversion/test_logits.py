@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from conversion.test_heads import LM, WIDTH, B, Doubled, S, V, assert_same_step, converted, ids, model_of
+from conversion.test_heads import WIDTH, B, Doubled, S, V, assert_same_step, converted, ids, model_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -46,28 +48,118 @@ def test_without_a_loss_they_are_logits_of_any_use() -> None:
         assert type(ours(ids())[0]) is Tensor
 
 
-def test_a_hook_on_logits_is_called_by_the_loss() -> None:
-    def hooked(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
-        logits.register_hook(lambda dy: 3 * dy)
-        return logits.tanh().sum()
+def loss_of(z: Tensor) -> Tensor:
+    return F.cross_entropy(z.flatten(0, -2), ids(1).flatten())
 
+
+def hooked(z: Tensor) -> Tensor:
+    z.register_hook(lambda dy: 3 * dy)
+    return loss_of(z)
+
+
+def retained(z: Tensor) -> Tensor:
+    z.retain_grad()
+    loss_of(z).backward(retain_graph=True)
+    return loss_of(z) + (z.grad.sin() * z).sum()
+
+
+def hooked_node(z: Tensor) -> Tensor:
+    z.register_hook(lambda dy: 3 * dy)
+    return Doubled.apply(z).sin().sum()
+
+
+def divided_node(z: Tensor) -> Tensor:
+    z.div_(4)
+    return Doubled.apply(z).sin().sum()
+
+
+def masked_node(z: Tensor) -> Tensor:
+    z[..., 0] = 0
+    return Doubled.apply(z).sin().sum()
+
+
+def masked_data(z: Tensor) -> Tensor:
+    z.data[..., 5] = -1e4
+    return loss_of(z)
+
+
+def replaced_data(z: Tensor) -> Tensor:
+    z.data = z.detach() / 2
+    return loss_of(z)
+
+
+def masked_array(z: Tensor) -> Tensor:
+    z.detach().numpy()[..., 5] = -1e4
+    return loss_of(z)
+
+
+def copied_before(z: Tensor) -> Tensor:
+    half = z.float() * 0.5
+    with torch.no_grad():
+        z.detach()[..., 5] = -1e4
+    return loss_of(half) + loss_of(z)
+
+
+def changed_after(z: Tensor) -> Tensor:
+    half = z.float() * 0.5
+    z.exp_()
+    return loss_of(half) + loss_of(z)
+
+
+def detached(z: Tensor) -> Tensor:
+    before = z.exp().sum()
+    z.detach_()
+    return loss_of(z) + before
+
+
+def gradient_of(z: Tensor) -> Tensor:
+    (dz,) = torch.autograd.grad(z.softmax(-1).square().sum(), z, create_graph=True)
+    return (dz * z).sum() + loss_of(z)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        hooked, retained, hooked_node, divided_node, masked_node, masked_data, replaced_data, masked_array, copied_before,
+        changed_after, detached, gradient_of,
+    ],
+)  # fmt: skip
+def test_hooks_and_changes_of_logits_count(use: Callable[[Tensor], Tensor]) -> None:
     theirs = model_of()
     ours = converted(theirs)
-    ours.loss = theirs.loss = hooked
+    ours.loss = theirs.loss = lambda model, logits, targets: use(logits)
     assert_same_step(ours, theirs)
-    logits, _ = converted(model_of())(ids(), ids(1))
+
+
+def test_gradients_that_are_never_formed_are_refused() -> None:
+    logits, loss = converted(model_of())(ids(), ids(1))
     logits.register_hook(print)  # as fully_shard does with all outputs
-    assert logits.made is None
-    with pytest.raises(RuntimeError, match="no gradient to retain"):
+    assert not logits.made
+    with pytest.raises(RuntimeError, match="retain_grad of logits whose loss was taken"):
         logits.retain_grad()
+    with pytest.raises(RuntimeError, match="grad of logits whose loss was taken"):
+        torch.autograd.grad(loss, logits, allow_unused=True)
+    torch.autograd.grad(logits.sum(), logits.product.weight)
 
 
-@pytest.mark.parametrize("when", ["an optimizer's step", "freed"])
+def test_a_copy_tells_its_own_layout() -> None:
+    w = torch.randn(V, WIDTH)
+    want = F.linear(torch.randn(B, S, WIDTH), w)
+    logits = Product(torch.randn(B, S, WIDTH), w, None).logits()
+    for change in (lambda z: z.transpose(1, 2).contiguous(), lambda z: z.transpose(0, 1) * 2, lambda z: z[:, 1:]):
+        ours, theirs = change(logits), change(want)
+        assert (ours.stride(), ours.is_contiguous()) == (theirs.stride(), theirs.is_contiguous())
+        assert ours.storage_offset() == theirs.storage_offset()
+
+
+@pytest.mark.parametrize("when", ["an optimizer's step", "freed", "replaced"])
 def test_logits_that_come_too_late_are_an_error(when: str) -> None:
     model = converted(model_of())
     logits, loss = model(ids(), ids(1))
     if when == "freed":
         model.head.weight.data.untyped_storage().resize_(0)
+    elif when == "replaced":
+        model.head.weight.data = 2 * model.head.weight.data
     else:
         loss.backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
@@ -90,7 +182,7 @@ def test_metadata_asks_for_no_values() -> None:
     logits = Product(x, w, None).logits()
     hash(logits), logits.numel(), logits.stride(), logits.is_contiguous(), logits.element_size(), logits.layout
     assert logits.view(2, 2, V)[1].shape == (2, V)
-    assert logits.made is None
+    assert not logits.made
     assert not logits.requires_grad
 
 
