@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,6 +57,22 @@ def read_experts(module: torch.nn.Module, flat: list[Any]) -> Reading:
     x, weights = floating if flat[floating[1]].shape == flat[index[0]].shape else floating[::-1]
     routing = {"top_k_index": Argument(index[0]), "top_k_weights": Argument(weights)}
     return Reading("moe_mlp", routing | layout_of(module), x, [[{("activation",): name} for name in ACTIVATIONS]])
+
+
+def routed(reading: dict[str, Any], x: int, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
+    """The arguments of calls with inputs so large that a clamp shows, and of one whose rows all go to the first experts, of
+    which some forwards take no more than so many."""
+    index, weights = (reading[name].index for name in ("top_k_index", "top_k_weights"))
+    for scale in (30, 1000):
+        yield f"inputs {scale} times as large", [scale * v if i == x else v for i, v in enumerate(flat)]
+    lead, top_k = (*flat[x].shape[:-2], rows), flat[index].shape[-1]
+    slots = (*(lead if flat[index].dim() == flat[x].dim() else (math.prod(lead),)), top_k)
+    many = {
+        x: flat[x].new_empty((*lead, flat[x].shape[-1])).normal_(),
+        index: torch.arange(top_k, device=flat[index].device).to(flat[index].dtype).expand(slots),
+        weights: flat[weights].new_empty(slots).uniform_(),
+    }
+    yield f"{rows} rows at one expert", [many.get(i, v) for i, v in enumerate(flat)]
 
 
 def _activation(module: torch.nn.Module) -> str:

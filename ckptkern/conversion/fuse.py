@@ -19,7 +19,7 @@ from ..subclasses import foreign
 from .alike import Proven, call_kinds
 from .binding import Fused, Segment, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
-from .experts import is_experts, read_experts
+from .experts import is_experts, read_experts, routed
 from .grammar import read
 from .guard import Watch
 from .leaves import Probability
@@ -129,13 +129,16 @@ def prove(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, A
 
 
 def check_elsewhere(segment: Segment, original: Callable, fused: Callable, flat: list[Any], masks: set[int]) -> None:
-    """In training mode, and for larger calls."""
+    """In training mode, for larger calls, and what a trace would show."""
     module = segment.module
     if not any(p.value for p in templates(segment.template, Probability)):  # some forwards differ in training alone
         module.train()
         check_enlarged("training", original, fused, flat)
         module.eval()
-    for what, other in enlarged(flat, segment.inputs, masks):
+    others = enlarged(flat, segment.inputs, masks)
+    if segment.op == "moe_mlp":  # which is not traced
+        others = itertools.chain(others, routed(segment.template, segment.x, flat))
+    for what, other in others:
         check_enlarged(what, original, fused, other)
 
 

@@ -29,7 +29,7 @@ class Groups(NamedTuple):
 
 def route(index: Tensor, experts: int) -> Groups:
     """index [T, top_k] of any integer type; a number outside of 0..experts - 1 drops its slot. Nothing waits for the host."""
-    ids = index.reshape(-1)
+    ids = index.reshape(-1).to(torch.int64)  # in 8 bits, `experts` may have no place
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids).to(torch.int32)
     ids, order = torch.sort(ids, stable=True)
     rows = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)

@@ -74,7 +74,7 @@ class Sequential(torch.nn.Sequential):
         return f"segments={self.segments!r}"
 
 
-def _through(layers: tuple[Callable, ...], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *args: Any) -> Tensor:
     """x through the layers, each at its own level, also inside a segment."""
     with nullcontext() if torch.compiler.is_compiling() else own_levels():  # compiled, ops keep to their levels anyway
         for layer in layers:
@@ -114,9 +114,9 @@ class LayerStack(torch.nn.ModuleList):
         for start in starts:
             group = layers[start : start + self.every]
             if start == starts[-1] or not torch.is_grad_enabled():
-                x = _through(group, x, *args, **kwargs)
+                x = _through(group, kwargs, x, *args)
             else:
-                x = checkpoint(_through, group, x, *args, **self.options, **kwargs)
+                x = checkpoint(_through, group, kwargs, x, *args, **self.options)
         return x
 
     def __getitem__(self, index):

@@ -286,8 +286,8 @@ def grouped_gated_mlp(
         raise ShapeError(
             f"{op}: row_weights must have shape ({x.shape[0]},), one value for each row, but has {tuple(row_weights.shape)}"
         )
-    rows = torch.arange(x.shape[0], dtype=offs.dtype, device=x.device)
-    index = torch.searchsorted(offs, rows, right=True)  # the number of experts for rows beyond the last
+    rows = torch.arange(x.shape[0], device=x.device)
+    index = torch.searchsorted(offs.to(rows.dtype), rows, right=True)  # the number of experts for rows beyond the last
     return _call(
         op, x, index[:, None], row_weights[:, None], gate_up_weight, None, down_weight, None, activation, recompute
     )

@@ -154,6 +154,14 @@ class Clamped(Experts):
         return mixture(x, index, weights, self.both, self.down, act=act)
 
 
+class ClampedFar(Experts):
+    """As DeepSeek V4's and GPT-OSS's, whose limits no ordinary row reaches."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        act = lambda g: F.silu(g.clamp(max=100.0))  # noqa: E731
+        return mixture(x, index, weights, self.both, self.down, act=act)
+
+
 class UpFirst(Experts):
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return mixture(x, index, weights, torch.cat(self.both.chunk(2, 1)[::-1], 1), self.down)
@@ -174,6 +182,14 @@ class Capacity(Experts):
         return mixture(x, index, weights * (place <= 16), self.both, self.down)
 
 
+class LargeCapacity(Experts):
+    """No expert takes more than 400 rows."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        place = F.one_hot(index.flatten(), E).cumsum(0).gather(1, index.flatten()[:, None]).view(index.shape)
+        return mixture(x, index, weights * (place <= 400), self.both, self.down)
+
+
 class Another(Experts):
     """With a parameter more."""
 
@@ -191,7 +207,9 @@ class Interleaved(Experts):
         return mixture(x, index, weights, both, self.down)
 
 
-@pytest.mark.parametrize("kind", [Clamped, UpFirst, Unweighted, Capacity, Another, Interleaved])
+@pytest.mark.parametrize(
+    "kind", [Clamped, ClampedFar, UpFirst, Unweighted, Capacity, LargeCapacity, Another, Interleaved]
+)
 def test_other_experts_are_left(kind: type) -> None:
     theirs = model_of(kind)
     ours = copy.deepcopy(theirs)

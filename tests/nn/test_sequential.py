@@ -150,6 +150,23 @@ def test_arguments_of_all_layers_are_kept_once():
     assert kept.bytes < 12 * ROW
 
 
+class Named(nn.Module):
+    """Its arguments are called as options of checkpoint."""
+
+    def forward(self, x, debug=0.0, early_stop=0.0):
+        return x.sin() + debug + early_stop
+
+
+def test_keywords_are_the_layers():
+    layers, x = [Named() for _ in range(5)], torch.randn(3, 4, requires_grad=True)
+    expected = x
+    for layer in layers:
+        expected = layer(expected, debug=0.5, early_stop=2.0)
+    found = LayerStack(layers, debug=False)(x, debug=0.5, early_stop=2.0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (found, expected)))
+
+
 def test_a_stack_is_a_module_list():
     layers = llama()
     stack, plain = LayerStack(layers, 3, determinism_check="none"), nn.ModuleList(layers)

@@ -465,6 +465,19 @@ def test_leading_dimensions_and_integer_types():
             assert torch.equal(found[name].view(value.shape), value), name
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_narrow_integers_hold_no_row_and_no_count(dtype):
+    E, rows, narrow = 256, 300, torch.iinfo(dtype)
+    x, w, wd = torch.randn(rows, 4), torch.randn(E, 6, 4), torch.randn(E, 4, 3)
+    index = torch.arange(rows).clamp(max=min(narrow.max, E - 1))[:, None]
+    mine, want = (ckptkern.moe_mlp(x, i, torch.ones(rows, 1), w, wd) for i in (index.to(dtype), index))
+    assert torch.equal(mine, want)
+    ends = torch.tensor([50, 100])
+    mine, want = (ckptkern.grouped_gated_mlp(x, offs, w[:2], wd[:2]) for offs in (ends.to(dtype), ends))
+    assert torch.equal(mine, want)
+    assert not mine[100:].any()
+
+
 def test_names_of_nodes():
     index = routing("even", 6, 2, 3)
     y = ours_of(index)(tensors_of(index, 3, 8, 8, torch.float32))
