@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern import eager, triton_kernels
+from ckptkern.eager import packing as eager_packing
 from ckptkern.ops import _choices
 from ckptkern.triton_kernels import packing
 from ckptkern.triton_kernels.tile import Tile
@@ -65,6 +66,16 @@ def test_the_layout(dtype, exponent, backend, device):
 
 
 @each_dtype
+def test_on_a_gpu_the_definition_adds_no_numbers(dtype, device):
+    """Its other form gives the same."""
+    h = torch.randn(37, 301).to(device, dtype).relu()
+    for room in rooms(h):
+        packed = eager.pack_nonzeros(h, room)
+        with mock.patch.object(eager_packing, "_add", eager_packing._put):
+            assert_same_packed(eager.pack_nonzeros(h, room), packed)
+
+
+@each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_unpacked_with_forwards_bits(shape, dtype, device):
     """Whatever the room: rows that fit are read, others are made again by the product that made them."""
@@ -106,16 +117,18 @@ def test_a_part_of_the_rows(start, device):
     assert torch.equal(triton_kernels.unpack_nonzeros(*given, "ieee"), h[part])
 
 
-def test_the_mask_is_the_stored_one(device):
-    """Bits that another product's rounding may have set otherwise: 0 stays 0, and what is set is positive, if small."""
-    x, w, b = layer(70, 24, 50, torch.bfloat16, device)
+@each_dtype
+def test_the_mask_is_the_stored_one(dtype, device):
+    """Bits that another product's rounding may have set otherwise: 0 stays 0, and what is set is positive, if small, though not
+    so small that torch.set_flush_denormal makes it 0."""
+    x, w, b = layer(70, 24, 50, dtype, device)
     other = eager.pack_nonzeros(torch.randn(70, 50, device=device).relu(), 0)
     zeros = triton_kernels.linear_fwd(x, w, b, "relu", "ieee")[0] == 0
     bits = eager.unpack_bits(other[0], 50)
     for backend in (triton_kernels, eager):
         h = backend.unpack_nonzeros(*other[:2], x.new_empty(0), x, w, b, "ieee")
         assert torch.equal(h > 0, bits)
-        assert (h[zeros & bits] == 2.0**-133).all()
+        assert (h[zeros & bits] == torch.finfo(dtype).tiny).all()
         assert (h[~zeros & bits] > 2.0**-20).all()
 
 
