@@ -1,5 +1,7 @@
 """ReLU's non-zeros: packed as the definition packs them, unpacked with forward's bits, and what has no room made again."""
 
+import contextlib
+from collections.abc import Iterator
 from unittest import mock
 
 import cases
@@ -161,32 +163,62 @@ def test_tiles_whose_rows_fit_multiply_nothing(device, interpreted):
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what makes the host wait for a GPU, in the bodies of our ops too."""
+    """Counts operations, and those that make the host wait for a GPU, in the bodies of our ops too."""
 
     WAITING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
 
     def __init__(self, device: str):
         super().__init__()
-        self.count, self.key = 0, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
+        self.count, self.operations, self.key = 0, 0, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "ckptkern":
             with self:
                 return func.redispatch(self.key, *args, **(kwargs or {}))
+        self.operations += 1
         self.count += func._schema.name.removeprefix("aten::") in self.WAITING
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def lists_read() -> Iterator[list]:
+    """What Tensor.tolist is called for: it waits, too, and on a CPU is no operation."""
+    read, whole = [], torch.Tensor.tolist
+    with mock.patch.object(torch.Tensor, "tolist", lambda t: read.append(t) or whole(t)):
+        yield read
+
+
 @pytest.mark.parametrize("setup", cases.setups(("relu",), ("packed",), (0.3,), ("linear_stack", "mlp")))
 def test_nothing_is_read_on_the_host(setup, device):
-    """By kernels, so that CUDA graphs capture a step; PyTorch ops read in backward alone."""
+    """By kernels, so that CUDA graphs capture a step; PyTorch ops read once for each h, in backward."""
     tensors = {name: t.detach().to(device).requires_grad_() for name, t in cases.make(setup).items()}
-    for backend in ("triton", "eager"):
-        with ckptkern.backend(backend), HostReads(device) as reads:
+    for backend, once in (("triton", 0), ("eager", 1)):
+        with ckptkern.backend(backend), HostReads(device) as reads, lists_read() as lists:
             y = setup.call(tensors)
-            assert reads.count == 0
+            assert (reads.count, len(lists)) == (0, 0)
             torch.autograd.grad(y, list(tensors.values()), torch.ones_like(y))
-        assert (reads.count == 0) == (backend == "triton")
+        assert (reads.count, len(lists)) == (0, once * (sum("weight" in name for name in tensors) - 1))
+
+
+@pytest.mark.parametrize("room", [0, 99_999])
+def test_the_definition_reads_once_on_the_host_however_large(room, device):
+    x, w, b = layer(60, 3, 5000, torch.float32, device)
+    h = eager.linear_fwd(x, w, b, "relu", "ieee")[0]
+    with HostReads(device) as reads, lists_read() as lists:
+        packed = eager.pack_nonzeros(h, room)
+        assert (reads.count, len(lists)) == (0, 0)
+        again = eager.unpack_nonzeros(*packed, x, w, b, "ieee")
+    assert (reads.count, len(lists)) == (0, 1)
+    torch.testing.assert_close(again, h)
+
+
+def test_on_meta_nothing_is_taken_apart():
+    """`report` and `plan` run there at sizes of models."""
+    h, weight = torch.empty(4096, 8192, device="meta"), torch.empty(8192, 4, device="meta")
+    with HostReads("cpu") as reads:
+        packed = eager.pack_nonzeros(h, 1000)
+        eager.unpack_nonzeros(*packed, h[:, :4], weight, None, "ieee")
+    assert reads.operations < 10
 
 
 @pytest.mark.parametrize("capacity", [0.0, 0.2, 1.0])
