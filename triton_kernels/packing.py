@@ -145,7 +145,8 @@ def _rows_of_blocks(h: torch.Tensor) -> tuple[tuple[int], dict]:
 def pack_nonzeros(h, room: int):
     """h [M, N] -> (bits uint8 [M, ceil(N/8)], offsets int64 [M + 1], values [room] of h's dtype).
 
-    The non-zeros of row i are values[offsets[i] : offsets[i + 1]]; what is beyond the room is left out, what stays free is 0.
+    The non-zeros of row i are values[offsets[i] : offsets[i + 1]]; what is beyond the room is left out, what stays free is 0:
+    unpack_nonzeros does not read it, but a store with a scale for a block of saved numbers does.
     -0 counts as 0. Two launches, and torch's sum between them.
     """
     M, N = h.shape

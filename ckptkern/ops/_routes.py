@@ -160,10 +160,8 @@ def with_tiles(route: str, family: int) -> tuple[str, ...]:
     return tuple(f"{route}:{tiles}" for tiles in VARIANTS.get(route, {}).get(family, ()))
 
 
-ROUTES = (
-    *OF_KERNELS, *(name for route in VARIANTS for family in VARIANTS[route] for name in with_tiles(route, family)), "eager",
-    *OF_EAGER,
-)  # fmt: skip
+_TILES = dict.fromkeys(name for route in VARIANTS for family in VARIANTS[route] for name in with_tiles(route, family))
+ROUTES = (*OF_KERNELS, *_TILES, "eager", *OF_EAGER)
 
 
 def of_kernels(name: str, kernels: ModuleType) -> Dual:

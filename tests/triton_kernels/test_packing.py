@@ -221,15 +221,23 @@ def test_on_meta_nothing_is_taken_apart():
     assert reads.operations < 10
 
 
-@pytest.mark.parametrize("capacity", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("route", ["triton", "dual", "library", "persistent"])
-def test_routes(route, capacity, device):
-    """h as backward sees it, spelled by fc2's gradient, is forward's, in two chunks; on cuBLAS's, what was read."""
-    rows, hidden = 140, 24
-    x, w1, b1 = layer(rows, 9, hidden, torch.bfloat16, device)
+def test_room_that_stays_free_spoils_no_block_of_a_store(device):
+    """Whose scale is that of the largest of 128 numbers."""
+    x, w, b = layer(16, 8, 24, torch.float32, device)
+    h = triton_kernels.linear_fwd(x, w, b, "relu", "ieee")[0]
+    w2 = torch.eye(16, 24, device=device).requires_grad_()
+    with ckptkern.backend("triton"), ckptkern.storage.compress("fp8", min_bytes=0):
+        y = ckptkern.mlp(x, w, b, w2, None, "relu", recompute="packed", capacity=1.0)
+    y.backward(torch.eye(16, device=device))
+    torch.testing.assert_close(w2.grad, h, rtol=1 / 8, atol=0.01)
+
+
+def check_route(route, capacity, device, rows, features, hidden, workspace):
+    """h as backward sees it, spelled by fc2's gradient, is forward's; on cuBLAS's, what was read."""
+    x, w1, b1 = layer(rows, features, hidden, torch.bfloat16, device)
     w2 = torch.eye(rows, hidden, dtype=x.dtype, device=device).requires_grad_()
     with ckptkern.backend("triton"), _choices.forced_route(route):
-        y = ckptkern.mlp(x, w1, b1, w2, None, "relu", 0.3, recompute="packed", capacity=capacity, workspace=1)
+        y = ckptkern.mlp(x, w1, b1, w2, None, "relu", 0.3, recompute="packed", capacity=capacity, workspace=workspace)
     y.backward(torch.eye(rows, dtype=x.dtype, device=device))
     h = y.detach()[:, :hidden]
     fit = fitting(eager.pack_nonzeros(h, rows * -int(-capacity * hidden // 1)))
@@ -240,3 +248,18 @@ def test_routes(route, capacity, device):
     if route != "library":
         assert torch.equal(w2.grad, h)
     torch.testing.assert_close(w2.grad, h)
+
+
+@pytest.mark.parametrize("capacity", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("route", ["triton", "dual", "library", "persistent"])
+def test_routes(route, capacity, device):
+    """In two chunks."""
+    check_route(route, capacity, device, rows=140, features=9, hidden=24, workspace=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("route", ["triton:128x256", "persistent:256x128"])
+def test_routes_with_other_tiles(route, capacity):
+    """Which forward takes for many rows; what is made again has the shipped one."""
+    check_route(route, capacity, "cuda", rows=4096, features=64, hidden=1024, workspace=None)
