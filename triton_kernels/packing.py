@@ -108,7 +108,8 @@ def _remake_store(acc, n0, b_ptr, h_rows, bits_rows, offsets_ptr, room, scale, p
     z = preact_tile(acc, b_ptr, offs_n, N, h_rows[0].dtype.element_ty)
     h = cast(widen(cast(act(z, "relu"), z.dtype)) * scale, z.dtype)
     WORD: tl.constexpr = tl.uint32 if z.dtype.primitive_bitwidth == 32 else tl.uint16
-    tiny = tl.full(h.shape, 1 << z.dtype.fp_mantissa_width, dtype=WORD).to(z.dtype, bitcast=True)  # the smallest normal number
+    # The smallest number that no mode flushes to 0.
+    tiny = tl.full(h.shape, 1 << z.dtype.fp_mantissa_width, dtype=WORD).to(z.dtype, bitcast=True)
     again = tl.load(offsets_ptr + 1 + offs_m, mask=offs_m < M, other=0) > room
     keep = load_bits(bits_rows, offs_m, n0, N, again, acc.shape[1]) != 0
     h = tl.where(keep, tl.where(widen(h) <= 0.0, tiny, h), cast(tl.zeros_like(acc), z.dtype))

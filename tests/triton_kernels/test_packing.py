@@ -169,7 +169,8 @@ class HostReads(TorchDispatchMode):
 
     def __init__(self, device: str):
         super().__init__()
-        self.count, self.operations, self.key = 0, 0, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
+        self.count = self.operations = 0
+        self.key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "ckptkern":
