@@ -108,10 +108,11 @@ def _remake_store(acc, n0, b_ptr, h_rows, bits_rows, offsets_ptr, room, scale, p
     z = preact_tile(acc, b_ptr, offs_n, N, h_rows[0].dtype.element_ty)
     h = cast(widen(cast(act(z, "relu"), z.dtype)) * scale, z.dtype)
     WORD: tl.constexpr = tl.uint32 if z.dtype.primitive_bitwidth == 32 else tl.uint16
-    smallest = tl.full(h.shape, 1, dtype=WORD).to(z.dtype, bitcast=True)
+    # The smallest number that no mode flushes to 0.
+    tiny = tl.full(h.shape, 1 << z.dtype.fp_mantissa_width, dtype=WORD).to(z.dtype, bitcast=True)
     again = tl.load(offsets_ptr + 1 + offs_m, mask=offs_m < M, other=0) > room
     keep = load_bits(bits_rows, offs_m, n0, N, again, acc.shape[1]) != 0
-    h = tl.where(keep, tl.where(widen(h) <= 0.0, smallest, h), cast(tl.zeros_like(acc), z.dtype))
+    h = tl.where(keep, tl.where(widen(h) <= 0.0, tiny, h), cast(tl.zeros_like(acc), z.dtype))
     store_tile(h_rows, offs_m, offs_n, mask & again[:, None], h)
 
 
@@ -145,7 +146,8 @@ def _rows_of_blocks(h: torch.Tensor) -> tuple[tuple[int], dict]:
 def pack_nonzeros(h, room: int):
     """h [M, N] -> (bits uint8 [M, ceil(N/8)], offsets int64 [M + 1], values [room] of h's dtype).
 
-    The non-zeros of row i are values[offsets[i] : offsets[i + 1]]; what is beyond the room is left out, what stays free is 0.
+    The non-zeros of row i are values[offsets[i] : offsets[i + 1]]; what is beyond the room is left out, what stays free is 0:
+    unpack_nonzeros does not read it, but a store with a scale for a block of saved numbers does.
     -0 counts as 0. Two launches, and torch's sum between them.
     """
     M, N = h.shape

@@ -8,9 +8,9 @@ from torch import Tensor
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, column_sum_if, dropped, pack_bits
 
 
-def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """x w^T + b for x [M, K], w [N, K], b [N] or None."""
-    return torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
+def product(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    """x w^T + b for x [M, K], w [N, K], b [N] or None; written to `out`, if there is one."""
+    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
 
 
 def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:

@@ -127,11 +127,12 @@ class Wide(Library):
         return h, z if keep_z else None, eager.pack_bits(~(z <= 0)) if keep_bits else None
 
     def unpack_nonzeros(self, *packed, scale=1.0):
-        return eager.unpack_with(self.linear_fwd, *packed, scale)
+        return eager.unpack_with(self.product, *packed, scale)
 
     @staticmethod
-    def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return eager.product(x.float(), w.float(), None if b is None else b.float()).to(x.dtype)
+    def product(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+        result = eager.product(x.float(), w.float(), None if b is None else b.float())
+        return result.to(x.dtype) if out is None else out.copy_(result)
 
     @staticmethod
     def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
@@ -159,10 +160,8 @@ def with_tiles(route: str, family: int) -> tuple[str, ...]:
     return tuple(f"{route}:{tiles}" for tiles in VARIANTS.get(route, {}).get(family, ()))
 
 
-ROUTES = (
-    *OF_KERNELS, *(name for route in VARIANTS for family in VARIANTS[route] for name in with_tiles(route, family)), "eager",
-    *OF_EAGER,
-)  # fmt: skip
+_TILES = dict.fromkeys(name for route in VARIANTS for family in VARIANTS[route] for name in with_tiles(route, family))
+ROUTES = (*OF_KERNELS, *_TILES, "eager", *OF_EAGER)
 
 
 def of_kernels(name: str, kernels: ModuleType) -> Dual:

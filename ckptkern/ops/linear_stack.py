@@ -283,7 +283,7 @@ def linear_stack(
     least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
-    workspace), RuntimeError (backend).
+    capacity, workspace), RuntimeError (backend).
     """
     op = "linear_stack"
     check_packed_statics(op, activation, recompute, capacity)

@@ -182,7 +182,7 @@ class MLP(Op):
 class PackedMLP(MLP):
     """mlp at level "packed": in place of h its non-zeros are kept."""
 
-    name = "mlp_packed"
+    variant = "_packed"
     kept = "Tensor? bits, Tensor? offsets, Tensor? values"
     statics = f"{MLP.statics}, float capacity"
     results = "(Tensor y, Tensor bits, Tensor offsets, Tensor values)"
@@ -266,7 +266,7 @@ def mlp(
 
     Inside torch.utils.checkpoint the level is "none": the checkpoint already rebuilds the segment.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
-    probability, workspace), RuntimeError (backend).
+    probability, capacity, workspace), RuntimeError (backend).
     """
     if ACTIVE.shard is not None:
         arguments = dict(

@@ -4,8 +4,9 @@ this machine.
 Of every op, dtype and size the routes (`ops/_routes.py`) are checked against float64, then timed in turns, forward and
 backward at "full". Of the quickest routes of kernels the variants follow, the same routes with other tiles: those that compile
 for this card without more spills than the shipped tiles have, and fit into its shared memory, are checked and timed likewise,
-together with the routes that they come from and the default. What replaces the default is quicker by more than the noise: its
-median by MARGIN, and its 80th percentile below the default's median.
+together with the routes that they come from and the default. The table has one row for an op, a dtype and a size; what replaces
+the default there is quicker by more than the noise, summed over the problems of the row: its medians by MARGIN, and its 80th
+percentiles below the default's medians.
 """
 
 from __future__ import annotations
@@ -64,38 +65,56 @@ class Problem(NamedTuple):
 
 @dataclass
 class Outcome:
-    """ms of every round by route; wrong: what was not timed, and why; chosen: the route that the table gets."""
+    """ms of every round by route; same: tiles with which this problem runs the kernels of their route; wrong: what was not
+    timed, and why."""
 
     problem: Problem
     default: str
     ms: dict[str, list[float]] = field(default_factory=dict)
+    same: list[str] = field(default_factory=list)
     wrong: dict[str, str] = field(default_factory=dict)
 
     @property
     def medians(self) -> dict[str, float]:
         return {route: statistics.median(times) for route, times in self.ms.items()}
 
-    @property
-    def chosen(self) -> str:
-        medians = self.medians
-        if self.default not in medians:
-            return min(medians, key=medians.__getitem__, default=self.default)
-        limit = medians[self.default]
+    def times(self, route: str) -> list[float]:
+        return self.ms.get(route.partition(":")[0] if route in self.same else route, [])
 
-        def surely(route: str) -> bool:
-            times = sorted(self.ms[route])
-            return medians[route] < (1 - MARGIN) * limit and times[int(0.8 * (len(times) - 1))] < limit
 
-        return min(filter(surely, medians), key=medians.__getitem__, default=self.default)
+def totals(outcomes: Sequence[Outcome], of: Callable[[list[float]], float]) -> dict[str, float]:
+    """By route the sum over these problems, if it was timed in all of them. of: a problem's figure, of its rounds."""
+    routes = dict.fromkeys(route for one in outcomes for route in (*one.ms, *one.same))
+    times = {route: [one.times(route) for one in outcomes] for route in routes}
+    return {route: sum(map(of, rounds)) for route, rounds in times.items() if all(rounds)}
 
-    def row(self) -> dict[str, Any]:
-        """Of the table's file."""
-        problem = self.problem._asdict() | {
-            "dtype": str(self.problem.dtype).removeprefix("torch."), "features": _routes.SIZES[self.problem.size],
-            "measured": [self.problem.features, self.problem.hidden, self.problem.out],
-        }  # fmt: skip
-        del problem["hidden"], problem["out"]
-        return problem | {"route": self.chosen, "ms": {route: round(ms, 4) for route, ms in self.medians.items()}}
+
+def choice(*outcomes: Outcome) -> str:
+    """The route that the table gets for problems of one row, those of an op, dtype and size."""
+    medians = totals(outcomes, statistics.median)
+    late = totals(outcomes, lambda times: sorted(times)[int(0.8 * (len(times) - 1))])
+    default, base = outcomes[0].default, outcomes[0].default.partition(":")[0]
+    kept = default if default in medians else base  # for tiles that were not timed, their route
+    limit = medians.get(kept, math.inf)
+    surely = [route for route, ms in medians.items() if ms < (1 - MARGIN) * limit and late[route] < limit]
+    return min(surely, key=medians.__getitem__, default=kept)
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Of the table's file: a row for each op, dtype and size, where there was something to choose."""
+    groups: dict[tuple, list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault((one.problem.op, one.problem.dtype, one.problem.size), []).append(one)
+    rows = []
+    for (op, dtype, size), group in groups.items():
+        medians = totals(group, statistics.median)
+        if len(medians) > 1:
+            rows.append({
+                "op": op, "features": _routes.SIZES[size], "dtype": str(dtype).removeprefix("torch."),
+                "tokens": group[0].problem.tokens, "measured": [one.problem[1:4] for one in group],
+                "route": choice(*group), "ms": {route: round(ms, 4) for route, ms in medians.items()},
+            })  # fmt: skip
+    return rows
 
 
 # -- one problem ------------------------------------------------------------------------------------------------------
@@ -220,6 +239,7 @@ class Race:
             return False
         own, shipped = self.compiled(route), self.compiled(base)
         if set(own) == set(shipped):
+            self.outcome.same.append(route)
             return True
         if why := unfit(own, shipped, self.shared_memory):
             self.outcome.wrong[route] = why
@@ -376,8 +396,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def line(outcome: Outcome) -> str:
     """One problem's result."""
-    medians = outcome.medians
-    parts = [f"{route} {ms:.3g} ms{' *' if route == outcome.chosen else ''}" for route, ms in medians.items()]
+    parts = [f"{route} {ms:.3g} ms" for route, ms in outcome.medians.items()]
     parts += [f"{route}: {why}" for route, why in outcome.wrong.items()]
     return f"{outcome.problem!s:44} {'; '.join(parts) or 'nothing ran'}"
 
@@ -437,11 +456,13 @@ def main(args: argparse.Namespace) -> int:
                 )
             )
             print(line(outcomes[-1]), flush=True)
-            rows = [outcome.row() for outcome in outcomes if len(outcome.ms) > 1]  # with one there is nothing to choose
+            rows = rows_of(outcomes)
             if rows and not args.dry_run:
                 _tuned.write(file, machine, merged(file, machine, rows))  # after each: an interrupt loses nothing
+    for row in rows:
+        print(f"{row['op']} {row['dtype']}, {_routes.size_text(_routes.SIZES.index(row['features']))}: {row['route']}")
     if args.dry_run or not rows:
         print("nothing is written")
         return 0 if rows else 1
-    print(f"* is what the table has now: {file}\nprocesses that start from now on read it; `tune --reset` removes it")
+    print(f"the table has these now: {file}\nprocesses that start from now on read it; `tune --reset` removes it")
     return 0

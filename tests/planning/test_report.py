@@ -208,3 +208,6 @@ def test_relus_own_layers_may_be_packed() -> None:
     hidden = 64 * (32 // 8 + 8 + 16 * 4) + 8
     assert packed == {"0": 64 * 8 * 4 + hidden, "1": 64 * (8 * 4 + 1) + hidden}
     assert (relu.recompute, stack.recompute) == ("full", "packed")
+    assert list(report.totals) == list(report.timelines) == [*LEVELS, "packed"]
+    relu.recompute = stack.recompute = "packed"
+    assert report.totals["packed"] == hooked(model, x)

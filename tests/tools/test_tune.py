@@ -78,7 +78,7 @@ def planned(ms: dict[str, list[float]]):
     ],
 )
 def test_a_route_has_to_be_surely_quicker(ms, chosen):
-    assert tune.measure(PROBLEM, CPU, 60, timer=planned(ms)).chosen == chosen
+    assert tune.choice(tune.measure(PROBLEM, CPU, 60, timer=planned(ms))) == chosen
 
 
 KERNELS = _choices.candidates("triton", "cpu", None, FP16)
@@ -96,7 +96,7 @@ def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
     ms = {name: 9.0 if name == slow else 1.0 + n for n, name in enumerate(_routes.OF_KERNELS)}
     first, second = (raced(ms) for _ in range(2))
     assert set(_routes.OF_KERNELS) <= first.ms.keys()
-    assert first.chosen == second.chosen == ("persistent" if slow == "triton" else "triton")
+    assert tune.choice(first) == tune.choice(second) == ("persistent" if slow == "triton" else "triton")
 
 
 # -- tiles
@@ -110,17 +110,18 @@ def test_tiles_of_the_quickest_routes_are_timed_beside_them():
     )
     tried = {*_routes.with_tiles("triton", 90), *_routes.with_tiles("persistent", 90)}
     assert outcome.ms.keys() == {*_routes.OF_KERNELS, *tried}
-    assert outcome.chosen == outcome.row()["route"] == "persistent:256x128"
-    assert outcome.row()["ms"]["persistent:256x128"] == 0.9
+    [row] = tune.rows_of([outcome])
+    assert tune.choice(outcome) == row["route"] == "persistent:256x128"
+    assert row["ms"]["persistent:256x128"] == 0.9
     assert f"{PROBLEM}: persistent:256x128" in said
-    assert "persistent:256x128 0.9 ms *" in tune.line(outcome)
+    assert "persistent:256x128 0.9 ms" in tune.line(outcome)
 
 
 @pytest.mark.parametrize(
     ("ms", "chosen"), [({"triton:128x256": 8.0}, "triton"), ({"triton:128x256": 1.0}, "triton:128x256")]
 )
 def test_tiles_have_to_be_surely_quicker(ms, chosen):
-    assert raced(ms).chosen == chosen
+    assert tune.choice(raced(ms)) == chosen
 
 
 def test_the_default_is_timed_again_with_the_tiles_of_others():
@@ -130,7 +131,7 @@ def test_the_default_is_timed_again_with_the_tiles_of_others():
         outcome = tune.measure(PROBLEM, CPU, 0.0, timer=planned(times))
     assert "dual:128x64" not in outcome.ms
     assert outcome.medians["triton"] == 3.0
-    assert outcome.chosen == "triton"
+    assert tune.choice(outcome) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -155,13 +156,13 @@ def test_wrong_tiles_are_not_timed(bug, why, monkeypatch):
     outcome = raced({"triton:64x256": 0.1, "triton:128x256": 0.2})
     assert list(outcome.wrong) == ["triton:64x256"]
     assert why in outcome.wrong["triton:64x256"]
-    assert outcome.chosen == "triton:128x256"
+    assert tune.choice(outcome) == "triton:128x256"
 
 
 def test_no_tiles_after_the_deadline():
     outcome = raced({"triton:128x256": 1.0}, deadline=0.0)
     assert outcome.wrong == {"tiles": f"the time is over, {len(KERNELS) - len(_routes.OF_KERNELS)} not tried"}
-    assert outcome.chosen == "triton"
+    assert tune.choice(outcome) == "triton"
     assert outcome.ms.keys() == set(_routes.OF_KERNELS)
 
 
@@ -235,10 +236,65 @@ def test_pruning_reads_what_the_compiler_made():
     )
 
 
+@pytest.mark.parametrize(("library", "chosen"), [(0.999, "triton:128x128"), (0.9, "library")])
+def test_a_default_with_tiles_that_a_problem_does_not_use(library, chosen, monkeypatch):
+    """Rows of odd length run the shipped ones. Its route stands in for it."""
+    monkeypatch.setattr(_choices, "default_route", lambda *key: "triton:128x128")
+    monkeypatch.setattr(tune.Race, "_compiled", lambda race, route: [Built("kernel", "shipped", 0, 9000)])
+    monkeypatch.setattr(tune.Race, "shared_memory", 10_000)
+    outcome = raced({"triton": 1.0, "library": library})
+    assert outcome.ms.keys() == set(_routes.OF_KERNELS)
+    assert tune.choice(outcome) == chosen
+
+
+def timed(features: int, default: str = "triton", **ms: float) -> tune.Outcome:
+    problem = PROBLEM._replace(features=features, out=features)
+    return tune.Outcome(problem, default, {name: [one] * 5 for name, one in ms.items()})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        ({"triton": 1.0, "dual": 0.8}, {"triton": 1.0, "dual": 1.3}, "triton"),
+        ({"triton": 1.0, "dual": 0.8}, {"triton": 9.0, "dual": 9.9}, "triton"),  # the larger one has more of the time
+        ({"triton": 1.0, "dual": 1.3}, {"triton": 9.0, "dual": 8.0}, "dual"),
+        ({"triton": 1.0, "dual": 0.5, "library": 0.9}, {"triton": 1.0, "library": 0.9}, "library"),  # where dual failed
+    ],
+)
+def test_problems_of_one_row_choose_together(first, second, chosen):
+    for pair in ((first, second), (second, first)):
+        [row] = tune.rows_of([timed(features, **ms) for features, ms in zip((140, 200), pair, strict=True)])
+        assert row["route"] == chosen
+        assert row["measured"] == [(140, 40, 140), (200, 40, 200)]
+    assert len(tune.rows_of([timed(140, **first), timed(300, **second)])) == 2
+
+
+def test_tiles_that_one_problem_of_a_row_does_not_use():
+    """There they take the time of their route."""
+    odd, even = timed(141, triton=1.0), timed(200, triton=5.0)
+    odd.same, even.ms["triton:128x128"] = ["triton:128x128"], [4.0]
+    assert tune.choice(odd, even) == "triton:128x128"
+
+
+def test_what_is_printed_is_what_the_table_has(monkeypatch, capsys):
+    """Of two problems in one row, which would choose otherwise alone."""
+    times = {140: {"eager": [10.0], "wide": [5.0]}, 200: {"eager": [20.0], "wide": [30.0]}}
+    measured = tune.measure
+    monkeypatch.setattr(
+        tune,
+        "measure",
+        lambda problem, *args, **say: measured(problem, *args, timer=planned(times[problem.features]), **say),
+    )
+    assert main(["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "200x40,140x40", "--tokens", "16"]) == 0
+    forget()
+    assert route() == "eager"
+    assert capsys.readouterr().out.count("mlp float16, up to 256 features: eager\n") == 1
+
+
 def test_a_wrong_route_is_not_timed(monkeypatch):
     monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: _routes.eager.mm(a, b, **out) * 1.01))
     outcome = tune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0], "wide": [1.0]}))
-    assert outcome.chosen == "eager"
+    assert tune.choice(outcome) == "eager"
     assert outcome.ms.keys() == {"eager"}
     assert "times eager's" in outcome.wrong["wide"]
 
@@ -247,7 +303,7 @@ def test_a_route_that_fails_costs_itself_alone(monkeypatch):
     monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: 1 / 0))
     outcome = tune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0]}))
     assert outcome.wrong == {"wide": "ZeroDivisionError: division by zero"}
-    assert outcome.chosen == "eager"
+    assert tune.choice(outcome) == "eager"
 
 
 @pytest.mark.parametrize("op", tune.OPS)
@@ -261,7 +317,7 @@ def test_every_op_is_timed_for_real(op):
     finally:
         _choices._choice.seen = None
     assert seen == [problem[:5]]  # the row that is written is the row that is read
-    assert outcome.row()["features"] == 512
+    assert [row["features"] for row in tune.rows_of([outcome])] == [512]
     assert {len(times) for times in outcome.ms.values()} == {tune.ENOUGH}
     assert min(map(min, outcome.ms.values())) > 0
 
@@ -273,7 +329,7 @@ def test_tiles_are_tuned_on_a_gpu():
     problem = tune.Problem("mlp", 1024, 4096, 1024, BF16, 8192)
     outcome = tune.measure(problem, device, 1.0)
     assert all(re.search(r" spills | bytes of shared memory", why) for why in outcome.wrong.values()), outcome.wrong
-    assert outcome.chosen in outcome.ms
+    assert tune.choice(outcome) in outcome.ms
     assert min(map(min, outcome.ms.values())) > 0
 
 
@@ -428,7 +484,7 @@ def test_a_route_that_fails_later_is_dropped():
 
     outcome = tune.measure(PROBLEM, CPU, 60, timer=timer)
     assert outcome.wrong == {"wide": "StopIteration: "}
-    assert outcome.chosen == "eager"
+    assert tune.choice(outcome) == "eager"
 
 
 def test_a_row_that_does_not_apply_is_passed_over():

@@ -219,7 +219,8 @@ def test_a_card_that_nobody_measured_takes_cublas():
 @pytest.mark.parametrize("name", ["fast", "triton:96x96", "library:128x128", "persistent:64x256", "triton:"])
 def test_a_route_that_does_not_exist(name):
     with (
-        pytest.raises(ValueError, match=rf"forced_route: name must be .*'library'.*'{name}'"),
+        pytest.raises(ValueError, match=rf"forced_route: name must be .*'library'.*'{name}'") as said,
         _choices.forced_route(name),
     ):
         pass
+    assert str(said.value).count("'triton:128x256'") == 1
