@@ -256,8 +256,7 @@ class Race:
             step = self.timer(self.problem, route, self.tensors)
             step()
             self.steps[route] = step
-        # A kernel that does not compile here, or memory that is not there, costs that route alone, and is printed.
-        except Exception as error:
+        except Exception as error:  # what does not compile here, or lacks memory, costs its route alone, and is printed
             self.outcome.wrong[route] = one_line(error)
 
     def run(self, patience: float) -> None:
