@@ -43,8 +43,9 @@ DESCRIBING = frozenset((
     *(getattr(Tensor, name).__get__ for name in GETTERS), *(getattr(Tensor, name) for name in METHODS),
     torch.is_floating_point, torch.is_complex, torch.numel,
 ))  # fmt: skip
-PLACING = frozenset((Tensor.is_contiguous, Tensor.storage_offset, Tensor.stride))  # a copy's are its values'
-# What lets others at the values, besides results that share their memory.
+# Views answer these without values. A copy does not: the stand-in follows its tokens, not how torch lays it out.
+PLACING = frozenset((Tensor.is_contiguous, Tensor.storage_offset, Tensor.stride))
+# After these someone may change or hook the values; and so after any function whose result shares their memory.
 SHOWING = frozenset((
     "__array__", "__dlpack__", "__set__", "_typed_storage", "data_ptr", "numpy", "register_hook", "retain_grad", "storage",
     "untyped_storage",
@@ -68,7 +69,7 @@ class Step(NamedTuple):
 
     @property
     def wants_gradient(self) -> bool:
-        """Is it that of logits?"""
+        """Does it ask for the gradient of logits?"""
         inputs = self.kwargs.get("inputs", self.args[1:2])
         return self.function is Tensor.retain_grad or (
             self.function is torch.autograd.grad and any(isinstance(one, Logits) for one in leaves_of(inputs))
@@ -145,7 +146,7 @@ class Tokens(NamedTuple):
             seen.dtype == before.dtype or (before.dtype.itemsize < seen.dtype.itemsize and seen.dtype == torch.float32)
         ):
             return None
-        if seen.untyped_storage()._cdata == before.untyped_storage()._cdata:
+        if _share(seen, before):
             found = self._replace(stand_in=seen)
         else:
             found = self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
@@ -159,6 +160,7 @@ def _to(step: Step, stand_in: Tensor, device: torch.device) -> Tensor | None:
 
 
 def _share(one: Any, other: Tensor) -> bool:
+    """Is `one` a tensor in other's memory?"""
     strided = isinstance(one, Tensor) and one.layout is torch.strided
     return strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
@@ -179,6 +181,7 @@ class Product:
         self.marks = [(one._version, one.data_ptr()) for one in self.tensors]
         self.has_loss = False
         self.is_shown = False
+        self.aliases: list[Tensor] = []
         self.given: list[weakref.ref[Logits]] = []
 
     @property
@@ -204,7 +207,8 @@ class Product:
         return y
 
     def shared(self) -> Tensor:
-        """The logits, by aliases of the tensors: a gradient for these alone, of x too where x comes from a tied weight."""
+        """The logits, computed from aliases of the tensors. A gradient for these ends there: one for a tied weight itself would
+        go on through x to the embedding, which the outer backward does once more."""
         self.aliases = [one.view_as(one) for one in self.tensors]
         return self.values((), self.aliases)
 
