@@ -250,7 +250,7 @@ def experts_bwd(
         tiles = tiles_of(offs, R, tile)
         launch(
             _experts_bwd_kernel, grid_of_tiles(tiles, N, tile), matrix(x), stacked(w), b, matrix(dy), stacked(wd), s,
-            (matrix(h), matrix(grads), partial), order, offs, tiles, tiles.shape[1], R, T, N, K,
+            matrix(h), matrix(grads), partial, order, offs, tiles, tiles.shape[1], R, T, N, K,
             TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return h, grads, _of_slots(partial, s, groups)
@@ -269,7 +269,7 @@ def experts_act_grad(
         tiles = tiles_of(offs, R, tile)
         launch(
             _experts_act_grad_kernel, grid_of_tiles(tiles, N, tile), matrix(gu), matrix(dy), stacked(wd), s,
-            (matrix(h), matrix(grads), partial), order, offs, tiles, tiles.shape[1], R, T, N, K,
+            matrix(h), matrix(grads), partial, order, offs, tiles, tiles.shape[1], R, T, N, K,
             TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return h, grads, _of_slots(partial, s, groups)

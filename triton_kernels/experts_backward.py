@@ -59,7 +59,8 @@ def _experts_dw_store(acc, n0, dw_rows, offs_m, M, N, ADD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["MAX_TILES", "R", "T"])
 def _experts_bwd_kernel(
-    x_rows, w_stack, b_ptr, dy_rows, wd_stack, s_ptr, results, order_ptr, offs_ptr, tiles_ptr, MAX_TILES, R, T, N, K,
+    x_rows, w_stack, b_ptr, dy_rows, wd_stack, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, offs_ptr, tiles_ptr,
+    MAX_TILES, R, T, N, K,
     TOP_K: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -89,13 +90,13 @@ def _experts_bwd_kernel(
     s = tl.load(s_ptr + slots, mask=rows < R, other=0.0).to(tl.float32)
     by_slices(
         (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _experts_bwd_store,
-        (b_ptr, s, dy_rows, results, rows, R, N, ACT), SUB,
+        (b_ptr, s, dy_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["MAX_TILES", "R", "T"])
 def _experts_act_grad_kernel(
-    gu_rows, dy_rows, wd_stack, s_ptr, results, order_ptr, offs_ptr, tiles_ptr, MAX_TILES, R, T, N, K,
+    gu_rows, dy_rows, wd_stack, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, offs_ptr, tiles_ptr, MAX_TILES, R, T, N, K,
     TOP_K: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +111,10 @@ def _experts_act_grad_kernel(
     wd_rows = of_expert(wd_stack, expert, UNIT)
     acc = product_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     s = tl.load(s_ptr + slots, mask=rows < R, other=0.0).to(tl.float32)
-    by_slices((acc,), pid_n * BLOCK_N, _experts_act_grad_store, (s, gu_rows, results, rows, R, N, ACT), SUB)
+    by_slices(
+        (acc,), pid_n * BLOCK_N, _experts_act_grad_store,
+        (s, gu_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
+    )  # fmt: skip
 
 
 @triton.jit
