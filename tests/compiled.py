@@ -255,8 +255,11 @@ class Hopper:
     get_current_stream = staticmethod(lambda device: 0)
 
 
-def cached() -> dict[str, list[str]]:
-    """The names in Triton's cache of what `compiling.built` compiles, and of what the launch itself would look for."""
+def cached() -> dict[str, list]:
+    """The names in Triton's cache of what `compiling.built` compiles, and of what the launch itself would look for.
+
+    fences, wgmmas, bytes: in the launch's PTX, and of its cubin, after the emulator asked for the PTX alone.
+    """
     hashes, whole = [], triton.compile
 
     def spy(*args, **options):
@@ -266,12 +269,18 @@ def cached() -> dict[str, list[str]]:
     with mock.patch.object(triton, "compile", spy):
         compiling.built(act_grad, 90)
     triton.runtime.driver.set_active(Hopper())
-    launched = [
-        kernel.run(*args, grid=(1,), warmup=True, **kwargs).hash
-        for kernel, args, kwargs in compiling.catch_launches(act_grad, 90)
-        if "BLOCK_K" in kwargs
-    ]
-    return {"built": hashes, "launched": launched}
+    products = [caught for caught in compiling.catch_launches(act_grad, 90) if "BLOCK_K" in caught[2]]
+    for kernel, args, kwargs in products:
+        compiling.compile_launch(kernel, args, kwargs, 90)
+    launched = [kernel.run(*args, grid=(1,), warmup=True, **kwargs) for kernel, args, kwargs in products]
+    texts = [one.asm["ptx"] for one in launched]
+    return {
+        "built": hashes,
+        "launched": [one.hash for one in launched],
+        "fences": [text.count("fence.proxy.async") for text in texts],
+        "wgmmas": [text.count("wgmma.mma_async") for text in texts],
+        "bytes": [len(one.asm["cubin"]) for one in launched],
+    }
 
 
 COUNTER_AND_KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)  # Random123's third answer

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import fences
+
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -242,6 +244,8 @@ def launch(kernel, grid, *args, **kwargs) -> None:
     Triton itself launches on the current device (triton#2441). `run` is what kernel[grid] calls with all arguments packed and
     unpacked once more, a fifteenth of the host's time.
     """
+    if fences.MISSING:
+        fences.fence_launches_of(kernel)
     first = args[0][0] if isinstance(args[0], tuple) else args[0]
     device = getattr(first, "base", first).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():

@@ -59,12 +59,12 @@ class Compiled:
     assemble: Callable[[], bytes]  # the cubin
 
 
-def _stop_at_ptx(backend=None, stages=None, options=None, language=None, capability=None):
-    """Triton's hook for its stages; called without arguments it names itself for the cache."""
-    if stages is None:
-        return PTX_ONLY, PTX_ONLY
-    stages["cubin"] = lambda ptx, metadata: b""
-    return None
+def _source_of(one: Specialized):
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    source = GluonASTSource if one.kernel.is_gluon() else ASTSource
+    return source(one.kernel, one.signature, one.constexprs, one.attrs)
 
 
 def _leaves(kind, value) -> Iterator[tuple[str, object]]:
@@ -112,15 +112,15 @@ def specialize(kernel, args, kwargs, arch: int) -> Specialized:
 
 def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
     """The PTX of a launch for compute capability `arch`, compiled as that launch would be; Triton's cache keeps it."""
-    import triton
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from ..triton_kernels import fences
+
+    def stop_at_ptx(stages: dict) -> None:
+        if fences.MISSING:
+            fences.fence(stages)
+        stages["cubin"] = lambda ptx, metadata: b""
 
     one = specialize(kernel, args, kwargs, arch)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
-        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, one.signature, one.constexprs, one.attrs)
-        compiled = triton.compile(source, one.target, one.options.__dict__)
+    compiled = fences.compile_with(PTX_ONLY, stop_at_ptx, _source_of(one), one.target, one.options.__dict__)
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     arguments = [leaf for name, kind in one.signature.items() for leaf in _leaves(kind, one.bound[name])]
     return Compiled(
@@ -163,14 +163,15 @@ def built(call: Callable, arch: int) -> list[Built]:
     """What the launches of products in `call()` are on compute capability `arch`, each once. Nothing is launched; a launch
     that comes later finds the same in Triton's cache."""
     import triton
-    from triton.compiler import ASTSource
 
+    from ..triton_kernels import fences
+
+    compile = fences.compile_fenced if fences.MISSING else triton.compile
     products = [caught for caught in catch_launches(call, arch) if "BLOCK_K" in caught[2]]
     found = {}
     for one, options in ((specialize(*caught, arch), caught[2]) for caught in products):
         if one.key not in found:
-            source = ASTSource(one.kernel, one.signature, one.constexprs, one.attrs)
-            compiled = triton.compile(source, one.target, one.options.__dict__)
+            compiled = compile(_source_of(one), one.target, one.options.__dict__)
             tile = "{BLOCK_M}x{BLOCK_N}x{BLOCK_K}, {num_warps} warps, {num_stages} stages, SUB {SUB}".format(**options)
             tile += f", {options['maxnreg']} registers" if "maxnreg" in options else ""
             stack = resources(compiled.asm["cubin"])["stack"]

@@ -23,14 +23,6 @@ SCALARS = {
 }  # fmt: skip
 
 
-def compiler_fences_copies() -> bool:
-    """Triton has put a fence.proxy.async between cp.async and wgmma since 3.7 (triton#9610). PTX asks for it; code without it
-    has not been seen to go wrong."""
-    import triton
-
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
-
-
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """What was run, and the seconds that its compilation and its run took."""
@@ -69,9 +61,7 @@ def emulated(
         arguments += [np.uint64(0)] * (parameters - len(arguments))  # scratch memory, which these kernels have none of
         grid = tuple(grid(compiled.bound) if callable(grid) else grid)
         ready = time.perf_counter()
-        counts = emulator.run(
-            ptx, grid, compiled.shared, arguments, tensors.all(), programs(int(np.prod(grid))), compiler_fences_copies()
-        )
+        counts = emulator.run(ptx, grid, compiled.shared, arguments, tensors.all(), programs(int(np.prod(grid))))
         launches.append(Launch(kernel.fn.__name__, arch, counts, ready - started, time.perf_counter() - ready))
 
     with instead_of_launches(run, arch), mock.patch.object(_choices, "_device_reason", return_value=None):

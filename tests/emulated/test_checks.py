@@ -326,11 +326,9 @@ cp.async.wait_group 0;
 )
 
 
-def test_copies_need_a_fence_unless_that_is_waived():
-    """Triton 3.6 puts none between cp.async and wgmma. What threads wrote themselves needs it all the same."""
+def test_copies_need_a_fence():
+    """After they have landed, as what threads wrote themselves does."""
     fence, x = "fence.proxy.async.shared::cta;\n", np.zeros(128, np.uint32)
     run(COPIED, x, threads=128)
     late = COPIED.replace(fence, "").replace("add.s32 %r11", fence + "add.s32 %r11")
     assert fault_of(late, x, threads=128).kind == "proxy"
-    run(late, x, threads=128, copies_need_fence=False)
-    assert fault_of(COPIED.replace(fence, ""), x, threads=128, copies_need_fence=False).kind == "proxy"

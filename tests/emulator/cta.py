@@ -67,7 +67,6 @@ class CTA:
         self.order = Order(self.warps, time)
         self.alive = np.ones(self.threads, bool)
         self.strand = None
-        self.copies_need_fence = True  # launch.run
         self.events = 0  # what may end a wait
         self.barriers: dict[int, Barrier] = {}
         self.woken: list = []  # strands whose barrier is complete
@@ -283,7 +282,7 @@ class CTA:
             self.shared.views[1][offset[:, None] + np.arange(data.shape[1])] = data
             self.shared.flying[index] -= 1
             self.shared.asynchronous -= 1
-            self.shared.note_write(index, threads, self.order, fenced=not self.copies_need_fence)
+            self.shared.note_write(index, threads, self.order)
 
     # --- instructions of a warp
 

@@ -176,13 +176,11 @@ def run(
     arguments: list,
     tensors: list[Tensor],
     programs: Iterable[int] | None = None,
-    copies_need_fence: bool = True,
 ) -> Counts:
     """Runs the kernel of `ptx` on a grid of CTAs, with `shared` bytes of shared memory each.
 
     arguments: a numpy scalar or a TensorMap a parameter, in order. programs: which CTAs run, in which order, by
-    x + X (y + Y z); None: all. copies_need_fence: whether wgmma and TMA may read what cp.async wrote after a fence.proxy.async
-    alone, as PTX says; compilers have left it out.
+    x + X (y + Y z); None: all.
     Raises Fault for what the kernel does wrong, ptx.Unknown for PTX that has no meaning here.
     """
     program = translate(ptx)
@@ -208,7 +206,6 @@ def run(
         special |= {f"%ntid.{axis}": np.uint32(kernel.threads if axis == "x" else 1) for axis in "xyz"}
         special |= {"%tid.y": np.uint32(0), "%tid.z": np.uint32(0)}
         cta = CTA(kernel, shared, granule_of(kernel.widths("shared")), memories, parameters, special, time)
-        cta.copies_need_fence = copies_need_fence
         with np.errstate(all="ignore"):
             run_cta(program, cta, counts)
         counts.ctas += 1
