@@ -30,26 +30,31 @@ LOWEST_LSE = tl.constexpr(-(2.0**24))  # from here on neighbouring float32 numbe
 
 
 @triton.jit
-def _load_row_values(ptr, offs_m, S, other):
-    return tl.load(ptr + offs_m, mask=offs_m < S, other=other)
+def _rows_inside(start, S, BLOCK_M: tl.constexpr):
+    """[BLOCK_M]: is row start + i one of S? For loads of one float32 a row.
+
+    The scan keeps these loads in a layout of one element a thread. Without it Triton 3.6 moves them into the layout of the
+    scores, in which 16 columns are a thread's: 16 asynchronous copies of 4 bytes instead of one.
+    """
+    return tl.cumsum(tl.full((BLOCK_M,), 1, tl.int32), axis=0) <= S - start
 
 
 @triton.jit
-def _load_delta(ptr, offs_m, S, state_ptr, threshold):
+def _load_delta(ptr, offs_m, inside, state_ptr, threshold):
     """delta / keep_scale, so that ds / keep_scale takes no product an element; dq and dk are scaled at the end."""
-    delta = _load_row_values(ptr, offs_m, S, 0.0)
+    delta = tl.load(ptr + offs_m, mask=inside, other=0.0)
     if state_ptr is not None:
         delta *= (65536 - threshold) * (1.0 / 65536)
     return delta
 
 
 @triton.jit
-def _load_lse(ptr, offs_m, S):
+def _load_lse(ptr, offs_m, inside):
     """lse in units of log 2, infinite for a row that saw nothing, so that its p is 0.
 
     So for one of which a mask hides everything by finite numbers, so far down that an lse has no digit for log sum.
     """
-    lse = _load_row_values(ptr, offs_m, S, float("-inf"))
+    lse = tl.load(ptr + offs_m, mask=inside, other=float("-inf"))
     return tl.where(lse < LOWEST_LSE, float("inf"), lse * LOG2E)
 
 
@@ -94,7 +99,8 @@ def _dkdv_step(
     offs_m = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_rows, offs_m, Sq, D, HEAD_D)
     do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
-    lse = _load_lse(lse_ptr, offs_m, Sq)
+    inside = _rows_inside(start, Sq, BLOCK_M)
+    lse = _load_lse(lse_ptr, offs_m, inside)
     qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
     qk, factor = capped_tile(qk, scale)
     p = probability_tile(
@@ -115,7 +121,7 @@ def _dkdv_step(
     if state_ptr is not None:
         dp = tl.where(p < 0.0, 0.0, dp)
         p = tl.abs(p)
-    delta = _load_delta(delta_ptr, offs_m, Sq, state_ptr, threshold)
+    delta = _load_delta(delta_ptr, offs_m, inside, state_ptr, threshold)
     ds = p * (dp - delta[None, :])
     return dot(cast(ds, q.dtype), q, dk, PRECISION), dv
 
@@ -208,12 +214,13 @@ def _ds_tile(
     state_ptr, threshold, first_block = dropout
     offs_m = m0 + tl.arange(0, BLOCK_M)
     offs_n = n0 + tl.arange(0, BLOCK_N)
+    inside = offs_m < Sq
     q = load_rows(q_rows, offs_m, Sq, D, HEAD_D)
     k = load_rows(k_rows, offs_n, Sk, D, HEAD_D)
     qk = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
     qk, factor = capped_tile(qk, scale)
     p = probability_tile(
-        qk, _load_lse(lse_ptr, offs_m, Sq)[:, None], offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask,
+        qk, _load_lse(lse_ptr, offs_m, inside)[:, None], offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask,
         mask_offset, window, LEFT, RIGHT, True, True, MASK_STEP,
     )  # fmt: skip
     do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
@@ -222,7 +229,7 @@ def _ds_tile(
     if state_ptr is not None:
         values = score_values(state_ptr, first_block, m0, n0, BLOCK_M, BLOCK_N, False)
         dp = tl.where(values >= threshold, dp, 0.0)
-    return p * (dp - _load_delta(delta_ptr, offs_m, Sq, state_ptr, threshold)[:, None])
+    return p * (dp - _load_delta(delta_ptr, offs_m, inside, state_ptr, threshold)[:, None])
 
 
 @triton.jit(do_not_specialize=DYNAMIC)
@@ -305,8 +312,8 @@ def _attn_dq_kernel(
         q = load_rows(rows_at(q_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
         do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
         row_values = b * stride_lseb + h * stride_lseh + row0
-        lse = _load_lse(lse_ptr + row_values, offs_m, Sq_b)
-        delta = _load_delta(delta_ptr + row_values, offs_m, Sq_b, state_ptr, threshold)
+        lse = _load_lse(lse_ptr + row_values, offs_m, offs_m < Sq_b)
+        delta = _load_delta(delta_ptr + row_values, offs_m, offs_m < Sq_b, state_ptr, threshold)
         dq = tl.zeros((BLOCK_M, HEAD_D), dtype=tl.float32)
         lo, _, full, hi = column_phases(m0, Sk_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
         head = (q, do, lse, delta, k_rows, v_rows, m0, Sq_b, Sk_b, scale, mask, mask_offset, window, dropout)
