@@ -24,19 +24,9 @@ from .attention_scores import (
     window_of,
 )
 from .philox import score_values
-from .tile import cast, dot
+from .tile import cast, dot, rows_inside
 
 LOWEST_LSE = tl.constexpr(-(2.0**24))  # from here on neighbouring float32 numbers are more than 1 apart
-
-
-@triton.jit
-def _rows_inside(start, S, BLOCK_M: tl.constexpr):
-    """[BLOCK_M]: is row start + i one of S? For loads of one float32 a row.
-
-    The scan keeps these loads in a layout of one element a thread. Without it Triton 3.6 moves them into the layout of the
-    scores, in which 16 columns are a thread's: 16 asynchronous copies of 4 bytes instead of one.
-    """
-    return tl.cumsum(tl.full((BLOCK_M,), 1, tl.int32), axis=0) <= S - start
 
 
 @triton.jit
@@ -99,7 +89,7 @@ def _dkdv_step(
     offs_m = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_rows, offs_m, Sq, D, HEAD_D)
     do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
-    inside = _rows_inside(start, Sq, BLOCK_M)
+    inside = rows_inside(start, Sq, BLOCK_M)
     lse = _load_lse(lse_ptr, offs_m, inside)
     qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
     qk, factor = capped_tile(qk, scale)

@@ -8,7 +8,7 @@ import triton.language as tl
 from .elementwise import act, act_grad, load_tile, store_tile
 from .experts_tiles import expert_tile, of_expert
 from .linear import preact_tile
-from .tile import by_slices, cast, dot, multiple, product_tile, widen
+from .tile import by_slices, cast, dot, multiple, product_tile, rows_inside, widen
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _experts_dw_kernel(
     for k in range(start, stop, BLOCK_K):
         rows = k + offs_k
         mask = rows < stop
-        tokens = tl.load(order_ptr + rows, mask=mask, other=0) // TOP_K
+        tokens = tl.load(order_ptr + rows, mask=rows_inside(k, stop, BLOCK_K), other=0) // TOP_K
         a = load_tile(a_rows, tokens if GATHER_A else rows, offs_m, mask[:, None] & (offs_m < M)[None, :])
         b = load_tile(b_rows, rows if GATHER_A else tokens, offs_n, mask[:, None] & (offs_n < N)[None, :])
         acc = dot(tl.trans(a), b, acc, PRECISION)

@@ -294,6 +294,16 @@ def multiple(n, UNIT: tl.constexpr):
 
 
 @triton.jit
+def rows_inside(start, stop, BLOCK: tl.constexpr):
+    """[BLOCK]: is start + i below stop? The mask for loads of one number a row in a loop over products.
+
+    Its scan keeps such a load in a layout of one row a thread. Without it Triton 3.6 moves the load into the layout of its
+    user, in which a row is in many threads and 16 rows may be in one: 16 asynchronous copies of 4 bytes instead of one.
+    """
+    return tl.cumsum(tl.full((BLOCK,), 1, tl.int32), axis=0) <= stop - start
+
+
+@triton.jit
 def stride_of(rows):
     """The stride of a `matrix`'s rows."""
     if len(rows) == 3:
