@@ -42,11 +42,21 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i csrc/*
 
-gate: $(STAMP) ## compile every kernel for sm_80, sm_90 and later and check registers, memory and instructions. ARGS="--all"
-	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.gate $(ARGS)
+# `make gate` and `make emulate` run with another Triton than the venv's by its version: TRITON=3.6.0, that of the reference GPU
+# stack. Its wheel is unpacked beside the venv, and comes first on the path.
+OTHER_TRITON := $(if $(TRITON),$(CURDIR)/build/triton-$(TRITON))
+WITH_TRITON := PYTHONPATH=$(OTHER_TRITON) TRITON_CACHE_DIR=$(CURDIR)/build/triton
 
-emulate: $(STAMP) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; 40 minutes of two cores. ARGS="-k norm" or ARGS=--quick
-	$(VENV)/bin/pytest tests/triton_kernels --device emulated -n auto --dist worksteal $(ARGS)
+$(CURDIR)/build/triton-%: $(STAMP)
+	rm -rf $@.part
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$*
+	mv $@.part $@
+
+gate: $(STAMP) $(OTHER_TRITON) ## compile every kernel for sm_80, sm_90 and later and check registers, memory and instructions. ARGS="--all", TRITON=3.6.0
+	$(WITH_TRITON) $(PY) -m ckptkern.benchmarks.gate $(ARGS)
+
+emulate: $(STAMP) $(OTHER_TRITON) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; 40 minutes of two cores. ARGS="-k norm" or ARGS=--quick, TRITON=3.6.0
+	$(WITH_TRITON) $(VENV)/bin/pytest $(if $(filter tests/%,$(ARGS)),,tests/triton_kernels) --device emulated -n auto --dist worksteal $(ARGS)
 
 bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
 	$(PY) -m ckptkern bench $(ARGS)

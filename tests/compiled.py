@@ -46,6 +46,19 @@ def attention(tile: AttentionTile) -> None:
     triton_kernels.attn_fwd(q, q, q, AttentionCore(0.125, "ieee"), tile=tile)
 
 
+@triton.jit
+def _early_kernel(x_ptr, results, N: tl.constexpr):
+    if tl.program_id(0) > 1:
+        return
+    tl.store(results[0][0] + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, N)))
+
+
+def early_return() -> None:
+    """One launch with a tuple in a tuple, of a kernel that may return early."""
+    x = meta(64)
+    triton_kernels.tile.launch(_early_kernel, (1,), x, ((x, 1), None), N=64, num_warps=4)
+
+
 # Launches that the gate must find fault with, each for one reason. A larger tile compiles for longer.
 PLANTED = {
     "spill": (90, "bfloat16", lambda: act_grad(tile=Tile(64, 256, 64, 4, 3, 1))),
@@ -56,6 +69,7 @@ PLANTED = {
     "no tensor core": (90, "float32", lambda: act_grad(dtype=torch.float32, tile=Tile(64, 64, 32, 8, 3))),
     "HMMA on sm_90": (90, "bfloat16", lambda: act_grad(tile=Tile(32, 64, 64, 4, 3))),
     "narrow HGMMA": (90, "bfloat16", lambda: attention(AttentionTile(128, 32, 8, 3))),
+    "nested tuple": (90, "bfloat16", early_return),
     "computed twice": (80, "bfloat16", lambda: attention(AttentionTile(64, 32, 8, 3))),
 }
 

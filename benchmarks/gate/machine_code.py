@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import concurrent.futures
 import dataclasses
+import inspect
 import multiprocessing
 import os
 import re
 import sys
+import textwrap
 from importlib.metadata import version
 
 from ...tools.compiling import Compiled, catch_launches, compile_launch, inspect_cubin, resources
 from .cases import AttentionCase, Case
-from .spills import ALLOWED_DRAWS, ALLOWED_HMMA, ALLOWED_TWICE, TRITON, allowed_stack
+from .spills import ALLOWED_DRAWS, ALLOWED_HMMA, ALLOWED_TWICE, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.
 PHILOX_MULTIPLY = re.compile(
@@ -55,6 +58,7 @@ class Report:
     instructions: int
     philox: int  # integer multiplies by the Philox constants; 0 without dropout
     loops: int  # copies of the loop over products
+    triton: str  # the compiler's version
 
     @property
     def elements(self) -> float:
@@ -66,8 +70,8 @@ class Report:
         """product: tensor cores are expected. min_shared, multiplies: what the tile needs."""
         found = []
         launch = f"{self.case} {self.kernel}"
-        allowed = allowed_stack(launch)
-        if version("triton").startswith(TRITON) and (self.stack > allowed or (self.local and not allowed)):
+        allowed = allowed_stack(launch, self.triton)
+        if allowed is not None and (self.stack > allowed or (self.local and not allowed)):
             found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
         if self.shared > case.shared:
             found.append(f"{self.shared} B of shared memory, the card has {case.shared}")
@@ -166,6 +170,17 @@ def needed_multiplies(kernel: str, options: dict) -> float:
     return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
 
 
+def loses_constants(kernel, args: tuple) -> bool:
+    """Has the kernel a `return` under an `if`, and a tuple in a tuple among its arguments?
+
+    Triton 3.6 then forgets which members of the inner tuple are constants, and a stride of 1 becomes None.
+    """
+    nested = any(isinstance(member, tuple) for arg in args if isinstance(arg, tuple) for member in arg)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    branches = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    return nested and any(isinstance(node, ast.Return) for branch in branches for node in ast.walk(branch))
+
+
 def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
     """Compile one case; a report and its faults for every kernel that it launches."""
     results = []
@@ -183,13 +198,17 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
             wrong_tensor_core=sum(tensor_cores.values()),
             async_copies=tma_loads if kernel.fn.__name__.endswith("_persistent_kernel") else copies,
             loops=loops_of(kernel.fn.__name__, kwargs),
+            triton=version("triton"),
             **read,
         )
         itemsize = 4 if case.dtype == "float32" else 2
         product = "BLOCK_K" in kwargs or report.kernel in ATTENTION
         product = product and "ieee" not in case.kind  # no tensor core computes these
         takes = staged_bytes(report.kernel, kwargs, itemsize), needed_multiplies(report.kernel, kwargs)
-        results.append((report, report.faults(case, product, *takes)))
+        faults = report.faults(case, product, *takes)
+        if loses_constants(kernel, args):
+            faults.append("an early return beside a nested tuple: Triton 3.6 loses the constants in that")
+        results.append((report, faults))
     return results
 
 

@@ -5,37 +5,41 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
-TRITON = "3.7."  # the compiler that the tiles were chosen with; another one has a few other spills
-# Pattern of "case kernel" -> bytes of stack. In attention the tile without spills is half as large, and half of its eight
-# warps would repeat the work of the others: for TF32 and heads of 256 that is up to twice the products (benchmarks/NOTES.md),
-# while the spills are some ten local instructions of a thousand. The same holds for 64 columns in dkdv for heads of 80 to 128
-# on sm_90. gated_act_grad's three results want a few registers more than the 128 at which two programs share a multiprocessor.
-SHIPPED_SPILLS: dict[str, int] = {
-    r"attn_bwd/sm_80/b?float16/d(80|96)\+causal\+dropout _attn_dq_kernel": 24,
-    r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": 104,
-    r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": 8,
-    r"attn_bwd/sm_90/b?float16/d128(\+gqa|\+varlen)?\+causal(\+dropout)? _attn_dkdv_kernel": 64,
-    r"attn_bwd/sm_90/bfloat16/d128\+softcap(\+causal)?\+dropout _attn_dkdv_kernel": 72,
-    r"attn_bwd/sm_90/b?float16/d256\S* _attn_dq_kernel": 144,
-    r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+(bool|additive)(\+causal)?\+dropout _attn_fwd_kernel": 40,
-    r"attn_\w+/sm_80/b?float16/d256\S* \w+": 48,
-    r"attn_\w+/sm_80/float32/d(40|64|128)(?!\+ieee)\S* _attn_(fwd|dkdv)_kernel": 64,
-    r"attn_fwd(_delta)?/sm_90/float32/d(128|256)(?!\+ieee)\S* _attn_fwd_kernel": 24,
-    r"attn_bwd/sm_90/float32/d\d+(?!\d|\+ieee)\S* _attn_(dkdv|dq)_kernel": 128,
-    r"attn_dmask/sm_90/b?float16/d256\S* _attn_dmask_kernel": 72,
-    r"attn_dmask/sm_90/float32/d128(?!\+ieee)\S* _attn_dmask_kernel": 80,
-    r"gated_act_grad/sm_90/b?float16/\w+\+((few|16B)\+)?aligned\+dropout\+extras _gated_act_grad_kernel": 128,
-    r"gated_act_grad/sm_90/b?float16/\w+\+persistent\+aligned\+dropout\+extras _gated_act_grad_persistent_kernel": 64,
-    r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": 16,
-    r"unpack_nonzeros/sm_90/float32/relu\+ieee\+aligned\+extras _remake_kernel": 8,
-    r"cross_entropy_bwd/sm_89/float32/everything\+aligned\+extras _cross_entropy_bwd_kernel": 8,
+COMPILERS = ("3.7", "3.6")  # Triton's versions whose spills are named: that of CI, and of the reference GPU stack
+# Pattern of "case kernel" -> bytes of stack under each of them. In attention the tile without spills is half as large, and half
+# of its eight warps would repeat the work of the others: for TF32 and heads of 256 that is up to twice the products
+# (benchmarks/NOTES.md), while the spills are some ten local instructions of a thousand. The same holds for 64 columns in dkdv
+# for heads of 80 to 128 on sm_90. gated_act_grad's three results want a few registers more than the 128 at which two programs
+# share a multiprocessor.
+SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
+    r"attn_bwd/sm_80/b?float16/d(80|96)\+causal\+dropout _attn_dq_kernel": (24, 24),
+    r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": (104, 104),
+    r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": (8, 8),
+    r"attn_bwd/sm_90/b?float16/d128(\+gqa|\+varlen)?\+causal(\+dropout)? _attn_dkdv_kernel": (64, 64),
+    r"attn_bwd/sm_90/bfloat16/d128\+softcap(\+causal)?\+dropout _attn_dkdv_kernel": (72, 72),
+    r"attn_bwd/sm_90/b?float16/d256\S* _attn_dq_kernel": (144, 144),
+    r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+(bool|additive)(\+causal)?\+dropout _attn_fwd_kernel": (40, 40),
+    r"attn_\w+/sm_80/b?float16/d256\S* \w+": (48, 48),
+    r"attn_\w+/sm_80/float32/d(40|64|128)(?!\+ieee)\S* _attn_(fwd|dkdv)_kernel": (64, 64),
+    r"attn_fwd(_delta)?/sm_90/float32/d(128|256)(?!\+ieee)\S* _attn_fwd_kernel": (24, 24),
+    r"attn_bwd/sm_90/float32/d\d+(?!\d|\+ieee)\S* _attn_(dkdv|dq)_kernel": (128, 128),
+    r"attn_dmask/sm_90/b?float16/d256\S* _attn_dmask_kernel": (72, 72),
+    r"attn_dmask/sm_90/float32/d128(?!\+ieee)\S* _attn_dmask_kernel": (80, 80),
+    r"gated_act_grad/sm_90/b?float16/\w+\+((few|16B)\+)?aligned\+dropout\+extras _gated_act_grad_kernel": (128, 128),
+    r"gated_act_grad/sm_90/b?float16/\w+\+persistent\+aligned\+dropout\+extras _gated_act_grad_persistent_kernel": (
+        64,
+        64,
+    ),
+    r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": (16, 16),
+    r"unpack_nonzeros/sm_90/float32/relu\+ieee\+aligned\+extras _remake_kernel": (8, 8),
+    r"cross_entropy_bwd/sm_89/float32/everything\+aligned\+extras _cross_entropy_bwd_kernel": (8, 8),
     # elementwise kernels: the assembler keeps to fewer registers than a thread may have and sets two to four values aside
-    r"norm_bwd/sm_10[03]/bfloat16/layer\+aligned\+extras _norm_bwd_kernel": 8,
-    r"heads_fwd/sm_10[03]/bfloat16/layer\+aligned\+extras _heads_fwd_kernel": 16,
-    r"dropout/sm_120/bfloat16/gelu\+aligned\+extras _dropout_kernel": 16,
+    r"norm_bwd/sm_10[03]/bfloat16/layer\+aligned\+extras _norm_bwd_kernel": (8, 8),
+    r"heads_fwd/sm_10[03]/bfloat16/layer\+aligned\+extras _heads_fwd_kernel": (16, 16),
+    r"dropout/sm_120/bfloat16/gelu\+aligned\+extras _dropout_kernel": (16, 16),
 }
-# The same for what only `--all` compiles. No tile avoids these spills in every case: the same tiles spill nothing with another
-# flag or head dim. The 176 bytes are float32 at IEEE precision, 96 dims, on the ordinary cores.
+# The same for what only `--all` compiles, under the first of them. No tile avoids these spills in every case: the same tiles
+# spill nothing with another flag or head dim. The 176 bytes are float32 at IEEE precision, 96 dims, on the ordinary cores.
 OTHER_SPILLS: dict[str, int] = {
     r"cross_entropy_fwd/sm_80/float32/\w+\+ieee\+aligned(\+extras)? _cross_entropy_fwd_kernel": 24,
     r"attn_dmask/sm_90/bfloat16/d256\+(keys|window|alibi|gqa|softcap).* _attn_dmask_kernel": 88,
@@ -77,24 +81,34 @@ ALLOWED_DRAWS = re.compile(
 )
 
 
-def allowed_stack(launch: str) -> int:
-    """The stack that "case kernel" may use, in bytes."""
-    table = SHIPPED_SPILLS | OTHER_SPILLS
-    return max((size for pattern, size in table.items() if re.fullmatch(pattern, launch)), default=0)
+def compiler(version: str) -> int | None:
+    """The place of a version of Triton among COMPILERS; None if its spills are not named."""
+    minor = ".".join(version.split(".")[:2])
+    return COMPILERS.index(minor) if minor in COMPILERS else None
+
+
+def allowed_stack(launch: str, version: str) -> int | None:
+    """The stack that "case kernel" may use, in bytes; None if the spills of this version of Triton are not named."""
+    place = compiler(version)
+    if place is None:
+        return None
+    named = {pattern: sizes[place] for pattern, sizes in SHIPPED_SPILLS.items()} | OTHER_SPILLS
+    return max((size for pattern, size in named.items() if re.fullmatch(pattern, launch)), default=0)
 
 
 def misplaced(spilling: list[str]) -> list[str]:
     """What is wrong with the tables, given every shipped "case kernel" that spills: none may be fixed and still excused."""
-    if not version("triton").startswith(TRITON):
+    place = compiler(version("triton"))
+    if place is None:
         return []
     found = [
-        f"spills.py: no shipped kernel spills that {pattern} excuses"
-        for pattern in SHIPPED_SPILLS
-        if not any(re.fullmatch(pattern, launch) for launch in spilling)
+        f"spills.py: no shipped kernel spills under Triton {COMPILERS[place]} that {pattern} excuses"
+        for pattern, sizes in SHIPPED_SPILLS.items()
+        if sizes[place] and not any(re.fullmatch(pattern, launch) for launch in spilling)
     ]
     return found + [
         f"spills.py: {pattern} belongs to SHIPPED_SPILLS, because of {launch}"
         for pattern in OTHER_SPILLS
         for launch in spilling
-        if re.fullmatch(pattern, launch)
+        if place == 0 and re.fullmatch(pattern, launch)
     ]
