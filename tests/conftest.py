@@ -43,9 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     elif not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
         if importlib.util.find_spec("triton"):
-            from interpreter import quicken
+            from interpreter import check_masks, quicken
 
             quicken()
+            check_masks()
     os.environ["CKPTKERN_CACHE"] = os.path.join(
         tempfile.gettempdir(), f"no-ckptkern-cache-{os.getpid()}"
     )  # nobody's table

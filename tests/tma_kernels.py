@@ -21,6 +21,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ckptkern.tools.compiling import compile_launch
 
+# Triton 3.9 has other names for both, and the old ones raise when a kernel is compiled.
+async_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+async_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 M, N, K, HEADS = 200, 72, 152, 2
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -89,8 +92,8 @@ def produce(a, b, a_tiles, b_tiles, ready, empty, M, N, K):
             mbarrier.expect(ready.index(stage), GROUPS * a.block_type.nbytes + b.block_type.nbytes)
             for group in gl.static_range(GROUPS):
                 place = a_tiles.index(stage * GROUPS + group)
-                tma.async_copy_global_to_shared(a, [row + group * BLOCK_M, k], ready.index(stage), place)
-            tma.async_copy_global_to_shared(b, [column, k], ready.index(stage), b_tiles.index(stage))
+                async_load(a, [row + group * BLOCK_M, k], ready.index(stage), place)
+            async_load(b, [column, k], ready.index(stage), b_tiles.index(stage))
             step += 1
 
 
@@ -119,7 +122,7 @@ def consume(c, a_tiles, b_tiles, c_tile, ready, empty, group, M, N, K):
         hopper.fence_async_shared()
         gl.barrier()
         row = (tile // columns * GROUPS + group) * BLOCK_M
-        tma.async_copy_shared_to_global(c, [row, tile % columns * BLOCK_N], c_tile.index(group))
+        async_store(c, [row, tile % columns * BLOCK_N], c_tile.index(group))
     tma.store_wait(0)
 
 

@@ -91,7 +91,7 @@ def _fwd_store(
     top = tl.where(top == NEG_INF, 0.0, top)
     lse = top + tl.log(tl.sum(tl.exp(z - top[:, None]), axis=1))
     at = (n0 // acc.shape[1]).to(tl.int64) * M + offs_m
-    mask_m = (offs_m < M) & (n0 < V)
+    mask_m = (offs_m < M) & (n0 + tl.zeros_like(offs_m) < V)  # a tile's comparison, as in `_experts_combine_kernel`
     tl.store(parts_ptr + at, lse, mask=mask_m)
     if wz_ptr is not None:
         weighted = tl.where(inside, z, 0.0)

@@ -152,11 +152,9 @@ def _experts_combine_kernel(
         acc = tl.zeros((BLOCK_D,), tl.float32)
         for j in tl.static_range(TOP_K):
             row = tl.load(inv_ptr + token * TOP_K + j)
-            y = widen(
-                tl.load(
-                    y_ptr + row.to(tl.int64) * stride_of(y_rows) + offs_d, mask=(offs_d < D) & (row < total), other=0.0
-                )
-            )
+            # A tile's comparison: of a scalar's int1 the interpreter makes an int32 tile, which 3.9 takes for no mask.
+            mask = (offs_d < D) & (row + tl.zeros_like(offs_d) < total)
+            y = widen(tl.load(y_ptr + row.to(tl.int64) * stride_of(y_rows) + offs_d, mask=mask, other=0.0))
             if s_ptr is not None:
                 y *= tl.load(s_ptr + token * TOP_K + j, mask=row < total, other=0.0).to(tl.float32)
             acc += y

@@ -12,7 +12,9 @@ STATEMENT = re.compile(
     re.DOTALL,
 )
 LOCATION = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*?//\s*(.*))?")
-TARGETS = re.compile(r"(\$?[\w$]+):\s*\.branchtargets\s+(.*)", re.DOTALL)
+TARGETS = re.compile(
+    r"(?:(\$?[\w$]+):\s*)?\.branchtargets\s+(.*)", re.DOTALL
+)  # Triton 3.9's label has a line of its own
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s)?([\w$]+)(?:\[(\d+)\])?\s*(?:,|$)")
 
 
@@ -136,7 +138,7 @@ class Kernel:
         return {int(re.sub(r"\D", "", i.modifiers[-1])) // 8 for i in plain}
 
     def _read(self, body: str) -> None:
-        line, pending, scopes = "", "", Scopes(self.registers)
+        line, label, pending, scopes = "", "", "", Scopes(self.registers)
         tables: dict[str, list[str]] = {}  # of brx.idx: its targets
         jumps: list[tuple[Instruction, list[int]]] = []
         for raw in body.splitlines():
@@ -145,7 +147,8 @@ class Kernel:
                 continue
             text = raw.partition("//")[0].strip()
             if match := re.fullmatch(r"(\$?[\w$]+):", text):
-                self.labels[scopes.label(match[1])] = len(self.instructions)
+                label = match[1]
+                self.labels[scopes.label(label)] = len(self.instructions)
                 continue
             if not text or text.startswith((".section", ".pragma")):
                 continue
@@ -158,7 +161,7 @@ class Kernel:
                 elif statement.startswith(".reg"):
                     scopes.declare(statement)
                 elif match := TARGETS.fullmatch(statement):
-                    tables[match[1]] = split(match[2])
+                    tables[match[1] or label] = split(match[2])
                 elif statement and not statement.startswith("."):
                     for part in self._plain(scopes.resolve(statement), tables):
                         self.instructions.append(self._parse(part, line))

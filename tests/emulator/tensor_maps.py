@@ -22,6 +22,11 @@ MAPS = 1 << 60  # the address of the first; every parameter has 128 bytes there
 SWIZZLE_BITS = {0: 0, 32: 1, 64: 2, 128: 3}
 SWIZZLES = (0, 32, 64, 128)  # by .swizzle_mode
 ITEMS = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2)  # bytes, by .elemtype
+CLEARED = {
+    "interleave_layout": 0,
+    "swizzle_mode": 0,
+    "fill_mode": 0,
+}  # fields that have a meaning in 128 bytes of zeros
 NAN = {6: 0x7FFF, 7: 0x7FFFFFFF, 8: 0x7FFFFFFF, 10: 0x7FFF}  # by .elemtype; which NaN it is, nobody says
 
 
@@ -132,13 +137,21 @@ class TMA:
     # --- maps that the kernel makes
 
     def replace(self, field: str, address, value, mask, at) -> None:
-        """A field of a map in shared memory, the axis of an array's after it: box_dim1."""
+        """A field of a map in shared memory, the axis of an array's after it: box_dim1.
+
+        Where zeros have been stored since the last, another map begins, as Triton from 3.9 on has it: what it does not write
+        is 0. How a map is encoded nobody says; here its bytes are all ones.
+        """
         cta = self.cta
         for thread in cta.chosen(mask):
             one = np.array([thread], np.int32)
             start = cta.in_shared(cta.full(address, one), 128, at)
             index = cta.shared.granules(start + np.arange(0, 128, 8), 8)
             cta.shared.writing(index, np.repeat(one, 16), cta.order, at)
+            words = cta.shared.views[8][start[0] // 8 :][:16]
+            if cta.shared.written[index].all() and not words.any():
+                self.drafts[int(start[0])] = dict(CLEARED)
+            words[:] = ~np.uint64(0)
             cta.shared.note_write(index, np.repeat(one, 16), cta.order)
             self.drafts[int(start[0])][field] = int(cta.full(value, one)[0])
 
