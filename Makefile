@@ -85,7 +85,7 @@ gpu-bench: ## the benchmark on a GPU, nine minutes at most; again, what is not m
 
 define gpu
 test -n "$(OUT)$(LIST)" || { echo "make $@: name the folder for the results: make $@ OUT=DIR"; exit 2; }; \
-	CASES='$(CASES)' TESTS='$(TESTS)' LIST='$(LIST)' DRY='$(DRY)' .ci/gpu "$(abspath $(or $(OUT),build/gpu/list))" $(PYTHON)
+	CASES='$(CASES)' TESTS='$(TESTS)' LIST='$(LIST)' DRY='$(DRY)' BUDGET='$(BUDGET)' .ci/gpu "$(abspath $(or $(OUT),build/gpu/list))" $(PYTHON)
 endef
 
 clean: ## remove builds and caches, not .venv

@@ -1,7 +1,7 @@
 """``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
 
-results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. Nothing but torch is
-needed for the measurements; the figures want matplotlib.
+results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. Nothing but
+torch is needed for the measurements; the figures want matplotlib.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure every case by every way: time, kept and peak bytes, error. Correct before fast."
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
-    parser.add_argument("--headline", action="store_true", help="of the cases those of the first figures: d = 1024 and 4096")
+    parser.add_argument(
+        "--headline", action="store_true", help="of the cases those of the first figures: d = 1024 and 4096"
+    )
     parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
     parser.add_argument(
         "--levels",
@@ -214,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def jobs_of(items: list[cases.Item], compiling: bool, measured: Container[tuple[str, str]]) -> list[Job]:
-    """What is to be run, in order: cases with the ways that are not measured yet, and eager, so that they are timed in turns."""
+    """What is to be run, in order: cases with the ways that are not measured yet, and eager, to be timed in turns with them."""
     every = [(item, cases.ways(item.case)) for item in items]
     if compiling:  # last, because compilers are slow
         every += [(item, cases.compiled_ways(item.case)) for item in items]
@@ -265,6 +267,9 @@ def measure_all(
             measure.measure(item, makers, device, emit, rounds, min(SECONDS[kind], left / 2), deadline)
         except Exception as error:  # the reference itself: out of memory, usually
             emit(measure.Row(item.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
+        except KeyboardInterrupt:  # also of a time limit from outside
+            bad.append(f"{item.name}: interrupted; --resume measures what is missing")
+            break
         report.write(out)
         if kind == "cuda":
             try:

@@ -38,7 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "that passed in the file is left out"
     )  # fmt: skip
     parser.addoption("--twins", action="store_true", help="only the CPU twins of the tests marked gpu")
-    parser.addoption("--list-gpu", action="store_true", help="print the tests marked gpu with their CPU twins, and run none")
+    parser.addoption(
+        "--list-gpu", action="store_true", help="print the tests marked gpu with their CPU twins, and run none"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -79,7 +81,9 @@ def pytest_configure_node(node) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
-    return True if is_test and gpu_runs.is_gpu_run(config) and not gpu_runs.may_have_gpu_tests(collection_path) else None
+    return (
+        True if is_test and gpu_runs.is_gpu_run(config) and not gpu_runs.may_have_gpu_tests(collection_path) else None
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,5 +1,5 @@
 """Runs of the tests marked `gpu`: only files that have some are collected, what is most likely to fail runs first, every result
-is on the disk when it is known, and what passed before is left out. On a machine without a GPU their CPU twins show that it works.
+is on the disk when it is known, and what passed before is left out. Without a GPU, their CPU twins show that it works.
 
 A test's CPU twin is the same case of the same function with "cpu" where it has "cuda".
 """
@@ -16,9 +16,12 @@ import pytest
 
 FIELDS = ("test", "outcome", "seconds", "message")
 HAS_GPU_TESTS = re.compile(r"\bmark\.gpu\b|def test_\w+\([^)]*\bdevice\b")
-# Most likely to fail first: equal bits of forward and recompute, ops as users call them, chunks of backward, what only a GPU has.
+# Most likely to fail first: equal bits of forward and recompute, ops and layers as users call them, chunks and repetitions.
 FIRST = tuple(
-    map(re.compile, ("rebuil[dt]|recompute_equals_forward|the_same_bits", "/test_ops.py|/test_devices.py", "chunk|repeat"))
+    map(
+        re.compile,
+        ("rebuil[dt]|recompute_equals_forward|the_same_bits", "/test_ops.py|/test_devices.py", "chunk|repeat"),
+    )
 )
 PASSED = pytest.StashKey[frozenset[str]]()
 
