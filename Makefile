@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format gate emulate bench bench-host model convert-families convert-sweep docs test-matrix test-cpus gpu clean
+.PHONY: help install demo test quick lint format gate emulate bench bench-host model convert-families convert-sweep docs test-matrix test-cpus gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -83,11 +83,20 @@ test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (dow
 test-cpus: $(STAMP) ## the suite as on Intel and AMD, with 1, 2 and 4 threads and older instruction sets. ARGS="tests/ops"
 	.ci/test-cpus $(PY) $(ARGS)
 
-# No venv, no network: whatever torch PYTHON has. Runs from the build folder, where ckptkern is whole
-# (in the source tree triton_kernels and benchmarks lie beside it).
-gpu: ## GPU tests, then benchmarks, with PYTHON's own torch: make gpu OUT=DIR [CASES=mlp,stack] [TESTS=none] [PYTHON=python3]
-	@test -n "$(OUT)" || { echo "make gpu: name the folder for the results: make gpu OUT=DIR [CASES=...] [TESTS=...]"; exit 2; }
-	.ci/gpu "$(abspath $(OUT))" "$(CASES)" "$(TESTS)" $(PYTHON)
+# No venv, no network: whatever torch PYTHON has. .ci/gpu says what it writes.
+gpu: ## gpu-tests, then gpu-bench, with PYTHON's own torch: make gpu OUT=DIR [PYTHON=python3] [DRY=1, without a GPU]
+	@$(gpu) tests bench
+
+gpu-tests: ## the tests marked gpu, nine minutes at most; again, those that have not passed. OUT=DIR [TESTS='-k norm'] [LIST=1]
+	@$(gpu) tests
+
+gpu-bench: ## the benchmark on a GPU, nine minutes at most; again, what is not measured yet. OUT=DIR [CASES=mlp,stack]
+	@$(gpu) bench
+
+define gpu
+test -n "$(OUT)$(LIST)" || { echo "make $@: name the folder for the results: make $@ OUT=DIR"; exit 2; }; \
+	CASES='$(CASES)' TESTS='$(TESTS)' LIST='$(LIST)' DRY='$(DRY)' BUDGET='$(BUDGET)' .ci/gpu "$(abspath $(or $(OUT),build/gpu/list))" $(PYTHON)
+endef
 
 clean: ## remove builds and caches, not .venv
 	rm -rf build dist site *.egg-info ckptkern/_C.*.so .pytest_cache .ruff_cache

@@ -35,6 +35,7 @@ LEVELS = ("none", "selective", "full")
 BY_HALF = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
 TOKENS = {"cuda": 16384, "cpu": 1024}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+HEADLINE = 1  # the last priority of the first figures: the most important segments at d = 1024 and 4096
 DROPOUT_P = 0.125  # k/65536 exactly, so that torch's scale is ours
 
 
@@ -62,7 +63,7 @@ class Case:
     model    width -> the reference module, eager PyTorch
     ours     (model, level) -> the same function by ckptkern, on the model's parameters
     sizes    device type -> sizes, the most important first
-    priority lower runs first; a case's second size counts one more, and so on
+    priority lower runs first, up to HEADLINE apart from the others; a case's second size counts one more, and so on
     rivals   further ways; a maker that raises ImportError is reported as missing
     drops    has dropout: checked with the model in evaluation, timed in training
     exact    (float64 model, float64 x, a way's y) -> float64 y; None: the model itself
@@ -130,7 +131,8 @@ def _compiled(budget: float | None, checkpointed: bool, model: nn.Module, x: Ten
 
 
 EAGER, CHECKPOINT = "eager", "torch checkpoint"
-CHECKPOINTS = (CHECKPOINT, f"{CHECKPOINT}, reentrant")
+REENTRANT = f"{CHECKPOINT}, reentrant"
+CHECKPOINTS = (CHECKPOINT, REENTRANT)
 COMPILED: dict[str, Maker] = {
     "compile": functools.partial(_compiled, None, False),
     "compile + checkpoint": functools.partial(_compiled, None, True),
@@ -141,13 +143,11 @@ COMPILED: dict[str, Maker] = {
 
 def ways(case: Case) -> dict[str, Maker]:
     """All ways of a case by name, eager first, except those of torch.compile."""
-    found: dict[str, Maker] = {
-        EAGER: _eager,
-        **{name: functools.partial(_checkpoint, name != CHECKPOINT) for name in CHECKPOINTS},
-    }
+    found: dict[str, Maker] = {EAGER: _eager, CHECKPOINT: functools.partial(_checkpoint, False)}
     for level in case.levels:
         found[f"ckptkern {level}".strip()] = lambda model, x, level=level: case.ours(model, level)
-    return {**found, **case.rivals}
+    # last, because a run may end within a case
+    return {**found, **case.rivals, REENTRANT: functools.partial(_checkpoint, True)}
 
 
 def compiled_ways(case: Case) -> dict[str, Maker]:
@@ -356,57 +356,57 @@ def _attention_case(name: str, priority: int, **options) -> Case:
 
 
 CASES = [
-    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, 1, LEVELS + BY_HALF, with_own_core(_layer)),
-    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 1, LEVELS + BY_HALF, with_own_core(_layer)),
-    Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=1),
+    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, 0, LEVELS + BY_HALF, with_own_core(_layer)),
+    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 0, LEVELS + BY_HALF, with_own_core(_layer)),
+    Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=0),
     Case(
-        "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=2,
+        "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=3,
         rivals={"flash-attn FusedMLP": functools.partial(flash_attn_mlp, "relu")},
     ),
     Case(
         "mlp-gelu_tanh-nobias", lambda d: MLP(d, nn.GELU("tanh"), bias=False), functools.partial(_mlp, "gelu_tanh"),
-        _sizes(cuda=(1024, 4096), cpu=(128,)), priority=2,
+        _sizes(cuda=(1024, 4096), cpu=(128,)), priority=3,
         rivals={
             "QuACK mlp_func": functools.partial(quack_mlp, "gelu_tanh_approx"),
             "flash-attn FusedMLP": functools.partial(flash_attn_mlp, "gelu_approx"),
         },
     ),
     Case(
-        "gated_mlp-silu", GatedMLP, _gated_mlp, _sizes(cuda=(1024, 4096, 2048), cpu=(128, 256)), priority=1,
+        "gated_mlp-silu", GatedMLP, _gated_mlp, _sizes(cuda=(1024, 4096, 2048), cpu=(128, 256)), priority=0,
         rivals={"liger-kernel SwiGLU": liger_swiglu},
     ),
     Case(
-        "moe_mlp-silu", Mixture, _mixture, _sizes(cuda=(2048, 4096, 1024), cpu=(64,), cuda_rows=8192), priority=2,
+        "moe_mlp-silu", Mixture, _mixture, _sizes(cuda=(1024, 4096, 2048), cpu=(64,), cuda_rows=8192), priority=0,
         rivals={"torch, experts by turns": experts_by_turns},
     ),
-    Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=1),
-    _attention_case("attention", 1),
-    _attention_case("attention-dropout", 2, dropout_p=DROPOUT_P),
-    _attention_case("attention-gqa", 3, share=4),
-    _attention_case("attention-gqa-dropout", 4, share=4, dropout_p=DROPOUT_P),
+    Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=2),
+    _attention_case("attention", 2),
+    _attention_case("attention-dropout", 3, dropout_p=DROPOUT_P),
+    _attention_case("attention-gqa", 4, share=4),
+    _attention_case("attention-gqa-dropout", 5, share=4, dropout_p=DROPOUT_P),
     Case(
         "linear_cross_entropy", lambda d: LossHead(d, {64: 1000, 1024: 50257}.get(d, 128256)), loss_head,
-        {"cuda": [Size(2048, 8192), Size(4096, 8192), Size(1024, TOKENS["cuda"])], "cpu": [Size(64, TOKENS["cpu"])]},
-        priority=1, levels=("none", "full"),
+        {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, 8192), Size(2048, 8192)], "cpu": [Size(64, TOKENS["cpu"])]},
+        priority=0, levels=("none", "full"),
         rivals={"torch chunks": torch_chunks, "cut-cross-entropy, no filter": cut_cross_entropy},
     ),
     Case(
         "linear_act-relu", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()), _linear_act,
         {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, TOKENS["cuda"]), Size(4096, 128)], "cpu": [Size(256, TOKENS["cpu"])]},
-        priority=3,
+        priority=4,
     ),
     Case(
         "dropout", lambda d: nn.Dropout(DROPOUT_P), lambda model, level: lambda x: ops.dropout(x, DROPOUT_P),
-        _sizes(cuda=(4096,), cpu=(256,)), priority=3, levels=("",), exact=functools.partial(dropout_exact, DROPOUT_P),
+        _sizes(cuda=(4096,), cpu=(256,)), priority=4, levels=("",), exact=functools.partial(dropout_exact, DROPOUT_P),
     ),
     Case(
         "host", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"),
-        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=0, levels=("full",), host=True,
+        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=2, levels=("full",), host=True,
     ),
     Case(
         "host-general", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()),
         lambda model, level: functools.partial(ckptkern_checkpoint, model),
-        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=0, levels=("",), host=True,
+        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=2, levels=("",), host=True,
     ),
 ]  # fmt: skip
 

@@ -40,10 +40,16 @@ def read(path: Path) -> Run:
         env = json.loads((path.parent / "env.json").read_text())
     except (OSError, ValueError):
         env = {}
-    versions = env.get("versions", {})
-    setting = {name: str(versions.get(name, "unknown")) for name in ("torch", "triton")}
     keyed = {(row["case"], row["way"], row["dtype"]): row for row in rows if row["case"] != "ceiling"}
-    return Run(keyed, {"device": env.get("device", "unknown"), **setting})
+    return Run(keyed, setting_of(env))
+
+
+def setting_of(env: dict) -> dict[str, str]:
+    """What an env.json says that times depend on."""
+    versions = env.get("versions", {})
+    return {"device": env.get("device", "unknown")} | {
+        name: str(versions.get(name, "unknown")) for name in ("torch", "triton")
+    }
 
 
 def span(row: dict[str, str], eager: dict[str, str] | None) -> tuple[float, float, float] | None:

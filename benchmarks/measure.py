@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import math
 import statistics
 import time
 import warnings
@@ -38,7 +39,8 @@ class Row:
     way: str
     device: str
     dtype: str
-    status: str = "ok"  # wrong: not timed; failed: raised; missing: not installed; dropped: over budget
+    # checked: right, and not timed yet; wrong: not timed; failed: raised; missing: not installed; dropped: over budget
+    status: str = "ok"
     ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
@@ -239,16 +241,20 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def measure(
-    item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int = 30, seconds: float = 4.0
-) -> None:
-    """Measures one case by all its ways and hands each row to `emit` as soon as it is complete."""
+    item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int = 30, seconds: float = 4.0,
+    deadline: float = math.inf,
+) -> None:  # fmt: skip
+    """Measures one case by all its ways. `emit` gets a way's row when it is checked, and again, complete, when it is timed.
+
+    deadline: by time.monotonic(); ways that are not ready by then are dropped, and the others timed.
+    """
     torch._dynamo.reset()  # a new size would make the shapes of an old graph dynamic
     with threads(1 if item.case.host else None):
-        _measure(item, makers, device, emit, rounds, seconds)
+        _measure(item, makers, device, emit, rounds, seconds, deadline)
 
 
 def _measure(
-    item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int, seconds: float
+    item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int, seconds: float, deadline: float
 ) -> None:
     cuda = device.type == "cuda"
     model, x, dy = build(item, device)
@@ -259,12 +265,17 @@ def _measure(
     steps: dict[str, Step] = {}
     for name, make in makers.items():
         row = Row(item.name, name, device.type, dtype)
+        if steps and time.monotonic() > deadline:
+            row.status, row.note = "dropped", "over the budget of time"
+            emit(row)
+            continue
         with unmoved(model):  # no way judges or times the batch statistics that another one moved
             step = _ready(item, model, make, judge, inputs, device, row)
         if step is None:
             emit(row)
         else:
             rows[name], steps[name] = row, step
+            emit(dataclasses.replace(row, status="checked"))
     del judge
     model.train()
 

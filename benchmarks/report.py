@@ -153,8 +153,13 @@ def draw(folder: Path) -> list[Path]:
 
 
 def write(folder: Path) -> None:
-    """report.md, and the figures if matplotlib is there."""
+    """report.md."""
     (folder / "report.md").write_text(report(folder))
+
+
+def write_all(folder: Path) -> None:
+    """report.md, and the figures if matplotlib is there."""
+    write(folder)
     if hint := missing("matplotlib"):
         print(f"no figures: {hint}", file=sys.stderr)
     else:

@@ -1,7 +1,7 @@
 """``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
 
-results.csv gets its rows as they come; env.json, report.md and the figures follow at the end. Nothing but torch is
-needed for the measurements; the figures want matplotlib.
+results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. Nothing but
+torch is needed for the measurements; the figures want matplotlib.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Container, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from . import cases, compare, measure, micro, own, report
 DEFAULT_RESULTS = Path("benchmarks/results")
 OWN_RESULTS = Path("bench_output")  # of --op and --case
 FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-MINUTES = {"cuda": 5.0, "cpu": 4.0}  # `make gpu` has ten minutes, tests and build included
+MINUTES = {"cuda": 5.0, "cpu": 4.0}
 SECONDS = {"cuda": 2.5, "cpu": 4.0}  # for timing a case, at most
+Job = tuple[cases.Item, dict[str, cases.Maker]]
 
 
 def device_name(device: torch.device) -> str:
@@ -83,25 +85,44 @@ def select(pattern: str, device: str) -> list[cases.Item]:
 
 
 class Sheet:
-    """results.csv, each row on the disk when it is known."""
+    """results.csv, each row on the disk when it is known. A row takes the place of an earlier one of its case and way."""
 
-    def __init__(self, path: Path):
-        self._file = open(path, "w", newline="")  # noqa: SIM115  (closed by `with Sheet(...)`)
-        self._writer = csv.writer(self._file, lineterminator="\n")
-        self._writer.writerow(measure.FIELDS)
+    def __init__(self, path: Path, standing: Iterable[dict[str, str]] = ()):
+        self._path = path
+        self.rows = {(row["case"], row["way"]): row for row in standing}
+        self._write()
 
-    def __enter__(self) -> Sheet:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._file.close()
+    def _write(self) -> None:
+        new = self._path.with_suffix(".new")
+        with open(new, "w", newline="") as file:
+            writer = csv.DictWriter(file, measure.FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows.values())
+        new.replace(self._path)
 
     def __call__(self, row: measure.Row) -> None:
-        values = dataclasses.astuple(row)
-        self._writer.writerow("" if v is None else f"{v:.5g}" if isinstance(v, float) else v for v in values)
-        self._file.flush()
+        self.rows[row.case, row.way] = {
+            name: "" if value is None else f"{value:.5g}" if isinstance(value, float) else value
+            for name, value in dataclasses.asdict(row).items()
+        }
+        self._write()
         measured = f"{row.ms:.4g} ms" + (f", {row.ratio:.2f} of eager" if row.ratio else "") if row.ms else row.note
         say(f"  {row.way:30} {row.status:8} {measured}")
+
+
+STAND = ("ok", "missing")  # a row's status, if a resumed run need not measure it again
+
+
+def standing(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
+    """The rows of an earlier run in the folder that stand. Raises ValueError if that was of another device, torch or triton."""
+    path = out / "results.csv"
+    if not path.exists():
+        return []
+    earlier = compare.read(path).setting
+    if earlier != setting:
+        raise ValueError(f"--resume: {path} was measured with {earlier}, and this is {setting}: name another --out")
+    with open(path, newline="") as file:
+        return [row for row in csv.DictReader(file) if row["status"] in STAND]
 
 
 def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
@@ -126,6 +147,8 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
     if args.case:
         return [own.item_of(args.case, device, levels, dtype)]
     found = select(args.cases, device.type)
+    if args.headline and not (found := [item for item in found if item.priority <= cases.HEADLINE]):
+        raise ValueError(f"--headline: none of the cases that match {args.cases!r} is among the first figures")
     if levels is not None:
         found = [
             item._replace(case=dataclasses.replace(item.case, levels=[one for one in item.case.levels if one in levels]))
@@ -150,6 +173,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure every case by every way: time, kept and peak bytes, error. Correct before fast."
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
+    parser.add_argument(
+        "--headline", action="store_true", help="of the cases those of the first figures: d = 1024 and 4096"
+    )
     parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
     parser.add_argument(
         "--levels",
@@ -183,7 +209,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what is measured in --out, and measure what is missing there"
+    )
     micro.add_arguments(parser)
+
+
+def jobs_of(items: list[cases.Item], compiling: bool, measured: Container[tuple[str, str]]) -> list[Job]:
+    """What is to be run, in order: cases with the ways that are not measured yet, and eager, to be timed in turns with them."""
+    every = [(item, cases.ways(item.case)) for item in items]
+    if compiling:  # last, because compilers are slow
+        every += [(item, cases.compiled_ways(item.case)) for item in items]
+    found = []
+    for item, makers in every:
+        if left := {way: make for way, make in makers.items() if (item.name, way) not in measured}:
+            found.append((item, {cases.EAGER: makers[cases.EAGER]} | left))
+    return found
 
 
 def measure_all(
@@ -194,50 +235,49 @@ def measure_all(
     rounds: int,
     minutes: float,
     compiling: bool,
+    earlier: Iterable[dict[str, str]] = (),
 ) -> tuple[list[str], list[str]]:
-    """Writes results.csv. (what of ours was not right, the cases that were dropped)"""
+    """Writes results.csv, and report.md after each case. (what of ours was not right, the cases that were dropped)"""
     kind = device.type
     deadline = time.monotonic() + 60 * minutes
     dropped, bad = [], []
-    jobs = [(item, cases.ways(item.case)) for item in items]
-    if compiling:  # last, because compilers are slow; eager runs once more, so that they are timed in turns with it
-        jobs += [(item, makers) for item in items if (makers := cases.compiled_ways(item.case))]
-    with Sheet(out / "results.csv") as sheet:
-        measured = set()
+    sheet = Sheet(out / "results.csv", earlier)
+    jobs = jobs_of(items, compiling, sheet.rows)
 
-        def emit(row: measure.Row) -> None:
-            if (row.case, row.way) in measured:
-                return
-            measured.add((row.case, row.way))
-            sheet(row)
-            if row.way.startswith("ckptkern") and row.status != "ok":
-                bad.append(f"{row.case} {row.way}: {row.status}: {row.note}")
+    def emit(row: measure.Row) -> None:
+        if sheet.rows.get((row.case, row.way), {}).get("status") in STAND:
+            return  # eager, once more
+        sheet(row)
+        if row.way.startswith("ckptkern") and row.status not in ("ok", "checked"):
+            bad.append(f"{row.case} {row.way}: {row.status}: {row.note}")
 
+    if kind == "cuda":
+        found["ceilings"] = measure.ceilings(device, emit, rounds)
+        (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
+    for place, (item, makers) in enumerate(jobs, 1):
+        compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
+        if time.monotonic() > deadline:
+            dropped.append(f"{item.name}, compiled" if compiled else item.name)
+            way = "compile" if compiled else ""
+            emit(measure.Row(item.name, way, kind, "", "dropped", note=f"over the budget of {minutes:.3g} minutes"))
+            continue
+        say(f"[{place}/{len(jobs)}] {item.name}{', compiled' * compiled}")
+        try:
+            left = max(0.0, deadline - time.monotonic()) / (len(jobs) - place + 1)
+            measure.measure(item, makers, device, emit, rounds, min(SECONDS[kind], left / 2), deadline)
+        except Exception as error:  # the reference itself: out of memory, usually
+            emit(measure.Row(item.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
+        except KeyboardInterrupt:  # also of a time limit from outside
+            bad.append(f"{item.name}: interrupted; --resume measures what is missing")
+            break
+        report.write(out)
         if kind == "cuda":
-            found["ceilings"] = measure.ceilings(device, emit, rounds)
-            (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
-        for place, (item, makers) in enumerate(jobs, 1):
-            compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
-            if time.monotonic() > deadline:
-                dropped.append(f"{item.name}, compiled" if compiled else item.name)
-                way = "compile" if compiled else ""
-                emit(measure.Row(item.name, way, kind, "", "dropped", note=f"over the budget of {minutes:g} minutes"))
-                continue
-            say(f"[{place}/{len(jobs)}] {item.name}{', compiled' * compiled}")
             try:
-                left = max(0.0, deadline - time.monotonic()) / (len(jobs) - place + 1)
-                measure.measure(item, makers, device, emit, rounds, seconds=min(SECONDS[kind], left / 2))
-            except Exception as error:  # the reference itself: out of memory, usually
-                emit(measure.Row(item.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
-            if kind == "cuda":
-                try:
-                    torch.cuda.synchronize()
-                    torch.cuda.empty_cache()
-                except Exception as error:  # what a kernel broke stays broken in this process
-                    bad.append(
-                        f"{item.name}: {measure.one_line(error)}: not measured any further; leave it out by --cases"
-                    )
-                    break
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except Exception as error:  # what a kernel broke stays broken in this process
+                bad.append(f"{item.name}: {measure.one_line(error)}: not measured any further; leave it out by --cases")
+                break
     return bad, dropped
 
 
@@ -266,15 +306,20 @@ def main(args: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": compiling}
     found = {"device": device_name(device), "settings": settings, **environment(device)}
+    try:
+        earlier = standing(out, compare.setting_of(found)) if args.resume else []
+    except ValueError as error:
+        say(f"ckptkern bench: {error}")
+        return 2
     (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
 
     minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[kind]
-    bad, dropped = measure_all(items, device, out, found, args.rounds, minutes, compiling)
-    report.write(out)
+    bad, dropped = measure_all(items, device, out, found, args.rounds, minutes, compiling, earlier)
+    report.write_all(out)
     for line in bad:
         say(f"NOT RIGHT: {line}")
     if dropped:
-        say(f"dropped, over the budget of {minutes:g} minutes: {', '.join(dropped)}")
+        say(f"dropped, over the budget of {minutes:.3g} minutes: {', '.join(dropped)}")
     if args.op or args.case:
         print(report.report(out))
     if old is not None:

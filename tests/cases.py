@@ -201,10 +201,11 @@ OPS = (
 )
 
 
-def expected_mask(p: float, rows: int, cols: int, seed: int = SEED) -> Tensor:
+def expected_mask(p: float, rows: int, cols: int, seed: int = SEED, device: torch.device | str = "cpu") -> Tensor:
     """The mask of the first draw after torch.manual_seed(seed), whose definition tests/test_state.py tests."""
-    generator = torch.Generator().manual_seed(seed)
-    return state.keep_mask(torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator), p, rows, cols)
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=device)
+    return state.keep_mask(drawn, p, rows, cols)
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class Setup:
         def drop(h: Tensor) -> Tensor:
             if not self.dropout_p:
                 return h
-            mask = expected_mask(self.dropout_p, h.shape[:-1].numel(), h.shape[-1]).view(h.shape)
+            mask = expected_mask(self.dropout_p, h.shape[:-1].numel(), h.shape[-1], device=h.device).view(h.shape)
             return h * state.threshold_scale(self.dropout_p)[1] * mask
 
         return self.op.plain(tensors, ACTIVATIONS[self.activation], drop)
@@ -287,6 +288,7 @@ def make(
     bias: bool = True,
     frozen: Iterable[str] = (),
     seed: int = 0,
+    device: str = "cpu",
 ) -> Tensors:
     """Inputs by name, x first. All need a gradient except those in `frozen`."""
     generator = torch.Generator().manual_seed(seed)
@@ -298,7 +300,7 @@ def make(
         value = torch.randn(shape, generator=generator, dtype=torch.float64)
         if "weight" in name and shape[1]:
             value = value * (2 / shape[1]) ** 0.5  # He: activations keep their size from layer to layer
-        tensors[name] = value.to(dtype).requires_grad_(name not in frozen)
+        tensors[name] = value.to(device, dtype).requires_grad_(name not in frozen)
     return tensors
 
 
@@ -312,7 +314,7 @@ def clone(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
 
 def output_gradient(y: Tensor, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+    return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
 
 
 def gradients(function: Callable[[Tensors], Tensor], tensors: Tensors, dy: Tensor | None = None) -> Tensors:

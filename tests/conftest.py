@@ -7,8 +7,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gpu_runs
 import pytest
 import torch
 from outside import TRITON_CACHE
@@ -30,6 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="interpreted",
         help="what runs the kernels of tests/triton_kernels on a CPU: Triton's interpreter (default), or the emulator of "
         "their compiled code, on each architecture",
+    )
+    parser.addoption(
+        "--results", type=Path, metavar="FILE.csv", help="of a run with -m gpu or --twins: a row after each test; a test "
+        "that passed in the file is left out"
+    )  # fmt: skip
+    parser.addoption("--twins", action="store_true", help="only the CPU twins of the tests marked gpu")
+    parser.addoption(
+        "--list-gpu", action="store_true", help="print the tests marked gpu with their CPU twins, and run none"
     )
 
 
@@ -55,15 +65,43 @@ def pytest_configure(config: pytest.Config) -> None:
     # Inductor's C++ is compiled without vectors: it would try each of the processor's kinds in a process, 9 s in every run.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    results, worker = config.option.results, getattr(config, "workerinput", None)
+    if worker is None:
+        config.stash[gpu_runs.PASSED] = gpu_runs.passed_in(results) if results else frozenset()
+        if results:
+            config.pluginmanager.register(gpu_runs.Results(config, results))
+    else:
+        config.stash[gpu_runs.PASSED] = frozenset(worker["passed"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """pytest-xdist's: all workers leave out the same tests, also one that starts later in place of another."""
+    node.workerinput["passed"] = [*node.config.stash[gpu_runs.PASSED]]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return (
+        True if is_test and gpu_runs.is_gpu_run(config) and not gpu_runs.may_have_gpu_tests(collection_path) else None
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.list_gpu:
+        pytest.exit("\n".join(["", *gpu_runs.listed(items)]), returncode=0)
+    gpu_run = gpu_runs.is_gpu_run(config)
+    if gpu_run:
+        chosen = gpu_runs.chosen(items, config.option.twins, config.stash[gpu_runs.PASSED])
+        config.hook.pytest_deselected(items=list({*items} - {*chosen}))
+        items[:] = chosen
     if config.option.quick:
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         chosen = [item for item in first.values() if "long" not in item.keywords]
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = reversed(chosen)
-    items.sort(key=lambda item: "long" not in item.keywords)  # first, so that the others fill the other cores meanwhile
+    if not gpu_run:
+        items.sort(key=lambda item: "long" not in item.keywords)  # first: the others fill the other cores meanwhile
     if not torch.cuda.is_available():
         reason = "needs a CUDA device"
     elif os.environ.get("TRITON_INTERPRET") == "1":
@@ -98,6 +136,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,14 @@ def inputs_of(launcher: Launcher, dtype: torch.dtype, device: str = "cpu", bias:
     return tensors
 
 
+def far_apart(x: Tensor) -> Tensor:
+    """x with its last row beyond element 2**31. A CPU maps memory where it is touched: a page a row; a GPU, all of it."""
+    (rows, *rest), inner = x.shape, x.stride()[1:]
+    stride = 2**31 // (rows - 1) + 16
+    storage = torch.UntypedStorage(((rows - 1) * stride + x[0].numel()) * x.element_size(), device=x.device)
+    return x.new_empty(0).set_(storage, 0, (rows, *rest), (stride, *inner)).copy_(x)
+
+
 def dropout_of(p: float, device: str = "cpu", col_base: int = 0) -> tuple[Tensor, int, float, int]:
     return torch.tensor(STATE, device=device), *state.threshold_scale(p), col_base
 

@@ -230,6 +230,11 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
         yield f"{what}: error {ratio:.2f} of eager's, {kept.bytes / TOKENS:g} B/token", "; ".join(faults) or None
 
 
+def activations_of(name: str) -> tuple[str, str]:
+    """Those that an op is checked with."""
+    return ("silu" if name == "gated_mlp" else "relu"), "gelu"
+
+
 def checks() -> Iterator[Callable[[], Iterator[Result]]]:
     """Every check, to be run in order."""
     backends = list(available_backends())
@@ -240,7 +245,7 @@ def checks() -> Iterator[Callable[[], Iterator[Result]]]:
         yield lambda device=device, backend=backend: check_dropout(device, backend)
         dtypes = (torch.float32, torch.bfloat16, torch.float16) if device == "cuda" else (torch.float32, torch.bfloat16)
         for name in OPS:
-            for activation in ("silu", "gelu") if name == "gated_mlp" else ("relu", "gelu"):
+            for activation in activations_of(name):
                 for dtype in dtypes:
                     yield lambda arguments=(name, activation, dtype, device, backend): check_op(*arguments)
 

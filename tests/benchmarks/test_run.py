@@ -200,6 +200,70 @@ def test_over_budget_the_least_important_are_dropped_and_named(monkeypatch, tmp_
         assert priorities == sorted(priorities)
 
 
+def test_the_first_figures_are_the_headline_cases():
+    """Layers, MLPs, the head and experts, each at d = 1024 and 4096, and nothing else, before every other case."""
+    names = [item.name for item in cases.items("cuda") if item.priority <= cases.HEADLINE]
+    kinds = {"gpt_layer", "llama_layer", "mlp-gelu", "gated_mlp-silu", "moe_mlp-silu", "linear_cross_entropy"}
+    assert {tuple(name.partition("x")[0].split("/")) for name in names} == {
+        (k, d) for k in kinds for d in ("d1024", "d4096")
+    }
+    assert [item.name for item in run.select("", "cuda")][: len(names)] == names
+
+
+def test_a_resumed_run_measures_what_is_missing(monkeypatch, tmp_path, capsys):
+    """Rows that stand are neither measured nor changed; what failed, and what is only checked, is measured again."""
+    _, before = bench(monkeypatch, tmp_path)
+    text = (tmp_path / "results.csv").read_text()
+    assert bench(monkeypatch, tmp_path, "--resume") == (0, before)
+    lines = text.splitlines(keepends=True)
+    again = {"ckptkern full": ",ok,", "torch checkpoint": ",ok,"}
+    changed = [
+        line.replace(",ok,", ",failed,") if ",ckptkern full," in line else line.replace(",ok,", ",checked,")
+        if ",torch checkpoint," in line else line for line in lines
+    ]  # fmt: skip
+    (tmp_path / "results.csv").write_text("".join(changed))
+    capsys.readouterr()
+    status, after = bench(monkeypatch, tmp_path, "--resume")
+    assert status == 0
+    assert {row["status"] for row in after.values()} == {"ok"}
+    assert {way for way in before if before[way]["ms"] != after[way]["ms"]} <= again.keys()
+    assert "ckptkern none" not in capsys.readouterr().err
+    env = json.loads((tmp_path / "env.json").read_text())
+    env["versions"]["triton"] = "3.1"
+    (tmp_path / "env.json").write_text(json.dumps(env))
+    assert bench(monkeypatch, tmp_path, "--resume")[0] == 2
+    assert "'triton': '3.1'" in capsys.readouterr().err
+
+
+def test_a_row_and_the_report_are_on_the_disk_before_the_run_ends(monkeypatch, tmp_path):
+    """A way's as soon as it is checked; the report after the case, also where the next one ends the process."""
+
+    def ends(model, x):
+        with open(tmp_path / "results.csv", newline="") as file:
+            statuses.update({row["way"]: row["status"] for row in csv.DictReader(file)})
+        raise KeyboardInterrupt
+
+    statuses = {}
+    status, _ = bench(monkeypatch, tmp_path, case=with_ways(rival=ends))
+    assert status == 1
+    assert statuses == dict.fromkeys(
+        ("eager", "torch checkpoint", *(f"ckptkern {one}" for one in cases.LEVELS)), "checked"
+    )
+    assert (tmp_path / "report.md").exists()
+
+
+def test_a_way_that_comes_too_late_is_dropped_and_the_others_are_timed(monkeypatch):
+    item = cases.Item(TINY, cases.Size(16, 24), 0)
+    rows: dict[str, measure.Row] = {}
+    measure.measure(
+        item, cases.ways(TINY), torch.device("cpu"), lambda row: rows.update({row.way: row}), 1, deadline=0.0
+    )
+    assert {way: row.status for way, row in rows.items()} == {
+        way: "ok" if way == "eager" else "dropped" for way in cases.ways(TINY)
+    }
+    assert rows["eager"].ms > 0
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_list_names_all_cases_and_ways(capsys, device):
     if device == "cpu":
@@ -247,7 +311,7 @@ def only(name: str) -> cases.Item:
 def rows_of(item: cases.Item, *ways: str, **more) -> dict[str, measure.Row]:
     makers = {way: make for way, make in cases.ways(item.case).items() if way in ways} | more
     rows: dict[str, measure.Row] = {}
-    measure.measure(item, makers, torch.device("cpu"), lambda row: rows.setdefault(row.way, row), rounds=1)
+    measure.measure(item, makers, torch.device("cpu"), lambda row: rows.update({row.way: row}), rounds=1)
     return rows
 
 
@@ -390,6 +454,6 @@ def test_trade_names_the_strategy_that_failed(monkeypatch):
 def test_report_without_matplotlib_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(report, "report", lambda folder: "text")
-    report.write(tmp_path)
+    report.write_all(tmp_path)
     assert capsys.readouterr().err == "no figures: matplotlib is not installed: pip install matplotlib\n"
     assert (tmp_path / "report.md").read_text() == "text"

@@ -123,11 +123,21 @@ def test_the_rule(found, right):
     assert (ratio <= 2) == right
 
 
-@pytest.mark.gpu
-def test_passes_on_the_gpu(monkeypatch, capsys):
-    monkeypatch.undo()
-    status, printed = run(capsys)
-    assert status == 0, printed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "activation"), [(name, act) for name in verify.OPS for act in verify.activations_of(name)]
+)
+def test_an_op_passes_on_each_backend(name, activation, dtype, device):
+    """What `verify` checks on a GPU, an op at a time, because each compiles kernels of its own."""
+    for backend in ("eager", "triton") if device == "cuda" else ("eager",):
+        assert not faults(verify.check_op(name, activation, dtype, device, backend))
+
+
+def test_masks_pass_on_each_backend(device):
+    pairs = [(device, "eager"), (device, "triton")]
+    assert not faults(verify.check_masks(pairs))
+    for pair in pairs:
+        assert not faults(verify.check_dropout(*pair))
 
 
 def test_compiled_kernels_on_any_machine():

@@ -35,11 +35,6 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[int | None]:
     request.node.user_properties.append(("launches", ran))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture
 def interpreted() -> bool:
     """Are the kernels interpreted, with one small tile each, rather than compiled?"""
@@ -59,5 +54,8 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def repeats(device):
-    """How often a result is computed again: what differs from run to run on a GPU runs in one order elsewhere."""
-    return 9 if device == "cuda" else 1
+    """How often a result is computed again: what differs from run to run on a GPU runs in one order elsewhere.
+
+    Triton 3.6 puts no proxy fence between cp.async and wgmma (triton#9610); what that costs, if anything, is rare.
+    """
+    return 100 if device == "cuda" else 1

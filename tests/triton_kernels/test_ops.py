@@ -44,9 +44,9 @@ def test_the_kernels_serve(setup):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("full",), (P,)))
-def test_gradients_are_as_exact_as_torchs(setup, dtype):
+def test_gradients_are_as_exact_as_torchs(setup, dtype, device):
     """At one level: all give the same bits."""
-    check_against_float64(setup, make(setup, sizes_of(setup), dtype))
+    check_against_float64(setup, make(setup, sizes_of(setup), dtype, device=device))
 
 
 @pytest.mark.parametrize("setup", setups(("relu",), dropout=(0.5,)))
@@ -63,8 +63,8 @@ def test_saved_tensors_may_come_back_with_other_strides(setup):
 
 
 @pytest.mark.parametrize("setup", setups(ALL, ("full",), ops=["linear_stack"]))
-def test_narrow_stack_is_as_exact_as_torchs(setup):
-    check_against_float64(setup, make(setup, dtype=torch.bfloat16))
+def test_narrow_stack_is_as_exact_as_torchs(setup, device):
+    check_against_float64(setup, make(setup, dtype=torch.bfloat16, device=device))
 
 
 RAGGED = {
@@ -92,9 +92,9 @@ def test_ragged_and_empty_shapes(setup, sizes, bias):
 
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("none", "full"), dropout=(P,)))
-def test_expanded_output_gradient(setup):
+def test_expanded_output_gradient(setup, device):
     """.sum() sends strides (0, 0)."""
-    tensors = make(setup)
+    tensors = make(setup, device=device)
     y = setup.fused(tensors)
     dy = y.new_ones(()).expand(y.shape)
     assert_same(gradients(setup.fused, tensors, dy), gradients(setup.fused, tensors, dy.contiguous()), BIASES)
@@ -145,9 +145,9 @@ LEVELS_AND_DTYPES = [
 
 
 @pytest.mark.parametrize(("setup", "dtype"), LEVELS_AND_DTYPES)
-def test_every_level_gives_the_same_bits(setup, dtype):
+def test_every_level_gives_the_same_bits(setup, dtype, device):
     """y and all gradients are those of level "none", which rebuilds nothing."""
-    tensors = make(setup, sizes_of(setup), dtype)
+    tensors = make(setup, sizes_of(setup), dtype, device=device)
     expected = gradients(setup.fused, tensors)
     others = [setup.with_(recompute=level) for level in ("selective", "full")]
     if setup.activation == "relu" and "packed" in setup.op.products:
@@ -165,22 +165,23 @@ def gated(x, w1, b1, w2, b2, *args, **options):
     return ckptkern.gated_mlp(x, w1, up, w2, *args, gate_bias=b1, down_bias=b2, **options)
 
 
-def spelling(hidden, rows, dtype):
+def spelling(hidden, rows, like):
     """[I; 0] [rows, hidden]: y starts with h, and dy = I gives this weight the gradient h [rows, hidden]."""
-    return torch.eye(rows, hidden, dtype=dtype).requires_grad_()
+    return torch.eye(rows, hidden).to(like).requires_grad_()
 
 
 @pytest.mark.parametrize(
     "case", pairwise(op=(ckptkern.mlp, gated), chunks=(False, True), kind=tuple(ACTIVATIONS_AND_DTYPES))
 )
-def test_hidden_layer_is_rebuilt_bitwise(case):
+def test_hidden_layer_is_rebuilt_bitwise(case, device):
     """Forward's h and backward's have the same bits, dropout included, in every dtype and chunk."""
     op, (activation, dtype), workspace = case["op"], case["kind"], MANY_CHUNKS if case["chunks"] else ONE_CHUNK
     rows, features, hidden = 40 if workspace is ONE_CHUNK else 140, 9, 24
-    x, w1, b1 = torch.randn(rows, features), torch.randn(hidden, features) / 3, torch.randn(hidden)
-    w2 = spelling(hidden, rows, dtype)
-    y = op(x.to(dtype), w1.to(dtype), b1.to(dtype), w2, None, activation, P, workspace=workspace)
-    y.backward(torch.eye(rows, dtype=dtype))
+    given = torch.randn(rows, features), torch.randn(hidden, features) / 3, torch.randn(hidden)
+    x, w1, b1 = (t.to(device, dtype) for t in given)
+    w2 = spelling(hidden, rows, x)
+    y = op(x, w1, b1, w2, None, activation, P, workspace=workspace)
+    y.backward(torch.eye(rows).to(x))
     h = y[:, :hidden]
     assert 0.5 < (h != 0).double().mean() / (1 - P) * (2 if "relu" in activation else 1) < 2
     assert torch.equal(w2.grad, h)
@@ -194,7 +195,7 @@ def test_hidden_layer_is_rebuilt_bitwise(case):
     ],
     ids=lambda one: {140: "wide", 40: "narrow"}.get(one, str(one)),
 )
-def test_chain_is_rebuilt_bitwise(rows, activation, dtype):
+def test_chain_is_rebuilt_bitwise(rows, activation, dtype, device):
     """The last layer's weight gradient spells the h that backward rebuilt; y of the chain without it is h.
 
     The last weight is 0 and its bias a point where act' is exactly 1. The wide chain runs layer by layer in two chunks,
@@ -202,16 +203,16 @@ def test_chain_is_rebuilt_bitwise(rows, activation, dtype):
     """
     features, hidden = 9, 24
     slope_is_one = {"relu": 1.0, "identity": 1.0, "relu2": 0.5}.get(activation, 30.0)
-    x = torch.randn(rows, features).to(dtype)
-    w1, b1 = (torch.randn(hidden, features) / 3).to(dtype), torch.randn(hidden).to(dtype)
-    w2, b2 = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(rows, dtype=dtype)
+    x = torch.randn(rows, features).to(device, dtype)
+    w1, b1 = (torch.randn(hidden, features) / 3).to(x), torch.randn(hidden).to(x)
+    w2, b2 = x.new_zeros(rows, hidden), x.new_zeros(rows)
     w2[:hidden], b2[:hidden] = torch.randn(hidden, hidden) / 5, torch.randn(hidden)
     h = ckptkern.linear_stack(x, [w1, w2], [b1, b2], activation)[:, :hidden]
-    last = torch.zeros(rows, hidden, dtype=dtype, requires_grad=True)
-    bias = torch.full((rows,), slope_is_one, dtype=dtype)
+    last = x.new_zeros(rows, hidden).requires_grad_()
+    bias = x.new_full((rows,), slope_is_one)
     chain = [w1, w2[:hidden], last], [b1, b2[:hidden], bias]
     y = ckptkern.linear_stack(x, *chain, activation, workspace=MANY_CHUNKS)
-    y.backward(torch.eye(rows, dtype=dtype))
+    y.backward(torch.eye(rows).to(x))
     assert torch.equal(last.grad, h)
 
 
@@ -223,13 +224,13 @@ def has_chunks(case: dict) -> bool:
     "case",
     pairwise(has_chunks, op=("mlp", "gated_mlp", "linear_stack", "linear_act"), chunks=(False, True), dtype=DTYPES),
 )
-def test_bias_gradient_counts_the_live_units(case):
+def test_bias_gradient_counts_the_live_units(case, device):
     """db under dh = 1 is the column sum of (h > 0), with dropout of one half twice that, exactly; h is read from y."""
     op, dtype, workspace = case["op"], case["dtype"], MANY_CHUNKS if case["chunks"] else ONE_CHUNK
     rows, features, hidden = 140, 9, 24
-    x, w1 = torch.randn(rows, features).to(dtype), torch.randn(hidden, features).to(dtype)
-    b1 = torch.randn(hidden).to(dtype).requires_grad_()
-    w2, ones = torch.eye(rows, hidden, dtype=dtype), torch.ones(rows, dtype=dtype)
+    x, w1 = torch.randn(rows, features).to(device, dtype), torch.randn(hidden, features).to(device, dtype)
+    b1 = torch.randn(hidden).to(x).requires_grad_()
+    w2, ones = torch.eye(rows, hidden).to(x), x.new_ones(rows)
     weight, options = 1, {"workspace": workspace}
     if op == "mlp":
         weight, y = 2, ckptkern.mlp(x, w1, b1, w2, None, "relu", 0.5, **options)
@@ -242,7 +243,7 @@ def test_bias_gradient_counts_the_live_units(case):
         y = ckptkern.linear_act(x, w1, b1, "relu", recompute="full")
     h = ckptkern.linear_act(x, w1, b1, "relu") if op == "linear_stack" else y[:, :hidden]
     alive = h > 0
-    y.backward((torch.arange(y.shape[1]) < hidden).to(dtype).expand(y.shape))
+    y.backward((torch.arange(y.shape[1]) < hidden).to(y).expand(y.shape))
     assert torch.equal(b1.grad, (weight * alive.sum(0)).to(dtype))
     assert alive.sum(0).min() > 0
 
@@ -251,9 +252,10 @@ CHUNKED = setups(("gelu",), ("full",), (P,), ["mlp", "gated_mlp", "linear_stack"
 
 
 @pytest.mark.parametrize("setup", CHUNKED)
-def test_chunks_change_only_the_order_of_a_sum(setup):
+def test_chunks_change_only_the_order_of_a_sum(setup, device):
     """y and dx keep their bits; sums over tokens are in float32, rounded once: no error is added."""
-    tensors = make(setup, Sizes((140,), hidden=66 if setup.op.name == "linear_stack" else 20), torch.bfloat16)
+    sizes = Sizes((140,), hidden=66 if setup.op.name == "linear_stack" else 20)
+    tensors = make(setup, sizes, torch.bfloat16, device=device)
     one, many = (gradients(setup.with_(workspace=workspace).fused, tensors) for workspace in (ONE_CHUNK, MANY_CHUNKS))
     exact = gradients(setup.plain, cases.clone(tensors, torch.float64), cases.output_gradient(one["y"]).double())
     for name, reference in exact.items():
@@ -265,7 +267,7 @@ def test_chunks_change_only_the_order_of_a_sum(setup):
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none",), (P,), ["mlp", "gated_mlp"]))
-def test_both_routes_give_the_same_bits(setup, monkeypatch):
+def test_both_routes_give_the_same_bits(setup, monkeypatch, device):
     """On `dual` one kernel forms all products of a tile; on `triton` z (g and u) is formed first. One result.
 
     In two chunks, so that the second draws its masks from its own first row.
@@ -276,7 +278,7 @@ def test_both_routes_give_the_same_bits(setup, monkeypatch):
     monkeypatch.setattr(
         triton_kernels, one_kernel, lambda *args, **kw: calls.append(one_kernel) or launcher(*args, **kw)
     )
-    tensors = make(setup, Sizes((140,), 96, 8, 5), torch.bfloat16)
+    tensors = make(setup, Sizes((140,), 96, 8, 5), torch.bfloat16, device=device)
     setup = setup.with_(workspace=MANY_CHUNKS)
     kept = gradients(setup.fused, tensors)
     for route, expected in (("triton", []), ("dual", [one_kernel])):
@@ -293,15 +295,15 @@ def test_both_routes_give_the_same_bits(setup, monkeypatch):
 @pytest.mark.parametrize(
     "setup", setups(("identity",), ("none", "selective", "full"), (P,), ["mlp", "gated_mlp", "dropout"])
 )
-def test_one_mask_in_forward_and_backward_and_both_backends(setup, workspace):
-    """y and dx are zero where the CPU extension's mask is, on either backend, and nowhere else."""
+def test_one_mask_in_forward_and_backward_and_both_backends(setup, workspace, device):
+    """y and dx are zero where the mask of the definition is, on either backend, and nowhere else."""
     rows, hidden = 140, 24
-    ones = torch.ones(rows, 1)
-    tensors = {"x": ones, "fc1_weight": torch.ones(hidden, 1), "fc2_weight": torch.eye(hidden)}
-    tensors |= {"gate_weight": ones[:hidden], "up_weight": ones[:hidden], "down_weight": torch.eye(hidden)}
+    ones, eye = torch.ones(rows, 1, device=device), torch.eye(hidden, device=device)
+    tensors = {"x": ones, "fc1_weight": ones[:hidden], "fc2_weight": eye}
+    tensors |= {"gate_weight": ones[:hidden], "up_weight": ones[:hidden], "down_weight": eye}
     if setup.op.name == "dropout":
-        tensors = {"x": torch.ones(rows, hidden)}
-    mask, scale = expected_mask(P, rows, hidden), state.threshold_scale(P)[1]
+        tensors = {"x": ones.expand(rows, hidden).contiguous()}
+    mask, scale = expected_mask(P, rows, hidden, device=device), state.threshold_scale(P)[1]
     for backend in ("triton", "eager"):
         with ckptkern.backend(backend):
             x = tensors["x"].clone().requires_grad_()
@@ -314,9 +316,9 @@ def test_one_mask_in_forward_and_backward_and_both_backends(setup, workspace):
         torch.testing.assert_close(x.grad, dx, rtol=1e-6, atol=0)
 
 
-def test_two_calls_differ_and_a_seed_reproduces():
+def test_two_calls_differ_and_a_seed_reproduces(device):
     """Two calls differ, and a seed reproduces them (flash-attention#2088)."""
-    x = torch.ones(64, 64)
+    x = torch.ones(64, 64, device=device)
     first, second = ckptkern.dropout(x, P), ckptkern.dropout(x, P)
     assert not torch.equal(first, second)
     torch.manual_seed(5)
@@ -329,19 +331,19 @@ def test_two_calls_differ_and_a_seed_reproduces():
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), (P,)) + setups(("relu",), ("full",)))
-def test_every_single_trained_input(setup):
+def test_every_single_trained_input(setup, device):
     """Each gradient alone has the bits that it has among all."""
     names = list(make(setup))
-    everything = gradients(setup.fused, make(setup))
+    everything = gradients(setup.fused, make(setup, device=device))
     for name in names:
-        alone = gradients(setup.fused, make(setup, frozen=set(names) - {name}))
+        alone = gradients(setup.fused, make(setup, frozen=set(names) - {name}, device=device))
         assert_same(alone, {one: everything[one] for one in ("y", name)})
 
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), dropout=(P,)))
-def test_nothing_saved_or_given_is_overwritten(setup):
+def test_nothing_saved_or_given_is_overwritten(setup, device):
     """A second backward of one graph repeats the first, and inputs keep their values."""
-    tensors = make(setup, sizes_of(setup))
+    tensors = make(setup, sizes_of(setup), device=device)
     before = cases.clone(tensors)
     y = setup.fused(tensors)
     kept, dy = y.detach().clone(), cases.output_gradient(y)
@@ -353,13 +355,13 @@ def test_nothing_saved_or_given_is_overwritten(setup):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), dropout=(P,)))
-def test_autocast(setup, dtype):
+def test_autocast(setup, dtype, device):
     """float32 parameters, 16-bit kernels in forward and in backward outside of the context."""
-    tensors = make(setup, sizes_of(setup))
+    tensors = make(setup, sizes_of(setup), device=device)
 
     def under_autocast(function):
         def call(t):
-            with torch.autocast("cpu", dtype):
+            with torch.autocast(device, dtype):
                 return function(t)
 
         return call

@@ -1,0 +1,99 @@
+"""tests/gpu_runs.py: which tests a GPU run has, in which order, and what stays on the disk when it ends."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_runs
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+def test_no_file_with_a_gpu_test_is_passed_over(request):
+    """Of what this run has collected: all files, in a run of the suite."""
+    files = {item.path for item in request.session.items if "gpu" in item.keywords}
+    assert [path for path in files if not gpu_runs.may_have_gpu_tests(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "has"),
+    [
+        ("@pytest.mark.gpu\ndef test_it(): ...", True),
+        ("pytestmark = pytest.mark.gpu", True),
+        ("def test_it(a,\n    device,\n): ...", True),
+        ("def test_it(device_type): ...", False),
+        ("def make(device): ...\ndef test_it(): ...", False),
+    ],
+)
+def test_a_file_is_known_by_its_text(source, has, tmp_path):
+    (tmp_path / "test_it.py").write_text(source)
+    assert gpu_runs.may_have_gpu_tests(tmp_path / "test_it.py") == has
+
+
+def test_a_twin_has_cpu_where_the_test_has_cuda():
+    assert gpu_runs.twin_of("a.py::test_cuda[x-cuda-cudax]") == "a.py::test_cuda[x-cpu-cudax]"
+    assert gpu_runs.twin_of("a.py::test_cuda[cuda]") == "a.py::test_cuda[cpu]"
+    assert gpu_runs.twin_of("a.py::test_on_a_gpu") == "a.py::test_on_a_gpu"
+
+
+SUITE = """
+import os, pytest
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request): return request.param
+
+def test_other(device): pass
+def test_is_rebuilt(device): pass
+def test_fails(device): assert os.path.exists("mended"), "not\\nyet"
+def test_is_skipped(device): pytest.skip("for a reason")
+def test_on_cpu_alone(): raise SystemExit
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2", "--dist", "load"]], ids=["alone", "xdist"])
+def test_results_are_on_the_disk_and_what_passed_is_left_out(workers, tmp_path):
+    """In two runs: first one test fails; the second, after it is mended, runs it and what was skipped, and nothing else."""
+    if workers:
+        pytest.importorskip("xdist")
+    for name in ("conftest.py", "gpu_runs.py", "outside.py", "interpreter.py"):
+        (tmp_path / name).write_text((TESTS / name).read_text())
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\nmarkers = ["gpu", "long"]')
+
+    def run() -> tuple[int, list[dict[str, str]]]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--twins",
+            "--results",
+            "r.csv",
+            "--no-summary",
+        ]
+        done = subprocess.run([*command, *workers], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 or "FAILED test_suite.py::test_fails[cpu]\n" in done.stdout, (
+            done.stdout + done.stderr
+        )
+        with (tmp_path / "r.csv").open(newline="") as file:
+            return done.returncode, [*csv.DictReader(file)]
+
+    status, rows = run()
+    found = {row["test"].removeprefix("test_suite.py::test_"): (row["outcome"], row["message"]) for row in rows}
+    assert status == 1
+    assert {name: outcome for name, (outcome, _) in found.items()} == {
+        "is_rebuilt[cpu]": "passed", "other[cpu]": "passed", "fails[cpu]": "failed", "is_skipped[cpu]": "skipped"
+    }  # fmt: skip
+    assert found["fails[cpu]"][1].startswith("AssertionError: not yet")
+    assert "for a reason" in found["is_skipped[cpu]"][1]
+    if not workers:
+        assert rows[0]["test"] == "test_suite.py::test_is_rebuilt[cpu]"  # most likely to fail
+    (tmp_path / "mended").touch()
+    status, rows = run()
+    assert status == 0
+    assert {(row["test"].partition("test_")[2].partition("::")[2], row["outcome"]) for row in rows[4:]} == {
+        ("test_fails[cpu]", "passed"), ("test_is_skipped[cpu]", "skipped")
+    }  # fmt: skip
