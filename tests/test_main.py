@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 import torch
@@ -114,6 +115,7 @@ def test_env_as_json_imports_no_extra():
         "devices",
         "extension",
         "backends",
+        "C launchers",
         "fp32_precision",
         "sdpa",
         "tuned routes",
@@ -144,6 +146,34 @@ def test_env_names_what_is_missing(capsys, monkeypatch):
     assert data["devices"] == {"missing": "ZeroDivisionError: division by zero"}
     assert data["versions"]["torch"] == torch.__version__
     json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("version", "built"),
+    [
+        ("3.6.0", "one for each signature of a kernel, at its first launch"),
+        ("3.7.1", "one for all kernels, once"),
+        ("3.10.0+git", "one for all kernels, once"),
+        ("not installed", "none: Triton is not installed"),
+    ],
+)
+def test_env_names_what_launches_need(version, built, monkeypatch, tmp_path):
+    """Triton looks for them at run time, where an image may have no compiler and no headers."""
+    monkeypatch.setattr(env, "_package_version", lambda name: version)
+    monkeypatch.setenv("CC", "clang-of-mine")
+    data = env.collect()["C launchers"]
+    assert data["built"] == built
+    assert data["compiler"] == "clang-of-mine"
+    assert data["Python.h"].endswith("Python.h")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": str(tmp_path)})
+    data = env.collect()["C launchers"]
+    assert data["compiler"].startswith("none: no gcc or clang on PATH")
+    assert data["Python.h"] == f"none in {tmp_path}: install Python's development package"
+    for name in ("clang", "gcc"):
+        (tmp_path / name).touch(mode=0o755)
+        assert env.collect()["C launchers"]["compiler"] == str(tmp_path / name)
 
 
 def test_env_names_a_backend_that_does_not_exist(monkeypatch):

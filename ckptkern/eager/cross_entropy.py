@@ -36,9 +36,9 @@ def wide_product(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool =
     if a.dtype != wide and a.is_cuda:
         if add:
             return torch.addmm(out, a, b, out_dtype=wide, out=out)
-        if out is not None and out.dtype == a.dtype:
-            return torch.mm(a, b, out=out)
-        return torch.mm(a, b, out_dtype=wide, out=out)
+        if out is None or out.dtype == wide:
+            return torch.mm(a, b, out_dtype=wide, out=out)
+        return torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(torch.mm(a, b, out_dtype=wide))
     a, b = a.to(wide), b.to(wide)
     if add:
         return out.addmm_(a, b)

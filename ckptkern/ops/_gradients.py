@@ -84,12 +84,14 @@ def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
 class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
-    wide: from float32 copies (`_routes`). If the weight has a main_grad, that is the sum, and the result is None.
+    wide: from float32 copies (`_routes`). rows: of the weight, if others read another input. If the weight has a main_grad,
+    that is the sum, and the result is None.
     """
 
-    def __init__(self, weight: Tensor, chunks: int, *, wide: bool = False):
+    def __init__(self, weight: Tensor, chunks: int, *, wide: bool = False, rows: slice | None = None):
         self.weight, self.dtype, self.chunks, self.wide = weight, weight.dtype, chunks, wide
-        self.main = self.total = main_grad_of(weight)
+        main = main_grad_of(weight)
+        self.main = self.total = main if main is None or rows is None else main[rows]
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """a [m, N], b [m, K] -> total [N, K]."""
@@ -126,8 +128,8 @@ class BiasGrad:
         return cast_parameter(self.total, self.dtype)
 
 
-def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
-    """`WeightGrad` of all rows at once."""
-    grad = WeightGrad(weight, 1)
+def weight_grad(a: Tensor, b: Tensor, weight: Tensor, rows: slice | None = None) -> Tensor | None:
+    """`WeightGrad` of all tokens at once."""
+    grad = WeightGrad(weight, 1, rows=rows)
     grad.add(a, b)
     return grad.result()

@@ -153,24 +153,26 @@ def scaled_dot_product_attention(
     applies, as in torch. softcap: scores before masks are softcap tanh(scale q k^T / softcap) (Gemma 2).
     A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
     gives the mean of the values, as in torch, and no gradient from the kernels.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size),
-    RuntimeError (attn_mask together with is_causal; backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
+    CausalBias together with is_causal), RuntimeError (attn_mask together with is_causal; backend).
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
     check_number(op, "scale", 1.0 if scale is None else scale)
     query, key, value = _cast_qkv(op, query, key, value, jagged=True)
-    if attn_mask is not None and is_causal:
-        raise RuntimeError(
-            f"{op}: Explicit attn_mask should not be set when is_causal=True; pass window_size=(-1, 0) with attn_mask, "
-            f"which hides what is_causal hides, or attn_mask alone with the causal triangle in it"
-        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise ShapeError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
     left, right = check_window(op, window_size)
     softcap = check_softcap(op, softcap)
     diagonal = diagonal_of(op, attn_mask, query.shape[-2], key.shape[-2])
+    if attn_mask is not None and is_causal:
+        if diagonal is not None:
+            raise ValueError(f"{op}: a CausalBias should not be used with is_causal=True; leave is_causal out")
+        raise RuntimeError(
+            f"{op}: Explicit attn_mask should not be set when is_causal=True; pass window_size=(-1, 0) with attn_mask, "
+            f"which hides what is_causal hides, or attn_mask alone with the causal triangle in it"
+        )
     if kind := foreign((query, key, value, attn_mask if diagonal is None else None, alibi_slopes)):
         if (
             left is not None

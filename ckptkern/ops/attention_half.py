@@ -215,7 +215,7 @@ class AttentionHalf(Half):
         """Of a projection's weight, bias and low-rank update, from the gradient d of its result and the rows it reads."""
         (w, b), (lora_a, lora_b), grads = (f"w{part.letter}", f"b{part.letter}"), names_of(part.letter), {}
         if w in need:
-            grads[w] = weight_grad(d, rows, part.weight)
+            grads[w] = weight_grad(d, rows, getattr(self.t, w), part.rows)
         if b in need:
             grads[b] = eager.column_sum(d, part.bias.dtype)
         sums = {name: WeightGrad(getattr(self.t, name), 1) for name in (lora_a, lora_b) if name in need}
@@ -258,7 +258,7 @@ class AttentionHalf(Half):
 
     def projection_gradients(self, dqkv: Tensor, h: Tensor, need: Collection[str]) -> tuple[Tensor | None, dict]:
         """(dh [tokens, d] or None, gradients of key_value and of the projections' weights and biases)."""
-        grads: dict[str, list[Tensor]] = {}
+        grads: dict[str, list[Tensor | None]] = {}  # None: added to a main_grad
         inputs = {False: (h, self.needs_dh(need), []), True: (self.key_value, "key_value" in need, [])}
         for part, d in self.parts(dqkv):
             rows, wanted, total = inputs[part.of_key_value]
@@ -267,7 +267,9 @@ class AttentionHalf(Half):
                 grads.setdefault(name, []).append(grad)
             if wanted:
                 total[:] = [self.add_input_gradient(part, d, du, total[0] if total else None)]
-        joined = {name: made[0] if len(made) == 1 else torch.cat(made) for name, made in grads.items()}
+        joined = {
+            name: made[0] if len(made) == 1 or made[0] is None else torch.cat(made) for name, made in grads.items()
+        }
         (_, _, dh), (_, _, dkey_value) = inputs.values()
         if dkey_value:
             joined["key_value"] = dkey_value[0].view(self.t.key_value.shape)

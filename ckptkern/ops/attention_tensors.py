@@ -112,12 +112,13 @@ def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
 
 
 class Projection(NamedTuple):
-    """A product with a weight, or with the rows of one: letter names it, as "q" names wq and bq."""
+    """A product with a weight, or with the rows of one: letter names it, as "q" names wq and bq. rows: those, if not all."""
 
     letter: str
     weight: Tensor
     bias: Tensor | None
     of_key_value: bool
+    rows: slice | None = None
 
 
 def projections(t: AttentionTensors, o: AttentionOptions) -> list[Projection]:
@@ -131,11 +132,10 @@ def projections(t: AttentionTensors, o: AttentionOptions) -> list[Projection]:
         ]
     if not crosses:
         return [Projection("q", t.wq, t.bq, False)]
-    rows = [n * head_dim(t, o) for n in (o.num_heads, 2 * o.num_kv_heads)]
-    biases = (None, None) if t.bq is None else t.bq.split(rows)
+    width = o.num_heads * head_dim(t, o)
     return [
-        Projection("q", w, b, of_key_value)
-        for w, b, of_key_value in zip(t.wq.split(rows), biases, (False, True), strict=True)
+        Projection("q", t.wq[rows], None if t.bq is None else t.bq[rows], of_key_value, rows)
+        for rows, of_key_value in ((slice(width), False), (slice(width, None), True))
     ]
 
 

@@ -140,13 +140,18 @@ class Shard:
         return t
 
     def check_alike(self, state: Tensor) -> None:
+        """A RuntimeError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
         states = torch.ops._c10d_functional.all_gather_into_tensor(state, self.size, self.group)
         states = torch.ops._c10d_functional.wait_tensor(states).view(self.size, -1)
-        if not bool((states == states[0]).all()):
-            raise RuntimeError(
-                "TensorParallel: the ranks of a group must draw the same dropout masks, but their random states differ; seed "
-                "them alike, torch.manual_seed(seed), and data-parallel replicas differently"
-            )
+        alike = (states == states[0]).all()
+        message = (
+            "TensorParallel: the ranks of a group must draw the same dropout masks, but their random states differ; seed "
+            "them alike, torch.manual_seed(seed), and data-parallel replicas differently"
+        )
+        if not alike.is_cpu:
+            torch._assert_async(alike, message)
+        elif not alike:
+            raise RuntimeError(message)
 
     def half(self, across, x: Tensor, t: Any, o: Any, bias: str, **place: int) -> Tensor:
         """around(x, R f(G x)) of a half."""

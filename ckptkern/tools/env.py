@@ -14,6 +14,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def collect() -> dict[str, Any]:
         "devices": _devices(),
         "extension": _extension(),
         "backends": _backends(),
+        "C launchers": _launchers(),
         "fp32_precision": _fp32_precision(),
         "sdpa": _sdpa(),
         "tuned routes": _tuned_routes(),
@@ -145,6 +147,31 @@ def _backends() -> dict[str, str]:
         core = attention_core.fused_core(ops.choose_backend("env", x), x, x.dtype, heads, heads, None, 0, scale=1.0)
         answer["causal attention of bfloat16 heads of 128"] = core or "the backend's own"
     return answer
+
+
+@_or_missing
+def _launchers() -> dict[str, str]:
+    """What Triton builds in C at run time in order to launch kernels, and what it needs for that."""
+    version = _package_version("triton")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:
+        built = f"none: Triton is {version}"
+    elif tuple(map(int, numbers.groups())) < (3, 7):
+        built = "one for each signature of a kernel, at its first launch"
+    else:
+        built = "one for all kernels, once"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, which Triton replaces, too
+        scheme = "posix_prefix"
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
+    return {
+        "built": built,
+        "compiler": compiler or "none: no gcc or clang on PATH, and CC is not set; kernels cannot be launched on a GPU",
+        "Python.h": str(header)
+        if header.exists()
+        else f"none in {header.parent}: install Python's development package",
+    }
 
 
 @_or_missing

@@ -34,12 +34,15 @@ class Kernel(NamedTuple):
 class WarmUp:
     """What ``ckptkern.warm_up`` compiled: a (name, seconds, cached) per kernel, in the order of the step.
 
-    seconds: of the whole step, compilation included. launches: of compiled kernels. ``print(warm_up)`` says it in words.
+    seconds: of the whole step, compilation included. launches: of compiled kernels. c_modules: seconds of each C module that
+    Triton built in order to launch kernels: one for a process, and until Triton 3.7 one for each signature of a kernel, at its
+    first launch. They need gcc or clang and Python.h. ``print(warm_up)`` says it in words.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
     launches: int = 0
     seconds: float = 0.0
+    c_modules: list[float] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -63,19 +66,23 @@ class WarmUp:
         for name in self.names:
             times = [kernel.seconds for kernel in self.kernels if kernel.name == name]
             lines.append(f"{sum(times):8.2f} s  {name}" + (f" x{len(times)}" if len(times) > 1 else ""))
+        if self.c_modules:
+            lines.append(f"{sum(self.c_modules):8.2f} s  the C compiler, for launches x{len(self.c_modules)}")
         return "\n".join(lines)
 
 
 @contextlib.contextmanager
 def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
-    """Every kernel that Triton compiles or reads from its cache inside the block, in any thread of this process."""
+    """Every kernel that Triton compiles or reads from its cache inside the block, in any thread of this process, and what it
+    builds in C for their launches."""
     found = WarmUp()
     try:
         from triton import knobs
+        from triton.runtime import build
     except ImportError:  # then there is none
         yield found
         return
-    before, seen = knobs.compilation.listener, set()
+    before, builder, seen = knobs.compilation.listener, build._build, set()
 
     def listener(**event: Any) -> None:
         if before is not None:
@@ -89,12 +96,18 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
     def launched(metadata: Any) -> None:
         found.launches += 1
 
-    knobs.compilation.listener = listener
+    def built(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        library = builder(*args, **kwargs)
+        found.c_modules.append(time.perf_counter() - started)
+        return library
+
+    knobs.compilation.listener, build._build = listener, built
     knobs.runtime.launch_enter_hook.add(launched)
     try:
         yield found
     finally:
-        knobs.compilation.listener = before
+        knobs.compilation.listener, build._build = before, builder
         knobs.runtime.launch_enter_hook.remove(launched)
 
 

@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern import state
 from ckptkern.memory import kept_tensors
+from ckptkern.ops import sharded
 
 B, S, WIDTH, HEADS, HIDDEN, P = 3, 8, 32, 8, 128, 0.25
 LEVELS = ("none", "selective", "full")
@@ -520,6 +522,25 @@ def _check_errors(mesh: DeviceMesh) -> None:
     torch.autograd.grad(model(x).sum(), x)
     with pytest.raises(NotImplementedError, match="no second-order gradients"):
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+class Ops(TorchDispatchMode):
+    """Their names, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_states_are_compared_without_the_host():
+    """Off the CPU: a tensor of the meta device has nothing that the host could read."""
+    with Ops() as ops:
+        sharded.Shard("group", 0, 2).check_alike(torch.empty(2, dtype=torch.int64, device="meta"))
+    assert ops.names[-1] == "aten::_assert_async.msg"
 
 
 def test_errors_say_what_was_wanted(ranks):

@@ -23,11 +23,14 @@ from cases import (
     with_saved_transposed,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from twins import pairwise
 
 import ckptkern
+from ckptkern import eager
 from ckptkern.memory import kept_tensors, peak_memory
 from ckptkern.ops.cross_entropy import vocabulary_chunks
 
@@ -622,6 +625,40 @@ def test_on_a_gpu(dtype, level):
         captured = step()
     graph.replay()
     assert all(map(torch.equal, captured, expected))
+
+
+class Copied(TorchFunctionMode):
+    """Leaves out copies into fake tensors of a GPU, which torch makes by the driver."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compute", DTYPES, ids=str)
+def test_products_of_a_gpu_go_into_a_result_of_any_dtype(compute):
+    """torch checks a product's result before it asks a GPU: `out` has the operands' type, or `out_dtype`."""
+    with FakeTensorMode(), Copied():
+        a, b = (torch.empty(shape, dtype=compute, device="cuda") for shape in ((4, 8), (8, 6)))
+        assert eager.wide_product(a, b).dtype == eager.wide_of(compute)
+        for dtype in (*DTYPES, torch.float64):
+            out = torch.empty(4, 6, dtype=dtype, device="cuda")
+            assert eager.wide_product(a, b, out=out) is out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_weights_of_any_dtype_under_autocast_on_a_gpu(dtype):
+    """Their gradients are those of float32 weights, but for rounding."""
+    tensors, target = make((3, 30), 64, 500)
+    tensors = {name: t.detach().cuda() for name, t in tensors.items()}
+    grads = []
+    for held in (torch.float32, dtype):
+        given = {name: t.to(held if name == "weight" else t.dtype).requires_grad_() for name, t in tensors.items()}
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = ours(target.cuda(), given, workspace=1)
+        grads.append(torch.autograd.grad(loss, given["weight"])[0])
+    assert grads[1].dtype == dtype
+    assert (grads[1] - grads[0]).abs().max() < 2e-2 * grads[0].abs().max()
 
 
 def test_meta_tensors():

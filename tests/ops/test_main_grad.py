@@ -1,5 +1,6 @@
 """Weights' gradients summed over micro-batches in Megatron-LM's float32 main_grad."""
 
+import contextlib
 import copy
 
 import pytest
@@ -130,6 +131,36 @@ def test_what_observes_an_op_loses_no_gradient(name):
         assert weight.grad is None
         assert (weight.main_grad - expected).abs().max() < 2e-2 * expected.abs().max()
         assert weight.main_grad.any()
+
+
+def cross_attention(*weights: nn.Parameter, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    qkv = weights[:-1] if len(weights) > 2 else weights[0]
+    return ckptkern.attention_block(x, qkv, None, weights[-1], None, HEADS, 2, key_value=memory)
+
+
+@pytest.mark.parametrize("how", ["alone", "FLOP counter", "segment", "autocast"])
+def test_rows_of_a_packed_weight_that_read_two_inputs(how):
+    """A packed qkv_weight with key_value: its main_grad has what those of three weights have, and `.grad` nothing."""
+    torch.manual_seed(0)
+    rows, dtype = [WIDTH, WIDTH // 2, WIDTH // 2], torch.float32 if how == "autocast" else torch.bfloat16
+    packed, out = (nn.Parameter(0.2 * torch.randn(n, WIDTH, dtype=dtype)) for n in (sum(rows), WIDTH))
+    three = [nn.Parameter(one.clone()) for one in packed.detach().split(rows)]
+    for p in (packed, out, *three):
+        p.main_grad, p.grad_added_to_main_grad = torch.zeros(p.shape), False
+    checkpoint = (
+        ckptkern.checkpoint if how == "segment" else lambda function, *args, **kwargs: function(*args, **kwargs)
+    )
+    for x in micro_batches():
+        for weights in ((packed, out), (*three, out)):
+            observer = FlopCounterMode(display=False) if how == "FLOP counter" else contextlib.nullcontext()
+            with observer, torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                y = checkpoint(cross_attention, *weights, x=x.to(dtype), memory=x.flip(0).to(dtype)[:, :50])
+                y.float().square().sum().backward()
+    assert packed.grad is None
+    assert packed.grad_added_to_main_grad
+    expected = torch.cat([one.main_grad for one in three])
+    assert expected.any()
+    assert (packed.main_grad - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("how", ["second order", "compiled", "torch.func"])

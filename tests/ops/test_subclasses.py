@@ -130,8 +130,11 @@ def test_what_torch_accepts_of_other_lengths():
 
 def test_a_causal_bias_has_one_place():
     mask, tensors = bias.causal_lower_right(4, 6), heads(4, 6)
+    for run in (torchs, attention):
+        with pytest.raises(ValueError, match="causal=True"):
+            run(attn_mask=mask, is_causal=True)(tensors)
     with pytest.raises(RuntimeError, match="is_causal"):
-        attention(attn_mask=mask, is_causal=True)(tensors)
+        attention(attn_mask=torch.zeros(4, 6), is_causal=True)(tensors)
     with pytest.raises(TypeError, match="result of an operation on a CausalBias"):
         attention(attn_mask=mask[0])(tensors)
     x, weight = torch.randn(3, 6), torch.randn(5, 6)

@@ -295,6 +295,28 @@ def test_kernels_of_forward_recompute_and_backward_are_counted_once() -> None:
     assert f"  {names[0]}" in text
 
 
+C_MODULE = """
+    #include <Python.h>
+    static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "launcher"};
+    PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&definition); }
+"""
+
+
+def test_what_the_c_compiler_builds_is_counted(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton builds its launchers, which nothing does without a GPU; what its cache has is not built again."""
+    build = pytest.importorskip("triton.runtime.build")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    before = build._build
+    with module.compilations(lambda *_: None) as found:
+        for _ in range(2):
+            build.compile_module_from_src(C_MODULE, "launcher")
+    assert build._build is before
+    assert len(found.c_modules) == 1
+    assert found.c_modules[0] > 0
+    warm = module.WarmUp([module.Kernel("_mlp_bwd_kernel", 1.0, False)], 3, 2.0, [0.25, 0.5])
+    assert str(warm).splitlines()[-1] == "    0.75 s  the C compiler, for launches x2"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_after_it_nothing_is_compiled_and_a_graph_is_captured(

@@ -153,7 +153,7 @@ def test_the_order_of_ctas_changes_no_bit(name, architecture):
         with emulated(architecture, programs=order) as launches, pytest.MonkeyPatch.context() as patch:
             patch.setattr(persistent, "multiprocessors_of", lambda x: 2)
             results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=held, dropout=dropout_of(0.3)))
-        assert [one.counts.ctas for one in launches] == [2 * held.programs]
+        assert launches[0].counts.ctas == 2 * held.programs  # a launch after it sums the parts of a bias' gradient
         assert_equal(results[-1], results[0])
 
 
