@@ -1,5 +1,6 @@
 """The tuned table: what is timed and chosen, what is written, and which files are refused."""
 
+import argparse
 import functools
 import json
 import re
@@ -484,6 +485,75 @@ def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monk
     monkeypatch.setattr(tune, "measure", mock.Mock(side_effect=AssertionError("measured")))
     assert main(["tune", "--ops", "mlp", "--shapes", "24x40"]) == 2
     assert "ckptkern tune: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, capsys):
+    """Of two products each takes more than the time. A whole table is measured anew, in the order of the command line."""
+    quick, clock, reached = tune.measure, Minutes(monkeypatch), []
+    monkeypatch.setattr(tune, "time", race.time)
+
+    def measure(problem, *given, **said):
+        reached.append(problem.features)
+        outcome = quick(problem, *given, **said)
+        clock.minute += 61
+        return outcome
+
+    monkeypatch.setattr(tune, "measure", measure)
+    arguments = ["--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40,300x40", "--tokens", "16", "--minutes", "1"]
+    for after in ([24], [24, 300], [24, 300, 24]):
+        assert main(["tune", *arguments]) == 0
+        assert reached == after
+        said = "the time is over: 1 of 2 products were not reached, and 0 only in part. The same command again begins with them"
+        assert said in capsys.readouterr().out
+    forget()
+    assert [route(features=features) for features in (24, 300)] == ["wide", "wide"]
+    clock.minute = 0
+    assert main(["tune", *arguments[:-1], "9"]) == 0
+    assert "the time is over" not in capsys.readouterr().out
+
+
+def test_rows_that_are_whole():
+    first, second, other = PROBLEM, PROBLEM._replace(tokens=64), PROBLEM._replace(features=300)
+    todo = [first, second, other]
+
+    def finished(*outcomes: tune.Outcome) -> set:
+        return tune.finished(json.loads(json.dumps(tune.rows_of(outcomes))), todo, CPU)
+
+    def outcome(problem: tune.Problem, **changes) -> tune.Outcome:
+        return tune.Outcome(problem, "eager", {"eager": [1.0], "wide": [2.0]}, **changes)
+
+    assert finished() == set()
+    assert finished(outcome(other)) == {other}
+    assert finished(outcome(other, left=["dual"])) == set()
+    assert finished(outcome(other, few=True)) == set()  # a row of another class
+    assert finished(outcome(first)) == set()  # its row has two problems, which choose together
+    assert finished(outcome(first), outcome(second)) == {first, second}
+    assert tune.finished([{"op": "mlp", "dtype": "float16", "features": 512, "rows": "many"}], todo, CPU) == set()
+
+
+def test_what_is_measured_by_default(monkeypatch):
+    """The most valuable first: bfloat16, many rows, 2048 features; few rows of 16 bits for a card, of a size and op once."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(_choices, "choose_backend", lambda op, x: "triton" if op == "tune" else 1 / 0)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **given: None)
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    found = tune.problems(parser.parse_args([]), torch.device("cuda", 0))
+    assert found[0] == tune.Problem("mlp", 2048, 8192, 2048, BF16, 8192)
+    assert len(set(found)) == len(found) == 3 * 5 * 2 * 2
+    assert [(one.dtype, one.tokens) for one in found[::15]] == [(BF16, 8192), (BF16, 128), (FP16, 8192), (FP16, 128)]
+    single = tune.problems(parser.parse_args(["--dtype", "fp32", "bf16"]), torch.device("cuda", 0))
+    assert [(one.dtype, one.tokens) for one in single[::15]] == [(torch.float32, 8192), (BF16, 8192), (BF16, 128)]
+    assert {one.tokens for one in tune.problems(parser.parse_args(["--tokens", "9"]), torch.device("cuda", 0))} == {9}
+
+
+def test_an_older_table_is_made_anew(wide_is_quicker, capsys):
+    write()
+    file_of_this_machine().write_text(file_of_this_machine().read_text().replace('"format": 3', '"format": 2'))
+    assert main(["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
+    why = "is made anew, because another version of ckptkern wrote it: its format is 2, not 3"
+    assert f"{file_of_this_machine()} {why}" in capsys.readouterr().out
+    assert [row["features"] for row in _tuned.rows(file_of_this_machine())] == [512]
 
 
 def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
