@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..conversion.proof import unmoved
 from ..memory import kept_tensors, peak_memory
+from ..planning.timing import cache_of, captured, copies
 from ..tools.verify import error_ratio, gradients, relative_errors
 from .cases import CHECKPOINTS, EAGER, Function, Item, Maker, build
 
@@ -193,9 +194,8 @@ def rotation(x: Tensor, dy: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Copies of the input, enough that none is still in L2 in the next round; on a CPU the input itself."""
     if not x.is_cuda:
         return [(x, dy)]
-    l2 = torch.cuda.get_device_properties(x.device).L2_cache_size
-    copies = min(max(1, -(-2 * l2 // (x.nbytes + dy.nbytes))), 16)
-    return [(x.detach().clone().requires_grad_(x.requires_grad), dy.clone()) for _ in range(copies)]
+    count = copies(x.nbytes + dy.nbytes, cache_of(x.device))
+    return [(x.detach().clone().requires_grad_(x.requires_grad), dy.clone()) for _ in range(count)]
 
 
 def stepper(function: Function, model: nn.Module, inputs: list[tuple[Tensor, Tensor]]) -> Step:
@@ -210,20 +210,6 @@ def stepper(function: Function, model: nn.Module, inputs: list[tuple[Tensor, Ten
         function(x).backward(dy)
 
     return step
-
-
-def captured(step: Step) -> Step:
-    """The step as a CUDA graph, replayed on the input that it was captured with."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(0)
-    return lambda index: graph.replay()
 
 
 @contextlib.contextmanager
@@ -332,6 +318,11 @@ def _ready(
     return None
 
 
+def _replayed(replay: Callable[[], None], index: int) -> None:
+    """A graph's step: it has the input with which it was captured."""
+    replay()
+
+
 def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> dict[str, float]:
     replays: dict[str, Step] = {}
     for name, step in steps.items():
@@ -339,7 +330,7 @@ def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> d
             rows[name].add_note("no CUDA graph: it reads the random state, which fails in a capture")
             continue
         try:
-            replays[name] = captured(step)
+            replays[name] = functools.partial(_replayed, captured(functools.partial(step, 0)))
         except Exception as error:  # not every way can be captured
             rows[name].add_note(f"no CUDA graph: {one_line(error, 120)}")
     times, _ = interleaved(replays, cuda_clock, rounds, cuda=True)

@@ -23,7 +23,7 @@ from ckptkern import triton_kernels
 from ckptkern.benchmarks.gate import cases, machine_code
 from ckptkern.benchmarks.model import rates, trace
 from ckptkern.eager import AttentionCore, Groups, Head
-from ckptkern.tools import compiling, tune
+from ckptkern.tools import compiling, race
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.philox import philox
 from ckptkern.triton_kernels.tile import TILES, Tile
@@ -242,17 +242,18 @@ def maxima() -> dict[str, list[str]]:
 def pruned() -> dict[str, str]:
     """What `tune` says of tiles of an MLP on an H200: "" if they are worth a run, "shipped" if they are the shipped ones."""
     gpu, table = rates.GPUS["h200"], TILES["act_grad", 90]
-    problem = tune.Problem("mlp", 1024, 4096, 1024, torch.bfloat16, 8192)
+    problem = race.Problem("mlp", 1024, 4096, 1024, torch.bfloat16, 8192)
     shapes = {"x": (8192, 1024), "fc1_weight": (4096, 1024), "fc1_bias": (4096,), "fc2_weight": (1024, 4096)}
     shapes["fc2_bias"] = (1024,)
 
     def said(route: str) -> str:
-        race = tune.Race(tune.Outcome(problem, "triton"), torch.device("meta"))
-        race.tensors = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
-        skipped = race.pruned(route)
-        return race.outcome.wrong.get(route, "shipped" if skipped else "")
+        one = race.Race(race.Outcome(problem, "triton"), torch.device("meta"))
+        leaves = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
+        one.operands = [(leaves, meta(8192, 1024))]
+        skipped = one.pruned(route)
+        return one.outcome.wrong.get(route, "shipped" if skipped else "")
 
-    with trace.as_on(gpu), mock.patch.object(tune.Race, "shared_memory", gpu.block_shared):
+    with trace.as_on(gpu), mock.patch.object(race.Race, "shared_memory", gpu.block_shared):
         found = {route: said(route) for route in ("triton:128x128", "triton:128x256", "triton:128x64")}
         planted = {"spill": Tile(64, 256, 64, 4, 3, 1), "shared": Tile(64, 128, 64, 8, 10, 4)}
         for name, tile in planted.items():

@@ -164,6 +164,12 @@ def unit_of(*sizes: int) -> int:
     return together & -together if together % 16 in (4, 8, 12) else 1
 
 
+def few_rows(tile: Tile, family: int, N: int) -> int:
+    """The most rows M whose tiles of results [M, N] leave half of the multiprocessors idle: they are few ("few" in TILES), and
+    so they are for the table of routes (`ckptkern/ops/_routes.py`)."""
+    return MULTIPROCESSORS[family] // (2 * max(1, -(-N // tile.BLOCK_N))) * tile.BLOCK_M
+
+
 def tile_for(
     kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor, persistent: bool = False, variant: str = ""
 ) -> Tile:
@@ -195,8 +201,7 @@ def tile_for(
         tiles = TILES[kernel, family]
         row = "tma" if persistent and "tma" in tiles else "16"
         tile = tiles.get(f"{row}:{variant}", tiles[row]) if variant else tiles[row]
-        idle = 2 * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N) <= MULTIPROCESSORS[family]
-        if idle or 2 * N <= tile.BLOCK_N:
+        if few_rows(tile, family, N) >= M or 2 * N <= tile.BLOCK_N:
             tile = tiles["few"]
     return tile if sizes % 16 == 0 else tile._replace(UNIT=unit_of(sizes))
 

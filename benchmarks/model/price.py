@@ -56,7 +56,7 @@ def _products(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, 
     loop = sum(code.loops) / len(code.loops) * steps * code.warps / 4
     epilogue = code.outside * code.warps / 4
     prologue = PROLOGUE * len(code.loops)
-    programs = code.programs(gpu.shared)
+    programs = min(code.programs(gpu.shared), math.ceil(tiles / gpu.multiprocessors))  # few tiles leave some alone
     if programs == 1:
         exposed = epilogue / ISSUE_ALONE
         cycles = tensor + prologue + exposed
@@ -64,8 +64,7 @@ def _products(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, 
         issue = (epilogue + loop) / ISSUE_SHARED
         cycles = max(tensor * 1.04, issue) + (prologue + epilogue / ISSUE_ALONE) * EDGE
         exposed = cycles - tensor
-    slots = gpu.multiprocessors * programs
-    turns = 1 if tiles <= gpu.multiprocessors else math.ceil(tiles / slots) * programs
+    turns = math.ceil(tiles / (gpu.multiprocessors * programs)) * programs
     bound = "tensor cores" if tensor >= cycles / 2 else "epilogue" if exposed > prologue else "prologue"
     idle = 1 - tiles / gpu.multiprocessors / turns
     note = f"{block_m}x{block_n}x{given['BLOCK_K']}, {code.registers} registers, {programs} a multiprocessor"

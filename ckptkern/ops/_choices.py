@@ -128,11 +128,18 @@ def card_of(device_type: str, index: int | None) -> tuple[int, int]:
     return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
-def default_route(op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
+def default_route(
+    op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int, few: bool = False
+) -> str:
     """The route where nothing was tuned."""
     if backend == "eager":
         return backend
-    return _routes.shipped_route(op, card_of(device_type, index), dtype.itemsize, size)
+    return _routes.shipped_route(op, card_of(device_type, index), dtype.itemsize, size, few)
+
+
+def few_rows(backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> int:
+    """The most rows that have a route of their own (`_routes.few_rows`); 0 where PyTorch ops run."""
+    return 0 if backend == "eager" else _routes.few_rows(card_of(device_type, index), dtype.itemsize, size)
 
 
 def candidates(backend: str, device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
@@ -145,26 +152,47 @@ candidates._dynamo_marked_constant = True  # as _constant_device_reason
 
 
 @functools.cache
-def _route(op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
-    """From the table that `python -m ckptkern tune` wrote on this machine, else from ours."""
-    tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
-    if tuned in candidates(backend, device_type, index, dtype):
-        return tuned
-    return default_route(op, backend, device_type, index, dtype, size)
+def _route(
+    op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int
+) -> tuple[int, str, str]:
+    """(the most rows that are few, the route of few rows, that of more), from the table that `python -m ckptkern tune` wrote on
+    this machine, else from ours."""
+
+    def of(few: bool) -> str:
+        tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size, few))
+        if tuned in candidates(backend, device_type, index, dtype):
+            return tuned
+        return default_route(op, backend, device_type, index, dtype, size, few)
+
+    rows = few_rows(backend, device_type, index, dtype, size)
+    return rows, of(few=rows > 0), of(few=False)
 
 
-def _constant_route(*key) -> str:
+def _constant_route(*key) -> tuple[int, str, str]:
     return _route(*key)
 
 
 _constant_route._dynamo_marked_constant = True  # as _constant_device_reason
 
 
-def choose_route(op: str, x: Tensor, features: int, hidden: int, out: int, *, name: str | None = None) -> str:
+def _surely(few: bool) -> bool:
+    """Are rows few? In a graph for any number of rows nothing is sure: it has the route of many, and no guard that splits the
+    range of torch.export's Dim."""
+    if not torch.compiler.is_compiling():
+        return few
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(few)
+
+
+def choose_route(
+    op: str, x: Tensor, features: int, hidden: int, out: int, *, elements: int | None = None, name: str | None = None
+) -> str:
     """The route of an op's products (`_routes`), on the backend that `choose_backend` gives.
 
-    features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. name: what the table calls
-    the op, if it is another one. Under backend("triton") no library's product stands in for a kernel.
+    features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. elements: of that input,
+    if it is not x. name: what the table calls the op, if it is another one. Under backend("triton") no library's product stands
+    in for a kernel.
     """
     if _choice.seen is not None:
         _choice.seen.append((name or op, features, hidden, out, x.dtype))
@@ -174,7 +202,9 @@ def choose_route(op: str, x: Tensor, features: int, hidden: int, out: int, *, na
     if _choice.route and _choice.route in candidates(backend, x.device.type, x.device.index, x.dtype):
         return _choice.route
     size = _routes.size_class(max(features, out))
-    route = _constant_route(name or op, backend, x.device.type, x.device.index, x.dtype, size)
+    rows, few, route = _constant_route(name or op, backend, x.device.type, x.device.index, x.dtype, size)
+    if few != route and _surely((x.numel() if elements is None else elements) <= rows * features):
+        route = few
     return "triton" if route == "library" and kernels_alone() else route
 
 

@@ -198,18 +198,44 @@ SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
     ("gated_mlp", (8, 0), 2): ("triton",) * 2 + ("triton:128x128",) * 2 + ("library",) * 2,
     ("gated_mlp", (8, 0), 4): NARROW_DUAL,
 } | {("linear_act", card, size): ("triton",) * 6 for card in ((9, 0), (8, 0)) for size in (2, 4)}
+# The same of few rows of 16 bits (`few_rows`): the model's best, where it is 3 % below the route for many rows (NOTES.md).
+DUAL_UP_TO_512 = ("dual",) * 2
+SHIPPED_FEW: dict[tuple[str, tuple[int, int]], tuple[str, ...]] = {
+    ("linear_act", (9, 0)): ("triton", "library", "library", "library", "triton", "library"),
+    ("mlp", (9, 0)): (*DUAL_UP_TO_512, "triton", "triton", "library", "library"),
+    ("gated_mlp", (9, 0)): (*DUAL_UP_TO_512, "triton", "triton", "library", "library"),
+    ("linear_act", (8, 0)): ("triton", "library", "library", "library", "library", "triton"),
+    ("mlp", (8, 0)): (*DUAL_UP_TO_512, "library", "library", "library", "triton"),
+    ("gated_mlp", (8, 0)): (*DUAL_UP_TO_512, "library", "library", "library", "library"),
+}
 UNKNOWN_CARD = ("library",) * len(SIZES)
 
 
 def size_class(features: int) -> int:
     """The place in SIZES; a number, even if torch.compile has a symbol for `features`."""
-    return next(place for place, most in enumerate(SIZES) if features <= most)
+    for place, most in enumerate(SIZES):
+        if features <= most:
+            return place
+    raise ValueError(f"wanted at most {SIZES[-1]} features, but got {features}")
 
 
-def size_text(place: int) -> str:
+def size_text(place: int, few: bool = False) -> str:
     """That place in words."""
-    return f"up to {SIZES[place]} features" if SIZES[place] < 2**62 else f"more than {SIZES[place - 1]} features"
+    text = f"up to {SIZES[place]} features" if SIZES[place] < 2**62 else f"more than {SIZES[place - 1]} features"
+    return f"{text}, few rows" if few else text
 
 
-def shipped_route(op: str, card: tuple[int, int], itemsize: int, size: int) -> str:
-    return SHIPPED.get((op, card, itemsize), UNKNOWN_CARD)[size]
+def few_rows(card: tuple[int, int], itemsize: int, size: int) -> int:
+    """The most rows that are few in this class of sizes: with which its narrowest layer has the tiles of few rows. 0 where the
+    table of tiles has none, for float32. Imports Triton."""
+    from ..triton_kernels import tile
+
+    if itemsize != 2:
+        return 0
+    family = tile.family_of(10 * card[0] + card[1])
+    return tile.few_rows(tile.TILES["linear", family]["16"], family, (0, *SIZES)[size] + 1)
+
+
+def shipped_route(op: str, card: tuple[int, int], itemsize: int, size: int, few: bool = False) -> str:
+    many = SHIPPED.get((op, card, itemsize), UNKNOWN_CARD)
+    return (SHIPPED_FEW.get((op, card), many) if few and itemsize == 2 else many)[size]

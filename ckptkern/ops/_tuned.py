@@ -16,8 +16,9 @@ import torch
 
 from ._routes import ROUTES, SIZES
 
-FORMAT = 2  # 1 had no tiles
-Table = dict[tuple[str, str, int], str]  # op, dtype, place of the size in SIZES -> route
+FORMAT = 3  # 1 had no tiles, 2 one row for few and many rows
+ROWS = ("many", "few")
+Table = dict[tuple[str, str, int, bool], str]  # op, dtype, place of the size in SIZES, are rows few -> route
 
 
 def folder() -> Path:
@@ -60,14 +61,19 @@ def read(file: Path, wanted: dict[str, str]) -> Table:
     """The table in `file`. Raises ValueError with what is wrong: it is damaged, or for another machine or version."""
     try:
         data: dict[str, Any] = json.loads(file.read_text())
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']!r}, not {FORMAT}")
-        came = {name: data["machine"][name] for name in wanted}
-        table = {(row["op"], row["dtype"], SIZES.index(row["features"])): row["route"] for row in data["routes"]}
+        known, came, table = data["format"] == FORMAT, {}, {}
+        if known:
+            came = {name: data["machine"][name] for name in wanted}
+            table = {
+                (row["op"], row["dtype"], SIZES.index(row["features"]), bool(ROWS.index(row["rows"]))): row["route"]
+                for row in data["routes"]
+            }
         if not all(isinstance(route, str) for route in table.values()):
             raise TypeError("a route that is no string")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None
+    if not known:
+        raise ValueError(f"another version of ckptkern wrote it: its format is {data['format']!r}, not {FORMAT}")
     if other := [f"{name} {came[name]}, not {wanted[name]}" for name in wanted if came[name] != wanted[name]]:
         raise ValueError(f"it was made for {'; '.join(other)}")
     if unknown := set(table.values()) - set(ROUTES):

@@ -134,7 +134,7 @@ def gather(
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     name, sizes = "mlp" if gate_weight is None else "gated_mlp", (features, up_weight.shape[0], down_weight.shape[0])
-    route = choose_route(op, probe, *sizes, name=name)
+    route = choose_route(op, probe, *sizes, elements=x.numel(), name=name)
     o = MLPOptions(
         activation=activation, dropout_p=float(dropout_p), first_column=0, recompute=choose_level(recompute),
         backend=route, precision=matmul_precision(probe),

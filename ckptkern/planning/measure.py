@@ -27,6 +27,7 @@ from ..conversion.alike import call_kinds, same_inside
 from ..conversion.proof import unmoved
 from ..conversion.trace import leaves_of, mapped
 from .segments import Segment, Way, stock
+from .timing import Clock
 
 Call = tuple[tuple, dict[str, Any]]
 REST = -1  # the owner of what is kept outside of all segments
@@ -226,8 +227,12 @@ def no_main_grad(module: nn.Module) -> Iterator[None]:
             p.main_grad = main_grad
 
 
-def step(module: nn.Module, call: Call) -> tuple[Callable[[], Any], Callable[[], list[Tensor | None]]]:
-    """(forward, backward, which returns gradients and accumulates none)."""
+def step(
+    module: nn.Module, call: Call, seeds: list[Tensor] | None = None
+) -> tuple[Callable[[], Any], Callable[[], list[Tensor | None]]]:
+    """(forward, backward, which returns gradients and accumulates none). seeds: the outputs' gradients; an empty list gets
+    them in the first backward, so that later ones need not make them."""
+    seeds = [] if seeds is None else seeds
     leaves = mapped(as_input, call)
     wanted = [one for one in leaves_of(leaves) if isinstance(one, Tensor) and one.requires_grad]
     wanted += [p for p in module.parameters() if p.requires_grad]
@@ -241,7 +246,9 @@ def step(module: nn.Module, call: Call) -> tuple[Callable[[], Any], Callable[[],
     def backward() -> list[Tensor | None]:
         if not outputs or not wanted:
             return []
-        return list(torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True))
+        if not seeds:
+            seeds.extend(map(torch.ones_like, outputs))
+        return list(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
 
     return forward, backward
 
@@ -251,26 +258,10 @@ def as_result(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.requires_grad else tensor
 
 
-def seconds(forward: Callable[[], Any], backward: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        forward()
-        backward()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        begin.record()
-        forward()
-        backward()
-        end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
 def costs(kind: Kind, ways: Sequence[Way | None], device: torch.device) -> list[Cost]:
     """Of one segment in each way; None is its stock forward. The rounds of timings interleave the ways."""
     segment, call = kind.first, kind.call
-    before = segment.way
+    before, clock, seeds = segment.way, Clock(device), []
 
     @contextmanager
     def running(way: Way | None) -> Iterator[None]:
@@ -281,13 +272,17 @@ def costs(kind: Kind, ways: Sequence[Way | None], device: torch.device) -> list[
             segment.set(way)
             yield
 
+    def prepare() -> Callable[[], Any]:
+        forward, backward = step(segment.module, call, seeds)
+        return lambda: (forward(), backward())
+
     found: dict[int, tuple[int, int | None, list[float]]] = {}  # of the ways that fit
     try:
         with unmoved(segment.module), torch.enable_grad(), no_main_grad(segment.module):
             segment.module.train()
             for i, way in enumerate(ways):
                 with running(way), suppress(torch.OutOfMemoryError):
-                    forward, backward = step(segment.module, call)
+                    forward, backward = step(segment.module, call, seeds)
                     with FlopCounterMode(display=False) as flops:
                         forward()
                         backward()
@@ -298,7 +293,7 @@ def costs(kind: Kind, ways: Sequence[Way | None], device: torch.device) -> list[
                     break
                 for i, (_, _, times) in found.items():
                     with running(ways[i]):
-                        times.append(seconds(*step(segment.module, call), device))
+                        times.append(clock(prepare))
     finally:
         segment.set(before)
     return [cost_of(*found[i]) if i in found else DOES_NOT_FIT for i in range(len(ways))]

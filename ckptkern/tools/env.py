@@ -209,7 +209,8 @@ def _tuned_routes() -> dict[str, Any]:
         try:
             table = _tuned.read(file, _tuned.machine(device, index))
             answer[device] = {"table": str(file)} | {
-                f"{op} {dtype}, {_routes.size_text(size)}": route for (op, dtype, size), route in sorted(table.items())
+                f"{op} {dtype}, {_routes.size_text(size, few)}": route
+                for (op, dtype, size, few), route in sorted(table.items())
             }
         except FileNotFoundError:
             answer[device] = "none: python -m ckptkern tune"

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import subprocess
@@ -295,6 +296,19 @@ def test_a_product_of_ours_by_hand():
     assert issue < tensor
     shared = math.ceil(4096 / 264) * 2 * (1.04 * tensor + 0.15 * 3300) / 1.55e9
     assert priced(of_ours()).parts["kernels"] == pytest.approx(shared)
+
+
+def test_few_tiles_of_ours_by_hand():
+    """Programs that share a multiprocessor where there are many are alone on it here; 133 on 132 share one, whatever fits."""
+
+    def turns(tiles: int) -> tuple[float, float]:
+        launch = of_ours(M=128 * tiles, N=128)
+        return priced(launch, registers=200).parts["kernels"], priced(launch).parts["kernels"]
+
+    (alone, also_alone), (twice, shared) = turns(132), turns(133)
+    assert also_alone == alone
+    assert twice == pytest.approx(2 * alone)
+    assert alone < shared < twice
 
 
 def test_what_bounds_a_launch():
@@ -602,7 +616,8 @@ def test_a_route_instead_of_the_tables(monkeypatch, capsys):
 
     def traces(gpu, items, levels):
         with trace.as_on(gpu):
-            seen.append(_choices.choose_route("mlp", torch.empty(0, dtype=torch.bfloat16, device="meta"), 64, 64, 64))
+            x = torch.empty(16384, 64, dtype=torch.bfloat16, device="meta")
+            seen.append(_choices.choose_route("mlp", x, 64, 64, 64))
         return {}
 
     monkeypatch.setattr(sheet, "traces", traces)
@@ -617,12 +632,12 @@ def test_a_route_instead_of_the_tables(monkeypatch, capsys):
 @pytest.mark.parametrize("card", ["h200", "a100"])
 def test_routes_are_those_of_the_card(card):
     gpu = rates.GPUS[card]
-    x = torch.empty(0, dtype=torch.bfloat16, device="meta")
-    for size in (256, 1024, 4096):
-        for op in ("mlp", "gated_mlp"):
+    for size, rows in itertools.product((256, 1024, 4096), (128, 16384)):
+        x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
+        for op in ("linear_act", "mlp", "gated_mlp"):
             with trace.as_on(gpu):
                 chosen = _choices.choose_route(op, x, size, size, size)
-            assert chosen == _routes.shipped_route(op, gpu.capability, 2, _routes.size_class(size))
+            assert chosen == _routes.shipped_route(op, gpu.capability, 2, _routes.size_class(size), rows == 128)
 
 
 # -- published figures -------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """The tuned table: what is timed and chosen, what is written, and which files are refused."""
 
+import argparse
 import functools
 import json
 import re
 import subprocess
+import types
 import warnings
 from unittest import mock
 
@@ -17,12 +19,13 @@ from ckptkern import triton_kernels
 from ckptkern.__main__ import main
 from ckptkern.memory import peak_memory
 from ckptkern.ops import _choices, _routes, _tuned
-from ckptkern.tools import tune
+from ckptkern.tools import race, tune
 from ckptkern.tools.compiling import Built
 
 FP16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 PROBLEM = tune.Problem("mlp", 24, 40, 24, FP16, 32)
+MANY = PROBLEM._replace(tokens=9000)  # where kernels run: 32 rows are few there
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +43,17 @@ def forget() -> None:
     _choices._route.cache_clear()
 
 
-def route(dtype=FP16, features=24, op="mlp", device="cpu") -> str:
-    return _choices.choose_route(op, torch.empty(0, dtype=dtype, device=device), features, 40, features)
+def route(dtype=FP16, features=24, op="mlp", device="cpu", rows=9000) -> str:
+    x = torch.empty(rows, features, dtype=dtype, device=device)
+    return _choices.choose_route(op, x, features, 40, features)
 
 
 def file_of_this_machine():
     return _tuned.path("cpu", None)
 
 
-def write(route="wide", **changes) -> None:
-    row = {"op": "mlp", "dtype": "float16", "features": 256, "route": route}
+def write(route="wide", rows="many", **changes) -> None:
+    row = {"op": "mlp", "dtype": "float16", "features": 256, "rows": rows, "route": route}
     _tuned.write(file_of_this_machine(), _tuned.machine("cpu", None) | changes, [row])
     forget()
 
@@ -87,7 +91,7 @@ KERNELS = _choices.candidates("triton", "cpu", None, FP16)
 def raced(ms: dict[str, float], **options) -> tune.Outcome:
     """Of the routes of kernels, which take 5 ms unless `ms` says another time."""
     with ckptkern.backend("triton"):
-        return tune.measure(PROBLEM, CPU, 60, timer=planned({name: [ms.get(name, 5.0)] for name in KERNELS}), **options)
+        return tune.measure(MANY, CPU, 60, timer=planned({name: [ms.get(name, 5.0)] for name in KERNELS}), **options)
 
 
 @pytest.mark.parametrize("slow", ["triton", "persistent", "library"])
@@ -113,7 +117,7 @@ def test_tiles_of_the_quickest_routes_are_timed_beside_them():
     [row] = tune.rows_of([outcome])
     assert tune.choice(outcome) == row["route"] == "persistent:256x128"
     assert row["ms"]["persistent:256x128"] == 0.9
-    assert f"{PROBLEM}: persistent:256x128" in said
+    assert f"{MANY}: persistent:256x128" in said
     assert "persistent:256x128 0.9 ms" in tune.line(outcome)
 
 
@@ -126,9 +130,9 @@ def test_tiles_have_to_be_surely_quicker(ms, chosen):
 
 def test_the_default_is_timed_again_with_the_tiles_of_others():
     """It warms up: 9 ms in the first five rounds, 3 in those beside the tiles, of which none takes less."""
-    times = {name: [4.0] for name in KERNELS} | {"triton": [9.0] * (1 + tune.ENOUGH) + [3.0] * 1000, "dual": [5.0]}
+    times = {name: [4.0] for name in KERNELS} | {"triton": [9.0] * (1 + race.ENOUGH) + [3.0] * 1000, "dual": [5.0]}
     with ckptkern.backend("triton"):
-        outcome = tune.measure(PROBLEM, CPU, 0.0, timer=planned(times))
+        outcome = tune.measure(MANY, CPU, 0.0, timer=planned(times))
     assert "dual:128x64" not in outcome.ms
     assert outcome.medians["triton"] == 3.0
     assert tune.choice(outcome) == "triton"
@@ -159,11 +163,31 @@ def test_wrong_tiles_are_not_timed(bug, why, monkeypatch):
     assert tune.choice(outcome) == "triton:128x256"
 
 
-def test_no_tiles_after_the_deadline():
-    outcome = raced({"triton:128x256": 1.0}, deadline=0.0)
-    assert outcome.wrong == {"tiles": f"the time is over, {len(KERNELS) - len(_routes.OF_KERNELS)} not tried"}
-    assert tune.choice(outcome) == "triton"
-    assert outcome.ms.keys() == set(_routes.OF_KERNELS)
+class Minutes:
+    """A clock that a candidate takes a minute of."""
+
+    def __init__(self, monkeypatch, minute=0):
+        self.minute, self.said = minute, []
+        monkeypatch.setattr(race, "time", types.SimpleNamespace(perf_counter=lambda: self.minute))
+
+    def say(self, text: str) -> None:
+        self.minute += 1
+        self.said.append(text)
+
+
+@pytest.mark.parametrize("minutes", [1, 3, len(_routes.OF_KERNELS), len(_routes.OF_KERNELS) + 2])
+def test_no_candidate_after_the_deadline(minutes, monkeypatch):
+    """It is looked at before each, whether route or tiles. The default comes first, since all are compared with it."""
+    monkeypatch.setattr(_choices, "default_route", lambda *key: "dual")
+    clock = Minutes(monkeypatch)
+    outcome = raced({"triton": 1.0, "triton:128x256": 0.5}, deadline=minutes - 0.5, say=clock.say)
+    assert len(clock.said) == len(outcome.ms) == minutes
+    assert clock.said[0] == f"{MANY}: dual"
+    best = "triton" if minutes > 1 else "dual"
+    assert set(outcome.left) == {*_routes.OF_KERNELS, *_routes.with_tiles(best, 90)} - outcome.ms.keys()
+    assert f"the time is over, {len(outcome.left)} not tried" in tune.line(outcome)
+    assert tune.choice(outcome) == ("triton:128x256" if "triton:128x256" in outcome.ms else best)
+    assert [row["left"] for row in tune.rows_of([outcome])] == ([outcome.left] if minutes > 1 else [])
 
 
 def test_what_is_tuned_is_what_runs(monkeypatch, capsys):
@@ -176,15 +200,15 @@ def test_what_is_tuned_is_what_runs(monkeypatch, capsys):
             name,
             lambda *args, whole=whole, **options: tiles.append(options.get("variant")) or whole(*args, **options),
         )
-    write("triton:256x128")
+    write("triton:256x128", "few")
     with ckptkern.backend("triton"):
-        assert route() == "triton:256x128"
+        assert [route(rows=rows) for rows in (4, 9000)] == ["triton:256x128", "triton"]
         problem = PROBLEM._replace(tokens=4)
-        y = tune.forward(problem, tune.tensors_of(problem, CPU, 4))
+        y = race.forward(problem, race.tensors_of(problem, CPU, 4))
     y.sum().backward()
     assert tiles == ["256x128"] * 3
     assert main(["env"]) == 0
-    assert "mlp float16, up to 256 features: triton:256x128\n" in capsys.readouterr().out
+    assert "mlp float16, up to 256 features, few rows: triton:256x128\n" in capsys.readouterr().out
 
 
 def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
@@ -199,8 +223,8 @@ def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
         "triton:256x128": [forward, backward._replace(stack=16)],
         "triton:64x256": [forward, backward._replace(shared=10_001)],
     }
-    monkeypatch.setattr(tune.Race, "_compiled", lambda race, route: compiled.get(route, [forward, backward]))
-    monkeypatch.setattr(tune.Race, "shared_memory", 10_000)
+    monkeypatch.setattr(race.Race, "_compiled", lambda race, route: compiled.get(route, [forward, backward]))
+    monkeypatch.setattr(race.Race, "shared_memory", 10_000)
     outcome = raced({"persistent": 9.0, "dual": 9.0, "triton:64x256": 0.1})
     assert outcome.ms.keys() == {*_routes.OF_KERNELS, "triton:128x128"}  # 128x64 and 64x128 are the shipped tiles here
     assert outcome.wrong == {
@@ -249,8 +273,8 @@ def test_pruning_reads_what_the_compiler_made():
 def test_a_default_with_tiles_that_a_problem_does_not_use(library, chosen, monkeypatch):
     """Rows of odd length run the shipped ones. Its route stands in for it."""
     monkeypatch.setattr(_choices, "default_route", lambda *key: "triton:128x128")
-    monkeypatch.setattr(tune.Race, "_compiled", lambda race, route: [Built("kernel", "shipped", 0, 9000)])
-    monkeypatch.setattr(tune.Race, "shared_memory", 10_000)
+    monkeypatch.setattr(race.Race, "_compiled", lambda race, route: [Built("kernel", "shipped", 0, 9000)])
+    monkeypatch.setattr(race.Race, "shared_memory", 10_000)
     outcome = raced({"triton": 1.0, "library": library})
     assert outcome.ms.keys() == set(_routes.OF_KERNELS)
     assert tune.choice(outcome) == chosen
@@ -274,7 +298,7 @@ def test_problems_of_one_row_choose_together(first, second, chosen):
     for pair in ((first, second), (second, first)):
         [row] = tune.rows_of([timed(features, **ms) for features, ms in zip((140, 200), pair, strict=True)])
         assert row["route"] == chosen
-        assert row["measured"] == [(140, 40, 140), (200, 40, 200)]
+        assert row["measured"] == [[140, 40, 140, 32], [200, 40, 200, 32]]
     assert len(tune.rows_of([timed(140, **first), timed(300, **second)])) == 2
 
 
@@ -322,12 +346,12 @@ def test_every_op_is_timed_for_real(op):
     assert outcome.wrong == {}
     _choices._choice.seen = seen = []
     try:
-        tune.forward(problem, tune.tensors_of(problem, CPU, 3))
+        race.forward(problem, race.tensors_of(problem, CPU, 3))
     finally:
         _choices._choice.seen = None
     assert seen == [problem[:5]]  # the row that is written is the row that is read
     assert [row["features"] for row in tune.rows_of([outcome])] == [512]
-    assert {len(times) for times in outcome.ms.values()} == {tune.ENOUGH}
+    assert {len(times) for times in outcome.ms.values()} == {race.ENOUGH}
     assert min(map(min, outcome.ms.values())) > 0
 
 
@@ -378,7 +402,7 @@ def test_nothing_is_written_in_a_dry_run_or_without_time(wide_is_quicker, cache,
     arguments = ["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]
     assert main([*arguments, "--dry-run"]) == 0
     assert main([*arguments, "--minutes", "0"]) == 1
-    assert "the time is over: 1 of 1 products are left" in capsys.readouterr().out
+    assert "the time is over: 1 of 1 products were not reached, and 0 only in part. The same" in capsys.readouterr().out
     assert not list(cache.iterdir())
 
 
@@ -397,9 +421,9 @@ def plain():
 def test_the_products_of_a_model(tmp_path, wide_is_quicker, capsys):
     file = tmp_path / "its_model.py"
     file.write_text(MODEL)
-    found = tune.of_model(f"{file}:build", 16)
-    assert found == [tune.Problem("mlp", 24, 40, 24, FP16, 16), tune.Problem("gated_mlp", 24, 32, 24, FP16, 16)]
-    assert [one.dtype for one in tune.of_model(f"{file}:build", 16, [BF16])] == [BF16, BF16]
+    found = tune.of_model(f"{file}:build")
+    assert found == [("mlp", 24, 40, 24, FP16), ("gated_mlp", 24, 32, 24, FP16)]
+    assert [dtype for *_, dtype in tune.of_model(f"{file}:build", [BF16])] == [BF16, BF16]
     assert main(["tune", "--model", f"{file}:build", "--ops", "mlp"]) == 2
     assert "--ops cannot be given with it" in capsys.readouterr().err
     assert main(["tune", "--model", f"{file}:plain"]) == 2
@@ -423,16 +447,18 @@ def test_shapes_that_are_none(shapes, capsys):
         (lambda file: file.write_text(file.read_text()[:-9]), "it is damaged (JSONDecodeError"),
         (lambda file: file.write_bytes(b"\xff\xfe{}"), "it is damaged (UnicodeDecodeError"),
         (lambda file: file.write_text("[]"), "it is damaged (TypeError"),
-        (lambda file: file.write_text('{"format": 9}'), "it is damaged (ValueError: format 9, not 2"),
+        (lambda file: file.write_text('{"format": 9}'), "another version of ckptkern wrote it: its format is 9, not 3"),
         (lambda file: file.write_text(file.read_text().replace("256", "255")), "it is damaged (ValueError"),
+        (lambda file: file.write_text(file.read_text().replace("many", "all")), "it is damaged (ValueError"),
+        (lambda file: file.write_text(file.read_text().replace('"rows"', '"row"')), "it is damaged (KeyError: 'rows'"),
         (lambda file: write(device="another"), "it was made for device another, not "),
         (lambda file: write(torch="1.0"), "it was made for torch 1.0, not "),
         (lambda file: write(ckptkern="0.0.1"), "it was made for ckptkern 0.0.1, not "),
         (lambda file: write("warp"), "it names routes that do not exist: warp"),
         (lambda file: write("triton:96x96"), "it names routes that do not exist: triton:96x96"),
         (
-            lambda file: file.write_text(file.read_text().replace('"format": 2', '"format": 1')),
-            "it is damaged (ValueError: format 1, not 2",
+            lambda file: file.write_text(file.read_text().replace('"format": 3', '"format": 2')),
+            "another version of ckptkern wrote it: its format is 2, not 3",
         ),
         (lambda file: write(["wide"]), "it is damaged (TypeError: a route that is no string"),
         (lambda file: (file.unlink(), file.mkdir()), "[Errno 21] Is a directory"),
@@ -468,6 +494,75 @@ def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monk
     monkeypatch.setattr(tune, "measure", mock.Mock(side_effect=AssertionError("measured")))
     assert main(["tune", "--ops", "mlp", "--shapes", "24x40"]) == 2
     assert "ckptkern tune: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, capsys):
+    """Of two products each takes more than the time. A whole table is measured anew, in the order of the command line."""
+    quick, clock, reached = tune.measure, Minutes(monkeypatch), []
+    monkeypatch.setattr(tune, "time", race.time)
+
+    def measure(problem, *given, **said):
+        reached.append(problem.features)
+        outcome = quick(problem, *given, **said)
+        clock.minute += 61
+        return outcome
+
+    monkeypatch.setattr(tune, "measure", measure)
+    arguments = ["--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40,300x40", "--tokens", "16", "--minutes", "1"]
+    for after in ([24], [24, 300], [24, 300, 24]):
+        assert main(["tune", *arguments]) == 0
+        assert reached == after
+        said = "the time is over: 1 of 2 products were not reached, and 0 only in part. The same command again begins with them"
+        assert said in capsys.readouterr().out
+    forget()
+    assert [route(features=features) for features in (24, 300)] == ["wide", "wide"]
+    clock.minute = 0
+    assert main(["tune", *arguments[:-1], "9"]) == 0
+    assert "the time is over" not in capsys.readouterr().out
+
+
+def test_rows_that_are_whole():
+    first, second, other = PROBLEM, PROBLEM._replace(tokens=64), PROBLEM._replace(features=300)
+    todo = [first, second, other]
+
+    def finished(*outcomes: tune.Outcome) -> set:
+        return tune.finished(json.loads(json.dumps(tune.rows_of(outcomes))), todo, CPU)
+
+    def outcome(problem: tune.Problem, **changes) -> tune.Outcome:
+        return tune.Outcome(problem, "eager", {"eager": [1.0], "wide": [2.0]}, **changes)
+
+    assert finished() == set()
+    assert finished(outcome(other)) == {other}
+    assert finished(outcome(other, left=["dual"])) == set()
+    assert finished(outcome(other, few=True)) == set()  # a row of another class
+    assert finished(outcome(first)) == set()  # its row has two problems, which choose together
+    assert finished(outcome(first), outcome(second)) == {first, second}
+    assert tune.finished([{"op": "mlp", "dtype": "float16", "features": 512, "rows": "many"}], todo, CPU) == set()
+
+
+def test_what_is_measured_by_default(monkeypatch):
+    """The most valuable first: bfloat16, many rows, 2048 features; few rows of 16 bits for a card, of a size and op once."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(_choices, "choose_backend", lambda op, x: "triton" if op == "tune" else 1 / 0)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **given: None)
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    found = tune.problems(parser.parse_args([]), torch.device("cuda", 0))
+    assert found[0] == tune.Problem("mlp", 2048, 8192, 2048, BF16, 8192)
+    assert len(set(found)) == len(found) == 3 * 5 * 2 * 2
+    assert [(one.dtype, one.tokens) for one in found[::15]] == [(BF16, 8192), (BF16, 128), (FP16, 8192), (FP16, 128)]
+    single = tune.problems(parser.parse_args(["--dtype", "fp32", "bf16"]), torch.device("cuda", 0))
+    assert [(one.dtype, one.tokens) for one in single[::15]] == [(torch.float32, 8192), (BF16, 8192), (BF16, 128)]
+    assert {one.tokens for one in tune.problems(parser.parse_args(["--tokens", "9"]), torch.device("cuda", 0))} == {9}
+
+
+def test_an_older_table_is_made_anew(wide_is_quicker, capsys):
+    write()
+    file_of_this_machine().write_text(file_of_this_machine().read_text().replace('"format": 3', '"format": 2'))
+    assert main(["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
+    why = "is made anew, because another version of ckptkern wrote it: its format is 2, not 3"
+    assert f"{file_of_this_machine()} {why}" in capsys.readouterr().out
+    assert [row["features"] for row in _tuned.rows(file_of_this_machine())] == [512]
 
 
 def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
@@ -509,12 +604,12 @@ def test_a_table_of_a_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    row = {"op": "mlp", "dtype": "bfloat16", "features": 2048, "route": "library"}
+    row = {"op": "mlp", "dtype": "bfloat16", "features": 2048, "rows": "few", "route": "dual"}
     file = _tuned.path("cuda", 0)
     assert file.name == "routes-nvidia-h200.json"
     _tuned.write(file, _tuned.machine("cuda", 0), [row])
-    assert _choices._route("mlp", "triton", "cuda", 0, BF16, _routes.size_class(2048)) == "library"
-    assert _choices._route("mlp", "triton", "cuda", 0, FP16, _routes.size_class(2048)) == "triton"
+    assert _choices._route("mlp", "triton", "cuda", 0, BF16, _routes.size_class(2048)) == (1664, "dual", "triton")
+    assert _choices._route("mlp", "triton", "cuda", 0, FP16, _routes.size_class(2048)) == (1664, "triton", "triton")
     assert json.loads(file.read_text())["machine"]["device"] == "NVIDIA H200"
 
 

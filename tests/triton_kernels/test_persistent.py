@@ -225,12 +225,12 @@ def test_a_route_of_its_own(op, level, device, architecture, launched):
 def test_which_cards_have_the_route(card, dtype, there, monkeypatch):
     """What a table or `forced_route` says of other cards is passed over."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
-    monkeypatch.setattr(_choices._tuned, "table", lambda *device: {("mlp", str(dtype)[6:], 2): "persistent"})
+    monkeypatch.setattr(_choices._tuned, "table", lambda *device: {("mlp", str(dtype)[6:], 2, False): "persistent"})
     assert ("persistent" in _choices.candidates("triton", "cuda", 0, dtype)) == there
     assert "persistent" not in _choices.candidates("eager", "cuda", 0, dtype)
     _choices._route.cache_clear()
     try:
-        found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)
+        found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)[-1]
         assert (found == "persistent") == there
         assert there or found == _routes.shipped_route("mlp", card, dtype.itemsize, 2)
     finally:

@@ -1,6 +1,7 @@
 """The routes of products with an epilogue: each is right, dropout's masks are the same on all, and backward takes forward's."""
 
 import functools
+import math
 import sys
 from unittest import mock
 
@@ -23,7 +24,7 @@ from ckptkern import eager, triton_kernels
 from ckptkern.memory import peak_memory
 from ckptkern.ops import _choices, _gradients, _routes
 from ckptkern.triton_kernels import linear, mlp, persistent
-from ckptkern.triton_kernels.tile import INTERPRETED_TILE, INTERPRETED_VARIANT
+from ckptkern.triton_kernels.tile import INTERPRETED_TILE, INTERPRETED_VARIANT, TILES, tile_for
 
 OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
 SUMS = r".*bias\d*"  # over rows
@@ -163,7 +164,11 @@ def test_the_table():
     sizes = [_routes.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)]
     assert sizes == [0, 0, 1, 2, 5, 5]
     assert {len(routes) for routes in _routes.SHIPPED.values()} == {len(_routes.SIZES)}
-    for (_, card, size), routes in _routes.SHIPPED.items():
+    assert {len(routes) for routes in _routes.SHIPPED_FEW.values()} == {len(_routes.SIZES)}
+    for (_, card, size), routes in (
+        *_routes.SHIPPED.items(),
+        *(((*key, 2), few) for key, few in _routes.SHIPPED_FEW.items()),
+    ):
         dtype = torch.bfloat16 if size == 2 else torch.float32
         assert set(routes) <= set(_routes.candidates("triton", "cuda", dtype, card))
     assert _routes.shipped_route("mlp", (9, 0), 2, 0) == "triton"
@@ -171,6 +176,78 @@ def test_the_table():
     assert _routes.shipped_route("gated_mlp", (8, 0), 2, 3) == "triton:128x128"
     assert _routes.shipped_route("mlp", (12, 0), 2, 0) == "library"
     assert [_routes.size_text(place) for place in (0, 5)] == ["up to 256 features", "more than 4096 features"]
+    assert _routes.size_text(1, few=True) == "up to 512 features, few rows"
+    few = functools.partial(_routes.shipped_route, few=True)
+    assert few("linear_act", (8, 0), 2, 4) == "library"
+    assert _routes.shipped_route("linear_act", (8, 0), 2, 4) == few("linear_act", (8, 0), 4, 4) == "triton"
+    assert few("mlp", (12, 0), 2, 0) == "library"
+    with pytest.raises(ValueError, match="wanted at most 4611686018427387904 features"):
+        _routes.size_class(2**62 + 1)
+
+
+@pytest.mark.parametrize(("card", "family"), [((9, 0), 90), ((8, 0), 80), ((8, 6), 80), ((12, 0), 80)])
+@pytest.mark.parametrize("size", range(len(_routes.SIZES)))
+def test_rows_are_few_where_the_tile_table_says_so(card, family, size):
+    """In the narrowest layer of the class: up to that row it takes the tiles "few", and one more takes those of many rows. None
+    is few in float32."""
+    rows, narrowest = _routes.few_rows(card, 2, size), (0, *_routes.SIZES)[size] + 1
+    table, x = TILES["linear", family], torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+    for M, few in ((rows, True), (rows + 1, narrowest == 1)):  # half of a tile's columns are few by themselves
+        assert (tile_for("linear", family, M, narrowest, x) == table["few"]) == few
+    assert tile_for("linear", family, rows, max(narrowest, 129), x) == table["few"] or size == 0
+    assert _routes.few_rows(card, 4, size) == 0
+
+
+@pytest.mark.parametrize("op", ["linear_act", "mlp", "gated_mlp", "mlp_block"])
+def test_few_rows_have_a_route_of_their_own(op, monkeypatch):
+    """In forward and backward, whatever the shape of the input has before its features."""
+    monkeypatch.setattr(_routes, "few_rows", lambda *key: 6)
+    monkeypatch.setattr(_choices, "default_route", lambda *key: "library" if key[-1] else "triton")
+    _choices._route.cache_clear()
+    asked, whole = [], _choices.primitives
+    for module in [one for name, one in sys.modules.items() if name.startswith("ckptkern.ops.")]:
+        if hasattr(module, "primitives"):
+            monkeypatch.setattr(module, "primitives", lambda name: asked.append(name) or whole(name))
+    function = getattr(ckptkern, op)
+    shapes = {"linear_act": [(24, 16), (24,)], "gated_mlp": [(40, 16), (40, 16), (24, 40)]}
+    weights = [torch.randn(shape) for shape in shapes.get(op, [(40, 16), (40,), (24, 40), (24,)])]
+    options = {"residual": False} if op == "mlp_block" else {}
+    for lead in ((2, 3), (7,), (6,), (1, 1, 7)):
+        leaves = [one.to(torch.bfloat16).requires_grad_() for one in (torch.randn(*lead, 16), *weights)]
+        with ckptkern.backend("auto"), mock.patch.object(_choices, "choose_backend", return_value="triton"):
+            asked.clear()
+            function(*leaves, **options).sum().backward()
+        routes = {name for name in asked if name not in ("eager", "triton") or op != "mlp_block"}
+        assert (routes == {"library"}) == (math.prod(lead) <= 6), (lead, asked)
+    _choices._route.cache_clear()
+
+
+def test_a_graph_for_any_number_of_rows_has_the_route_of_many(monkeypatch):
+    """One graph, and one that torch.export makes for every batch; a fixed number of rows has its own."""
+    monkeypatch.setattr(_routes, "few_rows", lambda *key: 16)
+    monkeypatch.setattr(_choices, "default_route", lambda *key: "dual" if key[-1] else "triton")
+    _choices._route.cache_clear()
+    module, found = ckptkern.nn.MLP(32, 48, dtype=torch.bfloat16).eval(), []
+
+    def kept(graph, inputs):
+        found.append([route for route in ("dual", "triton") if route in graph.print_readable(print_output=False)])
+        return graph
+
+    try:
+        with ckptkern.backend("triton"):
+            compiled = torch.compile(module, backend=kept, fullgraph=True, dynamic=True)
+            for rows in (8, 40):
+                compiled(torch.randn(rows, 32, dtype=torch.bfloat16))
+            assert found == [["triton"]]
+            torch._dynamo.reset()
+            torch.compile(module, backend=kept, fullgraph=True, dynamic=False)(torch.randn(8, 32, dtype=torch.bfloat16))
+            assert found[1:] == [["dual"]]
+            batch, x = torch.export.Dim("batch", min=1), torch.randn(8, 32, dtype=torch.bfloat16)
+            program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},))
+            assert [node.args[-4] for node in program.graph.nodes if "mlp_fwd" in str(node.target)] == ["triton"]
+    finally:
+        _choices._route.cache_clear()
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
@@ -184,12 +261,14 @@ def test_which_cards_have_which_tiles(card, route, there, monkeypatch):
     """What is tuned or forced for another card is passed over; so it is for float32."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
     monkeypatch.setattr(
-        _choices._tuned, "table", lambda *device: dict.fromkeys((("mlp", "bfloat16", 2), ("mlp", "float32", 2)), route)
+        _choices._tuned,
+        "table",
+        lambda *device: dict.fromkeys((("mlp", "bfloat16", 2, False), ("mlp", "float32", 2, False)), route),
     )
     try:
         for dtype, taken in ((torch.bfloat16, there), (torch.float32, False)):
             _choices._route.cache_clear()
-            found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)
+            found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)[-1]
             assert found == (route if taken else _routes.shipped_route("mlp", card, dtype.itemsize, 2))
     finally:
         _choices._route.cache_clear()

@@ -1,0 +1,90 @@
+"""The time of a step: on a GPU that of its kernels, not of their launches; elsewhere the clock's."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Step = Callable[[], Any]
+SLEEP, LONGEST_SLEEP = 2**21, 2**26  # cycles: about 1 and 34 ms at 2 GHz
+MOST_COPIES = 256  # of operands: of smaller ones a graph would take longer to capture than to run
+
+
+def launched_ahead(attempt: Callable[[int], tuple[float, bool]], cycles: int) -> tuple[float, int, bool]:
+    """(seconds, cycles, ahead) of the first attempt in which the host was ahead, or else of one with the longest sleep.
+
+    attempt: runs a step behind a sleep of so many cycles, and returns its seconds and whether the host had launched all of it
+    before the sleep ended.
+    """
+    while True:
+        seconds, ahead = attempt(cycles)
+        if ahead or cycles >= LONGEST_SLEEP:
+            return seconds, cycles, ahead
+        cycles *= 2
+
+
+class Clock:
+    """clock(prepare) -> seconds of what the step that prepare() returns runs on the device.
+
+    The GPU sleeps before the first event until the host has launched the whole step, so that no kernel waits for its launch; if
+    the host needs longer, a step is prepared and run anew. ahead: the host was so in every step; where one waits for the GPU,
+    the host's time is in its seconds.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.cycles, self.ahead = device, SLEEP, True
+
+    def __call__(self, prepare: Callable[[], Step]) -> float:
+        if self.device.type != "cuda":
+            step = prepare()
+            start = time.perf_counter()
+            step()
+            return time.perf_counter() - start
+        seconds, self.cycles, ahead = launched_ahead(functools.partial(self._attempt, prepare), self.cycles)
+        self.ahead = self.ahead and ahead
+        return seconds
+
+    def _attempt(self, prepare: Callable[[], Step], cycles: int) -> tuple[float, bool]:
+        step = prepare()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(cycles)
+            begin.record()
+            step()
+            end.record()
+            ahead = not begin.query()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3, ahead
+
+
+def captured(step: Step, warm_up: Step | None = None, pool: Any = None) -> Step:
+    """The replay of the step as a CUDA graph on the current device.
+
+    warm_up: what runs before the capture (default: the step). pool: of torch.cuda.graph_pool_handle, for graphs whose results
+    nobody reads, so that all take the memory of one.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            (warm_up or step)()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    return graph.replay
+
+
+def copies(nbytes: int, cache: int) -> int:
+    """How many sets of operands of `nbytes` to take by turns, so that none is still in a cache of that many bytes when its turn
+    comes again: the others fill it."""
+    return min(1 + -(-cache // max(1, nbytes)), MOST_COPIES)
+
+
+def cache_of(device: torch.device) -> int:
+    """Bytes of a GPU's L2; 0 elsewhere, where operands are not taken by turns."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
