@@ -77,7 +77,7 @@ convert-sweep: $(STAMP) ## convert on every class of transformers that builds sm
 docs: $(STAMP) ## build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 
-test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (downloads about 5 GB each)
+test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (downloads about 5 GB each). TORCH=2.11 ARGS=--quick
 	.ci/test-matrix $(PY) $(ARGS)
 
 test-cpus: $(STAMP) ## the suite as on Intel and AMD, with 1, 2 and 4 threads and older instruction sets. ARGS="tests/ops"

@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import inspect
 
+import numpy as np
+
 
 @functools.cache
 def quicken() -> None:
@@ -37,9 +39,10 @@ def _with_checked_mask(access):
 
     def checked(*args, **kwargs):
         mask = kwargs["mask"] if "mask" in kwargs else args[at]
-        if mask.data.dtype != bool:
+        dtype = np.asarray(mask.data).dtype  # before 3.9 a descriptor's accesses hand over an array and no handle
+        if dtype != np.bool_:
             raise TypeError(
-                f"{access.__name__}: the mask's elements are {mask.data.dtype}, not bool. Of a scalar's int1 the interpreter "
+                f"{access.__name__}: the mask's elements are {dtype}, not bool. Of a scalar's int1 the interpreter "
                 "makes an int32 tile: compare tiles, `row + tl.zeros_like(offs) < rows` instead of `row < rows`."
             )
         return access(*args, **kwargs)

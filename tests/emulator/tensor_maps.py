@@ -140,7 +140,7 @@ class TMA:
         """A field of a map in shared memory, the axis of an array's after it: box_dim1.
 
         Where zeros have been stored since the last, another map begins, as Triton from 3.9 on has it: what it does not write
-        is 0. How a map is encoded nobody says; here its bytes are all ones.
+        is 0. How a map is encoded nobody says; here its bytes are all ones, as those of shared memory at first.
         """
         cta = self.cta
         for thread in cta.chosen(mask):
@@ -149,7 +149,7 @@ class TMA:
             index = cta.shared.granules(start + np.arange(0, 128, 8), 8)
             cta.shared.writing(index, np.repeat(one, 16), cta.order, at)
             words = cta.shared.views[8][start[0] // 8 :][:16]
-            if cta.shared.written[index].all() and not words.any():
+            if not words.any():
                 self.drafts[int(start[0])] = dict(CLEARED)
             words[:] = ~np.uint64(0)
             cta.shared.note_write(index, np.repeat(one, 16), cta.order)

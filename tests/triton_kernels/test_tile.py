@@ -57,6 +57,15 @@ def _pack_kernel(bit_ptr, bits_ptr, M: tl.constexpr, N: tl.constexpr):
     tl.store(bits_ptr + m * (N // 8) + tl.arange(0, N // 8)[None, :], pack_bits(bit, M, N))
 
 
+@triton.jit
+def _masked_kernel(x_ptr, rows, TILE: tl.constexpr, STORE: tl.constexpr):
+    offs = tl.arange(0, 4)
+    row = tl.program_id(0) + tl.zeros_like(offs) if TILE else tl.program_id(0)
+    mask = (offs < 4) & (row < rows)
+    x = tl.load(x_ptr + offs) if STORE else tl.load(x_ptr + offs, mask=mask)
+    tl.store(x_ptr + offs, x + 1.0, mask=mask if STORE else None)
+
+
 def through(kernel, x, dtype):
     assert x.numel() % BLOCK == 0
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -317,3 +326,15 @@ def test_rows_of_copies_only_where_columns_have_strides():
         copy = rows_of(view)
         assert copy.stride(-1) == 1
         assert torch.equal(copy, view)
+
+
+@pytest.mark.parametrize("access", ["load", "store"])
+def test_a_mask_that_is_not_boolean_is_seen_in_every_triton(access, interpreted):
+    """The scalar `row < rows` beside a tile. 3.9's interpreter refuses it by itself."""
+    if not interpreted:
+        pytest.skip("compiled kernels may use it")
+    x = torch.zeros(4)
+    _masked_kernel[(1,)](x, 1, TILE=True, STORE=access == "store")
+    assert torch.equal(x, torch.ones(4))
+    with pytest.raises(triton.runtime.errors.InterpreterError, match=f"create_masked_{access}: .* int32, not bool"):
+        _masked_kernel[(1,)](x, 1, TILE=False, STORE=access == "store")
