@@ -46,13 +46,18 @@ def check_packed_statics(op: str, activation: str, recompute: str, capacity: flo
     check_statics(op, activation, recompute, dropout_p, PACKED_LEVELS)
     if recompute == "packed" and activation != "relu":
         raise ValueError(f"{op}: recompute='packed' keeps the non-zeros of 'relu', but activation is {activation!r}")
-    if isinstance(capacity, (bool, Tensor)) or not is_number(capacity) or not 0.0 <= capacity <= 1.0:
+    if isinstance(capacity, bool) or not is_share(capacity):
         raise ValueError(f"{op}: capacity must be a number between 0 and 1, not {capacity!r}")
 
 
 def check_probability(op: str, p: float) -> None:
-    if isinstance(p, Tensor) or not is_number(p) or not 0.0 <= p <= 1.0:
+    if not is_share(p):
         raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
+
+
+def is_share(value) -> bool:
+    """Is it a number between 0 and 1, and no tensor?"""
+    return (type(value) is float or (not isinstance(value, Tensor) and is_number(value))) and 0.0 <= value <= 1.0
 
 
 def is_number(value) -> bool:

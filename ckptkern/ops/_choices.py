@@ -342,16 +342,17 @@ def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
     A bias of another dtype is cast. F.linear does so too for an input that is not contiguous (nn.MultiheadAttention's
     batch_first); for a contiguous one it raises.
     """
-    dtype = None if x.dtype == torch.float64 else autocast_dtype(x)
+    own = x.dtype
+    dtype = None if own is torch.float64 or no_autocast(x) else autocast_dtype(x)
     if dtype is not None:
         return dtype
     for weight in weights:
-        if weight is not None and weight.dtype != x.dtype:
+        if weight is not None and weight.dtype is not own:
             raise DtypeError(
-                f"{op}: input is {x.dtype} but a parameter is {weight.dtype}; use one dtype, or torch.autocast"
-                + (", which leaves float64 as it is" if x.dtype == torch.float64 else "")
+                f"{op}: input is {own} but a parameter is {weight.dtype}; use one dtype, or torch.autocast"
+                + (", which leaves float64 as it is" if own is torch.float64 else "")
             )
-    return x.dtype
+    return own
 
 
 def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
@@ -360,10 +361,13 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+WORKSPACE = 2**30  # bytes, where no GPU says how much memory it has
+
+
 @functools.cache
 def _device_workspace(device_type: str, index: int | None) -> int:
     if device_type != "cuda" or not torch.cuda.is_available():
-        return 2**30
+        return WORKSPACE
     return max(torch.cuda.get_device_properties(index).total_memory // 32, 2**28)
 
 
@@ -381,7 +385,9 @@ default_workspace._dynamo_marked_constant = True  # as _constant_device_reason
 
 def choose_workspace(op: str, value: int | str | None, x: Tensor) -> int:
     """workspace in bytes: the given value, or the default of x's device."""
-    return parse_bytes(op, value) or default_workspace(x.device.type, x.device.index)
+    if value is not None:
+        return parse_bytes(op, value)
+    return WORKSPACE if x.is_cpu else default_workspace(x.device.type, x.device.index)
 
 
 def parse_bytes(op: str, value: int | str | None) -> int | None:

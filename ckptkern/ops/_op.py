@@ -471,15 +471,16 @@ def _apply(registered: _Registered, eager: type, functional: type, transformed: 
         return tuple(op.inference_level if i in levels else static for i, static in enumerate(statics))
 
     def apply(statics: tuple, *tensors) -> Tensor:
-        if kind := foreign(tensors):
+        compiling = torch.compiler.is_compiling()
+        if (compiling or not PLAIN.issuperset(map(type, tensors))) and (kind := foreign(tensors)):
             compose_of(op.name, kind)
             with autocast_off(tensors[0]):
                 return op.composite(*op.arguments(tensors), *statics)
         if torch._C._are_functorch_transforms_active():
-            if torch.compiler.is_compiling():
+            if compiling:
                 raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
             return transformed.apply(present(tensors) & ~constants, *statics, *tensors)[0]
-        if torch.compiler.is_compiling():
+        if compiling:
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():
                 # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none

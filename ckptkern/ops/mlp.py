@@ -45,7 +45,7 @@ class MLP(Op):
     ):  # fmt: skip
         p, dtype, rows = primitives(backend), x.dtype, rows_2d(x)
         keep_z, keep_h = hidden_activation_kept(activation, recompute)
-        w1, b1, w2, b2 = (cast(t, dtype) for t in (w1, b1, w2, b2))
+        w1, b1, w2, b2 = cast(w1, dtype), cast(b1, dtype), cast(w2, dtype), cast(b2, dtype)
         dropout = dropout_arguments(rng, dropout_p, first_column)
         h, z, _ = p.linear_fwd(rows, w1, b1, activation, precision, dropout=dropout, keep_z=keep_z)
         y = unflattened(p.product(h, w2, b2), x.shape[:-1])
@@ -88,20 +88,21 @@ class MLP(Op):
         dropout = dropout_arguments(rng, dropout_p, first_column)
         # z and dh, with dz over dh and h over z, or beside them on routes that write each result anew; in the eager backend
         # some activations hold more, dropout two more and a mask
-        hidden, eagerly = w1.shape[0], backend in ("eager", "wide")
+        (hidden, features), rows, eagerly = w1.shape, dy.shape[0], backend in ("eager", "wide")
         held = 2 + eagerly * max(2 * (rng is not None), eager.ACTIVATIONS[activation].temporaries)
         held += 2 * (backend in ("library", "wide"))
-        masks, summed = hidden * (eagerly and rng is not None), hidden + max(w1.shape[1], w2.shape[0])
+        masks, summed = hidden * (eagerly and rng is not None), hidden + max(features, dy.shape[1])
         bytes_per_row = row_bytes(dy, held * hidden, masks, summed, 2 * hidden)
-        chunks = token_chunks(dy.shape[0], bytes_per_row, workspace)
-        dw1, dw2 = (WeightGrad(w, len(chunks), wide=backend == "wide") for w in (w1, w2))
-        db1 = BiasGrad(b1.dtype, len(chunks)) if need_db1 else None
-        dx = dy.new_empty((dy.shape[0], w1.shape[1])) if need_dx and len(chunks) > 1 else None
+        chunks = token_chunks(rows, bytes_per_row, workspace)
+        count, wide = len(chunks), backend == "wide"
+        dw1, dw2 = WeightGrad(w1, count, wide=wide), WeightGrad(w2, count, wide=wide)
+        db1 = BiasGrad(b1.dtype, count) if need_db1 else None
+        dx = dy.new_empty((rows, features)) if need_dx and count > 1 else None
 
         def add(start: int, stop: int) -> None:
             nonlocal dx
             x_rows, dy_rows, z_rows, h_rows = x, dy, z, h
-            if len(chunks) > 1:
+            if count > 1:
                 x_rows, dy_rows, z_rows, h_rows = (t if t is None else t[start:stop] for t in (x, dy, z, h))
             if packed:
                 h_rows = h_rows.dense(p, x_rows, w1_, b1_, precision, dropout[2])

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import types
+from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable
 
 import torch
@@ -65,7 +65,7 @@ class Segment(SavedTensors):
             (module._buffers, _versions(module._buffers)) for module in self.modules + others if module._buffers
         ]
         self.done: dict = {}  # key of every backward pass that the segment was recomputed for
-        self.lock = threading.RLock()  # two devices' backward threads may want the same segment
+        self.lock = RLock()  # two devices' backward threads may want the same segment
         self.state = SegmentState(args, kwargs, preserve_rng_state)
 
     # -- forward
@@ -261,11 +261,12 @@ def _device_context():
 
 
 def _walk(module: nn.Module, found: dict[int, nn.Module]) -> None:
-    if id(module) not in found:
-        found[id(module)] = module
-        for child in module._modules.values():
-            if child is not None:
-                _walk(child, found)
+    pending: list[nn.Module | None] = [module]
+    for one in pending:
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            if children := one._modules:
+                pending += children.values()
 
 
 _NO_MODULES = frozenset((Tensor, Parameter, type(None), bool, int, float, str))
