@@ -52,7 +52,6 @@ OPTIONS = {
     "activation": Option(tuple(ops.ACTIVATIONS), "", ""),
     "norm": Option(NORMS, "in front of each half", ""),
     "gated": Option(bool, "act(gate(x)) * up(x) in place of act(up(x))", "gated"),
-    "capacity": Option(float, 'of "packed": the part of the elements of ReLU that there is room for', "C"),
     "bias": Option(bool, "of the linear layers", "bias"),
     "causal": Option(bool, "each token sees those before it", "causal"),
     "dropout": Option(float, "probability, of attention's weights and of hidden layers; timed, not judged", "p"),
@@ -112,20 +111,16 @@ def _run_linear(v: SimpleNamespace, model: nn.Sequential, level: str) -> Functio
     return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, v.activation, recompute=level)
 
 
-def _capacity(v: SimpleNamespace) -> float:
-    return 0.5 if v.capacity is None else v.capacity
-
-
 def _run_stack(v: SimpleNamespace, model: nn.Sequential, level: str) -> Function:
     weights = [layer.weight for layer in model[::2]]
     biases = [layer.bias for layer in model[::2]] if v.bias else None
-    return lambda x: ops.linear_stack(x, weights, biases, v.activation, recompute=level, capacity=_capacity(v))
+    return lambda x: ops.linear_stack(x, weights, biases, v.activation, recompute=level)
 
 
 def _run_mlp(v: SimpleNamespace, model: MLP, level: str) -> Function:
     return lambda x: ops.mlp(
         x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, v.activation, v.dropout,
-        training=model.training, recompute=level, capacity=_capacity(v),
+        training=model.training, recompute=level,
     )  # fmt: skip
 
 
@@ -215,7 +210,6 @@ Make = Callable[[SimpleNamespace], nn.Module]
 _ROWS = {"features": FEATURES, "tokens": TOKENS}
 _HEADS = {"heads": None, "kv_heads": None, "length": LENGTH, "causal": True}
 _HIDDEN = {"hidden": None, "dropout": 0.0}
-_PACKED = {"capacity": None}
 _EXPERTS = {"hidden": {"cuda": 768, "cpu": 48}, "experts": {"cuda": 128, "cpu": 8}, "activation": "silu"}
 
 
@@ -232,16 +226,11 @@ class Op:
     levels: tuple[str, ...] = LEVELS
     rivals: Callable[[SimpleNamespace], dict[str, Maker]] = field(default=lambda v: {})
 
-    def levels_of(self, given: dict[str, Any]) -> tuple[str, ...]:
-        """Its levels with these options: "packed" with ReLU, where there is such a level."""
-        packs = "capacity" in self.defaults and (self.defaults | given)["activation"] == "relu"
-        return (*self.levels, "packed") if packs else self.levels
-
 
 _CORE = {"head_dim": {"cuda": 128, "cpu": 16}, "tokens": TOKENS, **_HEADS, "heads": 8}
 OPS = {
     "linear_act": Op({**_ROWS, "out_features": None, "activation": "relu", "bias": True}, _linear, _run_linear),
-    "linear_stack": Op({**_ROWS, "layers": 10, "activation": "relu", **_PACKED, "bias": True}, _stack, _run_stack),
+    "linear_stack": Op({**_ROWS, "layers": 10, "activation": "relu", "bias": True}, _stack, _run_stack),
     "linear_cross_entropy": Op(
         {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "softcap": 0.0, "bias": False},
         lambda v: LossHead(v.features, v.classes, v.bias, v.softcap or None),
@@ -249,7 +238,7 @@ OPS = {
         _head_rivals,
     ),
     "mlp": Op(
-        {**_ROWS, **_HIDDEN, "activation": "gelu", **_PACKED, "bias": True}, _mlp, _run_mlp, rivals=_mlp_rivals
+        {**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, rivals=_mlp_rivals
     ),
     "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, rivals=_gated_rivals),
     "moe_mlp": Op(
@@ -314,7 +303,6 @@ DERIVED = {
     "out_features": "= features",
     "heads": "features / 128 (16 if features < 512)",
     "kv_heads": "= heads",
-    "capacity": "0.5",
 }
 
 
@@ -334,8 +322,6 @@ def values_of(op: str, given: dict[str, Any], kind: str) -> SimpleNamespace:
             raise ValueError(f"{flag(name)}: wanted at least 1 but got {value}")
     if not 0.0 <= v.dropout < 1.0:
         raise ValueError(f"--dropout: wanted a probability in [0, 1) but got {v.dropout}")
-    if not 0.0 <= (getattr(v, "capacity", None) or 0.0) <= 1.0:
-        raise ValueError(f"--capacity: wanted a part in [0, 1] but got {v.capacity}")
     if op == "dropout" and not v.dropout:
         raise ValueError("--dropout: wanted more than 0, because at 0 nothing is done")
     v.dropout = round(65536 * v.dropout) / 65536  # as ckptkern rounds it, so that torch's scale is ours
@@ -375,21 +361,16 @@ def _name(op: str, v: SimpleNamespace) -> str:
     return "-".join(parts)
 
 
-def given_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-
-
 def item_of(args: argparse.Namespace, kind: str, levels: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
     """The case of --op and its options. Raises ValueError with what is wrong with them."""
-    given = given_of(args)
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     entry, v = OPS[args.op], values_of(args.op, given, kind)
     if levels and entry.levels == ("",):
         raise ValueError(f"--levels does not apply to --op {args.op}, which has one way to run")
     size = Size(v.features, v.tokens, getattr(v, "length", None))
     case = Case(
         _name(args.op, v), lambda width: entry.model(v), functools.partial(entry.run, v), {kind: [size]}, priority=0,
-        levels=levels or entry.levels_of(given), rivals=entry.rivals(v), dtype=dtype,
+        levels=levels or entry.levels, rivals=entry.rivals(v), dtype=dtype,
         drops=v.dropout > 0 and args.op != "dropout",
         exact=functools.partial(cases.dropout_exact, v.dropout) if args.op == "dropout" else None,
     )  # fmt: skip

@@ -129,8 +129,6 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
     """What the arguments ask for: built-in cases, an op, or a user's module. Raises ValueError with what is wrong with them."""
     levels = tuple(filter(None, args.levels.split(","))) if args.levels is not None else None
     known = cases.LEVELS if args.op or args.case else cases.LEVELS + cases.BY_HALF
-    if args.op and "packed" in micro.OPS[args.op].levels_of(micro.given_of(args)):
-        known += ("packed",)
     if levels is not None and (not levels or set(levels) - {*known}):
         raise ValueError(f"--levels: wanted some of {', '.join(known)}, with commas, but got {args.levels!r}")
     dtype = FLOATS.get(args.dtype)
@@ -180,8 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--levels",
         metavar="LEVEL,...",
-        help="of none, selective and full; of linear_stack and mlp with relu also packed; of layers among the cases also "
-        "ATTENTION/MLP (default: all that a case has)",
+        help="of none, selective and full; of layers among the cases also ATTENTION/MLP (default: all that a case has)",
     )
     parser.add_argument(
         "--dtype", choices=tuple(FLOATS), help="(default: bf16 on a GPU, fp32 on a CPU; --case: the module's)"

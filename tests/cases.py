@@ -76,26 +76,15 @@ def _linear_act_kept(activation: str, level: str, d: int, h: int, e: int) -> tup
     return d + e, 0
 
 
-def packed_kept(h: int) -> tuple[int, int]:
-    """Of a hidden layer, with half of its elements as its room; its first offset apart."""
-    return -(-h // 2), -(-h // 8) + 8
-
-
 def _linear_stack_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
     if level == "full":
         return d, -(-e // 8) if activation == "relu" else 0
-    if level == "packed":
-        elements, mask_bytes = zip(packed_kept(h), packed_kept(h + 1), strict=True)
-        return d + sum(elements), sum(mask_bytes) + -(-e // 8)
     return d + h + (h + 1) + e, 0
 
 
 def _mlp_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
     if level == "full":
         return d, 0
-    if level == "packed":
-        elements, mask_bytes = packed_kept(h)
-        return d + elements, mask_bytes
     return d + h * (2 if level == "none" and activation != "relu" else 1), 0
 
 
@@ -133,8 +122,8 @@ OPS = (
         call=lambda t, **options: ckptkern.linear_stack(t["x"], *_stack_lists(t), **options),
         plain=_stack_plain,
         kept=_linear_stack_kept,
-        products={"none": 9, "selective": 9, "full": 12, "packed": 9},  # 11 for relu, whose last mask is kept
-        options=("activation", "recompute", "capacity", "workspace"),
+        products={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is kept
+        options=("activation", "recompute", "workspace"),
     ),
     Op(
         "mlp",
@@ -151,8 +140,8 @@ OPS = (
             drop(act(F.linear(t["x"], t["fc1_weight"], t.get("fc1_bias")))), t["fc2_weight"], t.get("fc2_bias")
         ),
         kept=_mlp_kept,
-        products={"none": 6, "selective": 6, "full": 7, "packed": 6},
-        options=("activation", "recompute", "dropout_p", "capacity", "workspace"),
+        products={"none": 6, "selective": 6, "full": 7},
+        options=("activation", "recompute", "dropout_p", "workspace"),
         masked=lambda d, h, e: h,
     ),
     Op(
@@ -217,7 +206,6 @@ class Setup:
     recompute: str = "full"
     dropout_p: float = 0.0
     workspace: int | None = None
-    capacity: float = 0.5
 
     def __str__(self) -> str:
         parts = [self.op.name]
@@ -266,8 +254,7 @@ def setups(
                 yield Setup(op, dropout_p=max(dropout) or P)
                 continue
             for activation in activations:
-                every = [level for level in op.products if level != "packed" or activation == "relu"]
-                for level in every if levels is None else levels:
+                for level in op.products if levels is None else levels:
                     for p in dropout if op.masked else (0.0,):
                         yield Setup(op, activation, level, p)
 

@@ -113,7 +113,6 @@ def launches(
     dropped = {"dropout": (seed, threshold, 65536 / (65537 - threshold), first_col), "row_base": first_row}
     x, dy, dh, b, w, v = view(M, K), view(M, D), view(M, N), meta(N), view(N, K), view(D, N)
     bits, narrow = meta(M, -(-N // 8), dtype=torch.uint8), (meta(3, 64, 64), meta(3, 64))
-    offsets = meta(M + 1, dtype=torch.int64)
     gain, angles, qkv = meta(K), meta(M, 64, dtype=torch.float32), meta(2, M, 3, 4, 64)
     q, *heads = qkv[:, :, 0], *(part.transpose(1, 2) for part in qkv.unbind(2))
     lse = meta(2, 4, M, dtype=torch.float32)
@@ -168,8 +167,6 @@ def launches(
         "attn_dkdv": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dq=False),
         "attn_dmask": lambda: t.attn_dmask(*heads, heads[0], lse, lse, core, (1, 4, 1, 1)),
         "attn_dq": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dkv=False),
-        "pack_nonzeros": lambda: t.pack_nonzeros(dh, M * N // 4),
-        "unpack_nonzeros": lambda: t.unpack_nonzeros(bits, offsets, meta(M * N // 4), x, w, b, "ieee", scale=1.25),
         "stack_fwd": lambda: t.stack_fwd(view(M, 64), *narrow, 64, *how, keep_bits=activation == "relu"),
         "stack_bwd": lambda: t.stack_bwd(view(M, 64), *narrow, view(M, 64), bits[:, :8], "relu", "ieee"),
     }

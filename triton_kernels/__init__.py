@@ -21,7 +21,6 @@ from .experts import (
 from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
-from .packing import pack_nonzeros, unpack_nonzeros
 from .rotary import heads_bwd, heads_fwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
@@ -31,5 +30,5 @@ __all__ = [
     "experts_dw", "experts_fwd", "experts_product", "experts_sums", "gated_act_grad",
     "gated_bwd", "gated_fwd", "gated_hidden_grad", "heads_bwd", "heads_fwd", "hidden_grad", "linear_bwd",
     "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
-    "pack_nonzeros", "pack_stack", "slice_count", "stack_bwd", "stack_fwd", "stack_width", "unpack_nonzeros",
+    "pack_stack", "slice_count", "stack_bwd", "stack_fwd", "stack_width",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from . import experts, loss_head, packing
+from . import experts, loss_head
 from .launchers import LAUNCHERS, PERSISTENT_OPS
 from .launchers import precision_of as _precision
 
@@ -276,11 +276,6 @@ class Inputs:
         slots = self.TOP_K * tokens
         return Groups(*(self(n, dtype=self.dtype("int32")) for n in (slots, slots, self.EXPERTS + 1)), self.TOP_K)
 
-    def packed(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """bits, offsets and values, as pack_nonzeros gives them, with room for half of the rows."""
-        bits = self(rows, -(-columns // 8), dtype=self.dtype("uint8"))
-        return bits, self(rows + 1, dtype=self.dtype("int64")), self(rows * columns // 4, dtype=dtype)
-
     def statistics(self, q, k, v, do, core) -> tuple[Tensor, Tensor]:
         """lse and delta, as forward gives them."""
         import torch
@@ -469,7 +464,6 @@ PRODUCT_OPS = (
     *(launcher.name for launcher in LAUNCHERS.values() if launcher.product),
     *experts.PRODUCTS,
     *loss_head.PRODUCTS,
-    *packing.PRODUCTS,
 )
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {
@@ -487,7 +481,6 @@ OPS = {
     "heads_bwd": _launch_heads_bwd,
     **loss_head.LAUNCHES,
     **experts.LAUNCHES,
-    **packing.LAUNCHES,
 }
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
@@ -495,5 +488,4 @@ VARIANTS = {
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
     **loss_head.VARIANTS,
     **experts.VARIANTS,
-    **packing.VARIANTS,
 }

@@ -35,7 +35,7 @@ PRODUCTS = {
     "_attn_dmask_kernel": 2,
     "_cross_entropy_fwd_kernel": 1, "_cross_entropy_bwd_kernel": 1,
     "_experts_fwd_kernel": 2, "_experts_bwd_kernel": 3, "_experts_act_grad_kernel": 1, "_experts_product_kernel": 1,
-    "_experts_dw_kernel": 1, "_remake_kernel": 1,
+    "_experts_dw_kernel": 1,
 }  # fmt: skip
 
 
@@ -95,9 +95,7 @@ class Report:
         )  # 20 multiplies a call, for 8 elements
         if draws > 1.5 and not ALLOWED_DRAWS.match(launch):
             found.append(f"the mask is drawn {draws:.1f} times")
-        # keys: a row of int8, two columns per thread. unpack: each of its values lies where the bits before it say
-        narrow_by_nature = case.kind == "keys" or self.kernel == "_unpack_kernel"
-        if self.narrow_loads and not case.ragged and not narrow_by_nature:
+        if self.narrow_loads and not case.ragged and case.kind != "keys":  # a row of int8, two columns per thread
             found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
         return found
 

@@ -31,7 +31,6 @@ SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
         64,
     ),
     r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": (16, 16),
-    r"unpack_nonzeros/sm_90/float32/relu\+ieee\+aligned\+extras _remake_kernel": (8, 8),
     r"cross_entropy_bwd/sm_89/float32/everything\+aligned\+extras _cross_entropy_bwd_kernel": (8, 8),
     # elementwise kernels: the assembler keeps to fewer registers than a thread may have and sets two to four values aside
     r"norm_bwd/sm_10[03]/bfloat16/layer\+aligned\+extras _norm_bwd_kernel": (8, 8),

@@ -55,7 +55,6 @@ from .experts import (
 from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd, mm, product
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
-from .packing import pack_nonzeros, unpack_nonzeros, unpack_with
 from .rotary import heads_bwd, heads_fwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
@@ -108,7 +107,6 @@ __all__ = [
     "norm_bwd",
     "norm_fwd",
     "pack_bits",
-    "pack_nonzeros",
     "pack_stack",
     "product",
     "readable",
@@ -118,8 +116,6 @@ __all__ = [
     "stack_fwd",
     "stack_width",
     "unpack_bits",
-    "unpack_nonzeros",
-    "unpack_with",
     "wide_of",
     "wide_product",
 ]  # fmt: skip

@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import eager, ops
-from ..ops._checks import check_count, check_packed_statics, check_statics
+from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
 from .activations import Activation, activation_of
 from .plain import composed, dense, plain
 from .share import check_kind, refuse, share
 from .twin import check_linear, same_activation
-
-
-def shown_level(module: torch.nn.Module) -> str:
-    """A module's level, with its capacity where that matters."""
-    level = f"recompute={module.recompute!r}"
-    return f"{level}, capacity={module.capacity}" if "packed" in level else level
 
 
 class Linear(torch.nn.Linear):
@@ -73,7 +67,7 @@ class LinearStack(torch.nn.Module):
     """k Linear + activation layers of the given widths as ONE segment that keeps only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    activation: as Linear's. workspace: bytes of transient memory in backward. recompute, capacity: see ckptkern.linear_stack.
+    activation: as Linear's. workspace: bytes of transient memory in backward. recompute: see ckptkern.linear_stack.
     If a layer is of another type (LoRA), has hooks or a weight that is no plain memory, all layers are called, as one
     ckptkern.checkpoint.
     """
@@ -85,7 +79,6 @@ class LinearStack(torch.nn.Module):
         bias: bool = True,
         *,
         recompute: str = "full",
-        capacity: float = 0.5,
         workspace: int | str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -99,12 +92,12 @@ class LinearStack(torch.nn.Module):
         for i, width in enumerate(features):
             check_count("LinearStack", f"features[{i}]", width, least=0)
         activation = activation_of("LinearStack", activation)
-        check_packed_statics("LinearStack", activation, recompute, capacity)
+        check_statics("LinearStack", activation, recompute)
         parse_bytes("LinearStack", workspace)
         self.layers = torch.nn.ModuleList(
             torch.nn.Linear(k, n, bias, device, dtype) for k, n in itertools.pairwise(features)
         )
-        self.activation, self.recompute, self.capacity, self.workspace = activation, recompute, capacity, workspace
+        self.activation, self.recompute, self.workspace = activation, recompute, workspace
 
     @classmethod
     def from_torch(
@@ -112,8 +105,6 @@ class LinearStack(torch.nn.Module):
         module: torch.nn.Sequential,
         recompute: str = "full",
         workspace: int | str | None = None,
-        *,
-        capacity: float = 0.5,
     ) -> LinearStack:
         """A twin of nn.Sequential(Linear, activation, Linear, activation, ...), with one activation, that shares its layers."""
         check_kind(cls, module, torch.nn.Sequential)
@@ -121,11 +112,10 @@ class LinearStack(torch.nn.Module):
             refuse(cls, module, "is not Linear, activation, Linear, activation, ...")
         layers = check_linear(cls, module, *list(module._modules)[::2])
         name = same_activation(cls, [*module][1::2])
-        check_packed_statics(cls.__name__, name, recompute, capacity)
+        check_statics(cls.__name__, name, recompute)
         parse_bytes(cls.__name__, workspace)
         parts = {"layers": torch.nn.ModuleList(layers).train(module.training)}
-        own = dict(activation=name, recompute=recompute, capacity=capacity, workspace=workspace)
-        return share(cls, module, _modules=parts, **own)
+        return share(cls, module, _modules=parts, activation=name, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.layers)
@@ -134,7 +124,7 @@ class LinearStack(torch.nn.Module):
         biases = None if self.layers[0].bias is None else [layer.bias for layer in self.layers]
         return ops.linear_stack(
             input, [layer.weight for layer in self.layers], biases, self.activation, recompute=self.recompute,
-            capacity=self.capacity, workspace=self.workspace,
+            workspace=self.workspace,
         )  # fmt: skip
 
     def _composed(self, input: Tensor) -> Tensor:
@@ -143,4 +133,4 @@ class LinearStack(torch.nn.Module):
         return input
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, {shown_level(self)}, workspace={self.workspace!r}"
+        return f"activation={self.activation!r}, recompute={self.recompute!r}, workspace={self.workspace!r}"

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import eager, ops
-from ..ops._checks import check_count, check_packed_statics, check_statics
+from ..ops._checks import check_count, check_statics
 from ..ops._choices import parse_bytes
 from .activations import Activation, activation_of
-from .linear import shown_level
 from .plain import composed, plain
 from .share import check_kind, refuse, share
 from .twin import activation_in, check_linear, check_parts, dropout_in, same_activation
@@ -20,7 +19,7 @@ class MLP(torch.nn.Module):
 
     hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
     activation: as Linear's, a name, function or module.
-    recompute, capacity, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is no
+    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is no
     plain memory (parametrised, quantised, sharded), both are called, as one ckptkern.checkpoint that keeps the input.
     """
 
@@ -34,14 +33,13 @@ class MLP(torch.nn.Module):
         dropout: float = 0.0,
         *,
         recompute: str = "full",
-        capacity: float = 0.5,
         workspace: int | str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         activation = activation_of(type(self).__name__, activation)
-        check_packed_statics(type(self).__name__, activation, recompute, capacity, dropout)
+        check_statics(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
         check_count(type(self).__name__, "in_features", in_features, least=0)
         hidden_features = 4 * in_features if hidden_features is None else hidden_features
@@ -51,7 +49,6 @@ class MLP(torch.nn.Module):
         self.fc1 = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
-        self.capacity = capacity
 
     @classmethod
     def from_torch(
@@ -59,8 +56,6 @@ class MLP(torch.nn.Module):
         module: torch.nn.Sequential,
         recompute: str = "full",
         workspace: int | str | None = None,
-        *,
-        capacity: float = 0.5,
     ) -> MLP:
         """A twin of nn.Sequential(Linear, activation, Linear), or with a Dropout before the last, that shares its layers."""
         check_kind(cls, module, torch.nn.Sequential)
@@ -69,18 +64,17 @@ class MLP(torch.nn.Module):
         names = list(module._modules)
         fc1, fc2 = check_linear(cls, module, names[0], names[-1])
         name, p = same_activation(cls, [module[1]]), dropout_in(cls, module, module[2]) if len(module) == 4 else 0.0
-        check_packed_statics(cls.__name__, name, recompute, capacity, p)
+        check_statics(cls.__name__, name, recompute, p)
         parse_bytes(cls.__name__, workspace)
         parts = {"fc1": fc1, "fc2": fc2}
-        own = dict(activation=name, dropout=p, recompute=recompute, capacity=capacity, workspace=workspace)
-        return share(cls, module, _modules=parts, **own)
+        return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         if not plain(torch.nn.Linear, self.fc1, self.fc2):
             return composed(self._composed, input)
         return ops.mlp(
             input, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.activation, self.dropout,
-            training=self.training, recompute=self.recompute, capacity=self.capacity, workspace=self.workspace,
+            training=self.training, recompute=self.recompute, workspace=self.workspace,
         )  # fmt: skip
 
     def _composed(self, input: Tensor) -> Tensor:
@@ -88,7 +82,8 @@ class MLP(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"activation={self.activation!r}, dropout={self.dropout}, {shown_level(self)}, workspace={self.workspace!r}"
+            f"activation={self.activation!r}, dropout={self.dropout}, recompute={self.recompute!r}, "
+            f"workspace={self.workspace!r}"
         )
 
 

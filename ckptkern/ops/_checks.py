@@ -10,7 +10,6 @@ from ..errors import DeviceError, DtypeError, LayoutError, ShapeError
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)  # every name that an `activation` may be
 LEVELS = ("none", "selective", "full")
-PACKED_LEVELS = (*LEVELS, "packed")  # of the ops whose hidden layers may be ReLU's
 
 
 def check_choice(op: str, what: str, value, choices) -> None:
@@ -33,21 +32,10 @@ def levels_of_halves(op: str, recompute: str | tuple[str, str]) -> tuple[str, st
     return attention, mlp
 
 
-def check_statics(
-    op: str, activation: str, recompute: str, dropout_p: float = 0.0, levels: tuple[str, ...] = LEVELS
-) -> None:
+def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
     check_choice(op, "activation", activation, ACTIVATIONS)
-    check_choice(op, "recompute", recompute, levels)
+    check_level(op, recompute)
     check_probability(op, dropout_p)
-
-
-def check_packed_statics(op: str, activation: str, recompute: str, capacity: float, dropout_p: float = 0.0) -> None:
-    """`check_statics` of an op that has the level "packed"."""
-    check_statics(op, activation, recompute, dropout_p, PACKED_LEVELS)
-    if recompute == "packed" and activation != "relu":
-        raise ValueError(f"{op}: recompute='packed' keeps the non-zeros of 'relu', but activation is {activation!r}")
-    if isinstance(capacity, bool) or not is_share(capacity):
-        raise ValueError(f"{op}: capacity must be a number between 0 and 1, not {capacity!r}")
 
 
 def check_probability(op: str, p: float) -> None:

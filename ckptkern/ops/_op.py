@@ -58,7 +58,6 @@ class Op:
     """What an op is. Subclasses give the class attributes and the methods; `build()` makes it callable.
 
     name      the op's word, as users know it
-    variant   what the names of its library ops have behind it
     inputs    schema of its inputs, the one that is read as rows of tokens first
     kept      schema of what backward takes besides dy and the inputs
     statics   schema of the non-tensor arguments: level, backend, precision and so on
@@ -66,7 +65,6 @@ class Op:
     """
 
     name: str
-    variant = ""
     inputs: str
     kept: str
     statics: str
@@ -249,7 +247,7 @@ def build(op: type[Op]):
     eager = _eager_function(registered, gradients)
     functional, transformed = _functional_functions(registered, gradients)
     bare = _bare_function(registered, eager)
-    LIBRARY.impl(f"{op.name}{op.variant}_fwd", _autograd_kernel(registered, bare), "Autograd")
+    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, bare), "Autograd")
     apply = _apply(registered, eager, functional, transformed)
     apply.parts = registered, gradients
     return apply
@@ -257,7 +255,7 @@ def build(op: type[Op]):
 
 def _register(op: type[Op]) -> _Registered:
     """Schemas, bodies, fakes, vmap rules and FLOP formulas of the two library ops."""
-    forward_name, backward_name = f"{op.name}{op.variant}_fwd", f"{op.name}{op.variant}_bwd"
+    forward_name, backward_name = f"{op.name}_fwd", f"{op.name}_bwd"
     statics = tuple(static.split()[-1] for static in op.statics.split(", "))
     LIBRARY.define(f"{forward_name}({op.inputs}, {op.statics}) -> {op.results}")
     optional = op.inputs.replace("Tensor ", "Tensor? ")

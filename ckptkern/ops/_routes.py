@@ -126,9 +126,6 @@ class Wide(Library):
         h, z, _ = super().linear_fwd(x, w, b, activation, precision, keep_z=True, **dropout)
         return h, z if keep_z else None, eager.pack_bits(~(z <= 0)) if keep_bits else None
 
-    def unpack_nonzeros(self, *packed, scale=1.0):
-        return eager.unpack_with(self.product, *packed, scale)
-
     @staticmethod
     def product(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
         result = eager.product(x.float(), w.float(), None if b is None else b.float())

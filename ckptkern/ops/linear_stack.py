@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ._checks import check_input, check_packed_statics, check_weight
+from ._checks import check_input, check_statics, check_weight
 from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
 from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import needed
 from ._op import Op, build
-from ._packed import Packed, packed_fake, room_of
 from ._rows import cast_parameter, row_count, rows_2d, unflattened
 
 X = 0
@@ -21,7 +20,7 @@ X = 0
 
 def _kept(activation: str, recompute: str) -> tuple[bool, bool]:
     """(keep every layer's h (relu) or z (others), keep the 1-bit mask of the last layer)."""
-    return recompute in ("none", "selective"), recompute in ("full", "packed") and activation == "relu"
+    return recompute in ("none", "selective"), recompute == "full" and activation == "relu"
 
 
 def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -46,7 +45,7 @@ def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, prec
 
 def _narrow_width(backend: str, recompute: str, x: Tensor, weights: Sequence[Tensor]) -> int | None:
     """Padded width of a chain that fits one kernel, or None if each layer is a kernel of its own."""
-    if backend == "eager" or recompute in ("none", "selective", "packed"):
+    if backend == "eager" or recompute in ("none", "selective"):
         return None
     return primitives(backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
 
@@ -58,7 +57,7 @@ class LinearStack(Op):
     inference_level = "forward"  # "full" keeps relu's mask
     inputs = "Tensor x, Tensor[] weights, Tensor[] biases"
     kept = "Tensor? bits, Tensor[] hidden"
-    statics = "str activation, str recompute, str backend, str precision, int workspace, float capacity"
+    statics = "str activation, str recompute, str backend, str precision, int workspace"
     results = "(Tensor y, Tensor bits, Tensor[] hidden)"
     grads = "(Tensor dx, Tensor[] dw, Tensor[] db)"
 
@@ -74,8 +73,6 @@ class LinearStack(Op):
 
     @classmethod
     def input_count(cls, saved, statics):
-        if statics[1] == "packed":  # three tensors of every layer but the last
-            return (len(saved) + 1) // 5 * 2 + 1
         per_layer = 3 if _kept(*statics[:2])[0] else 2
         return (len(saved) - 2) // per_layer * 2 + 1
 
@@ -90,7 +87,7 @@ class LinearStack(Op):
         return (first, *second, *third) if isinstance(second, list) else (first, second, *third)
 
     @staticmethod
-    def forward(x, weights, biases, activation, recompute, backend, precision, workspace, capacity):
+    def forward(x, weights, biases, activation, recompute, backend, precision, workspace):
         p, rows = primitives(backend), rows_2d(x)
         keep_hidden, keep_bits = _kept(activation, recompute)
         out_features = weights[-1].shape[0]
@@ -111,8 +108,6 @@ class LinearStack(Op):
                     hidden.append(z.clone() if z is y else z)
                 elif keep_hidden and i != last:
                     hidden = [*hidden, y]  # Dynamo of torch 2.11 makes hidden a tuple
-                elif recompute == "packed" and i != last:
-                    hidden = [*hidden, *p.pack_nonzeros(y, room_of(*y.shape, capacity))]
         return unflattened(y, x.shape[:-1]), bits if keep_bits else None, hidden
 
     @staticmethod
@@ -122,8 +117,6 @@ class LinearStack(Op):
         hidden = []
         if keep_hidden:
             hidden = [x.new_empty((M, w.shape[0])) for w in (weights[:-1] if activation == "relu" else weights)]
-        elif recompute == "packed":
-            hidden = [t for w in weights[:-1] for t in packed_fake(x, M, w.shape[0], statics[-1])]
         return (
             x.new_empty((*x.shape[:-1], N)),
             x.new_empty((M, (N + 7) // 8), dtype=torch.uint8) if keep_bits else x.new_empty(0),
@@ -140,7 +133,7 @@ class LinearStack(Op):
 
     @staticmethod
     def backward(
-        dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, capacity, needs
+        dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, needs
     ):  # fmt: skip
         p, L = primitives(backend), len(weights)
         M = row_count(dy)
@@ -152,8 +145,7 @@ class LinearStack(Op):
             dx, *others = _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs)
             return None if dx is None else unflattened(dx, x.shape[:-1]), *others
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
-        packed = [Packed(*hidden[i : i + 3]) for i in range(0, 3 * (L - 1), 3)] if recompute == "packed" else []
-        stored = [] if packed else [rows_2d(h) for h in hidden]
+        stored = [rows_2d(h) for h in hidden]
         # every z or h, the last h, and z, dh, dz, h of the current layer, with what its activation's gradient holds
         widths = [w.shape[0] for w in weights]
         temporaries = eager.ACTIVATIONS[activation].temporaries if backend == "eager" else 0
@@ -176,11 +168,8 @@ class LinearStack(Op):
                 dz, db = p.act_bwd(dy_rows, kept[L - 1], activation, db=sums[L - 1])
             else:
                 kept, h = [], rows[part]
-                for i, (w, b) in enumerate(zip(ws[:-1], bs[:-1], strict=True)):
-                    if packed:
-                        h, z = packed[i][part].dense(p, h, w, b, precision), None
-                    else:
-                        h, z, _ = p.linear_fwd(h, w, b, activation, precision, keep_z=not relu)
+                for w, b in zip(ws[:-1], bs[:-1], strict=True):
+                    h, z, _ = p.linear_fwd(h, w, b, activation, precision, keep_z=not relu)
                     kept.append(h if relu else z)
                 h_last = h
                 if bits is not None:
@@ -259,7 +248,6 @@ def linear_stack(
     activation: str = "relu",
     *,
     recompute: str = "full",
-    capacity: float = 0.5,
     workspace: int | str | None = None,
 ) -> Tensor:
     """k layers h <- act(h w_l^T + b_l), starting from x, as ONE segment.
@@ -274,19 +262,15 @@ def linear_stack(
 
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit per element of y (relu) / x (others)     4k - 1 / 4k
-        "packed"             as "full", and of every h below y (relu alone) 1 bit an element, 8 bytes a token, and its
-                             non-zeros                                             3k
 
-    capacity: at "packed", the part of each h's elements that there is room for, from 0 to 1; see ckptkern.mlp. Chains of narrow
-    layers run a kernel for each layer there.
     workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
     least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
-    capacity, workspace), RuntimeError (backend).
+    workspace), RuntimeError (backend).
     """
     op = "linear_stack"
-    check_packed_statics(op, activation, recompute, capacity)
+    check_statics(op, activation, recompute)
     check_input(op, x, jagged=True)
     for name, given in (("weights", weights), ("biases", () if biases is None else biases)):
         if isinstance(given, Tensor) or not isinstance(given, Iterable):
@@ -306,6 +290,5 @@ def linear_stack(
     x = cast_input(op, x, *weights)
     statics = (
         activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), choose_workspace(op, workspace, x),
-        float(capacity),
     )  # fmt: skip
     return _apply(statics, x, *weights, *biases)

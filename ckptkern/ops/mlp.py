@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ._checks import check_input, check_packed_statics, check_weight
+from ._checks import check_input, check_statics, check_weight
 from ._choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision, primitives
 from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import flags, needed
 from ._op import Op, build
-from ._packed import Packed, packed_fake, room_of
 from ._rows import cast_parameter, row_count, rows_2d, unflattened
 from ._shard import ACTIVE
 from .dropout import draw_state, dropout_arguments, dropped
@@ -81,9 +80,9 @@ class MLP(Op):
         need_dx, need_dw1, need_db1, need_dw2, need_db2 = flags(needs, 5)
         need_dz = need_dx or need_dw1 or need_db1
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
-        rebuilds, packed = z is None and h is None, isinstance(h, Packed)
-        w1_ = cast(w1, dtype) if rebuilds or packed or need_dx else None
-        b1_ = cast(b1, dtype) if rebuilds or packed else None
+        rebuilds = z is None and h is None
+        w1_ = cast(w1, dtype) if rebuilds or need_dx else None
+        b1_ = cast(b1, dtype) if rebuilds else None
         w2_ = cast(w2, dtype) if need_dz else None
         dropout = dropout_arguments(rng, dropout_p, first_column)
         # z and dh, with dz over dh and h over z, or beside them on routes that write each result anew; in the eager backend
@@ -104,8 +103,6 @@ class MLP(Op):
             x_rows, dy_rows, z_rows, h_rows = x, dy, z, h
             if count > 1:
                 x_rows, dy_rows, z_rows, h_rows = (t if t is None else t[start:stop] for t in (x, dy, z, h))
-            if packed:
-                h_rows = h_rows.dense(p, x_rows, w1_, b1_, precision, dropout[2])
             keep_h = h is None and need_dw2
             if not need_dz:
                 if rebuilds:
@@ -180,53 +177,7 @@ class MLP(Op):
         return 2 * row_count(dy) * (products_1 * w1.numel() + products_2 * w2.numel())
 
 
-class PackedMLP(MLP):
-    """mlp at level "packed": in place of h its non-zeros are kept."""
-
-    variant = "_packed"
-    kept = "Tensor? bits, Tensor? offsets, Tensor? values"
-    statics = f"{MLP.statics}, float capacity"
-    results = "(Tensor y, Tensor bits, Tensor offsets, Tensor values)"
-
-    @staticmethod
-    def forward(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, backend, *others):
-        *others, capacity = others
-        level = "selective" if recompute == "packed" else recompute
-        y, _, h = MLP.forward(x, w1, b1, w2, b2, rng, activation, dropout_p, level, backend, *others)
-        if h is None:
-            return y, None, None, None
-        return y, *primitives(backend).pack_nonzeros(h, room_of(*h.shape, capacity))
-
-    @staticmethod
-    def forward_fake(x, w1, b1, w2, b2, rng, activation, dropout_p, recompute, *others):
-        y = x.new_empty((*x.shape[:-1], w2.shape[0]))
-        if recompute != "packed":
-            return y, *(x.new_empty(0) for _ in range(3))
-        return y, *packed_fake(x, row_count(x), w1.shape[0], others[-1])
-
-    @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        return [*tensors, *outputs[1:]]
-
-    @staticmethod
-    def backward(dy, x, w1, b1, w2, b2, rng, bits, offsets, values, *statics_and_needs):
-        *statics, _, needs = statics_and_needs
-        return MLP.backward(dy, x, w1, b1, w2, b2, rng, None, Packed(bits, offsets, values), *statics, needs)
-
-    @staticmethod
-    def backward_fake(dy, x, w1, b1, w2, b2, rng, bits, offsets, values, *statics_and_needs):
-        return MLP.backward_fake(dy, x, w1, b1, w2, b2, rng, None, values, *statics_and_needs)
-
-    @staticmethod
-    def composite(*args):
-        return MLP.composite(*args[:-1])
-
-    @staticmethod
-    def backward_flops(dy, x, w1, b1, w2, b2, rng, bits, offsets, values, *statics_and_needs, out_val=None):
-        return MLP.backward_flops(dy, x, w1, b1, w2, b2, rng, None, values, *statics_and_needs)
-
-
-_apply, _apply_packed = build(MLP), build(PackedMLP)
+_apply = build(MLP)
 
 
 def mlp(
@@ -240,7 +191,6 @@ def mlp(
     *,
     training: bool = True,
     recompute: str = "full",
-    capacity: float = 0.5,
     workspace: int | str | None = None,
 ) -> Tensor:
     """y = dropout(act(x fc1_weight^T + fc1_bias)) fc2_weight^T + fc2_bias.
@@ -255,19 +205,14 @@ def mlp(
         "none"       x, h (relu); x, z, h (others)     6
         "selective"  x, h (relu); x, z (others)        6
         "full"       x                                 7
-        "packed"     x, and of h (relu alone) 1 bit an element, 8 bytes a token, and its non-zeros    6
 
-    capacity: at "packed", the part of h's elements that there is room for, from 0 to 1. The room is kept whether it is filled
-    or not, so the best is a little more than h's density (after dropout). Tokens whose non-zeros do not fit, always the last
-    ones, are made again by the product, as at "full". Kernels find out on the GPU; PyTorch ops read numbers on the host, which
-    waits for the GPU and which CUDA graph capture refuses.
     workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
     least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
 
     Inside torch.utils.checkpoint the level is "none": the checkpoint already rebuilds the segment.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
-    probability, capacity, workspace), RuntimeError (backend).
+    probability, workspace), RuntimeError (backend).
     """
     if ACTIVE.shard is not None:
         arguments = dict(
@@ -275,15 +220,14 @@ def mlp(
             dropout_p=dropout_p, residual=False, recompute=recompute, workspace=workspace,
         )  # fmt: skip
         return ACTIVE.shard.mlp_block(x, training, arguments)
-    check_packed_statics("mlp", activation, recompute, capacity, dropout_p)
+    check_statics("mlp", activation, recompute, dropout_p)
     check_input("mlp", x, jagged=True)
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
     route = choose_route("mlp", x, x.shape[-1], fc1_weight.shape[0], fc2_weight.shape[0])
-    level = choose_level(recompute)
     statics = (
-        activation, float(dropout_p), level, route, matmul_precision(x), choose_workspace("mlp", workspace, x), 0,
+        activation, float(dropout_p), choose_level(recompute), route, matmul_precision(x),
+        choose_workspace("mlp", workspace, x), 0,
     )  # fmt: skip
-    tensors = x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, draw_state(x, dropout_p, training)
-    return _apply_packed((*statics, float(capacity)), *tensors) if level == "packed" else _apply(statics, *tensors)
+    return _apply(statics, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, draw_state(x, dropout_p, training))

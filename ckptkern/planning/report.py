@@ -18,7 +18,7 @@ from ..conversion.proof import unmoved
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of
 from ..extras import missing
-from ..ops._checks import PACKED_LEVELS
+from ..ops._checks import LEVELS
 from .measure import Cost, Table, measure, no_main_grad
 from .plan import found_segments, time_of
 from .segments import Segment, Way, check_model, segments_of, stock
@@ -50,7 +50,7 @@ class Report:
     """print(report) shows the segments, those that are alike in one line, and the whole model.
 
     lines: of all segments, in the model's order. totals: bytes that the whole model keeps, by level, with segments that do not
-    have it at "full"; "stock PyTorch" is left out if a segment has no stock forward, "packed" if none has it. timelines: memory
+    have it at "full"; "stock PyTorch" is left out if a segment has no stock forward. timelines: memory
     over one step, by level; empty on the meta device.
     """
 
@@ -230,9 +230,7 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
             segments = found_segments(model, example_inputs, example_kwargs, None, None)
             table = measure(model, example_inputs, example_kwargs, segments, list(map(levels_of, segments)), shown)
             totals = {} if table.stock_kept is None else {STOCK: table.stock_kept}
-            found = {way for row in table.rows for way in row.ways}
-            levels = [level for level in PACKED_LEVELS if level != "packed" or Way(level) in found]
-            totals |= {level: table.kept(table.uniform(level)) for level in levels}
+            totals |= {level: table.kept(table.uniform(level)) for level in LEVELS}
             shown("memory over a step")
             over_time = timelines(model, example_inputs, example_kwargs, table, list(totals))
     finally:

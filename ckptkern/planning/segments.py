@@ -15,7 +15,7 @@ from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.convert import TWINNED, Which, check_not_split, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.plain import runs_class_forward
-from ..ops._checks import LEVELS, PACKED_LEVELS
+from ..ops._checks import LEVELS
 from ..storage import Store
 
 LAYERS = (twins.LlamaDecoderLayer, twins.TransformerEncoderLayer, twins.TransformerDecoderLayer)
@@ -95,8 +95,6 @@ class Segment(NamedTuple):
         """Its levels; for a layer of two halves, those of each half too."""
         if self.served_by == "checkpoint":
             return ["none", "full"]
-        if isinstance(self.module, (twins.MLP, twins.LinearStack)) and self.module.activation == "relu":
-            return list(PACKED_LEVELS)
         if self.served_by != "transformer_layer":
             return list(LEVELS)
         return [*LEVELS, *itertools.product(LEVELS, LEVELS)]

@@ -26,10 +26,6 @@ Tensors = dict[str, Tensor]
 Result = tuple[str, str | None]  # what was checked, what is wrong with it
 
 TOKENS, FEATURES, HIDDEN, OUT = 72, 48, 80, 56
-PACKED = (
-    HIDDEN // 2,
-    HIDDEN // 8 + 8,
-)  # elements and mask bytes of the hidden layer at "packed", besides its first offset
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
@@ -42,7 +38,6 @@ class Op:
     fused: Callable[..., Tensor]  # (x, *parameters, activation=, recompute=)
     plain: Callable[..., Tensor]  # (act, x, *parameters)
     kept: Callable[[str, bool], tuple[int, int]]
-    packs: bool = False  # has it the level "packed" with ReLU?
 
 
 def _stack_plain(act: Callable, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -67,24 +62,14 @@ OPS = {
         lambda x, w0, b0, w1, b1, **options: ops.linear_stack(x, [w0, w1], [b0, b1], **options),
         _stack_plain,
         lambda level, relu: (
-            (FEATURES, -(-OUT // 8) if relu else 0)
-            if level == "full"
-            else (FEATURES + PACKED[0], PACKED[1] + -(-OUT // 8))
-            if level == "packed"
-            else (FEATURES + HIDDEN + OUT, 0)
+            (FEATURES, -(-OUT // 8) if relu else 0) if level == "full" else (FEATURES + HIDDEN + OUT, 0)
         ),
-        packs=True,
     ),
     "mlp": Op(
         {"fc1_weight": (HIDDEN, FEATURES), "fc1_bias": (HIDDEN,), "fc2_weight": (OUT, HIDDEN), "fc2_bias": (OUT,)},
         ops.mlp,
         lambda act, x, w1, b1, w2, b2: F.linear(act(F.linear(x, w1, b1)), w2, b2),
-        lambda level, relu: (
-            (FEATURES + PACKED[0], PACKED[1])
-            if level == "packed"
-            else (FEATURES + HIDDEN * {"none": 1 if relu else 2, "selective": 1, "full": 0}[level], 0)
-        ),
-        packs=True,
+        lambda level, relu: (FEATURES + HIDDEN * {"none": 1 if relu else 2, "selective": 1, "full": 0}[level], 0),
     ),
     "gated_mlp": Op(
         {"gate_weight": (HIDDEN, FEATURES), "up_weight": (HIDDEN, FEATURES), "down_weight": (OUT, HIDDEN)},
@@ -213,7 +198,7 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
     exact = gradients(lambda: op.plain(act, *doubles.values()), doubles, dy.double())
     eager = relative_errors(gradients(lambda: op.plain(act, *leaves.values()), leaves, dy), exact)
     parameters = [leaf for key, leaf in leaves.items() if key != "x"]
-    for level in _checks.PACKED_LEVELS if op.packs and activation == "relu" else _checks.LEVELS:
+    for level in _checks.LEVELS:
 
         def fused(level: str = level) -> Tensor:
             with ops.backend(backend):
@@ -223,7 +208,7 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
             fused()
         ratio, worst = error_ratio(relative_errors(gradients(fused, leaves, dy), exact), eager, dtype)
         elements, mask_bytes = op.kept(level, activation == "relu")
-        wanted = TOKENS * (elements * dtype.itemsize + mask_bytes) + 8 * (level == "packed")
+        wanted = TOKENS * (elements * dtype.itemsize + mask_bytes)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
         faults += [] if kept.bytes == wanted else [f"keeps {kept.bytes} B, documented are {wanted}"]
         what = f"{name} {activation} {level}, {str(dtype).removeprefix('torch.')}, {device} {backend}"

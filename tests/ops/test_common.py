@@ -265,15 +265,13 @@ def transient(setup, tensors, workspace):
 # All for one activation of each set of kept tensors and number of temporaries; of the others what they hold themselves.
 HELD = ("relu", "relu2", "gelu", "quick_gelu")
 BOUNDED = setups(HELD, ("selective", "full"), dropout=(0.0, P), ops=("linear_stack", "mlp", "gated_mlp"))
-BOUNDED += setups(("relu",), ("packed",), dropout=(0.0, P), ops=("linear_stack", "mlp"))
 BOUNDED += setups([name for name in ACTIVATIONS if name not in HELD], ("full",), ops=("gated_mlp",))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("setup", BOUNDED)
 def test_workspace_bounds_the_memory_of_backward(setup, dtype, monkeypatch):
-    """With 128 rows per chunk, the minimum, and with room for more: the estimate forgets no float32 copy. At "packed" whether
-    tokens fit or not.
+    """With 128 rows per chunk, the minimum, and with room for more: the estimate forgets no float32 copy.
 
     Without oneDNN, which takes blocks of its own on processors that multiply bfloat16: up to 200 KB, for any number of rows.
     """
@@ -284,9 +282,8 @@ def test_workspace_bounds_the_memory_of_backward(setup, dtype, monkeypatch):
     ) as spy:
         transient(setup, tensors, 1)
     least = 128 * spy.call_args.args[1]
-    for capacity in (0.0, 0.2, 0.5) if setup.recompute == "packed" else (0.5,):
-        for workspace in (least, 2 * least):
-            assert 0 < transient(setup.with_(capacity=capacity), tensors, workspace) <= workspace, capacity
+    for workspace in (least, 2 * least):
+        assert 0 < transient(setup, tensors, workspace) <= workspace
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -493,7 +490,6 @@ def wrong_options() -> list:
         "activation": ["tanh", "", None, "ReLU"],
         "recompute": ["all", None, True, "Full"],
         "dropout_p": [-0.1, 1.5, float("nan"), "0.5", None, torch.tensor(0.5)],
-        "capacity": [-0.1, 1.5, float("nan"), "0.5", None, True, torch.tensor(0.5)],
         "workspace": [0, -1, 1.5, True, "", "lots", "MiB", "-5MiB", "0MiB", "5 PB", "inf", "nan", b"5"],
     }
     return [
@@ -508,7 +504,6 @@ WANTED = {
     "activation": f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not ",
     "recompute": "recompute must be one of {levels}, not ",
     "dropout_p": "dropout probability has to be a number between 0 and 1, but got ",
-    "capacity": "capacity must be a number between 0 and 1, not ",
     "workspace": "workspace must be a positive number of bytes or a string like '64MiB', not ",
 }
 
@@ -518,17 +513,6 @@ def test_wrong_options(setup, option, value):
     wanted = WANTED[option].format(levels=", ".join(map(repr, setup.op.products)))
     with raises(ValueError, f"{setup.op.name}: {wanted}{value!r}"):
         setup.with_(**{option: value}).call(make(setup))
-
-
-@pytest.mark.parametrize("setup", setups(("gelu", "relu2", "identity"), ("packed",), ops=LAYERS))
-def test_packed_is_for_relu(setup):
-    has_it = "packed" in setup.op.products
-    with raises(
-        ValueError,
-        f"{setup.op.name}: recompute",
-        f"'packed' keeps the non-zeros of 'relu', but activation is {setup.activation!r}" if has_it else "not 'packed'",
-    ):
-        setup.call(make(setup))
 
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))

@@ -13,12 +13,11 @@ from ckptkern.memory import kept_tensors
 
 
 def test_defaults():
-    """gelu (erf), no dropout, training, "full", half of the room, 1 GiB."""
+    """gelu (erf), no dropout, training, "full", 1 GiB."""
     parameters = inspect.signature(ckptkern.mlp).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
     assert defaults == {
-        "activation": "gelu", "dropout_p": 0.0, "training": True, "recompute": "full", "capacity": 0.5,
-        "workspace": None,
+        "activation": "gelu", "dropout_p": 0.0, "training": True, "recompute": "full", "workspace": None,
     }  # fmt: skip
 
 

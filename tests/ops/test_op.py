@@ -58,10 +58,7 @@ def kept_by(setup: Setup, tensors: dict) -> int:
 
 def expected_bytes(setup: Setup, sizes: Sizes, itemsize: int) -> int:
     elements, mask_bytes = setup.op.kept(setup.activation, setup.recompute, *sizes[1:])
-    offsets = (
-        8 * len(setup.op.parameters(1, 1, 1)) // 2 - 8 if setup.recompute == "packed" else 0
-    )  # the first of each layer
-    return sizes.tokens * (elements * itemsize + mask_bytes) + (16 if setup.dropout_p else 0) + offsets
+    return sizes.tokens * (elements * itemsize + mask_bytes) + (16 if setup.dropout_p else 0)
 
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(0.0, P)))
@@ -292,7 +289,7 @@ def test_number_of_products(setup):
         for i in range(3):
             tensors[f"weight{i}"] = torch.randn(6, 6, requires_grad=True)
             tensors[f"bias{i}"] = torch.randn(6, requires_grad=True)
-    setup, expected = setup.with_(capacity=1.0), setup.op.products[setup.recompute]
+    expected = setup.op.products[setup.recompute]
     if setup.op.name == "linear_stack" and (setup.activation, setup.recompute) == ("relu", "full"):
         expected -= 1
     if setup.op.name == "linear_act" and setup.activation == "identity":

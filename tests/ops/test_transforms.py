@@ -35,9 +35,7 @@ def _fresh_compiler():
 
 # One of each set of tensors that an op keeps: at "full" relu keeps more than other activations in a stack alone.
 STEPS = setups(("relu",), ("none", "selective"), (P,)) + setups(("gelu",), ("selective", "full"), (P,), LAYERS)
-STEPS += setups(("relu",), ("full",), ops=("linear_stack",)) + setups(
-    ("relu",), ("packed",), (P,), ("linear_stack", "mlp")
-)
+STEPS += setups(("relu",), ("full",), ops=("linear_stack",))
 
 # -- the library ops ---------------------------------------------------------------------------------------------------
 
@@ -51,8 +49,7 @@ def test_opcheck(setup):
     samples = op_samples(setup, make(setup))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         samples += op_samples(setup, make(setup, frozen=list(make(setup))[1::3]))
-    name = "mlp_packed" if (setup.op.name, setup.recompute) == ("mlp", "packed") else setup.op.name
-    assert [str(op) for op, _ in samples] == [f"ckptkern.{name}_{way}.default" for way in ("fwd", "bwd")] * 2
+    assert [str(op) for op, _ in samples] == [f"ckptkern.{setup.op.name}_{way}.default" for way in ("fwd", "bwd")] * 2
     for op, args in samples[:2]:
         torch.library.opcheck(op, args)
     for op, args in samples[2:]:
@@ -351,7 +348,7 @@ def test_batched_gradients(setup, create_graph):
             assert torch.equal(ours[i], theirs)
 
 
-@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)) + setups(("relu",), ("packed",), ops=("mlp",)))
+@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
 def test_forward_mode_of_torch_func_is_refused(setup):
     tensors = make(setup)
     x = tensors["x"].detach()

@@ -197,17 +197,3 @@ def test_wrong_arguments() -> None:
         ckptkern.report(3, ids())
     with pytest.raises(TypeError, match="wanted the inputs of a training step"):
         ckptkern.report(model_of("llama"))
-
-
-def test_relus_own_layers_may_be_packed() -> None:
-    """Of ckptkern.nn's MLP and LinearStack, and of no layer without ReLU."""
-    relu, stack = ckptkern.nn.MLP(8, 32, activation="relu"), ckptkern.nn.LinearStack([8, 32, 8], recompute="packed")
-    model, x = nn.Sequential(relu, stack, ckptkern.nn.MLP(8, 32)), torch.randn(64, 8, requires_grad=True)
-    report = ckptkern.report(model, x)
-    packed = {line.name: line.kept for line in report.lines if line.level == "packed"}
-    hidden = 64 * (32 // 8 + 8 + 16 * 4) + 8
-    assert packed == {"0": 64 * 8 * 4 + hidden, "1": 64 * (8 * 4 + 1) + hidden}
-    assert (relu.recompute, stack.recompute) == ("full", "packed")
-    assert list(report.totals) == list(report.timelines) == [*LEVELS, "packed"]
-    relu.recompute = stack.recompute = "packed"
-    assert report.totals["packed"] == hooked(model, x)

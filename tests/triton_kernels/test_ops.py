@@ -149,11 +149,8 @@ def test_every_level_gives_the_same_bits(setup, dtype, device):
     """y and all gradients are those of level "none", which rebuilds nothing."""
     tensors = make(setup, sizes_of(setup), dtype, device=device)
     expected = gradients(setup.fused, tensors)
-    others = [setup.with_(recompute=level) for level in ("selective", "full")]
-    if setup.activation == "relu" and "packed" in setup.op.products:
-        others += [setup.with_(recompute="packed", capacity=capacity) for capacity in (0.0, 0.2, 1.0)]
-    for other in others:
-        assert_same(gradients(other.fused, tensors), expected, BIASES)
+    for level in ("selective", "full"):
+        assert_same(gradients(setup.with_(recompute=level).fused, tensors), expected, BIASES)
 
 
 ONE_CHUNK, MANY_CHUNKS = None, 1  # bytes of workspace: at least 128 rows are taken at a time

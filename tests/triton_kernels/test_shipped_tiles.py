@@ -76,10 +76,6 @@ class Small(Inputs):
         *tensors, top_k = eager.route(index, self.EXPERTS)
         return eager.Groups(*map(self.remember, tensors), top_k)
 
-    def packed(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        h = torch.randn(rows, columns, device=self.device).relu().to(dtype)
-        return tuple(map(self.remember, eager.pack_nonzeros(h, rows * columns // 4)))
-
     def statistics(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, core: eager.AttentionCore
     ) -> tuple[Tensor, Tensor]:
