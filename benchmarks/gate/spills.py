@@ -13,14 +13,14 @@ COMPILERS = ("3.7", "3.6")  # Triton's versions whose spills are named: that of 
 # share a multiprocessor.
 SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
     r"attn_bwd/sm_80/b?float16/d(80|96)\+causal\+dropout _attn_dq_kernel": (24, 24),
-    r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": (104, 104),
-    r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": (8, 8),
-    r"attn_bwd/sm_90/b?float16/d128(\+gqa|\+varlen)?\+causal(\+dropout)? _attn_dkdv_kernel": (64, 64),
+    r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": (104, 208),
+    r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": (8, 0),
+    r"attn_bwd/sm_90/b?float16/d128(\+gqa|\+varlen)?\+causal(\+dropout)? _attn_dkdv_kernel": (64, 184),
     r"attn_bwd/sm_90/bfloat16/d128\+softcap(\+causal)?\+dropout _attn_dkdv_kernel": (72, 72),
     r"attn_bwd/sm_90/b?float16/d256\S* _attn_dq_kernel": (144, 144),
     r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+(bool|additive)(\+causal)?\+dropout _attn_fwd_kernel": (40, 40),
-    r"attn_\w+/sm_80/b?float16/d256\S* \w+": (48, 48),
-    r"attn_\w+/sm_80/float32/d(40|64|128)(?!\+ieee)\S* _attn_(fwd|dkdv)_kernel": (64, 64),
+    r"attn_\w+/sm_80/b?float16/d256\S* \w+": (48, 160),
+    r"attn_\w+/sm_80/float32/d(40|64|128)(?!\+ieee)\S* _attn_(fwd|dkdv)_kernel": (64, 88),
     r"attn_fwd(_delta)?/sm_90/float32/d(128|256)(?!\+ieee)\S* _attn_fwd_kernel": (24, 24),
     r"attn_bwd/sm_90/float32/d\d+(?!\d|\+ieee)\S* _attn_(dkdv|dq)_kernel": (128, 128),
     r"attn_dmask/sm_90/b?float16/d256\S* _attn_dmask_kernel": (72, 72),
@@ -28,10 +28,16 @@ SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
     r"gated_act_grad/sm_90/b?float16/\w+\+((few|16B)\+)?aligned\+dropout\+extras _gated_act_grad_kernel": (128, 128),
     r"gated_act_grad/sm_90/b?float16/\w+\+persistent\+aligned\+dropout\+extras _gated_act_grad_persistent_kernel": (
         64,
-        64,
+        104,
     ),
-    r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": (16, 16),
+    r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": (16, 0),
     r"cross_entropy_bwd/sm_89/float32/everything\+aligned\+extras _cross_entropy_bwd_kernel": (8, 8),
+    # Triton 3.6 alone
+    r"experts_act_grad/sm_\d+/float32/gelu\+ieee\+aligned\+extras _experts_act_grad_kernel": (0, 16),
+    r"attn_dmask/sm_90/bfloat16/d(96|128)\+causal\+dropout _attn_dmask_kernel": (0, 8),
+    r"attn_dmask/sm_80/float32/d128\+ieee\+causal\+dropout _attn_dmask_kernel": (0, 8),
+    r"attn_bwd/sm_80/float32/d128\+additive\+causal\+dropout _attn_dq_kernel": (0, 8),
+    r"attn_bwd/sm_80/float32/d256\+additive\+causal\+dropout _attn_dkdv_kernel": (0, 32),
     # elementwise kernels: the assembler keeps to fewer registers than a thread may have and sets two to four values aside
     r"norm_bwd/sm_10[03]/bfloat16/layer\+aligned\+extras _norm_bwd_kernel": (8, 8),
     r"heads_fwd/sm_10[03]/bfloat16/layer\+aligned\+extras _heads_fwd_kernel": (16, 16),
