@@ -2,7 +2,8 @@
 
 The blocks of a page run in order in one namespace. A block ```output is what the block before it printed with the
 pinned torch, to the letter.
-`<!-- skip: next -->` leaves out a block that needs a GPU or several processes. What a reader need not see, such as a rank's
+`<!-- skip: next -->` leaves out a block that needs a GPU or several processes; with `if(not find_spec("transformers"),
+reason="...")` one whose package is not installed, and the rest of its page. What a reader need not see, such as a rank's
 environment, goes into an invisible block: `<!-- invisible-code-block: python ... -->`. A block that includes a file of
 examples/ is left to tests/test_recipes.py, which runs the file.
 """
@@ -13,6 +14,7 @@ import os
 import re
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,7 @@ def compare(example: Example) -> None:
 def check(page: Path) -> Document:
     parsers = CodeBlockParser("python", run), CodeBlockParser("output", compare), SkipParser()
     document = Document.parse(str(page), *parsers)
-    document.namespace["__name__"] = page.stem
+    document.namespace.update(__name__=page.stem, find_spec=find_spec)
     for example in document:
         example.evaluate()
     return document
