@@ -26,7 +26,6 @@ from ckptkern.triton_kernels import linear, mlp, persistent
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, INTERPRETED_VARIANT
 
 OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
-SUMS = r".*bias\d*"  # over rows
 
 
 @pytest.fixture(autouse=True)
