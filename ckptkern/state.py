@@ -110,17 +110,7 @@ def _rng_state_fake(nonce: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("ckptkern::keep_mask")
-def _keep_mask_fake(
-    state: Tensor,
-    threshold: int,
-    planes: int,
-    rows: int,
-    cols: int,
-    plane_base: int,
-    row_base: int,
-    col_base: int,
-    total_rows: int,
-) -> Tensor:
+def _keep_mask_fake(state: Tensor, threshold: int, planes: int, rows: int, cols: int, *bases: int) -> Tensor:
     return state.new_empty((planes, rows, cols), dtype=torch.bool)
 
 

@@ -36,6 +36,7 @@ LAYERS = {
     "emulator": 0,
     "triton_kernels": 0,
     "memory": 0,
+    "bits": 0,
     "subclasses": 0,
     "extras": 0,
     "state": 1,

@@ -161,7 +161,7 @@ def _experts_combine_kernel(
         tl.store(out_ptr + token * stride_of(out_rows) + offs_d, cast(acc, out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
-def experts_fwd(x, w, b, groups, activation: str, precision: str, *, keep_gu=False, tile=None):
+def experts_fwd(x, w, b, groups, activation: str, precision: str, *, keep_gu=False):
     """h = act(g) u, [g|u] = x[t] w[e]^T + b[e] -> (h [R, N], gu [R, 2 N] or None).
 
     x [T, K], w [E, 2 N, K], b [E, 2 N] or None; groups: `eager.Groups`.
@@ -172,7 +172,7 @@ def experts_fwd(x, w, b, groups, activation: str, precision: str, *, keep_gu=Fal
     h = torch.empty((R, N), dtype=x.dtype, device=x.device)
     gu = torch.empty((R, 2 * N), dtype=x.dtype, device=x.device) if keep_gu else None
     if R and N and E:
-        tile = tile or tile_of("experts_fwd", x, R, E, x, w, h)
+        tile = tile_of("experts_fwd", x, R, E, x, w, h)
         tiles = tiles_of(offs, R, tile)
         launch(
             _experts_fwd_kernel, grid_of_tiles(tiles, N, tile), matrix(x), stacked(w), b, matrix(h), matrix(gu), order, offs,
@@ -182,14 +182,14 @@ def experts_fwd(x, w, b, groups, activation: str, precision: str, *, keep_gu=Fal
     return h, gu
 
 
-def experts_product(a, w, b, groups, precision: str, *, transposed: bool, tile=None):
+def experts_product(a, w, b, groups, precision: str, *, transposed: bool):
     """y[r] = a[r] w[e]^T + b[e] (transposed; w [E, N, K], b [E, N] or None), or a[r] w[e] (w [E, K, N]), for a [R, K]."""
     (R, K), E, N = a.shape, len(w), w.shape[1 if transposed else 2]
     a, w, b = rows_of(a), rows_of(w), None if b is None else b.contiguous()
     offs = groups.offs.contiguous()
     y = torch.empty((R, N), dtype=a.dtype, device=a.device)
     if R and N and E:
-        tile = tile or tile_of("experts_product", a, R, E, a, w, y)
+        tile = tile_of("experts_product", a, R, E, a, w, y)
         tiles = tiles_of(offs, R, tile)
         launch(
             _experts_product_kernel, grid_of_tiles(tiles, N, tile), matrix(a), stacked(w), b, matrix(y), offs, tiles,
@@ -234,7 +234,7 @@ def _of_slots(partial, s, groups):
 
 
 def experts_bwd(
-    x, w, b, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, tile=None
+    x, w, b, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True
 ):  # fmt: skip
     """x, dy [T, K], w [E, 2 N, K], b [E, 2 N] or None, wd [E, K, N], s [T, k]
     -> (s h [R, N], [dg|du] [R, 2 N], ds float32 [T, k]), each None unless asked for."""
@@ -242,7 +242,7 @@ def experts_bwd(
     x, w, dy, wd = map(rows_of, (x, w, dy, wd))
     b, s = None if b is None else b.contiguous(), s.contiguous()
     order, _, offs = dense_groups(groups)
-    tile = tile or tile_of("experts_bwd", x, R, E, x, w, dy, wd)
+    tile = tile_of("experts_bwd", x, R, E, x, w, dy, wd)
     h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
     if R and N and E:
         tiles = tiles_of(offs, R, tile)
@@ -255,13 +255,13 @@ def experts_bwd(
 
 
 def experts_act_grad(
-    gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, tile=None
+    gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True
 ):  # fmt: skip
     """The outputs of `experts_bwd` from stored gu [R, 2 N]: one product, dh = dy[t] wd[e]."""
     (T, K), R, E, N = dy.shape, groups.order.numel(), len(wd), wd.shape[2]
     gu, dy, wd, s = rows_of(gu), rows_of(dy), rows_of(wd), s.contiguous()
     order, _, offs = dense_groups(groups)
-    tile = tile or tile_of("experts_act_grad", dy, R, E, gu, dy, wd)
+    tile = tile_of("experts_act_grad", dy, R, E, gu, dy, wd)
     h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
     if R and N and E:
         tiles = tiles_of(offs, R, tile)
@@ -273,7 +273,7 @@ def experts_act_grad(
     return h, grads, _of_slots(partial, s, groups)
 
 
-def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False, tile=None) -> None:
+def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False) -> None:
     """out[e] [M, N] = sum over the rows of e of a^T b, in float32, rounded once; added to out's own if `add`.
 
     gathered: "a" [T, M] and b [R, N], or "b" [T, N] and a [R, M]. An expert without rows gets zeros.
@@ -282,7 +282,7 @@ def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False, t
     a, b = rows_of(a), rows_of(b)
     order, _, offs = dense_groups(groups)
     if E and M and N:
-        tile = tile or tile_of("experts_dw", a, groups.order.numel(), E, a, b, out)
+        tile = tile_of("experts_dw", a, groups.order.numel(), E, a, b, out)
         launch(
             _experts_dw_kernel, (E * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N),), matrix(a), matrix(b),
             stacked(out), order, offs, M, N,

@@ -4,6 +4,7 @@ It has the kernels' arguments, results, saved sets, dropout masks and rounding p
 are tested against, the CPU path, and what runs where no kernel covers a case.
 """
 
+from ..bits import pack_bits, unpack_bits
 from .attention import (
     AttentionCore,
     as_heads,
@@ -37,8 +38,6 @@ from .elementwise import (
     column_sum,
     composite_dropout,
     dropout,
-    pack_bits,
-    unpack_bits,
     wide_of,
 )
 from .experts import (

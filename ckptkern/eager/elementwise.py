@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import state as _state  # noqa: F401  (loads the extension that defines ckptkern::keep_mask)
+from ..bits import unpack_bits
 from ..subclasses import foreign
 
 _aten = torch.ops.aten
@@ -98,22 +99,6 @@ def act(z: Tensor, activation: str) -> Tensor:
 def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     """dy * act'(z). May be dy itself (identity)."""
     return ACTIVATIONS[activation].grad(dy, z)
-
-
-def pack_bits(bit: Tensor) -> Tensor:
-    """bool [M, N], a tensor of its own, -> uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
-    M, N = bit.shape
-    bit = bit if N % 8 == 0 else F.pad(bit, (0, -N % 8))
-    # Eight bools as one number: the product has the j-th of them, its bit 8 j, at bit 56 + j. 4 times as fast as a sum.
-    return (bit.flatten().view(torch.int64) * 0x0102040810204080 >> 56).to(torch.uint8).view(M, -(-N // 8))
-
-
-def unpack_bits(bits: Tensor, N: int) -> Tensor:
-    """uint8 [M, ceil(N/8)] -> bool [M, N]."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    byte = torch.arange(256, dtype=torch.uint8, device=bits.device)
-    bools = (byte.unsqueeze(-1) >> shifts & 1).view(torch.int64).flatten()  # of every byte, as one number
-    return bools[bits.int()].view(torch.bool)[:, :N]
 
 
 def kept_alone(x: Tensor, keep: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, column_sum_if, dropped, pack_bits
+from ..bits import pack_bits
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, column_sum_if, dropped
 
 
 def product(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .elementwise import act_bwd, pack_bits
+from ..bits import pack_bits
+from .elementwise import act_bwd
 from .linear import act_grad, linear_fwd
 
 

@@ -226,15 +226,11 @@ def compose(op: str, reason: str) -> None:
     _constant_log(reason)
 
 
-def _own_operations(kind: type) -> str:
-    return f"{kind.__name__} has operations of its own, so PyTorch ops run, and backward keeps what they save"
-
-
 def compose_of(op: str, kind: type) -> None:
     """`compose`, because `kind` has operations of its own."""
     if kind.__name__ == "CausalBias":
         raise TypeError(f"{op}: a CausalBias does not hold numbers; it can only be an attn_mask")
-    compose(op, _own_operations(kind))
+    compose(op, f"{kind.__name__} has operations of its own, so PyTorch ops run, and backward keeps what they save")
 
 
 def log_composed(kind: type) -> None:

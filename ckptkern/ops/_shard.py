@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -24,11 +24,7 @@ ACTIVE = _Active()
 def refuse_shard(reason: str) -> None:
     """Raises NotSharded on a shard: what follows would compute with parts of the parameters as if they were whole."""
     if ACTIVE.shard is not None:
-        _refuse(reason)
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise NotSharded(reason)
+        raise NotSharded(reason)
 
 
 def whole_rows(x: Tensor) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from ..bits import pack_bits, unpack_bits
 from .offload import Flight
 from .store import CHUNK, MIN_BYTES, Stays, Store, next_store
 
@@ -90,20 +91,15 @@ class _Zeros:
     def room(self, n: int) -> int:
         return math.ceil(self.capacity * n)
 
-    @staticmethod
-    def _bits(device: torch.device) -> Tensor:
-        return torch.arange(8, dtype=torch.uint8, device=device)
-
     def encode(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, room, bits = flat.view(_WORD[flat.element_size()]), self.room(flat.numel()), self._bits(flat.device)
+        x, room = flat.view(_WORD[flat.element_size()]), self.room(flat.numel())
         mask = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
         values = x.new_empty(room + 1)  # the last one takes the zeros and what does not fit
         count = torch.zeros((), dtype=torch.int64, device=flat.device)
         for start in range(0, flat.numel(), CHUNK):
             piece = x[start : start + CHUNK]
             is_set = piece != 0
-            rows = torch.nn.functional.pad(is_set.view(torch.uint8), (0, -piece.numel() % 8)).view(-1, 8)
-            mask[start // 8 : start // 8 + len(rows)] = (rows << bits).sum(1, dtype=torch.uint8)
+            mask[start // 8 : (start + CHUNK) // 8] = pack_bits(is_set[None])[0]
             place = is_set.cumsum(0).add_(count - 1)
             count = place[-1] + 1
             values.scatter_(0, place.masked_fill_(~is_set, room).clamp_(max=room), piece)
@@ -112,11 +108,11 @@ class _Zeros:
     def decode(self, parts: tuple[Tensor, Tensor], n: int, dtype: torch.dtype) -> Tensor:
         mask, values = parts
         flat = torch.empty(n, dtype=dtype, device=mask.device)
-        x, room, bits = flat.view(values.dtype), values.numel() - 1, self._bits(mask.device)
+        x, room = flat.view(values.dtype), values.numel() - 1
         count = torch.zeros((), dtype=torch.int64, device=mask.device)
         for start in range(0, n, CHUNK):
             target = x[start : start + CHUNK]
-            is_set = (mask[start // 8 : (start + CHUNK) // 8, None] >> bits & 1).view(-1)[: target.numel()].bool()
+            is_set = unpack_bits(mask[None, start // 8 : (start + CHUNK) // 8], target.numel())[0]
             place = is_set.cumsum(0).add_(count - 1)
             count = place[-1] + 1
             target.copy_(values[place.clamp_(0, room)]).masked_fill_(~is_set, 0)
