@@ -160,7 +160,7 @@ def _launchers() -> dict[str, str]:
         built = "one for each signature of a kernel, at its first launch"
     else:
         built = "one for all kernels, once"
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), None)
     scheme = sysconfig.get_default_scheme()
     if scheme == "posix_local":  # Debian's, which Triton replaces, too
         scheme = "posix_prefix"
@@ -168,9 +168,8 @@ def _launchers() -> dict[str, str]:
     return {
         "built": built,
         "compiler": compiler or "none: no gcc or clang on PATH, and CC is not set; kernels cannot be launched on a GPU",
-        "Python.h": str(header)
-        if header.exists()
-        else f"none in {header.parent}: install Python's development package",
+        # without paths where all is well, because env.json is published
+        "Python.h": "found" if header.exists() else f"none in {header.parent}: install Python's development package",
     }
 
 
