@@ -6,17 +6,16 @@ import re
 from importlib.metadata import version
 
 COMPILERS = ("3.7", "3.6")  # Triton's versions whose spills are named: that of CI, and of the reference GPU stack
-# Pattern of "case kernel" -> bytes of stack under each of them. In attention the tile without spills is half as large, and half
-# of its eight warps would repeat the work of the others: for TF32 and heads of 256 that is up to twice the products
-# (benchmarks/NOTES.md), while the spills are some ten local instructions of a thousand. The same holds for 64 columns in dkdv
-# for heads of 80 to 128 on sm_90. gated_act_grad's three results want a few registers more than the 128 at which two programs
-# share a multiprocessor.
+# Pattern of "case kernel" -> bytes of stack under each of them; 3.6 was read for sm_80 and sm_90 alone. In attention the tile
+# without spills is half as large, and half of its eight warps would repeat the work of the others: for TF32 and heads of 256
+# that is up to twice the products (benchmarks/NOTES.md), while the spills are some ten local instructions of a thousand. The
+# same holds for 64 columns in dkdv for heads of 80 to 128 on sm_90. gated_act_grad's three results want a few registers more
+# than the 128 at which two programs share a multiprocessor.
 SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
     r"attn_bwd/sm_80/b?float16/d(80|96)\+causal\+dropout _attn_dq_kernel": (24, 24),
     r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": (104, 208),
-    r"attn_bwd/sm_90/bfloat16/d128\+additive\+causal\+dropout _attn_dkdv_kernel": (8, 0),
     r"attn_bwd/sm_90/b?float16/d128(\+gqa|\+varlen)?\+causal(\+dropout)? _attn_dkdv_kernel": (88, 184),
-    r"attn_bwd/sm_90/bfloat16/d128\+softcap(\+causal)?\+dropout _attn_dkdv_kernel": (72, 72),
+    r"attn_bwd/sm_90/bfloat16/d128\+softcap(\+causal)?\+dropout _attn_dkdv_kernel": (8, 48),
     r"attn_bwd/sm_90/b?float16/d256\S* _attn_dq_kernel": (144, 144),
     r"attn_fwd(_delta)?/sm_90/bfloat16/d256\+(bool|additive)(\+causal)?\+dropout _attn_fwd_kernel": (40, 40),
     r"attn_\w+/sm_80/b?float16/d256\S* \w+": (48, 160),
@@ -35,6 +34,8 @@ SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
     r"attn_bwd/sm_90/bfloat16/d128\+bool\+causal\+dropout _attn_dkdv_kernel": (8, 0),
     r"attn_bwd/sm_80/bfloat16/d(40|64)\+causal\+dropout _attn_dkdv_kernel": (8, 0),
     r"attn_bwd/sm_80/float32/d256\+additive\+causal\+dropout _attn_dkdv_kernel": (32, 32),
+    r"attn_bwd/sm_10[03]/bfloat16/d256\+additive\+causal\+dropout _attn_dkdv_kernel": (24, 24),
+    r"attn_bwd/sm_120/bfloat16/d64\+causal\+dropout _attn_dkdv_kernel": (40, 40),
     # Triton 3.6 alone
     r"experts_act_grad/sm_\d+/float32/gelu\+ieee\+aligned\+extras _experts_act_grad_kernel": (0, 16),
     r"attn_dmask/sm_90/bfloat16/d(96|128)\+causal\+dropout _attn_dmask_kernel": (0, 8),
