@@ -51,6 +51,7 @@ def compile_with(name: str, change, source, target=None, options=None, **others)
 
 
 def compile_fenced(source, target=None, options=None, **others):
+    """As triton.compile, with `fenced` PTX."""
     return compile_with("ckptkern: fenced", fence, source, target, options, **others)
 
 
@@ -61,5 +62,6 @@ class FencedFunction(JITFunction):
 
 
 def fence_launches_of(kernel) -> None:
+    """Makes a kernel a `FencedFunction`. Interpreted kernels and Gluon kernels, which load by TMA, stay as they are."""
     if type(kernel) is JITFunction:
         kernel.__class__ = FencedFunction

@@ -165,7 +165,7 @@ def unit_of(*sizes: int) -> int:
 
 
 def few_rows(tile: Tile, family: int, N: int) -> int:
-    """The most rows M whose tiles of results [M, N] leave half of the multiprocessors idle: they are few ("few" in TILES), and
+    """The most rows M whose tiles of results [M, N] leave half of the SMs idle: they are few ("few" in TILES), and
     so they are for the table of routes (`ckptkern/ops/_routes.py`)."""
     return MULTIPROCESSORS[family] // (2 * max(1, -(-N // tile.BLOCK_N))) * tile.BLOCK_M
 
