@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 import ckptkern
@@ -447,7 +447,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace == "ckptkern":
-            self.strings += [arg for arg in args if isinstance(arg, str)]
+            self.strings += [one for arg in args if isinstance(arg, list) for one in arg if isinstance(one, str)]
             self.depth += 1
             with self:
                 out = func.redispatch(_CPU, *args, **kwargs)
@@ -481,7 +481,7 @@ class Kept(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "ckptkern" and func._schema.name.endswith("_fwd"):
-            self.bytes.append(sum(t.nbytes for t in tree_leaves(out)[1:]))
+            self.bytes.append(sum(t.nbytes for t in out[1:]))
         return out
 
 

@@ -79,7 +79,7 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
         z_t = torch.where(here, z.gather(1, column), 0).squeeze(1)
         lse = torch.logsumexp(z, 1)
     else:
-        z_t, lse = z.new_zeros(len(x)), z.new_full((len(x),), -math.inf)
+        z_t, lse = z.new_zeros(x.shape[0]), z.new_full((x.shape[0],), -math.inf)
     wz = None
     if weighted:
         wz = z.sum(1) if class_weight is None else z @ class_weight

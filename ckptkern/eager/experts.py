@@ -39,8 +39,10 @@ def route(index: Tensor, experts: int) -> Groups:
 
 
 def _each(groups: Groups) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows), of those that have some."""
-    for expert, (start, stop) in enumerate(itertools.pairwise(groups.offs.tolist())):
+    """(expert, its rows), of those that have some. On meta tensors, which have no values, the first has all."""
+    rows, experts = groups.order.numel(), groups.offs.numel() - 1
+    offs = [0, *[rows] * experts] if groups.offs.is_meta else groups.offs.tolist()
+    for expert, (start, stop) in enumerate(itertools.pairwise(offs)):
         if start < stop:
             yield expert, slice(start, stop)
 
@@ -96,7 +98,7 @@ def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds):
 
 
 def experts_product(a, w, b, groups, precision, *, transposed):
-    y = a.new_zeros((len(a), w.shape[1 if transposed else 2]))
+    y = a.new_zeros((a.shape[0], w.shape[1 if transposed else 2]))
     for expert, rows in _each(groups):
         matrix = w[expert] if transposed else w[expert].t()
         y[rows] = product(a[rows], matrix, None if b is None else b[expert])
@@ -106,7 +108,7 @@ def experts_product(a, w, b, groups, precision, *, transposed):
 def experts_combine(y, s, groups):
     wide = wide_of(y.dtype)
     rows = groups.inv.view(-1, groups.top_k) if s is None else groups.inv.view(s.shape)
-    total = y.new_zeros((len(rows), y.shape[1]), dtype=wide)
+    total = y.new_zeros((rows.shape[0], y.shape[1]), dtype=wide)
     for j in range(groups.top_k):
         part = y[rows[:, j]].to(wide)
         part = part if s is None else part * s[:, j, None].to(wide)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +13,13 @@ from ._rows import cast_parameter
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 
 
-def token_chunks(rows: int, bytes_per_row: int, workspace: int) -> list[tuple[int, int]]:
+def token_chunks(rows: int, bytes_per_row: int, workspace: int | None) -> list[tuple[int, int]]:
     """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each, and as equal as
-    multiples of CHUNK_ROWS can be.
+    multiples of CHUNK_ROWS can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them.
 
     Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
     """
-    if rows * bytes_per_row <= workspace:
+    if workspace is None or rows * bytes_per_row <= workspace:
         return [(0, rows)]
     units = -(-rows // CHUNK_ROWS)
     count = -(-units // max(workspace // bytes_per_row // CHUNK_ROWS, 1))
@@ -63,12 +62,9 @@ def having_main_grad(tensors: Iterable[Tensor | None]) -> dict[int, Tensor]:
     return {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
 
 
-def without_main_grad(arguments: Iterable[Any]) -> list[Any]:
+def without_main_grad(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Arguments of a library op, which is a function of tensors: it changes no buffer that hangs on one."""
-    return [
-        without_main_grad(one) if isinstance(one, (list, tuple)) else one.detach() if hasattr(one, "main_grad") else one
-        for one in arguments
-    ]
+    return [t.detach() if hasattr(t, "main_grad") else t for t in tensors]
 
 
 def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,11 +32,6 @@ def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list
     return [grads[name] if needed(needs, i) else None for i, name in enumerate(("x", *kind._fields))]
 
 
-def fake_gradients(dy: Tensor, tensors, needs: int) -> list[Tensor]:
-    """Empty gradients of all `tensors`, as an op's fake gives them: empty(0) where not needed."""
-    return [t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0) for i, t in enumerate(tensors)]
-
-
 def split(needs: int) -> list[int]:
     """needs in words of 62 bits, lowest first: a stack of 31 layers has more inputs than an int64 has bits."""
     words = [needs & (1 << _WORD) - 1]
@@ -45,9 +40,9 @@ def split(needs: int) -> list[int]:
     return words
 
 
-def joined(args: tuple) -> tuple:
-    """The backward op's args with the words of needs, which come last, as one int."""
-    return *args[:-1], sum(word << _WORD * i for i, word in enumerate(args[-1]))
+def joined(words: Sequence[int]) -> int:
+    """The inverse of `split`."""
+    return sum(word << _WORD * i for i, word in enumerate(words))
 
 
 def present(tensors) -> int:

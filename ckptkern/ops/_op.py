@@ -1,33 +1,43 @@
 """The factory that every op is made with: one description becomes two library ops and the Functions around them.
 
-An op is (inputs) -> output, with some tensors kept in between. From its description come
-- `ckptkern::NAME_fwd(inputs, statics) -> (y, kept...)` and `ckptkern::NAME_bwd(dy, inputs, kept, statics, needs) ->
-  gradients`, raw functional library ops with fakes, vmap rules and FLOP formulas, so that torch.compile, FLOP counters
-  and selective checkpointing see them;
+An op is (tensors, options) -> y, with some tensors saved for backward. From its description come
+- `ckptkern::NAME_fwd(tensors, options) -> [y, *saved]` and `ckptkern::NAME_bwd(dy, tensors, saved, options, needs) ->
+  gradients`, raw functional library ops, so that torch.compile, FLOP counters and selective checkpointing see them. Fakes
+  and FLOPs are what the op's own body gives on meta tensors, with PyTorch ops;
 - a classic autograd Function for eager mode, the quickest on the host; it calls the op's body directly if nothing
   observes the op;
 - a `setup_context` Function with a generated vmap rule for torch.compile and torch.func;
 - the classic Function also as the op's Autograd kernel, for graphs that call the op itself, such as torch.export's;
-- a Function over the backward op, whose own backward differentiates the plain PyTorch composite, so that second-order
-  gradients are right.
+- a Function over the backward op, whose own backward differentiates the op's reference implementation, so that
+  second-order gradients are right.
 
-`needs` is a bitmask over the inputs (_needs.py). What it leaves out costs no GEMM. Op bodies run with autocast off and
-cast weights inside, so that a cast copy never lives from forward to backward; the public function casts x.
+| who calls | Function |
+|---|---|
+| eager mode | Eager |
+| torch.compile | Functional |
+| torch.func | Transformed, which is Functional with an error for forward-mode AD |
+| a graph with the library op | Bare |
+| backward of any of these under create_graph | Backward |
+
+`needs` is the needs_input_grad mask, a bitmask over the tensors (_needs.py). What it leaves out costs no GEMM. Op bodies run
+with autocast off and cast weights inside, so that a cast copy never lives from forward to backward; the public function
+casts x.
 """
 
 from __future__ import annotations
 
-import typing
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
-from torch.types import IntLikeType
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from .. import state
 from ..subclasses import PLAIN, foreign
+from . import _codec
 from ._batching import in_legacy_vmap, loop_over_batch
 from ._choices import autocast_off, compose_of, no_autocast, read_precision
 from ._gradients import having_main_grad, into_main_grad, without_main_grad
@@ -35,124 +45,91 @@ from ._needs import joined, needed, present, split, wanted
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
 
-_SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    bool: "bool",
-    int: "int",
-    float: "float",
-    str: "str",
-    torch.dtype: "ScalarType",
-    tuple[float, ...]: "float[]",
-    IntLikeType: "SymInt",
-    IntLikeType | None: "SymInt?",
-}
-
-
-def schema_of(kind: type, prefix: str = "") -> str:
-    """The fields of a NamedTuple as arguments of a library op."""
-    return ", ".join(f"{_SCHEMA_TYPES[hint]} {prefix}{name}" for name, hint in typing.get_type_hints(kind).items())
-
 
 class Op:
-    """What an op is. Subclasses give the class attributes and the methods; `build()` makes it callable.
+    """What an op is. Subclasses give these attributes and methods; `build()` makes it callable.
 
-    name      the op's word, as users know it
-    inputs    schema of its inputs, the one that is read as rows of tokens first
-    kept      schema of what backward takes besides dy and the inputs
-    statics   schema of the non-tensor arguments: level, backend, precision and so on
-    results   schema of forward's results, y first; grads: schema of backward's
+    name       the op's word, as users know it
+    Options    a NamedTuple of what is no tensor: recompute, backend, precision and so on (`_codec.pack` says of which types)
+    constants  places of tensors without a gradient; torch.func cannot tell and asks for all
     """
 
     name: str
-    inputs: str
-    kept: str
-    statics: str
-    results: str
-    grads: str
-    inference_level = "full"  # the level at which forward writes nothing for a backward
-    constants: frozenset[int] = frozenset()  # inputs without a gradient; torch.func cannot tell and asks for all
-
-    # -- what subclasses define -----------------------------------------------------------------------------------
+    Options: type
+    constants: frozenset[int] = frozenset()
+    inference_recompute = "full"  # the mode in which forward writes nothing for a backward
 
     @staticmethod
-    def forward(*args):
-        """(*inputs, *statics) -> (y, kept...); None for what is not kept at this level."""
+    def saves(options) -> tuple[str, ...]:
+        """What forward saves for backward besides tensors: the one declaration of it. "y" is the result itself."""
+        return ()
+
+    @staticmethod
+    def reads_x(options, needs: int) -> bool:
+        """Does backward read the first tensor? If not, it is not saved."""
+        return True
+
+    @staticmethod
+    def forward(tensors: Sequence[Tensor | None], options) -> tuple[Tensor, dict[str, Tensor]]:
+        """(y, what it saves by name, at least what `saves` names)."""
         raise NotImplementedError
 
     @staticmethod
-    def backward(dy, *args):
-        """(dy, *inputs, *kept, *statics, needs) -> a gradient per input, None where it is not needed."""
+    def backward(
+        dy: Tensor, tensors: Sequence[Tensor | None], saved: dict[str, Tensor], options, needs: int
+    ) -> Sequence:
+        """A gradient for each tensor; None where it is not needed, or was added to a main_grad."""
         raise NotImplementedError
 
     @staticmethod
-    def forward_fake(*args):
-        raise NotImplementedError
+    def made_on_meta(x: Tensor, made: dict[str, Tensor], options) -> dict[str, Tensor]:
+        """What forward saves by name, from what it gives in PyTorch ops on meta tensors, if kernels give other shapes."""
+        return made
 
     @staticmethod
-    def backward_fake(dy, *args):
+    def reference(tensors: Sequence[Tensor | None], options) -> Tensor:
+        """y in differentiable PyTorch ops: the definition of second-order gradients."""
         raise NotImplementedError
-
-    @staticmethod
-    def composite(*args):
-        """(*inputs, *statics) -> y in differentiable PyTorch ops: the definition of second-order gradients."""
-        raise NotImplementedError
-
-    @staticmethod
-    def saved(tensors, outputs, statics, needs) -> list:
-        """What backward is given after dy: the flat inputs, then what is kept; None where backward does not look."""
-        raise NotImplementedError
-
-    @staticmethod
-    def forward_flops(*args, out_val=None) -> int:
-        """Multiply-adds times two, as torch counts them: matrix products only."""
-        raise NotImplementedError
-
-    @staticmethod
-    def backward_flops(dy, *args, out_val=None) -> int:
-        raise NotImplementedError
-
-    # -- how flat lists of tensors become the ops' arguments: these defaults serve ops without list arguments ------
 
     @classmethod
-    def arguments(cls, tensors: tuple) -> tuple:
-        """The forward op's inputs from the Function's flat tensors."""
-        return tensors
-
-    @classmethod
-    def tensors(cls, inputs: tuple) -> tuple:
-        """The Function's flat tensors from the forward op's inputs: the inverse of `arguments`."""
-        return inputs
-
-    @classmethod
-    def backward_arguments(cls, saved: tuple, statics: tuple) -> tuple:
-        """The backward op's inputs and kept tensors from the flat list that `saved` made."""
-        return saved
-
-    @classmethod
-    def input_count(cls, saved: tuple, statics: tuple) -> int:
-        """How many of `saved` are inputs."""
-        return cls.inputs.count(",") + 1
-
-    @classmethod
-    def flat(cls, results) -> tuple:
-        """Flat tensors from the results of either op."""
-        return tuple(results)
-
-    @classmethod
-    def missing_input(cls, dy: Tensor, saved: tuple, statics: tuple) -> Tensor:
-        """Stands in for an input that was not kept, when the composite is differentiated; raises if that needs it."""
+    def missing_input(cls, dy: Tensor, tensors: Sequence[Tensor | None], options) -> Tensor:
+        """Stands in for an x that was not saved, when the reference is differentiated; raises if that needs it."""
         raise RuntimeError(
-            f"{cls.name}: second-order gradients need the input, which was not kept because the weight that reads it "
+            f"{cls.name}: second-order gradients need the input, which was not saved because the weight that reads it "
             f"is frozen; use recompute='full', outside of a checkpoint"
         )
 
 
-def _filled(results, like: Tensor):
-    """An op's results with `empty(0)` in place of None: a schema has no optional results."""
-    if results is None:
-        return like.new_empty(0)
-    return results if isinstance(results, Tensor) else type(results)(_filled(result, like) for result in results)
+class _Call(NamedTuple):
+    """The arguments of an op's backward: what was saved, split into its tensors and what forward made."""
+
+    tensors: Sequence[Tensor | None]
+    saved: dict[str, Tensor]
+
+
+def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: int) -> list:
+    """The flat list of tensors that backward is given, from the op's tensors and results [y, *saved]."""
+    y, *made = results
+    x, *others = tensors
+    made = iter(made)
+    saved = [y if name == "y" else next(made) for name in op.saves(options)]
+    return [x if op.reads_x(options, needs) else None, *others, *saved]
+
+
+def _call(op: type[Op], flat: Sequence, options) -> _Call:
+    """The inverse of `to_save`."""
+    names = op.saves(options)
+    count = len(flat) - len(names)
+    return _Call(flat[:count], dict(zip(names, flat[count:], strict=True)))
+
+
+def run_forward(op: type[Op], tensors: Sequence, options) -> list[Tensor]:
+    """[y, *saved] by the op's body."""
+    return _results(op, options, *op.forward(tensors, options))
+
+
+def _results(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
+    return [y, *(made[name] for name in op.saves(options) if name != "y")]
 
 
 def _watched(tensors) -> bool:
@@ -177,12 +154,21 @@ def dispatched(tensors) -> bool:
     )
 
 
-def direct(body, x, *args):
-    """Runs the op's body as the dispatcher would; the dispatcher itself takes a tenth of a tiny mlp's host time."""
-    if no_autocast(x):
-        return body(x, *args)
+def direct_forward(op: type[Op], tensors: Sequence, options) -> list[Tensor]:
+    """[y, *saved] by the op's body, as the dispatcher would run it, which takes a tenth of a tiny mlp's host time itself."""
+    if no_autocast(tensors[0]):
+        return run_forward(op, tensors, options)
     with torch._C._DisableAutocast():
-        return body(x, *args)
+        return run_forward(op, tensors, options)
+
+
+def direct_backward(op: type[Op], dy: Tensor, flat: Sequence, options, needs: int) -> Sequence[Tensor | None]:
+    """The gradients, likewise."""
+    tensors, saved = _call(op, flat, options)
+    if no_autocast(dy):
+        return op.backward(dy, tensors, saved, options, needs)
+    with torch._C._DisableAutocast():
+        return op.backward(dy, tensors, saved, options, needs)
 
 
 def _distinct(tensors: tuple) -> tuple:
@@ -193,42 +179,45 @@ def _distinct(tensors: tuple) -> tuple:
     )
 
 
-def _second_order(op, dy, saved, statics, needs, cotangents):
-    """d/d(dy, inputs) of <cotangents, backward(dy, inputs)>, from the composite's own second derivative."""
-    inputs = list(saved[: op.input_count(saved, statics)])
-    if inputs[0] is None:
-        inputs[0] = op.missing_input(dy, saved, statics)
-    wanted = [i for i in range(len(inputs)) if needed(needs, i)]
-    variables = [i for i, t in enumerate(inputs) if t is not None and t.is_floating_point()]
+def _second_order(op, dy, flat, options, needs, cotangents):
+    """Gradients of dy and of `flat` (the saved tensors) of <cotangents, backward(dy, tensors)>.
+
+    backward(dy, t) is the vector-Jacobian product of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
+    the vector-Jacobian product of that, which torch.func forms from the reference's second derivative.
+    """
+    tensors = list(_call(op, flat, options).tensors)
+    if tensors[0] is None:
+        tensors[0] = op.missing_input(dy, tensors, options)
+    wanted = [i for i in range(len(tensors)) if needed(needs, i)]
+    variables = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point()]
+
+    def filled(places, values) -> list[Tensor | None]:
+        by_place = dict(zip(places, values, strict=True))
+        return [by_place.get(i, t) for i, t in enumerate(tensors)]
 
     def first_order(dy, *values):
-        filled = list(inputs)
-        for i, value in zip(variables, values, strict=True):
-            filled[i] = value
+        tensors = filled(variables, values)
 
         def y(*some):
-            arguments = list(filled)
-            for i, value in zip(wanted, some, strict=True):
-                arguments[i] = value
-            return op.composite(*op.arguments(tuple(arguments)), *statics)
+            by_place = dict(zip(wanted, some, strict=True))
+            return op.reference([by_place.get(i, t) for i, t in enumerate(tensors)], options)
 
-        return torch.func.vjp(y, *(filled[i] for i in wanted))[1](dy)
+        return torch.func.vjp(y, *(tensors[i] for i in wanted))[1](dy)
 
-    _, pull = torch.func.vjp(first_order, dy, *(inputs[i] for i in variables))
-    picked = [cotangents[i] for i in wanted]
-    results = pull(tuple(torch.zeros_like(inputs[i]) if c is None else c for i, c in zip(wanted, picked, strict=True)))
-    grads = [None] * len(saved)
-    for i, grad in zip(variables, results[1:], strict=True):
-        grads[i] = grad if saved[i] is not None else None
-    return results[0], grads
+    _, pull = torch.func.vjp(first_order, dy, *(tensors[i] for i in variables))
+    given = [torch.zeros_like(tensors[i]) if cotangents[i] is None else cotangents[i] for i in wanted]
+    ddy, *others = pull(tuple(given))
+    grads = dict(zip(variables, others, strict=True))
+    return ddy, [None if t is None else grads.get(i) for i, t in enumerate(flat)]
 
 
-def _with_precision(args: tuple, from_end: tuple[int, ...]) -> tuple:
-    """args, in which a precision of "auto" (a compiled graph's; a layer has two) is replaced by torch's current setting."""
-    for n in from_end:
-        if args[-n] == "auto":
-            args = (*args[:-n], read_precision(), *args[len(args) - n + 1 :])
-    return args
+def _on_meta(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+
+
+def _in_torch_ops(options) -> Any:
+    """The options with which an op's body runs in PyTorch ops, all tokens at once."""
+    return _codec.replaced(options, backend="eager", fused="", workspace=None)
 
 
 class _Registered(NamedTuple):
@@ -237,17 +226,21 @@ class _Registered(NamedTuple):
     op: type[Op]
     fwd: torch._ops.OpOverload
     bwd: torch._ops.OpOverload
-    statics: tuple[str, ...]  # their names
+    layout: _codec.Layout  # of its options
+
+
+def call_forward(registered: _Registered, tensors: Sequence, options) -> Sequence[Tensor]:
+    """[y, *saved] by the library op."""
+    return registered.fwd(tensors, *_codec.pack(registered.layout, options))
 
 
 def build(op: type[Op]):
-    """Register the op; returns `apply(statics, tensors) -> y`, whose `parts` are for _across."""
+    """Register the op; returns `apply(options, *tensors) -> y`, whose `parts` are for _across."""
     registered = _register(op)
     gradients = _gradients(registered, _backward_function(registered))
     eager = _eager_function(registered, gradients)
     functional, transformed = _functional_functions(registered, gradients)
-    bare = _bare_function(registered, eager)
-    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, bare), "Autograd")
+    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, _bare_function(registered, eager)), "Autograd")
     apply = _apply(registered, eager, functional, transformed)
     apply.parts = registered, gradients
     return apply
@@ -255,42 +248,90 @@ def build(op: type[Op]):
 
 def _register(op: type[Op]) -> _Registered:
     """Schemas, bodies, fakes, vmap rules and FLOP formulas of the two library ops."""
-    forward_name, backward_name = f"{op.name}_fwd", f"{op.name}_bwd"
-    statics = tuple(static.split()[-1] for static in op.statics.split(", "))
-    LIBRARY.define(f"{forward_name}({op.inputs}, {op.statics}) -> {op.results}")
-    optional = op.inputs.replace("Tensor ", "Tensor? ")
-    kept = f"{op.kept}, " if op.kept else ""
-    LIBRARY.define(f"{backward_name}(Tensor dy, {optional}, {kept}{op.statics}, int[] needs) -> {op.grads}")
-    packets = getattr(torch.ops.ckptkern, forward_name), getattr(torch.ops.ckptkern, backward_name)
-    fwd, bwd = (packet.default for packet in packets)
-    precisions = tuple(n for n, static in enumerate(reversed(statics), 1) if static.endswith("precision"))
-    precisions_before_needs = tuple(n + 1 for n in precisions)
+    names, layout = (f"{op.name}_fwd", f"{op.name}_bwd"), _codec.layout_of(op.Options)
+    LIBRARY.define(f"{names[0]}(Tensor?[] tensors, {_codec.SCHEMA}) -> Tensor[]")
+    LIBRARY.define(
+        f"{names[1]}(Tensor dy, Tensor?[] tensors, Tensor?[] saved, {_codec.SCHEMA}, int[] needs) -> Tensor[]"
+    )
+    packets = tuple(getattr(torch.ops.ckptkern, name) for name in names)
 
-    def forward(*args):
+    def options_of(lists: Sequence) -> Any:
+        options = _codec.unpack(layout, lists)
+        if "auto" in _codec.values_of(
+            options, "precision"
+        ):  # a compiled graph's, which reads torch's setting when it runs
+            options = _codec.replaced(options, precision=read_precision())
+        return options
+
+    def forward(tensors, *lists):
         with torch._C._DisableAutocast():
-            return _filled(op.forward(*_with_precision(args, precisions)), args[0])
+            return run_forward(op, tensors, options_of(lists))
 
-    def backward(*args):
+    def backward(dy, tensors, saved, *lists_and_needs):
+        *lists, needs = lists_and_needs
+        options = options_of(lists)
         with torch._C._DisableAutocast():
-            given = _with_precision(joined(args), precisions_before_needs)
-            return _filled(op.backward(*without_main_grad(given)), args[0])
+            made = dict(zip(op.saves(options), saved, strict=True))
+            grads = op.backward(dy, without_main_grad(tensors), made, options, joined(needs))
+            return [dy.new_empty(0) if g is None else g for g in grads]
 
-    def backward_fake(*args):
-        return op.backward_fake(*joined(args))
+    def forward_on_meta(tensors, *lists):
+        options = _codec.unpack(layout, lists)
+        with torch._C._DisableAutocast():
+            y, made = op.forward(_on_meta(tensors), _in_torch_ops(options))
+            return _results(op, options, y, op.made_on_meta(tensors[0], made, options))
 
-    def backward_flops(*args, out_val=None):
-        return op.backward_flops(*joined(args))
+    def backward_on_meta(dy, tensors, saved, *lists_and_needs):
+        *lists, needs = lists_and_needs
+        options = _in_torch_ops(_codec.unpack(layout, lists))
+        (dy,), tensors, saved = _on_meta([dy]), _on_meta(tensors), _on_meta(saved)
+        with torch._C._DisableAutocast():
+            made = dict(zip(op.saves(options), saved, strict=True))
+            return op.backward(dy, tensors, made, options, joined(needs))
 
-    bodies, fakes = (forward, backward), (op.forward_fake, backward_fake)
-    formulas = op.forward_flops, backward_flops
-    for packet, body, fake, formula in zip(packets, bodies, fakes, formulas, strict=True):
+    for packet, body, on_meta in zip(packets, (forward, backward), (forward_on_meta, backward_on_meta), strict=True):
         name = packet.default._schema.name
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, fake, lib=LIBRARY)
+        torch.library.register_fake(name, _fake(on_meta), lib=LIBRARY)
         torch.library.register_vmap(name, loop_over_batch(packet.default), lib=LIBRARY)
-        register_flop_formula(packet, get_raw=True)(formula)
-    LIBRARY.impl(backward_name, in_legacy_vmap(bwd), "Batched")
-    return _Registered(op, fwd, bwd, statics)
+        register_flop_formula(packet, get_raw=True)(_flops(on_meta))
+    LIBRARY.impl(names[1], in_legacy_vmap(packets[1].default), "Batched")
+    return _Registered(op, *(packet.default for packet in packets), layout)
+
+
+def _fake(on_meta: Callable) -> Callable:
+    """The op's results, empty, from its body on meta tensors."""
+
+    def fake(first, *others):
+        like = first if isinstance(first, Tensor) else next(t for t in first if t is not None)
+        return [
+            like.new_empty(0) if t is None else like.new_empty_strided(t.shape, t.stride(), dtype=t.dtype)
+            for t in on_meta(first, *others)
+        ]
+
+    return fake
+
+
+def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
+    """torch counts addmm, and not addmm_."""
+    return 2 * a.numel() * b.shape[1]
+
+
+_addmm_flops._get_raw = True  # tensors, not their shapes
+
+
+def _flops(on_meta: Callable) -> Callable:
+    """The op's FLOPs, from its body on meta tensors: multiply-adds times two, as torch counts them."""
+
+    def flops(*args, out_val=None):
+        with (
+            _disable_current_modes(),
+            FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops}) as counter,
+        ):
+            on_meta(*args)
+        return counter.get_total_flops()
+
+    return flops
 
 
 def named(function: type, op: type[Op], suffix: str) -> type:
@@ -303,50 +344,49 @@ def named(function: type, op: type[Op], suffix: str) -> type:
 
 def _backward_function(registered: _Registered) -> type:
     """A Function of the backward op, differentiable itself."""
-    op, _, bwd, statics = registered
-    count = len(statics)
+    op, _, bwd, layout = registered
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(needs, *args):
-            statics, dy, saved = args[:count], args[count], args[count + 1 :]
-            return op.flat(bwd(dy, *op.backward_arguments(saved, statics), *statics, split(needs)))
+        def forward(options, needs, dy, *flat):
+            tensors, saved = _call(op, flat, options)
+            return tuple(bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs)))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            ctx.needs, ctx.statics = inputs[0], inputs[1 : 1 + count]
-            ctx.save_for_backward(*inputs[1 + count :])
+            ctx.options, ctx.needs, *tensors = inputs
+            ctx.save_for_backward(*tensors)
             ctx.set_materialize_grads(False)
 
         @staticmethod
         def backward(ctx, *cotangents):
-            dy, *saved = ctx.saved_tensors
+            dy, *flat = ctx.saved_tensors
             with torch._C._DisableAutocast():  # as in the bodies of the ops
-                ddy, grads = _second_order(op, dy, saved, ctx.statics, ctx.needs, cotangents)
-            return (None,) * (1 + count) + (ddy, *grads)
+                ddy, grads = _second_order(op, dy, flat, ctx.options, ctx.needs, cotangents)
+            return None, None, ddy, *grads
 
     return named(Backward, op, "Backward")
 
 
 def _gradients(registered: _Registered, second_order: type):
     """What the backward of every Function below calls."""
-    op, _, bwd, _ = registered
+    op, _, bwd, layout = registered
 
-    def gradients(dy, saved, statics, needs):
-        """One gradient per input, None where not needed; with a graph of their own only when one is being made."""
+    def gradients(dy, flat, options, needs):
+        """One gradient per tensor, None where not needed; differentiable only under create_graph."""
         if torch.is_grad_enabled():
-            if saved[0] is None and needed(needs, 0):  # else the gradient of x would come without a graph to x
-                op.missing_input(dy, saved, statics)
-            grads = second_order.apply(needs, *statics, dy, *saved)
+            if flat[0] is None and needed(needs, 0):  # else the gradient of x would come without a graph to x
+                op.missing_input(dy, _call(op, flat, options).tensors, options)
+            grads = second_order.apply(options, needs, dy, *flat)
         else:
-            arguments = op.backward_arguments(saved, statics)
-            if not _watched((dy, *saved)):
-                return op.flat(direct(op.backward, dy, *arguments, *statics, needs))
-            grads = op.flat(bwd(dy, *arguments, *statics, split(needs)))
+            if not _watched((dy, *flat)):
+                return direct_backward(op, dy, flat, options, needs)
+            tensors, saved = _call(op, flat, options)
+            grads = bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs))
             if not _traced(dy):
-                grads = [into_main_grad(saved[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
+                grads = [into_main_grad(flat[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
     return gradients
@@ -361,45 +401,46 @@ def _no_jvp(op: type[Op]):
 
 def _eager_function(registered: _Registered, gradients) -> type:
     """The classic Function: the quickest on the host."""
-    op, fwd = registered.op, registered.fwd
+    op = registered.op
 
     class Eager(torch.autograd.Function):
         jvp = _no_jvp(op)
 
         @staticmethod
-        def forward(ctx, statics, needs, *tensors):
-            arguments = op.arguments(tensors)
-            results = fwd(*arguments, *statics) if dispatched(tensors) else direct(op.forward, *arguments, *statics)
-            outputs = op.flat(results)
-            ctx.call = statics, needs, state.Precision(), having_main_grad(tensors)
-            ctx.save_for_backward(*op.saved(tensors, outputs, statics, needs))
-            return outputs[0]
+        def forward(ctx, options, needs, *tensors):
+            if dispatched(tensors):
+                results = call_forward(registered, tensors, options)
+            else:
+                results = direct_forward(op, tensors, options)
+            ctx.call = options, needs, state.Precision(), having_main_grad(tensors)
+            ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
+            return results[0]
 
         @staticmethod
         def backward(ctx, dy):
-            statics, needs, precision, weights = ctx.call
-            saved = ctx.saved_tensors
+            options, needs, precision, weights = ctx.call
+            flat = ctx.saved_tensors
             if weights:
-                saved = [t if t is None else weights.get(i, t) for i, t in enumerate(saved)]
+                flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
-                return (None, None, *gradients(dy, saved, statics, needs))
+                return (None, None, *gradients(dy, flat, options, needs))
 
     return named(Eager, op, "")
 
 
 def _bare_function(registered: _Registered, eager: type) -> type:
     """The classic Function around the library op, for graphs that call the op itself."""
-    op, fwd = registered.op, registered.fwd
+    op = registered.op
 
     class Bare(eager):
         @staticmethod
-        def forward(ctx, kept, statics, needs, *tensors):
-            """`kept` receives what the op returns besides y."""
+        def forward(ctx, made, options, needs, *tensors):
+            """`made` receives what the op returns besides y."""
             with torch._C._AutoDispatchBelowAutograd():
-                results = fwd(*op.arguments(tensors), *statics)
-            kept += results[1:]
-            ctx.call = statics, needs, state.Precision(), having_main_grad(tensors)
-            ctx.save_for_backward(*op.saved(tensors, op.flat(results), statics, needs))
+                results = call_forward(registered, tensors, options)
+            made += results[1:]
+            ctx.call = options, needs, state.Precision(), having_main_grad(tensors)
+            ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
             return results[0]
 
         @staticmethod
@@ -410,46 +451,39 @@ def _bare_function(registered: _Registered, eager: type) -> type:
 
 
 def _autograd_kernel(registered: _Registered, bare: type):
-    op, fwd, _, statics = registered
-    count = len(statics)
+    _, fwd, _, layout = registered
 
-    def kernel(*args):
-        statics, kept = args[-count:], []
-        tensors = op.tensors(args[:-count])
+    def kernel(tensors, *lists):
         if needs := wanted(tensors):
-            y = bare.apply(kept, statics, needs, *tensors)
-            return [y] if op.results == "Tensor[]" else (y, *kept)
+            made: list[Tensor] = []
+            return [bare.apply(made, _codec.unpack(layout, lists), needs, *tensors), *made]
         with torch._C._AutoDispatchBelowAutograd():
-            return fwd(*args)
+            return fwd(tensors, *lists)
 
     return kernel
 
 
 def _functional_functions(registered: _Registered, gradients) -> tuple[type, type]:
     """The Function with a setup_context, for torch.compile, and the same for torch.func."""
-    op, fwd, _, statics = registered
-    count = len(statics)
+    op = registered.op
 
     class Functional(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(needs, *args):
-            statics, tensors = args[:count], args[count:]
-            return op.flat(fwd(*op.arguments(tensors), *statics))
+        def forward(options, needs, *tensors):
+            return tuple(call_forward(registered, tensors, options))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            ctx.statics, tensors = inputs[1 : 1 + count], inputs[1 + count :]
-            ctx.needs = inputs[0]
+            ctx.options, ctx.needs, *tensors = inputs
             ctx.mark_non_differentiable(*output[1:])
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*op.saved(tensors, output, ctx.statics, ctx.needs))
+            ctx.save_for_backward(*to_save(op, tensors, output, ctx.options, ctx.needs))
 
         @staticmethod
         def backward(ctx, dy, *_):
-            grads = gradients(dy, ctx.saved_tensors, ctx.statics, ctx.needs)
-            return (None,) * (1 + count) + tuple(grads)
+            return None, None, *gradients(dy, ctx.saved_tensors, ctx.options, ctx.needs)
 
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
         jvp = _no_jvp(op)
@@ -459,34 +493,33 @@ def _functional_functions(registered: _Registered, gradients) -> tuple[type, typ
 
 def _apply(registered: _Registered, eager: type, functional: type, transformed: type):
     """The op's one entry: the Function that fits the call."""
-    op, fwd, _, static_names = registered
-    levels = {i for i, static in enumerate(static_names) if static.endswith("recompute")}
+    op = registered.op
     constants = sum(1 << i for i in op.constants)
     # Skips torch's Function.apply, which looks for a setup_context and for transforms (5 % of a tiny mlp's host time).
     apply_eager = super(torch.autograd.Function, eager).apply
 
-    def for_inference(statics: tuple) -> tuple:
-        return tuple(op.inference_level if i in levels else static for i, static in enumerate(statics))
+    def for_inference(options):
+        return _codec.replaced(options, recompute=op.inference_recompute)
 
-    def apply(statics: tuple, *tensors) -> Tensor:
+    def apply(options, *tensors) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if (compiling or not PLAIN.issuperset(map(type, tensors))) and (kind := foreign(tensors)):
             compose_of(op.name, kind)
             with autocast_off(tensors[0]):
-                return op.composite(*op.arguments(tensors), *statics)
+                return op.reference(tensors, options)
         if torch._C._are_functorch_transforms_active():
             if compiling:
                 raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
-            return transformed.apply(present(tensors) & ~constants, *statics, *tensors)[0]
+            return transformed.apply(options, present(tensors) & ~constants, *tensors)[0]
         if compiling:
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():
                 # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
-                return op.flat(fwd(*op.arguments(tensors), *for_inference(statics)))[0]
-            return functional.apply(needs, *statics, *_distinct(tensors))[0]
+                return call_forward(registered, tensors, for_inference(options))[0]
+            return functional.apply(options, needs, *_distinct(tensors))[0]
         tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
         needs = wanted(tensors)
-        return apply_eager(statics if needs else for_inference(statics), needs, *tensors)
+        return apply_eager(options if needs else for_inference(options), needs, *tensors)
 
     apply.for_inference = for_inference
     return apply

@@ -23,18 +23,16 @@ from ._choices import (
 )
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
 from ._needs import needed
-from ._op import Op, build, schema_of
+from ._op import Op, build
 from .attention_core import (
     CoreOptions,
     CoreTensors,
     attend,
-    attention_flops,
     attention_grads,
     check_softcap,
     check_whole_sequence,
     core_of,
     fused_core,
-    gradient_products,
 )
 from .dropout import draw_state
 
@@ -42,66 +40,37 @@ Q, K, V, MASK = range(4)
 OTHERS = len(CoreTensors._fields)
 
 
-def _core(args: tuple) -> tuple[CoreTensors, CoreOptions]:
-    """(tensors, options) of what comes after q, k and v in forward."""
-    return CoreTensors(*args[:OTHERS]), CoreOptions(*args[OTHERS:])
-
-
 class Attention(Op):
     name = "attention"
-    inputs = f"Tensor query, Tensor key, Tensor value, {schema_of(CoreTensors)}"
-    kept = "Tensor? out, Tensor? lse"
-    statics = schema_of(CoreOptions)
-    results = "(Tensor out, Tensor lse)"
-    grads = "Tensor[]"
+    Options = CoreOptions
     constants = frozenset(range(MASK + 1, V + 1 + OTHERS))  # slopes that train go through PyTorch ops
 
     @staticmethod
-    def forward(q, k, v, *args):
-        t, o = _core(args)
-        return attend(primitives(o.backend), q, k, v, core_of(t, o))[:2]
+    def saves(o):
+        return "y", "lse"
 
     @staticmethod
-    def forward_fake(q, k, v, *args):
-        return eager.empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    def forward(tensors, o):
+        q, k, v, *others = tensors
+        out, lse, _ = attend(primitives(o.backend), q, k, v, core_of(CoreTensors(*others), o))
+        return out, {"lse": lse}
 
     @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        return [*tensors, *outputs]
-
-    @staticmethod
-    def backward(do, q, k, v, *args):
-        *others, needs = args
-        out, lse = others[OTHERS : OTHERS + 2]
-        t, o = _core((*others[:OTHERS], *others[OTHERS + 2 :]))
-        need_dmask = needed(needs, MASK)
+    def backward(do, tensors, saved, o, needs):
+        q, k, v, *others = tensors
+        t, need_dmask = CoreTensors(*others), needed(needs, MASK)
         *grads, dmask = attention_grads(
-            primitives(o.backend), q, k, v, do, out, lse, core_of(t, o), need_dq=needed(needs, Q),
+            primitives(o.backend), q, k, v, do, saved["y"], saved["lse"], core_of(t, o), need_dq=needed(needs, Q),
             need_dkv=needed(needs, K) or needed(needs, V), dmask_shape=t.mask.shape if need_dmask else None,
         )  # fmt: skip
         heads = [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)]
         return [*heads, dmask.to(t.mask.dtype) if need_dmask else None] + [None] * (OTHERS - 1)
 
     @staticmethod
-    def backward_fake(do, q, k, v, *args):
-        like = [eager.empty_heads(t) if needed(args[-1], i) else do.new_empty(0) for i, t in enumerate((q, k, v))]
-        mask = args[0]
-        like.append(mask.new_empty(mask.shape) if needed(args[-1], MASK) else do.new_empty(0))
-        return like + [do.new_empty(0) for _ in range(OTHERS - 1)]
-
-    @staticmethod
-    def composite(q, k, v, *args):
-        t, o = _core(args)
-        return eager.attention_composite(q, k, v, core_of(t, o._replace(precision="ieee", fused="")))
-
-    @staticmethod
-    def forward_flops(q, k, v, *args, out_val=None):
-        return attention_flops(q.shape, k.shape, 2)
-
-    @staticmethod
-    def backward_flops(do, q, k, v, *args, out_val=None):
-        need_q, need_k, need_v, need_mask = (needed(args[-1], i) for i in (Q, K, V, MASK))
-        return attention_flops(q.shape, k.shape, gradient_products(need_q, need_k or need_v, need_mask))
+    def reference(tensors, o):
+        q, k, v, *others = tensors
+        core = core_of(CoreTensors(*others), o._replace(precision="ieee", fused=""))
+        return eager.attention_composite(q, k, v, core)
 
 
 _apply = build(Attention)
@@ -224,8 +193,8 @@ def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, righ
         precision=matmul_precision(query), fused=fused, softcap=softcap,
     )  # fmt: skip
     if learned:
-        return Attention.composite(query, key, value, *tensors, *options)
-    return _apply(tuple(options), query, key, value, *tensors)
+        return Attention.reference((query, key, value, *tensors), options)
+    return _apply(options, query, key, value, *tensors)
 
 
 def attention_with_weights(
@@ -351,4 +320,4 @@ def varlen_attn(
     )  # fmt: skip
     tensors = CoreTensors(cu_q=cu_seq_q, cu_k=cu_seq_k)
     packed = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    return _apply(tuple(options), *packed, *tensors).squeeze(0).transpose(0, 1)
+    return _apply(options, *packed, *tensors).squeeze(0).transpose(0, 1)

@@ -9,102 +9,38 @@ from torch import Tensor
 
 from ._across import across_ranks
 from ._half import drawn
-from ._needs import fake_gradients, in_order
-from ._op import Op, build, schema_of
+from ._needs import in_order
+from ._op import Op, build
 from ._rows import rows_2d, unflattened
 from ._shard import ACTIVE
 from .attention_arguments import gather
-from .attention_half import (
-    AttentionHalf,
-    attention_composite,
-    attention_half,
-    attention_half_backward,
-    attention_half_backward_flops,
-    attention_half_fake,
-    attention_half_flops,
-)
+from .attention_half import AttentionHalf, attention_composite, attention_half, attention_half_backward, saves
 from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .low_rank import LoRA
-
-TENSORS = len(AttentionTensors._fields)
-
-
-def _parts(tensors, statics: tuple) -> tuple[AttentionTensors, AttentionOptions]:
-    return AttentionTensors(*tensors), AttentionOptions(*statics)
 
 
 class AttentionBlock(Op):
     name = "attention_block"
-    inputs = "Tensor x, Tensor?[] tensors"  # a schema has at most 64 arguments
-    kept = "Tensor? out, Tensor? lse, Tensor? qkv"
-    statics = schema_of(AttentionOptions)
-    results = "(Tensor y, Tensor out, Tensor lse, Tensor qkv)"
-    grads = "Tensor[]"
+    Options = AttentionOptions
     constants = CONSTANTS
-
-    @classmethod
-    def arguments(cls, tensors):
-        return tensors[0], tensors[1:]
-
-    @classmethod
-    def tensors(cls, inputs):
-        return inputs[0], *inputs[1]
-
-    @classmethod
-    def input_count(cls, saved, statics):
-        return 1 + TENSORS
-
-    @classmethod
-    def backward_arguments(cls, saved, statics):
-        return saved[0], list(saved[1 : 1 + TENSORS]), *saved[1 + TENSORS :]
+    saves = staticmethod(saves)
 
     @staticmethod
-    def forward(x, tensors, *statics):
-        t, o = _parts(tensors, statics)
-        y, out, lse, qkv = attention_half(x, t, o)
-        keeps_core = o.recompute != "full"
-        return (
-            unflattened(y, x.shape[:-1]),
-            out if keeps_core else None,
-            lse if keeps_core else None,
-            qkv if o.recompute == "none" else None,
-        )
+    def forward(tensors, o):
+        x, *others = tensors
+        y, saved = attention_half(x, AttentionTensors(*others), o)
+        return unflattened(y, x.shape[:-1]), saved
 
     @staticmethod
-    def forward_fake(x, tensors, *statics):
-        return attention_half_fake(x, *_parts(tensors, statics))
+    def backward(dy, tensors, saved, o, needs):
+        x, *others = tensors
+        half = AttentionHalf(x, AttentionTensors(*others), o, shares=True)
+        return in_order(attention_half_backward(rows_2d(dy), half, saved, needs), AttentionTensors, needs)
 
     @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        recompute = AttentionOptions(*statics).recompute
-        _, out, lse, qkv = outputs
-        kept = (None, None) if recompute == "full" else (out, lse)
-        return [*tensors, *kept, qkv if recompute == "none" else None]
-
-    @staticmethod
-    def backward(dy, x, tensors, out, lse, qkv, *statics_and_needs):
-        *statics, needs = statics_and_needs
-        t, o = _parts(tensors, statics)
-        half = AttentionHalf(x, t, o, shares=True)
-        grads = attention_half_backward(rows_2d(dy), half, out, lse, qkv, needs)
-        return in_order(grads, AttentionTensors, needs)
-
-    @staticmethod
-    def backward_fake(dy, x, tensors, *others):
-        return fake_gradients(dy, (x, *tensors), others[-1])
-
-    @staticmethod
-    def composite(x, tensors, *statics):
-        return attention_composite(x, *_parts(tensors, statics))
-
-    @staticmethod
-    def forward_flops(x, tensors, *statics, out_val=None):
-        return attention_half_flops(x, *_parts(tensors, statics))
-
-    @staticmethod
-    def backward_flops(dy, x, tensors, out, lse, qkv, *statics_and_needs, out_val=None):
-        *statics, needs = statics_and_needs
-        return attention_half_backward_flops(x, *_parts(tensors, statics), out, qkv, needs)
+    def reference(tensors, o):
+        x, *others = tensors
+        return attention_composite(x, AttentionTensors(*others), o)
 
 
 _apply = build(AttentionBlock)
@@ -190,4 +126,4 @@ def attention_block(
     if ACTIVE.shard is not None:
         return ACTIVE.shard.attention_block(x, training, arguments)
     t, o = gather("attention_block", x, training=training, **arguments)
-    return _apply(tuple(o), x, *drawn(t, o, x, training))
+    return _apply(o, x, *drawn(t, o, x, training))

@@ -183,14 +183,3 @@ def check_softcap(op: str, softcap: float | None) -> float:
     if not 0 < softcap < math.inf:
         raise ValueError(f"{op}: softcap must be above 0 and finite, not {softcap!r}")
     return float(softcap)
-
-
-def gradient_products(need_dq: bool, need_dkv: bool, need_dmask: bool) -> int:
-    """Products of [Sq, D] x [D, Sk] per head in `attention_grads`: s and dp, then dq, dk and dv; for dmask s and dp again."""
-    return (2 + need_dq + 2 * need_dkv) * (need_dq or need_dkv) + 2 * need_dmask
-
-
-def attention_flops(q_shape, k_shape, products: int) -> int:
-    """`products` products of [Sq, D] x [D, Sk] per head, as torch counts them: masks do not reduce the number."""
-    B, H, Sq, D = q_shape
-    return products * 2 * B * H * Sq * k_shape[2] * D

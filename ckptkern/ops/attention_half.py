@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .. import eager
 from ._gradients import WeightGrad, weight_grad
-from ._half import Half, after_branch, composite_inputs, composite_norm, composite_output, output_dtype, reads_branch
+from ._half import Half, after_branch, composite_inputs, composite_norm, composite_output, reads_branch
 from ._masks import merged_mask
 from ._needs import needed_names
 from ._rows import cast_parameter, rows_2d
@@ -20,10 +20,8 @@ from .attention_core import (
     CoreOptions,
     CoreTensors,
     attend,
-    attention_flops,
     attention_grads,
     core_of,
-    gradient_products,
 )
 from .attention_tensors import (
     LAYERS,
@@ -39,7 +37,7 @@ from .attention_tensors import (
     projections,
     split_heads,
 )
-from .low_rank import LowRank, gradient_flops, lora_flops, low_rank, names_of
+from .low_rank import LowRank, low_rank, names_of
 from .rotary import composite_rotary, positions_of, rotary_tables
 
 
@@ -276,11 +274,16 @@ class AttentionHalf(Half):
         return dh[0] if dh else None, joined
 
 
-def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions):
-    """(y [tokens, d], out, lse, qkv)."""
+def saves(o: AttentionOptions) -> tuple[str, ...]:
+    """What forward saves besides its tensors: o and lse of the core, and the projections."""
+    return {"none": ("out", "lse", "qkv"), "selective": ("out", "lse"), "full": ()}[o.recompute]
+
+
+def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """(y [tokens, d], what `saves` names)."""
     half = AttentionHalf(x, t, o)
     out, lse, qkv = half.attend(o.recompute == "none")
-    return half.output(half.branch(out)), out, lse, qkv
+    return half.output(half.branch(out)), {"out": out, "lse": lse, "qkv": qkv}
 
 
 OF_OUTPUT = frozenset(("wo", "bo", *names_of("o")))
@@ -308,12 +311,15 @@ def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]
     return bool(behind_q & inner), bool(inner - behind_q)
 
 
-def attention_half_backward(dy, half: AttentionHalf, out, lse, qkv, needs: int, f: Tensor | None = None) -> dict:
-    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d] and what was kept; None is rebuilt.
+def attention_half_backward(
+    dy: Tensor, half: AttentionHalf, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
+) -> dict[str, Tensor | None]:
+    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d]; what is not among the saved is recomputed.
 
     half: shares copies. f: the branch's result, if it is at hand.
     """
     t, o, need = half.t, half.o, needed_names(AttentionTensors, needs)
+    out, lse, qkv = (saved.get(name) for name in ("out", "lse", "qkv"))
     inner, reads = behind_core(need, o), reads_branch(o, need)
     rebuilt = out is None and (bool(inner) or reads or reads_core(need))
     if inner or rebuilt:
@@ -381,69 +387,3 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), out_projection(t))
     return composite_output(x, f, t, o)
-
-
-def attention_half_fake(x: Tensor, t: AttentionTensors, o: AttentionOptions):
-    """(y, out, lse, qkv), empty."""
-    B, S = batch_and_rows(x)
-    D, like = head_dim(t, o), x.new_empty(0, dtype=o.dtype)
-    out, lse, qkv = (x.new_empty(0) for _ in range(3))
-    if o.recompute != "full":
-        out = like.new_empty_strided((B, o.num_heads, S, D), (S * t.wo.shape[1], D, t.wo.shape[1], 1))
-        lse = like.new_empty((B, o.num_heads, S), dtype=torch.promote_types(o.dtype, torch.float32))
-    if o.recompute == "none":
-        qkv = like.new_empty(projected_shape(B, S, t, o))
-    return x.new_empty((*x.shape[:-1], t.wo.shape[0]), dtype=output_dtype(x, o)), out, lse, qkv
-
-
-def products_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, products: Collection[Projection]) -> int:
-    """FLOPs of products with weights, each with its low-rank update."""
-    flops, (B, S) = 0, batch_and_rows(x)
-    for part in products:
-        rows = _rows_of(part, x, t)
-        flops += 2 * rows * part.weight.numel() + lora_flops(rows, update_of(part.letter, B * S, t, o), 1, 1)
-    return flops
-
-
-def core_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions, products: int) -> int:
-    """FLOPs of so many products of attention's core."""
-    (B, S), D = batch_and_rows(x), head_dim(t, o)
-    return attention_flops((B, o.num_heads, S, D), (B, o.num_kv_heads, key_rows(S, t), D), products)
-
-
-def _rows_of(part: Projection, x: Tensor, t: AttentionTensors) -> int:
-    B, S = batch_and_rows(x)
-    return B * (key_rows(S, t) if part.of_key_value else S)
-
-
-def _gradient_flops(
-    part: Projection, x: Tensor, t: AttentionTensors, o: AttentionOptions, need: Collection[str], reads_input: bool
-) -> int:
-    """FLOPs of a projection's gradients: of what it reads, its weight, and its low-rank update."""
-    rows, pair = _rows_of(part, x, t), update_of(part.letter, rows_2d(x).shape[0], t, o)
-    products = reads_input + (f"w{part.letter}" in need)
-    of_update = gradient_flops(rows, pair, reads_input, *(name in need for name in names_of(part.letter)))
-    return products * 2 * rows * part.weight.numel() + of_update
-
-
-def attention_half_flops(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> int:
-    return products_flops(x, t, o, [*projections(t, o), out_projection(t)]) + core_flops(x, t, o, 2)
-
-
-def attention_half_backward_flops(
-    x, t: AttentionTensors, o: AttentionOptions, out, qkv, needs: int, f: Tensor | None = None
-) -> int:
-    need = needed_names(AttentionTensors, needs)
-    inner, reads = behind_core(need, o), reads_branch(o, need)
-    rebuilt = out is None and (bool(inner) or reads or reads_core(need))
-    parts, last = projections(t, o), out_projection(t)
-    products = [last] * (reads and f is None)
-    if (inner or rebuilt) and qkv is None:
-        products += parts
-    gradients = _gradient_flops(last, x, t, o, need, bool(inner))
-    for part in parts:
-        wanted = {"key_value"} if part.of_key_value else {"x", "norm_weight", "norm_bias"}
-        gradients += _gradient_flops(part, x, t, o, need, bool(inner & wanted))
-    need_dq, need_dkv = core_needs(inner, t)
-    core = 2 * rebuilt + gradient_products(need_dq, need_dkv, "mask" in inner)
-    return gradients + products_flops(x, t, o, products) + core_flops(x, t, o, core)

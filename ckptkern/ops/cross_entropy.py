@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +25,18 @@ from ._choices import (
 from ._gradients import main_grad_of, token_chunks
 from ._needs import flags, needed
 from ._op import Op, build
-from ._rows import cast_parameter, row_count, rows_2d, unflattened
+from ._rows import cast_parameter, rows_2d, unflattened
 
 NAME = "linear_cross_entropy"
 X, W, B, TARGET, CLASS_WEIGHT = range(5)
 COLUMNS = 256  # where chunks of the vocabulary start: multiples of every tile's BLOCK_N
 
 
-def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int) -> list[tuple[int, int]]:
+def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None) -> list[tuple[int, int]]:
     """[start, stop) ranges of the vocabulary whose transient tensors fit `workspace`: at least COLUMNS each, and as equal as
-    multiples of COLUMNS can be."""
+    multiples of COLUMNS can be. Without a workspace, one range."""
     units = -(-entries // COLUMNS)
-    count = -(-units // max(workspace // max(bytes_per_entry, 1) // COLUMNS, 1))
+    count = min(units, 1) if workspace is None else -(-units // max(workspace // max(bytes_per_entry, 1) // COLUMNS, 1))
     bounds = [i * units // count * COLUMNS for i in range(count)]
     return list(itertools.pairwise([*bounds, entries]))
 
@@ -95,7 +96,7 @@ def gathered(statistics: list[Tensor | None], entries: int, group: str, size: in
 
     One collective; ranks are combined in their order, so that all of them have equal bits.
     """
-    M = len(statistics[0])
+    M = statistics[0].shape[0]
     mine = [one for one in statistics if one is not None]
     sent = torch.cat([*mine, mine[0].new_full((1,), entries)])
     parts = torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group)
@@ -109,102 +110,97 @@ def all_reduced(x: Tensor, group: str) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group))
 
 
+class LinearCrossEntropyOptions(NamedTuple):
+    """vocab_start: class of w's first row; group, size: of the ranks that share the vocabulary, "" for none; equal_shards: was
+    vocab_start taken for granted?"""
+
+    label_smoothing: float
+    logit_scale: float
+    softcap: float
+    ignore_index: int
+    vocab_start: int
+    group: str
+    size: int
+    equal_shards: bool
+    recompute: str
+    backend: str
+    precision: str
+    workspace: int
+
+
 class LinearCrossEntropy(Op):
     name = NAME
-    inputs = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
-    kept = "Tensor lse, Tensor? entries, Tensor? z_t, Tensor? kept, Tensor? parts"
-    statics = (
-        "float label_smoothing, float logit_scale, float softcap, int ignore_index, int vocab_start, str group, int size, "
-        "bool equal_shards, str recompute, str backend, str precision, int workspace"
-    )
-    results = "(Tensor y, Tensor lse, Tensor entries, Tensor z_t, Tensor kept, Tensor parts)"
-    grads = "(Tensor dx, Tensor dw, Tensor db, Tensor none, Tensor none_)"
+    Options = LinearCrossEntropyOptions
     constants = frozenset({TARGET, CLASS_WEIGHT})
 
     @staticmethod
-    def forward(
-        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, equal_shards, recompute,
-        backend, precision, workspace,
-    ):  # fmt: skip
-        p, rows, target, V = primitives(backend), rows_2d(x), target.reshape(-1), w.shape[0]
+    def saves(o):
+        always = ("lse", "entries") if o.group else ("lse",)
+        if o.recompute == "full":
+            return always
+        return (*always, "z_t", "kept") if o.softcap else (*always, "z_t", "kept", "parts")
+
+    @staticmethod
+    def reads_x(o, needs):
+        return o.recompute == "full" or needed(needs, W)
+
+    @staticmethod
+    def forward(tensors, o):
+        x, w, b, target, class_weight = tensors
+        p, rows, target, V = primitives(o.backend), rows_2d(x), target.reshape(-1), w.shape[0]
         w, b, wide = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype)
-        head = eager.Head(scale, softcap, ignore_index, first, precision)
+        head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start, o.precision)
         all_weights = cast_parameter(class_weight, wide)
-        weights = all_weights[first : first + V].contiguous() if class_weight is not None and smoothing else None
-        keep = recompute != "full"
-        if not group:
-            check_targets(target, V, ignore_index)
+        weights = None
+        if class_weight is not None and o.label_smoothing:
+            weights = all_weights[o.vocab_start : o.vocab_start + V].contiguous()
+        keep = o.recompute != "full"
+        if not o.group:
+            check_targets(target, V, o.ignore_index)
 
         def of_tokens(start: int, stop: int):
             return p.cross_entropy_fwd(
-                rows[start:stop], w, b, target[start:stop], weights, head, weighted=smoothing > 0, keep=keep
+                rows[start:stop], w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep
             )
 
-        per_token = V * wide.itemsize * (3 if softcap else 2) if backend == "eager" else V // 8
-        chunks = [(0, len(rows))] if keep else token_chunks(len(rows), per_token, workspace)
+        per_token = V * wide.itemsize * (3 if o.softcap else 2) if o.backend == "eager" else V // 8
+        M = rows.shape[0]
+        chunks = [(0, M)] if keep else token_chunks(M, per_token, o.workspace)
         made = [of_tokens(*chunk) for chunk in chunks]
         lse, z_t, wz = (one[0] if len(one) == 1 else None if one[0] is None else torch.cat(one)
                         for one in list(zip(*made, strict=True))[:3])  # fmt: skip
         entries = V
-        if group:
-            lse, z_t, wz, entries = gathered([lse, z_t, wz], V, group, size)
-            check_targets(target, entries, ignore_index)
-            if equal_shards:
-                check_equal_shards(entries, V, size)
-        y = Sums(target, all_weights, ignore_index, smoothing, entries).losses(lse, z_t, wz)
+        if o.group:
+            lse, z_t, wz, entries = gathered([lse, z_t, wz], V, o.group, o.size)
+            check_targets(target, entries, o.ignore_index)
+            if o.equal_shards:
+                check_equal_shards(entries, V, o.size)
+        y = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries).losses(lse, z_t, wz)
         kept, parts = made[0][3:]
-        return y, lse, entries if group else None, z_t if keep else None, kept, parts
+        return y, {"lse": lse, "entries": entries, "z_t": z_t, "kept": kept, "parts": parts}
 
     @staticmethod
-    def forward_fake(
-        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, equal_shards, recompute,
-        backend, precision, workspace,
-    ):  # fmt: skip
-        M, V, keep = row_count(x), w.shape[0], recompute != "full"
-        made = dict(dtype=eager.wide_of(x.dtype))
-        slices = primitives(backend).slice_count(x, V)
-        return (
-            x.new_empty((3, M), **made),
-            x.new_empty(M, **made),
-            x.new_empty((), **made) if group else x.new_empty(0),
-            x.new_empty(M, **made) if keep else x.new_empty(0),
-            x.new_empty((M, V)) if keep else x.new_empty(0),
-            x.new_empty((slices, M), **made) if keep and not softcap else x.new_empty(0),
-        )
-
-    @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        softcap, group, keep = statics[2], statics[5], statics[8] != "full"
-        x, *others = tensors
-        _, lse, entries, z_t, kept, parts = outputs
-        return [
-            None if keep and not needed(needs, W) else x, *others, lse, entries if group else None,
-            *((z_t, kept, None if softcap else parts) if keep else (None, None, None)),
-        ]  # fmt: skip
-
-    @staticmethod
-    def backward(
-        dy, x, w, b, target, class_weight, lse, entries, z_t, kept, parts, smoothing, scale, softcap, ignore_index, first,
-        group, size, equal_shards, recompute, backend, precision, workspace, needs,
-    ):  # fmt: skip
-        p, (V, d), lead = primitives(backend), w.shape, target.shape
+    def backward(dy, tensors, saved, o, needs):
+        x, w, b, target, class_weight = tensors
+        lse, kept, parts, z_t = (saved.get(name) for name in ("lse", "kept", "parts", "z_t"))
+        p, (V, d), lead = primitives(o.backend), w.shape, target.shape
         need_dx, need_dw, need_db = flags(needs, 3)
         dtype, wide = kept.dtype if x is None else x.dtype, lse.dtype
-        rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), len(lse)
+        rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
         w_, b_, all_weights = cast_parameter(w, dtype), cast_parameter(b, dtype), cast_parameter(class_weight, wide)
-        sums = Sums(target, all_weights, ignore_index, smoothing, entries if group else V)
+        sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
         dstats = sums.gradients(dy, lse)
-        weights = all_weights if smoothing else None
+        weights = all_weights if o.label_smoothing else None
 
         transient = M * dtype.itemsize
-        if backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's products copy
+        if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's products copy
             narrow, kept_too = dtype != wide, kept is not None
-            held = max(narrow + kept_too, 3 * bool(softcap))
+            held = max(narrow + kept_too, 3 * bool(o.softcap))
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
-        chunks = vocabulary_chunks(V, transient, workspace)
+        chunks = vocabulary_chunks(V, transient, o.workspace)
         widest = max((stop - start for start, stop in chunks), default=0)
         workspace_rows = lse.new_empty((M, -(-widest // COLUMNS) * COLUMNS), dtype=dtype)
-        summed = len(chunks) != 1 or bool(group)  # then dx is a sum of several products, in the wide type
+        summed = len(chunks) != 1 or bool(o.group)  # then dx is a sum of several products, in the wide type
         dx = lse.new_empty((M, d), dtype=wide if summed else dtype) if need_dx else None
         main = main_grad_of(w) if need_dw else None
         dw = main if main is not None else torch.empty_like(w) if need_dw else None
@@ -212,9 +208,9 @@ class LinearCrossEntropy(Op):
 
         def of_entries(start: int, stop: int) -> None:
             dz = workspace_rows[:, : stop - start]
-            here = slice(first + start, first + stop)
+            here = slice(o.vocab_start + start, o.vocab_start + stop)
             given = (target, None if weights is None else weights[here], lse, dstats)
-            head = eager.Head(scale, softcap, ignore_index, here.start, precision)
+            head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
             if kept is None:
                 part = w_[start:stop], None if b_ is None else b_[start:stop]
                 total = p.cross_entropy_bwd(rows, *part, *given, head, dz, db=need_db)
@@ -232,44 +228,32 @@ class LinearCrossEntropy(Op):
             of_entries(start, stop)
         if need_dx:
             dx = dx if chunks else dx.zero_()
-            dx = cast_parameter(all_reduced(dx, group) if group else dx, dtype)
+            dx = cast_parameter(all_reduced(dx, o.group) if o.group else dx, dtype)
         if main is not None:
             w.grad_added_to_main_grad = True
         return unflattened(dx, lead) if need_dx else None, dw if main is None else None, db, None, None
 
     @staticmethod
-    def backward_fake(dy, x, w, b, target, class_weight, lse, entries, z_t, kept, *rest):
-        needs = rest[-1]
-        like = kept if x is None else x
-        dx = like.new_empty((*target.shape, w.shape[1]) if needed(needs, X) else 0)
-        return dx, *(
-            t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0)
-            for i, t in ((W, w), (B, b), (TARGET, None), (CLASS_WEIGHT, None))
-        )
+    def made_on_meta(x, made, o):
+        if made["parts"] is not None:
+            M, V = made["kept"].shape
+            made["parts"] = made["parts"].new_empty((primitives(o.backend).slice_count(x, V), M))
+        return made
 
     @staticmethod
-    def composite(
-        x, w, b, target, class_weight, smoothing, scale, softcap, ignore_index, first, group, size, equal_shards, recompute,
-        backend, precision, workspace,
-    ):  # fmt: skip
-        if group:
+    def reference(tensors, o):
+        x, w, b, target, class_weight = tensors
+        if o.group:
             raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
         wide, target = eager.wide_of(x.dtype), target.reshape(-1)
-        z = composite_logits(rows_2d(x), w, b, scale, softcap)
-        ignored, weights = (target == ignore_index)[:, None], cast_parameter(class_weight, wide)
+        z = composite_logits(rows_2d(x), w, b, o.logit_scale, o.softcap)
+        ignored, weights = (target == o.ignore_index)[:, None], cast_parameter(class_weight, wide)
         z = z.masked_fill(ignored, 0)  # where an ignored token's logits are infinite, derivatives would be NaN
         z_t = z.gather(1, target[:, None].masked_fill(ignored, 0)).squeeze(1)
-        wz = None if not smoothing else z.sum(1) if weights is None else z @ weights
-        return Sums(target, weights, ignore_index, smoothing, w.shape[0]).losses(torch.logsumexp(z, 1), z_t, wz)
-
-    @staticmethod
-    def forward_flops(x, w, *args, out_val=None):
-        return 2 * row_count(x) * w.numel()
-
-    @staticmethod
-    def backward_flops(dy, x, w, b, target, class_weight, lse, entries, z_t, kept, *rest, out_val=None):
-        needs = rest[-1]
-        return 2 * dy.shape[1] * w.numel() * ((kept is None) + needed(needs, X) + needed(needs, W))
+        wz = None if not o.label_smoothing else z.sum(1) if weights is None else z @ weights
+        return Sums(target, weights, o.ignore_index, o.label_smoothing, w.shape[0]).losses(
+            torch.logsumexp(z, 1), z_t, wz
+        )
 
 
 def composite_logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float) -> Tensor:
@@ -356,11 +340,11 @@ def linear_cross_entropy(
             z = composite_logits(x, linear_weight, linear_bias, logit_scale, softcap)
             loss, lse = loss_of_logits(z, target, weight, reduction, ignore_index, label_smoothing, z_loss)
         return (loss, lse) if return_lse else loss
-    statics = (
+    options = LinearCrossEntropyOptions(
         label_smoothing, logit_scale, softcap, ignore_index, first, name, size, vocab_start is None, choose_level(recompute),
         choose_backend(NAME, x), matmul_precision(x), choose_workspace(NAME, workspace, x),
     )  # fmt: skip
-    losses, squares, lse = _apply(statics, x, linear_weight, linear_bias, target, weight).unbind(0)
+    losses, squares, lse = _apply(options, x, linear_weight, linear_bias, target, weight).unbind(0)
     loss = reduced(losses, squares, target, weight, reduction, ignore_index, z_loss)
     return (loss, lse.view(target.shape)) if return_lse else loss
 

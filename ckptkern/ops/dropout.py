@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.types import IntLikeType
 
 from .. import eager, state
 from ._checks import check_input, check_probability
@@ -30,57 +32,47 @@ def draw_state(x: Tensor, p: float, training: bool) -> Tensor | None:
     return state.draw(x) if training and p > 0.0 else None
 
 
+class DropoutOptions(NamedTuple):
+    """Row 0 of sample i of x is row row_base + i row_step of the unsharded tensor; row_step 0: x is one sample."""
+
+    p: float
+    row_base: IntLikeType
+    row_step: IntLikeType
+    backend: str
+
+
 class Dropout(Op):
     name = "dropout"
-    inputs = "Tensor x, Tensor rng"
-    kept = ""
-    statics = "float p, SymInt row_base, SymInt row_step, str backend, str precision"
-    results = "Tensor[]"
-    grads = "Tensor[]"
+    Options = DropoutOptions
 
     @staticmethod
-    def forward(x, rng, p, row_base, row_step, backend, precision):
-        """Row 0 of sample i of x is row row_base + i row_step of the unsharded tensor; row_step 0: x is one sample."""
-        arguments, drop = dropout_arguments(rng, p), primitives(backend).dropout
-        samples = rows_2d(x).split(x.shape[-2]) if row_step else (rows_2d(x),)
-        parts = [drop(one, *arguments, row_base=row_base + i * row_step) for i, one in enumerate(samples)]
-        return [unflattened(parts[0] if len(parts) == 1 else torch.cat(parts), x.shape[:-1])]
+    def reads_x(o, needs):
+        return False
 
     @staticmethod
-    def forward_fake(x, rng, *statics):
-        return [x.new_empty(x.shape)]
+    def forward(tensors, o):
+        x, rng = tensors
+        arguments, drop = dropout_arguments(rng, o.p), primitives(o.backend).dropout
+        samples = rows_2d(x).split(x.shape[-2]) if o.row_step else (rows_2d(x),)
+        parts = [drop(one, *arguments, row_base=o.row_base + i * o.row_step) for i, one in enumerate(samples)]
+        return unflattened(parts[0] if len(parts) == 1 else torch.cat(parts), x.shape[:-1]), {}
 
     @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        return [None, tensors[1]]
+    def backward(dy, tensors, saved, o, needs):
+        return [Dropout.forward((dy, tensors[1]), o)[0], None]
 
     @staticmethod
-    def backward(dy, x, rng, *statics_and_needs):
-        return [*Dropout.forward(dy, rng, *statics_and_needs[:-1]), None]
-
-    @staticmethod
-    def backward_fake(dy, x, rng, *statics_and_needs):
-        return [dy.new_empty(dy.shape), dy.new_empty(0)]
-
-    @staticmethod
-    def composite(x, rng, p, row_base, row_step, backend, precision):
-        arguments = dropout_arguments(rng, p)
-        if not row_step:
-            return eager.composite_dropout(x, arguments, row_base)
-        parts = [eager.composite_dropout(one, arguments, row_base + i * row_step) for i, one in enumerate(x)]
-        return torch.stack(parts)
+    def reference(tensors, o):
+        x, arguments = tensors[0], dropout_arguments(tensors[1], o.p)
+        if not o.row_step:
+            return eager.composite_dropout(x, arguments, o.row_base)
+        return torch.stack(
+            [eager.composite_dropout(one, arguments, o.row_base + i * o.row_step) for i, one in enumerate(x)]
+        )
 
     @classmethod
-    def missing_input(cls, dy, saved, statics):
+    def missing_input(cls, dy, tensors, o):
         return torch.zeros_like(dy)  # dropout is linear: its gradient does not depend on x
-
-    @staticmethod
-    def forward_flops(*args, out_val=None):
-        return 0
-
-    @staticmethod
-    def backward_flops(dy, *args, out_val=None):
-        return 0
 
 
 _apply = build(Dropout)
@@ -108,4 +100,4 @@ def replayed_dropout(x: Tensor, rng: Tensor | None, p: float, row_base: int = 0,
     unsharded tensor's rows."""
     if rng is None:
         return x
-    return _apply((float(p), row_base, row_step, choose_backend("dropout", x), "ieee"), x, rng)
+    return _apply(DropoutOptions(float(p), row_base, row_step, choose_backend("dropout", x)), x, rng)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,95 +39,83 @@ def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
     """<dy[t], bias[e]> for every slot: the part of its weight's gradient that no hidden layer shows."""
     wide, dropped = eager.wide_of(dy.dtype), (index < 0) | (index >= len(bias))
     dy, bias, index = dy.to(wide), bias.to(wide), index.masked_fill(dropped, 0).long()
-    shares = [(dy * bias[experts]).sum(1) for experts in index.unbind(1)] if len(bias) else [dy.new_zeros(len(dy))]
+    shares = [(dy * bias[experts]).sum(1) for experts in index.unbind(1)] if len(bias) else [dy.new_zeros(dy.shape[0])]
     return torch.stack(shares, 1).masked_fill(dropped, 0)
+
+
+class ExpertsOptions(NamedTuple):
+    activation: str
+    recompute: str
+    backend: str
+    precision: str
 
 
 class Experts(Op):
     name = "moe_mlp"
-    inputs = (
-        "Tensor x, Tensor index, Tensor weights, Tensor gate_up_weight, Tensor? gate_up_bias, Tensor down_weight, "
-        "Tensor? down_bias"
-    )
-    kept = "Tensor order, Tensor inv, Tensor offs, Tensor? gu"
-    statics = "str activation, str recompute, str backend, str precision"
-    results = "(Tensor y, Tensor order, Tensor inv, Tensor offs, Tensor gu)"
-    grads = "(Tensor dx, Tensor none, Tensor ds, Tensor dw, Tensor db, Tensor dwd, Tensor dbd)"
+    Options = ExpertsOptions
     constants = frozenset({INDEX})
 
     @staticmethod
-    def forward(x, index, s, w, b, wd, bd, activation, recompute, backend, precision):
-        p, index, s = primitives(backend), rows_2d(index), rows_2d(s)
+    def saves(o):
+        return ("order", "inv", "offs") if o.recompute == "full" else ("order", "inv", "offs", "gu")
+
+    @staticmethod
+    def reads_x(o, needs):
+        return o.recompute == "full" or needed(needs, W)
+
+    @staticmethod
+    def forward(tensors, o):
+        x, index, s, w, b, wd, bd = tensors
+        p, index, s = primitives(o.backend), rows_2d(index), rows_2d(s)
         w, b, wd, bd = (cast_parameter(t, x.dtype) for t in (w, b, wd, bd))
         groups = eager.route(index, len(w))
-        h, gu = p.experts_fwd(rows_2d(x), w, b, groups, activation, precision, keep_gu=recompute != "full")
-        y = p.experts_combine(p.experts_product(h, wd, bd, groups, precision, transposed=True), s, groups)
-        return unflattened(y, x.shape[:-1]), *groups[:3], gu
+        keep_gu = o.recompute != "full"
+        h, gu = p.experts_fwd(rows_2d(x), w, b, groups, o.activation, o.precision, keep_gu=keep_gu)
+        y = p.experts_combine(p.experts_product(h, wd, bd, groups, o.precision, transposed=True), s, groups)
+        return unflattened(y, x.shape[:-1]), groups._asdict() | {"gu": gu}
 
     @staticmethod
-    def forward_fake(x, index, s, w, b, wd, bd, activation, recompute, *statics):
-        rows = index.numel()
-        return (
-            x.new_empty((*x.shape[:-1], wd.shape[1])),
-            *(x.new_empty(n, dtype=torch.int32) for n in (rows, rows, w.shape[0] + 1)),
-            x.new_empty((rows, w.shape[1]) if recompute != "full" else 0),
-        )
-
-    @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        x, *others = tensors
-        order, inv, offs, gu = outputs[1:]
-        keep_gu = statics[1] != "full"
-        return [None if keep_gu and not needed(needs, W) else x, *others, order, inv, offs, gu if keep_gu else None]
-
-    @staticmethod
-    def backward(dy, x, index, s, w, b, wd, bd, order, inv, offs, gu, activation, recompute, backend, precision, needs):
-        p, dtype, lead = primitives(backend), dy.dtype, dy.shape[:-1]
+    def backward(dy, tensors, saved, o, needs):
+        x, index, s, w, b, wd, bd = tensors
+        p, dtype, lead = primitives(o.backend), dy.dtype, dy.shape[:-1]
         need_x, _, need_s, need_w, need_b, need_wd, need_bd = flags(needs, 7)
         dy, x, weights = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s)
-        groups = eager.Groups(order, inv, offs, weights.shape[1])
+        order, gu = saved["order"], saved.get("gu")
+        groups = eager.Groups(order, saved["inv"], saved["offs"], weights.shape[1])
         w_, b_, wd_ = (cast_parameter(t, dtype) for t in (w, b, wd))
         grads = dict.fromkeys(range(7))
         wanted = dict(hs=need_wd, dgu=need_x or need_w or need_b, ds=need_s)
         if need_wd and not (wanted["dgu"] or need_s):  # forward's h, without the product that gives its gradient
-            gu = p.experts_fwd(x, w_, b_, groups, activation, precision, keep_gu=True)[1] if gu is None else gu
-            h, wide = p.act_fwd(*gu.chunk(2, 1), activation), eager.wide_of(dtype)
+            gu = p.experts_fwd(x, w_, b_, groups, o.activation, o.precision, keep_gu=True)[1] if gu is None else gu
+            h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dtype)
             hs = (h.to(wide) * weights.reshape(-1)[order].to(wide)[:, None]).to(dtype)
         elif any(wanted.values()):
             if gu is None:
-                hs, dgu, ds = p.experts_bwd(x, w_, b_, dy, wd_, weights, groups, activation, precision, **wanted)
+                hs, dgu, ds = p.experts_bwd(x, w_, b_, dy, wd_, weights, groups, o.activation, o.precision, **wanted)
             else:
-                hs, dgu, ds = p.experts_act_grad(gu, dy, wd_, weights, groups, activation, precision, **wanted)
+                hs, dgu, ds = p.experts_act_grad(gu, dy, wd_, weights, groups, o.activation, o.precision, **wanted)
         if need_s:
             ds = ds if bd is None else ds + _bias_share(dy, rows_2d(index), bd)
             grads[S] = cast_parameter(ds, s.dtype).view(s.shape)
         if need_wd:
-            grads[WD] = _weight_grad(p, wd, dy, hs, groups, precision, "a")
+            grads[WD] = _weight_grad(p, wd, dy, hs, groups, o.precision, "a")
         hs = None  # gone before the other gradients are made
         if need_w:
-            grads[W] = _weight_grad(p, w, dgu, x, groups, precision, "b")
+            grads[W] = _weight_grad(p, w, dgu, x, groups, o.precision, "b")
         if need_b:
             grads[B] = cast_parameter(p.experts_sums(dgu, None, groups, gathered=False), b.dtype)
         if need_bd:
             grads[BD] = cast_parameter(p.experts_sums(dy, weights, groups, gathered=True), bd.dtype)
         if need_x:
-            rows = p.experts_product(dgu, w_, None, groups, precision, transposed=False)
+            rows = p.experts_product(dgu, w_, None, groups, o.precision, transposed=False)
             dgu = None
             grads[X] = unflattened(p.experts_combine(rows, None, groups), lead)
         return tuple(grads.values())
 
     @staticmethod
-    def backward_fake(dy, x, index, s, w, b, wd, bd, *kept_statics_and_needs):
-        needs = kept_statics_and_needs[-1]
-        dx = dy.new_empty((*dy.shape[:-1], w.shape[2]) if needed(needs, X) else 0)
-        return dx, *(
-            t.new_empty(t.shape) if needed(needs, i) else dy.new_empty(0)
-            for i, t in enumerate((index, s, w, b, wd, bd), 1)
-        )
-
-    @staticmethod
-    def composite(x, index, s, w, b, wd, bd, activation, *statics):
+    def reference(tensors, o):
         """Every expert on every token, zeros for those that are not its own: no shape depends on values."""
+        x, index, s, w, b, wd, bd = tensors
         w, b, wd, bd = (cast_parameter(t, x.dtype) for t in (w, b, wd, bd))
         wide = eager.wide_of(x.dtype)
         total = 0
@@ -133,21 +123,9 @@ class Experts(Op):
             chosen = index == e
             own = torch.where(chosen.any(-1, keepdim=True), x, 0)
             g, u = F.linear(own, w[e], None if b is None else b[e]).chunk(2, -1)
-            y = F.linear(eager.act(g, activation) * u, wd[e], None if bd is None else bd[e])
+            y = F.linear(eager.act(g, o.activation) * u, wd[e], None if bd is None else bd[e])
             total = total + y.to(wide) * torch.where(chosen, s.to(wide), 0).sum(-1, keepdim=True)
         return (total if w.shape[0] else torch.zeros_like(x, dtype=wide)).to(x.dtype)
-
-    @staticmethod
-    def forward_flops(x, index, s, w, b, wd, *args, out_val=None):
-        return 2 * index.numel() * (w.shape[1] * w.shape[2] + wd.shape[1] * wd.shape[2])
-
-    @staticmethod
-    def backward_flops(dy, x, index, s, w, b, wd, bd, order, inv, offs, gu, *statics_and_needs, out_val=None):
-        need_x, _, need_s, need_w, need_b, need_wd, _ = flags(statics_and_needs[-1], 7)
-        hidden = need_x or need_s or need_w or need_b
-        gate_up, down = w.shape[1] * w.shape[2], wd.shape[1] * wd.shape[2]
-        inner = ((hidden or need_wd) and gu is None) + need_x + need_w
-        return 2 * index.numel() * (inner * gate_up + (hidden + need_wd) * down)
 
 
 _apply = build(Experts)
@@ -189,8 +167,8 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
 
 def _call(op, x, index, s, w, b, wd, bd, activation, recompute):
     x = cast_input(op, x, w, b, wd, bd)
-    statics = activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x)
-    return _apply(statics, x, index, s, w, b, wd, bd)
+    options = ExpertsOptions(activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x))
+    return _apply(options, x, index, s, w, b, wd, bd)
 
 
 def moe_mlp(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +20,20 @@ from ._rows import cast_parameter, row_count, rows_2d, unflattened
 X = 0
 
 
-def _kept(activation: str, recompute: str) -> tuple[bool, bool]:
-    """(keep every layer's h (relu) or z (others), keep the 1-bit mask of the last layer)."""
-    return recompute in ("none", "selective"), recompute == "full" and activation == "relu"
+def _split(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+    """(x, weights, biases)"""
+    count = len(tensors) // 2
+    return tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
 
 
-def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
     return [cast_parameter(t, dtype) for t in tensors]
 
 
 def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs):
     """`LinearStack.backward` of a chain that fits one kernel, for rows of tokens."""
     L = len(weights)
-    packed = p.pack_stack(weights, biases, width, rows.dtype)
+    packed = p.pack_stack(weights, [b for b in biases if b is not None], width, rows.dtype)
     dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
     dws = [
         dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -43,116 +46,82 @@ def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, prec
     return dx, dws, dbs
 
 
-def _narrow_width(backend: str, recompute: str, x: Tensor, weights: Sequence[Tensor]) -> int | None:
+def _narrow_width(o: LinearStackOptions, x: Tensor, weights: Sequence[Tensor]) -> int | None:
     """Padded width of a chain that fits one kernel, or None if each layer is a kernel of its own."""
-    if backend == "eager" or recompute in ("none", "selective"):
+    if o.backend == "eager" or o.recompute in ("none", "selective"):
         return None
-    return primitives(backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
+    return primitives(o.backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
+
+
+class LinearStackOptions(NamedTuple):
+    """layers: how many, of weights and of biases, which may all be None."""
+
+    activation: str
+    recompute: str
+    backend: str
+    precision: str
+    workspace: int
+    layers: int
 
 
 class LinearStack(Op):
-    """Flat tensors: x, L weights, L biases (None where there are none)."""
+    """Tensors: x, weights, biases."""
 
     name = "linear_stack"
-    inference_level = "forward"  # "full" keeps relu's mask
-    inputs = "Tensor x, Tensor[] weights, Tensor[] biases"
-    kept = "Tensor? bits, Tensor[] hidden"
-    statics = "str activation, str recompute, str backend, str precision, int workspace"
-    results = "(Tensor y, Tensor bits, Tensor[] hidden)"
-    grads = "(Tensor dx, Tensor[] dw, Tensor[] db)"
-
-    @classmethod
-    def arguments(cls, tensors):
-        L = (len(tensors) - 1) // 2
-        return tensors[0], list(tensors[1 : L + 1]), [b for b in tensors[L + 1 :] if b is not None]
-
-    @classmethod
-    def tensors(cls, inputs):
-        x, weights, biases = inputs
-        return x, *weights, *(biases or [None] * len(weights))
-
-    @classmethod
-    def input_count(cls, saved, statics):
-        per_layer = 3 if _kept(*statics[:2])[0] else 2
-        return (len(saved) - 2) // per_layer * 2 + 1
-
-    @classmethod
-    def backward_arguments(cls, saved, statics):
-        count = cls.input_count(saved, statics)
-        return *cls.arguments(saved[:count]), saved[count], list(saved[count + 1 :])
-
-    @classmethod
-    def flat(cls, results):
-        first, second, third = results
-        return (first, *second, *third) if isinstance(second, list) else (first, second, *third)
+    Options = LinearStackOptions
+    inference_recompute = "forward"  # "full" saves relu's mask
 
     @staticmethod
-    def forward(x, weights, biases, activation, recompute, backend, precision, workspace):
-        p, rows = primitives(backend), rows_2d(x)
-        keep_hidden, keep_bits = _kept(activation, recompute)
-        out_features = weights[-1].shape[0]
-        width = _narrow_width(backend, recompute, x, weights)
-        hidden = []
+    def saves(o):
+        """Every layer's h (relu), of which the last is y, or z (others); or the 1-bit mask of the last layer."""
+        if o.recompute in ("none", "selective"):
+            names = tuple(f"hidden{i}" for i in range(o.layers))
+            return (*names[:-1], "y") if o.activation == "relu" else names
+        return ("bits",) if o.recompute == "full" and o.activation == "relu" else ()
+
+    @staticmethod
+    def forward(tensors, o):
+        x, weights, biases = _split(tensors)
+        p, rows, saves, saved = primitives(o.backend), rows_2d(x), LinearStack.saves(o), {}
+        width = _narrow_width(o, x, weights)
+        keep_bits = "bits" in saves
         if width is not None:
-            packed = p.pack_stack(weights, biases, width, x.dtype)
-            y, bits = p.stack_fwd(rows, *packed, out_features, activation, precision, keep_bits=keep_bits)
-        else:
-            weights, biases = _cast_all(weights, x.dtype), _cast_all(biases, x.dtype) or [None] * len(weights)
-            y, last = rows, len(weights) - 1
-            for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-                y, z, bits = p.linear_fwd(
-                    y, w, b, activation, precision, keep_z=keep_hidden and activation != "relu",
-                    keep_bits=keep_bits and i == last,
-                )  # fmt: skip
-                if activation != "relu" and keep_hidden:
-                    hidden.append(z.clone() if z is y else z)
-                elif keep_hidden and i != last:
-                    hidden = [*hidden, y]  # Dynamo of torch 2.11 makes hidden a tuple
-        return unflattened(y, x.shape[:-1]), bits if keep_bits else None, hidden
+            packed = p.pack_stack(weights, [b for b in biases if b is not None], width, x.dtype)
+            last = weights[-1].shape[0]
+            y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, keep_bits=keep_bits)
+            return unflattened(y, x.shape[:-1]), saved
+        y, keep_z = rows, o.recompute in ("none", "selective") and o.activation != "relu"
+        for i, (w, b) in enumerate(zip(_cast_all(weights, x.dtype), _cast_all(biases, x.dtype), strict=True)):
+            last = i == o.layers - 1
+            y, z, saved["bits"] = p.linear_fwd(
+                y, w, b, o.activation, o.precision, keep_z=keep_z, keep_bits=keep_bits and last
+            )
+            if f"hidden{i}" in saves:
+                saved[f"hidden{i}"] = z.clone() if z is y else z if keep_z else y
+        return unflattened(y, x.shape[:-1]), saved
 
     @staticmethod
-    def forward_fake(x, weights, biases, activation, recompute, *statics):
-        keep_hidden, keep_bits = _kept(activation, recompute)
-        M, N = row_count(x), weights[-1].shape[0]
-        hidden = []
-        if keep_hidden:
-            hidden = [x.new_empty((M, w.shape[0])) for w in (weights[:-1] if activation == "relu" else weights)]
-        return (
-            x.new_empty((*x.shape[:-1], N)),
-            x.new_empty((M, (N + 7) // 8), dtype=torch.uint8) if keep_bits else x.new_empty(0),
-            hidden,
-        )
-
-    @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        keep_hidden, keep_bits = _kept(*statics[:2])
-        y, bits, *hidden = outputs
-        if keep_hidden and statics[0] == "relu":
-            hidden = [*hidden, y]  # Dynamo of torch 2.11 makes hidden a tuple
-        return [*tensors, bits if keep_bits else None, *hidden]
-
-    @staticmethod
-    def backward(
-        dy, x, weights, biases, bits, hidden, activation, recompute, backend, precision, workspace, needs
-    ):  # fmt: skip
-        p, L = primitives(backend), len(weights)
+    def backward(dy, tensors, saved, o, needs):
+        x, weights, biases = _split(tensors)
+        p, L, activation, precision = primitives(o.backend), o.layers, o.activation, o.precision
+        bits, hidden = saved.get("bits"), [t for name, t in saved.items() if name != "bits"]
         M = row_count(dy)
         dy, rows = rows_2d(dy), rows_2d(x)
-        width = _narrow_width(backend, recompute, x, weights)
+        width = _narrow_width(o, x, weights)
         need_dw = [needed(needs, 1 + i) for i in range(L)]
         need_db = [needed(needs, 1 + L + i) for i in range(L)]
         if width is not None:
             dx, *others = _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs)
-            return None if dx is None else unflattened(dx, x.shape[:-1]), *others
-        ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype) or [None] * L
+            return [None if dx is None else unflattened(dx, x.shape[:-1]), *itertools.chain(*others)]
+        ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype)
         stored = [rows_2d(h) for h in hidden]
         # every z or h, the last h, and z, dh, dz, h of the current layer, with what its activation's gradient holds
         widths = [w.shape[0] for w in weights]
-        temporaries = eager.ACTIVATIONS[activation].temporaries if backend == "eager" else 0
+        temporaries = eager.ACTIVATIONS[activation].temporaries if o.backend == "eager" else 0
         held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
-        chunks = token_chunks(M, row_bytes(dy, held, 0, summed, sum(widths) + 3 * max(widths)), workspace)
+        chunks = token_chunks(M, row_bytes(dy, held, 0, summed, sum(widths) + 3 * max(widths)), o.workspace)
         weight_grads = [WeightGrad(w, len(chunks)) for w in weights]
-        bias_grads = [BiasGrad(b.dtype, len(chunks)) for b in biases] or [None] * L
+        bias_grads = [None if b is None else BiasGrad(b.dtype, len(chunks)) for b in biases]
         sums = [need and grad.part for need, grad in zip(need_db, bias_grads, strict=True)]
         dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
         lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)
@@ -161,7 +130,7 @@ class LinearStack(Op):
         def add(start: int, stop: int) -> None:
             part = slice(start, stop)
             dy_rows = dy[part]
-            # kept[i]: layer i's h (relu) or z (others) for i < L - 1; layer L - 1 is rebuilt in its tile, or read from bits
+            # kept[i]: layer i's h (relu) or z (others) for i < L - 1; layer L - 1 is recomputed in its tile, or read from bits
             if stored:
                 kept = [h[part] for h in stored]
                 h_last = kept[L - 2] if relu and L > 1 else None
@@ -201,41 +170,18 @@ class LinearStack(Op):
 
         for start, stop in chunks if lowest < L else ():
             add(start, stop)
-        return (
-            unflattened(dx, x.shape[:-1]) if needed(needs, X) else dx,
-            [grad.result() if need else None for grad, need in zip(weight_grads, need_dw, strict=True)],
-            [grad.result() if need else None for grad, need in zip(bias_grads, need_db, strict=True)],
-        )
+        return [
+            unflattened(dx, x.shape[:-1]) if needed(needs, X) else None,
+            *(grad.result() if need else None for grad, need in zip(weight_grads, need_dw, strict=True)),
+            *(grad.result() if need else None for grad, need in zip(bias_grads, need_db, strict=True)),
+        ]
 
     @staticmethod
-    def backward_fake(dy, x, weights, biases, bits, hidden, *statics_and_needs):
-        needs, L = statics_and_needs[-1], len(weights)
-        return (
-            dy.new_empty(x.shape if needed(needs, X) else 0),
-            [w.new_empty(w.shape) if needed(needs, 1 + i) else dy.new_empty(0) for i, w in enumerate(weights)],
-            [biases[i].new_empty(biases[i].shape) if needed(needs, 1 + L + i) else dy.new_empty(0) for i in range(L)],
-        )
-
-    @staticmethod
-    def composite(x, weights, biases, activation, *statics):
-        for w, b in zip(_cast_all(weights, x.dtype), _cast_all(biases, x.dtype) or [None] * len(weights), strict=True):
-            x = eager.act(torch.nn.functional.linear(x, w, b), activation)
+    def reference(tensors, o):
+        x, weights, biases = _split(tensors)
+        for w, b in zip(_cast_all(weights, x.dtype), _cast_all(biases, x.dtype), strict=True):
+            x = eager.act(torch.nn.functional.linear(x, w, b), o.activation)
         return x
-
-    @staticmethod
-    def forward_flops(x, weights, *args, out_val=None):
-        return 2 * row_count(x) * sum(w.numel() for w in weights)
-
-    @staticmethod
-    def backward_flops(dy, x, weights, biases, bits, hidden, activation, *statics_and_needs, out_val=None):
-        needs, L = statics_and_needs[-1], len(weights)
-        lowest = 0 if needed(needs, X) else min(
-            (i for i in range(L) if needed(needs, 1 + i) or needed(needs, 1 + L + i)), default=L
-        )  # fmt: skip
-        rebuilt = [] if hidden or lowest == L else weights[:-1] if bits is not None else weights
-        chain = [w for i, w in enumerate(weights) if i > lowest or needed(needs, X)]
-        own = [w for i, w in enumerate(weights) if needed(needs, 1 + i)]
-        return 2 * row_count(dy) * sum(w.numel() for group in (rebuilt, chain, own) for w in group)
 
 
 _apply = build(LinearStack)
@@ -288,7 +234,8 @@ def linear_stack(
         check_weight(op, f"weights[{i}]", w, b, x, features, "input" if i == 0 else f"weights[{i - 1}]'s output")
         features = w.shape[0]
     x = cast_input(op, x, *weights)
-    statics = (
+    options = LinearStackOptions(
         activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), choose_workspace(op, workspace, x),
+        len(weights),
     )  # fmt: skip
-    return _apply(statics, x, *weights, *biases)
+    return _apply(options, x, *weights, *biases)

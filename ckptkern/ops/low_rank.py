@@ -136,16 +136,6 @@ def drops(o: Any) -> bool:
     return any(o.lora[1::2])
 
 
-def lora_flops(rows: int, pair: LowRank | None, products_a: int, products_b: int) -> int:
-    """Of so many products with A and with B."""
-    return 0 if pair is None else 2 * rows * (products_a * pair.a.numel() + products_b * pair.b.numel())
-
-
-def gradient_flops(rows: int, pair: LowRank | None, need_x: bool, need_a: bool, need_b: bool) -> int:
-    """Of the gradients of x, A and B."""
-    return lora_flops(rows, pair, need_x + need_a + need_b, (need_x or need_a or need_b) + need_b)
-
-
 def gather_lora(
     op: str,
     x: Tensor,

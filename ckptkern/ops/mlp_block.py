@@ -11,90 +11,39 @@ from ._across import across_ranks
 from ._checks import check_flags, check_input, check_statics, check_weight
 from ._choices import choose_level, choose_route, choose_workspace, compute_dtype, matmul_precision
 from ._half import around, drawn
-from ._needs import fake_gradients, in_order
-from ._op import Op, build, schema_of
+from ._needs import in_order
+from ._op import Op, build
 from ._rows import rows_2d, unflattened
 from ._shard import ACTIVE
 from .low_rank import LoRA, gather_lora, update_dtype
-from .low_rank_mlp import LAYERS
-from .mlp_half import (
-    MLPOptions,
-    MLPTensors,
-    mlp_composite,
-    mlp_half,
-    mlp_half_backward,
-    mlp_half_backward_flops,
-    mlp_half_fake,
-    mlp_half_flops,
-    present,
-)
-
-TENSORS = len(MLPTensors._fields)
-
-
-def _parts(args: tuple) -> tuple[MLPTensors, MLPOptions]:
-    """(tensors, options) of what comes after x in forward."""
-    return MLPTensors(*args[:TENSORS]), MLPOptions(*args[TENSORS:])
-
-
-def _backward_parts(args: tuple) -> tuple[MLPTensors, MLPOptions, list, int]:
-    """(tensors, options, kept, needs) of what comes after x in backward."""
-    return MLPTensors(*args[:TENSORS]), MLPOptions(*args[TENSORS + 1 : -1]), args[TENSORS], args[-1]
+from .mlp_branch import LAYERS, saves
+from .mlp_half import MLPOptions, MLPTensors, mlp_half, mlp_half_backward, mlp_reference
 
 
 class MLPBlock(Op):
     name = "mlp_block"
-    inputs = f"Tensor x, {schema_of(MLPTensors)}"
-    kept = "Tensor?[] hidden"
-    statics = schema_of(MLPOptions)
-    results = "(Tensor y, Tensor[] hidden)"
-    grads = "Tensor[]"
-
-    @classmethod
-    def backward_arguments(cls, saved, statics):
-        return *saved[: 1 + TENSORS], list(saved[1 + TENSORS :])
-
-    @classmethod
-    def input_count(cls, saved, statics):
-        return 1 + TENSORS
-
-    @classmethod
-    def flat(cls, results):
-        return (results[0], *results[1]) if isinstance(results, tuple) else tuple(results)
+    Options = MLPOptions
 
     @staticmethod
-    def forward(x, *args):
-        y, kept = mlp_half(x, *_parts(args))
-        return unflattened(y, x.shape[:-1]), kept
+    def saves(o):
+        return saves(o.gated, o)
 
     @staticmethod
-    def forward_fake(x, *args):
-        return mlp_half_fake(x, *_parts(args))
+    def forward(tensors, o):
+        x, *others = tensors
+        y, saved = mlp_half(x, MLPTensors(*others), o)
+        return unflattened(y, x.shape[:-1]), saved
 
     @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        return [*tensors, *present(outputs[1:], MLPOptions(*statics))]
+    def backward(dy, tensors, saved, o, needs):
+        x, *others = tensors
+        grads = mlp_half_backward(rows_2d(dy), x, MLPTensors(*others), o, saved, needs)
+        return in_order(grads, MLPTensors, needs)
 
     @staticmethod
-    def backward(dy, x, *args):
-        t, o, kept, needs = _backward_parts(args)
-        return in_order(mlp_half_backward(rows_2d(dy), x, t, o, kept, needs), MLPTensors, needs)
-
-    @staticmethod
-    def backward_fake(dy, x, *args):
-        return fake_gradients(dy, (x, *args[:TENSORS]), args[-1])
-
-    @staticmethod
-    def composite(x, *args):
-        return mlp_composite(x, *_parts(args))
-
-    @staticmethod
-    def forward_flops(x, *args, out_val=None):
-        return mlp_half_flops(x, _parts(args)[0])
-
-    @staticmethod
-    def backward_flops(dy, x, *args, out_val=None):
-        return mlp_half_backward_flops(dy, x, *_backward_parts(args))
+    def reference(tensors, o):
+        x, *others = tensors
+        return mlp_reference(x, MLPTensors(*others), o)
 
 
 _apply = build(MLPBlock)
@@ -136,8 +85,8 @@ def gather(
     name, sizes = "mlp" if gate_weight is None else "gated_mlp", (features, up_weight.shape[0], down_weight.shape[0])
     route = choose_route(op, probe, *sizes, elements=x.numel(), name=name)
     o = MLPOptions(
-        activation=activation, dropout_p=float(dropout_p), first_column=0, recompute=choose_level(recompute),
-        backend=route, precision=matmul_precision(probe),
+        gated=gate_weight is not None, activation=activation, dropout_p=float(dropout_p), first_column=0,
+        recompute=choose_level(recompute), backend=route, precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe), lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip
@@ -201,4 +150,4 @@ def mlp_block(
     if ACTIVE.shard is not None:
         return ACTIVE.shard.mlp_block(x, training, arguments)
     t, o = gather("mlp_block", x, training=training, **arguments)
-    return _apply(tuple(o), x, *drawn(t, o, x, training))
+    return _apply(o, x, *drawn(t, o, x, training))

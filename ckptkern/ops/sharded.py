@@ -160,7 +160,7 @@ class Shard:
         if has_trailing_norm(o):
             inner |= dict(norm_weight=None, norm_bias=None)
             options |= dict(norm="")
-        f = across(self, tuple(o._replace(**options)), x, *t._replace(**inner))
+        f = across(self, o._replace(**options), x, *t._replace(**inner))
         with autocast_off(x):
             b = cast_parameter(getattr(t, bias), f.dtype)
             f = f if b is None else f + b

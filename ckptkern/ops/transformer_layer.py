@@ -5,264 +5,148 @@ from __future__ import annotations
 
 import functools
 import inspect
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.types import IntLikeType
 
 from ..errors import ShapeError
 from ._checks import check_flags, levels_of_halves
 from ._half import drawn, reads_branch
-from ._needs import fake_gradients, in_order, needed_names
-from ._op import Op, build, schema_of
+from ._needs import in_order, needed_names
+from ._op import Op, build
 from ._rows import rows_2d, unflattened
 from ._shard import ACTIVE
 from .attention_arguments import gather as gather_attention
 from .attention_block import attention_block
-from .attention_half import (
-    AttentionHalf,
-    attention_composite,
-    attention_half,
-    attention_half_backward,
-    attention_half_backward_flops,
-    attention_half_fake,
-    attention_half_flops,
-    products_flops,
-)
-from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors, out_projection
+from .attention_half import AttentionHalf, attention_composite, attention_half, attention_half_backward
+from .attention_half import saves as attention_saves
+from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .mlp_block import gather as gather_mlp
 from .mlp_block import mlp_block
-from .mlp_half import (
-    MLPOptions,
-    MLPTensors,
-    mlp_composite,
-    mlp_half,
-    mlp_half_backward,
-    mlp_half_backward_flops,
-    mlp_half_fake,
-    mlp_half_flops,
-    present,
-)
+from .mlp_branch import saves as branch_saves
+from .mlp_half import MLPOptions, MLPTensors, mlp_half, mlp_half_backward, mlp_reference
 
-A, M = len(AttentionTensors._fields), len(MLPTensors._fields)
-assert min(CONSTANTS) > M  # so that no place of a cross-attention's constants is one of the MLP's in a call without it
-KEPT = 4  # of an attention half: o, lse, its projections, and its output where that is kept
-
-# A schema has at most 64 arguments, so the options of cross-attention are lists, one for each type; those are the layer's own.
-SHARED = ("recompute", "backend", "precision", "dtype", "lora_dtype")
+A = len(AttentionTensors._fields)
 
 
-def _names_of(*hints: Any) -> tuple[str, ...]:
-    return tuple(
-        name for name, hint in typing.get_type_hints(AttentionOptions).items() if hint in hints and name not in SHARED
-    )
+class LayerOptions(NamedTuple):
+    """attention: of the attention halves in their order, of which a second one is cross-attention; parallel: do all halves read
+    x?"""
 
-
-INTS, FLOATS, NAMES, ROWS = (
-    _names_of(bool, int), _names_of(float), _names_of(str), _names_of(IntLikeType, IntLikeType | None)
-)  # fmt: skip
-
-
-def _as_lists(o: AttentionOptions | None) -> tuple[tuple, tuple, tuple, tuple]:
-    """(ints and which rows are given, floats and what `lora` has, names, the given rows); all empty for None."""
-    if o is None:
-        return (), (), (), ()
-    ints, floats, names, rows = (tuple(getattr(o, name) for name in kind) for kind in (INTS, FLOATS, NAMES, ROWS))
-    given = tuple(row is not None for row in rows)
-    return tuple(map(int, ints + given)), (*floats, *o.lora), names, tuple(row for row in rows if row is not None)
-
-
-def _from_lists(ints, floats, names, rows, layer: AttentionOptions) -> AttentionOptions:
-    """The inverse of `_as_lists`."""
-    values = iter(rows)
-    bounds = [next(values) if given else None for given in ints[len(INTS) :]]
-    return layer._replace(
-        lora=tuple(floats[len(FLOATS) :]), **dict(zip(FLOATS, floats[: len(FLOATS)], strict=True)),
-        **dict(zip(INTS, ints[: len(INTS)], strict=True)),
-        **dict(zip(NAMES, names, strict=True)), **dict(zip(ROWS, bounds, strict=True)),
-    )  # fmt: skip
-
-
-class Layer(NamedTuple):
-    """A call: the attention halves in their order, (tensors, options) each, the MLP half, and whether they are parallel."""
-
-    attention: list[tuple[AttentionTensors, AttentionOptions]]
-    mlp: tuple[MLPTensors, MLPOptions]
+    attention: tuple[AttentionOptions, ...]
+    mlp: MLPOptions
     parallel: bool
 
-    def keeps_middle(self) -> bool:
-        """Is what passes between the halves kept?"""
-        return self.attention[0][1].recompute == "none" and not self.parallel
+    def saves_middle(self) -> bool:
+        """Is what passes between the halves saved?"""
+        return self.attention[0].recompute == "none" and not self.parallel
 
-    def needs(self, needs: int) -> tuple[list[int], int]:
-        """(needs of each attention half, of the MLP half). A half whose input is not x returns that input's gradient if
-        anything before it needs one."""
+
+class LayerNeeds(NamedTuple):
+    """What each half's backward forms. A half whose input is not x returns that input's gradient if anything before it needs
+    one."""
+
+    attention: list[int]
+    mlp: int
+
+    @classmethod
+    def of(cls, needs: int, o: LayerOptions) -> LayerNeeds:
         of_attention, before = [], needs & 1
-        for i in range(len(self.attention)):
+        for i in range(len(o.attention)):
             own = needs >> 1 + i * A & (1 << A) - 1
             of_attention.append(own << 1 | before)
             before |= own != 0
-        return of_attention, needs >> 1 + len(of_attention) * A << 1 | (needs & 1 if self.parallel else int(before))
+        of_mlp = needs >> 1 + len(of_attention) * A
+        return cls(of_attention, of_mlp << 1 | (needs & 1 if o.parallel else int(before)))
 
 
-def _layer(ta, tc, tm, statics: tuple) -> Layer:
-    oa, om = AttentionOptions(*statics[: len(AttentionOptions._fields)]), _mlp_options(statics)
-    *lists, parallel = statics[len(oa) + len(om) :]
-    halves = [(AttentionTensors(*ta), oa)]
-    if tc:
-        halves.append((AttentionTensors(*tc), _from_lists(*lists, oa)))
-    return Layer(halves, (MLPTensors(*tm), om), parallel)
+def _split(
+    tensors: Sequence[Tensor | None], o: LayerOptions
+) -> tuple[Tensor, list[tuple[AttentionTensors, AttentionOptions]], MLPTensors]:
+    """(x, each attention half's tensors and options, the MLP half's tensors)"""
+    x, *others = tensors
+    halves = [(AttentionTensors(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
+    return x, halves, MLPTensors(*others[len(halves) * A :])
 
 
 class TransformerLayer(Op):
     name = "transformer_layer"
-    inputs = "Tensor x, Tensor?[] attention, Tensor?[] cross, Tensor?[] mlp"  # a schema has at most 64 arguments
-    kept = "Tensor?[] kept, Tensor?[] hidden"
-    statics = (
-        f"{schema_of(AttentionOptions)}, {schema_of(MLPOptions, 'mlp_')}, "
-        "int[] cross_ints, float[] cross_floats, str[] cross_names, SymInt[] cross_rows, bool parallel"
-    )
-    results = "(Tensor y, Tensor[] kept, Tensor[] hidden)"
-    grads = "Tensor[]"
+    Options = LayerOptions
     constants = frozenset((*CONSTANTS, *(A + i for i in CONSTANTS)))
-
-    @classmethod
-    def arguments(cls, tensors):
-        x, *others = tensors
-        return x, others[:A], others[A:-M], others[-M:]
-
-    @classmethod
-    def tensors(cls, inputs):
-        x, attention, cross, mlp = inputs
-        return x, *attention, *cross, *mlp
-
-    @classmethod
-    def input_count(cls, saved, statics):
-        return 1 + A + M + A * bool(statics[-3])
-
-    @classmethod
-    def backward_arguments(cls, saved, statics):
-        count = cls.input_count(saved, statics)
-        kept = count + KEPT * (1 + bool(statics[-3]))
-        return *cls.arguments(saved[:count]), list(saved[count:kept]), list(saved[kept:])
-
-    @classmethod
-    def flat(cls, results):
-        if isinstance(results, tuple):
-            y, kept, hidden = results
-            return y, *kept, *hidden
-        return tuple(results)
+    # so that no place of a cross-attention's constants is one of the MLP's in a call without it
+    assert min(CONSTANTS) > len(MLPTensors._fields)
 
     @staticmethod
-    def forward(x, ta, tc, tm, *statics):
-        layer = _layer(ta, tc, tm, statics)
-        mid, kept = x, []
-        for t, o in layer.attention:
-            mid, out, lse, qkv = attention_half(mid, t, o)
-            mid = unflattened(mid, x.shape[:-1])
-            keeps_core, keeps_all = o.recompute != "full", o.recompute == "none"
-            kept += [out if keeps_core else None, lse if keeps_core else None, qkv if keeps_all else None]
-            kept.append(mid if layer.keeps_middle() else None)
-        y, hidden = mlp_half(x if layer.parallel else mid, *layer.mlp)
-        y = rows_2d(mid) + y if layer.parallel else y
-        return unflattened(y, x.shape[:-1]), kept, hidden
+    def saves(o):
+        names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in _saved_of(one, o)]
+        return (*names, *branch_saves(o.mlp.gated, o.mlp))
 
     @staticmethod
-    def forward_fake(x, ta, tc, tm, *statics):
-        layer = _layer(ta, tc, tm, statics)
-        mid, kept = x, []
-        for t, o in layer.attention:
-            mid, *core = attention_half_fake(mid, t, o)
-            kept += [*core, mid.new_empty(mid.shape) if layer.keeps_middle() else x.new_empty(0)]
-        y, hidden = mlp_half_fake(x if layer.parallel else mid, *layer.mlp)
-        return y.to(torch.promote_types(mid.dtype, y.dtype)) if layer.parallel else y, kept, hidden
+    def forward(tensors, o):
+        (x, halves, t_mlp), saved = _split(tensors, o), {}
+        mid = x
+        for i, (t, one) in enumerate(halves):
+            mid, made = attention_half(mid, t, one)
+            mid = made["mid"] = unflattened(mid, x.shape[:-1])
+            saved |= {f"{name}{i}": made[name] for name in _saved_of(one, o)}
+            made = None
+        y, made = mlp_half(x if o.parallel else mid, t_mlp, o.mlp)
+        y = rows_2d(mid) + y if o.parallel else y
+        return unflattened(y, x.shape[:-1]), saved | made
 
     @staticmethod
-    def saved(tensors, outputs, statics, needs):
-        count = KEPT * (1 + bool(statics[-3]))
-        oa, om = AttentionOptions(*statics[: len(AttentionOptions._fields)]), _mlp_options(statics)
-        places = {"full": (), "selective": (0, 1), "none": (0, 1, 2) if statics[-1] else (0, 1, 2, 3)}[oa.recompute]
-        kept = [one if i % KEPT in places else None for i, one in enumerate(outputs[1 : 1 + count])]
-        return [*tensors, *kept, *present(outputs[1 + count :], om)]
-
-    @staticmethod
-    def backward(dy, x, ta, tc, tm, kept, hidden, *statics_and_needs):
-        layer = _layer(ta, tc, tm, statics_and_needs[:-1])
-        needs, mlp_needs = layer.needs(statics_and_needs[-1])
-        mid, cores = _rebuilt(x, layer, kept, needs)
-        grads = mlp_half_backward(rows_2d(dy), mid, *layer.mlp, hidden, mlp_needs) if mlp_needs else {}
+    def backward(dy, tensors, saved, o, needs):
+        (x, halves, t_mlp), (of_attention, of_mlp) = _split(tensors, o), LayerNeeds.of(needs, o)
+        parts = [{name: saved.pop(f"{name}{i}") for name in _saved_of(one, o)} for i, one in enumerate(o.attention)]
+        mid, cores = _recomputed(x, halves, parts, o, of_attention)
+        grads = mlp_half_backward(rows_2d(dy), mid, t_mlp, o.mlp, saved, of_mlp) if of_mlp else {}
         mid = None
-        results = in_order(grads, MLPTensors, mlp_needs)[1:]
-        of_mlp = grads.get("x")
-        d = dy if layer.parallel else of_mlp
+        results = in_order(grads, MLPTensors, of_mlp)[1:]
+        dx_mlp = grads.get("x")
+        d = dy if o.parallel else dx_mlp
         while cores:
-            (*core, f), own = cores.pop(), needs.pop()
-            grads = attention_half_backward(rows_2d(d), *core, own, f) if own else {}
+            (half, core, f), own = cores.pop(), of_attention.pop()
+            grads = attention_half_backward(rows_2d(d), half, core, own, f) if own else {}
             d = grads.get("x")
             results = in_order(grads, AttentionTensors, own)[1:] + results
-        if layer.parallel and statics_and_needs[-1] & 1:
-            d = d + of_mlp
+        if o.parallel and needs & 1:
+            d = d + dx_mlp
         return [d, *results]
 
     @staticmethod
-    def backward_fake(dy, x, ta, tc, tm, *others):
-        return fake_gradients(dy, (x, *ta, *tc, *tm), others[-1])
-
-    @staticmethod
-    def composite(x, ta, tc, tm, *statics):
-        layer = _layer(ta, tc, tm, statics)
+    def reference(tensors, o):
+        x, halves, t_mlp = _split(tensors, o)
         mid = x
-        for t, o in layer.attention:
-            mid = attention_composite(mid, t, o)
-        return mid + mlp_composite(x, *layer.mlp) if layer.parallel else mlp_composite(mid, *layer.mlp)
-
-    @staticmethod
-    def forward_flops(x, ta, tc, tm, *statics, out_val=None):
-        layer = _layer(ta, tc, tm, statics)
-        return sum(attention_half_flops(x, t, o) for t, o in layer.attention) + mlp_half_flops(x, layer.mlp[0])
-
-    @staticmethod
-    def backward_flops(dy, x, ta, tc, tm, kept, hidden, *statics_and_needs, out_val=None):
-        layer = _layer(ta, tc, tm, statics_and_needs[:-1])
-        needs, mlp_needs = layer.needs(statics_and_needs[-1])
-        flops = mlp_half_backward_flops(dy, x, *layer.mlp, hidden, mlp_needs) if mlp_needs else 0
-        for i, (t, o) in enumerate(layer.attention):
-            out, _, qkv, mid = kept[KEPT * i : KEPT * (i + 1)]
-            rebuilds = mid is None and not layer.parallel
-            if rebuilds and out is None:
-                flops += attention_half_flops(x, t, o)
-                out = qkv = x
-            elif rebuilds:
-                flops += products_flops(x, t, o, [out_projection(t)])
-            if needs[i]:
-                flops += attention_half_backward_flops(x, t, o, out, qkv, needs[i], x if rebuilds else None)
-        return flops
+        for t, one in halves:
+            mid = attention_composite(mid, t, one)
+        return mid + mlp_reference(x, t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
 
 
-def _mlp_options(statics: tuple) -> MLPOptions:
-    start = len(AttentionOptions._fields)
-    return MLPOptions(*statics[start : start + len(MLPOptions._fields)])
+def _saved_of(attention: AttentionOptions, o: LayerOptions) -> tuple[str, ...]:
+    """What an attention half saves: its core, and what it passes on."""
+    return (*attention_saves(attention), "mid") if o.saves_middle() else attention_saves(attention)
 
 
-def _rebuilt(x: Tensor, layer: Layer, kept: Sequence[Tensor | None], needs: Sequence[int]) -> tuple[Tensor, list]:
-    """(the MLP half's input; of each attention half itself, o, lse, the projections and what its branch gave, with None for
-    what its backward rebuilds or does not read)."""
+def _recomputed(
+    x: Tensor, halves: Sequence[tuple], saved: Sequence[dict[str, Tensor]], o: LayerOptions, needs: Sequence[int]
+) -> tuple[Tensor, list[tuple[AttentionHalf, dict[str, Tensor], Tensor | None]]]:
+    """(the MLP half's input; of each attention half itself, its core, and what its branch gave where backward reads that). What
+    was not saved of a core is recomputed if the next half's input is made of it."""
     mid, cores = x, []
-    for i, (t, o) in enumerate(layer.attention):
-        half, f = AttentionHalf(mid, t, o, shares=True), None
-        out, lse, qkv, mid = kept[KEPT * i : KEPT * (i + 1)]
-        if layer.parallel:
+    for (t, one), core, own in zip(halves, saved, needs, strict=True):
+        half, f = AttentionHalf(mid, t, one, shares=True), None
+        mid = core.pop("mid", None)
+        if o.parallel:
             mid = x
         elif mid is None:
-            if out is None:
-                out, lse, qkv = half.attend(keep_raw=True)  # as the attention half's backward reads them
-            f = half.branch(out)
+            if not core:  # the projections raw, as the attention half's backward reads them
+                core = dict(zip(("out", "lse", "qkv"), half.attend(keep_raw=True), strict=True))
+            f = half.branch(core["out"])
             mid = unflattened(half.output(f), x.shape[:-1])
-            f = f if reads_branch(o, needed_names(AttentionTensors, needs[i])) else None
-        cores.append((half, out, lse, qkv, f))
+            f = f if reads_branch(one, needed_names(AttentionTensors, own)) else None
+        cores.append((half, core, f))
     return mid, cores
 
 
@@ -377,9 +261,8 @@ def transformer_layer(
             raise ShapeError(
                 f"{op}: out_weight must have {x.shape[-1]} rows, one for each feature of the input, but it has {t.wo.shape[0]}"
             )
-    oa = halves[0][1]
-    oa = oa._replace(lora_dtype=functools.reduce(torch.promote_types, (o.lora_dtype for _, o in halves)))
-    inner = "none" if oa.recompute == "none" else "full"
+    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for _, o in halves))
+    inner = "none" if halves[0][1].recompute == "none" else "full"
     tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
     if parallel and tm.down_weight.shape[0] != x.shape[-1]:
         raise ShapeError(
@@ -387,5 +270,5 @@ def transformer_layer(
             f"{tm.down_weight.shape[0]}"
         )
     attention = [tensor for t, o in halves for tensor in drawn(t, o, x, training)]
-    lists = _as_lists(halves[1][1] if len(halves) == 2 else None)
-    return _apply((*oa, *om, *lists, parallel), x, *attention, *drawn(tm, om, x, training))
+    options = LayerOptions(tuple(o._replace(lora_dtype=lora_dtype) for _, o in halves), om, parallel)
+    return _apply(options, x, *attention, *drawn(tm, om, x, training))

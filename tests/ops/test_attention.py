@@ -34,7 +34,7 @@ from ckptkern.memory import kept_tensors
 from ckptkern.ops import attention_core
 from ckptkern.ops._choices import primitives
 from ckptkern.ops.attention_arguments import gather
-from ckptkern.ops.attention_half import AttentionHalf, attention_half, attention_half_backward, attention_half_fake
+from ckptkern.ops.attention_half import AttentionHalf, attention_half, attention_half_backward, saves
 
 P = 0.3
 
@@ -1030,15 +1030,15 @@ def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
             )  # fmt: skip
         o = o._replace(fused=fused)
         with Calls() as forward:
-            y, out, lse, qkv = attention_half(x, t, o)
-        promised = attention_half_fake(x, t, o._replace(recompute="none"))
-        assert [(r.shape, r.dtype, r.stride()) for r in (out, lse, qkv)] == [
-            (r.shape, r.dtype, r.stride()) for r in promised[1:]
-        ]
-        kept = {"none": (out, lse, qkv), "selective": (out, lse, None), "full": (None, None, None)}[level]
+            y, made = attention_half(x, t, o)
+        _, promised = attention_half(x, t, o._replace(fused=""))  # as fakes do
+        saved = {name: made[name] for name in saves(o)}
+        for name, tensor in saved.items():
+            promise = promised[name]
+            assert (tensor.shape, tensor.dtype, tensor.stride()) == (promise.shape, promise.dtype, promise.stride())
         needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
         with Calls() as backward:
-            grads = attention_half_backward(torch.empty_like(y), AttentionHalf(x, t, o), *kept, needs)
+            grads = attention_half_backward(torch.empty_like(y), AttentionHalf(x, t, o), saved, needs)
     assert {name: grads[name].shape for name in ("x", "wq", "wo", "bo")} == {
         "x": x.shape, "wq": weights[0].shape, "wo": weights[2].shape, "bo": weights[3].shape
     }  # fmt: skip

@@ -22,7 +22,7 @@ from cases import (
 import ckptkern
 from ckptkern import eager, triton_kernels
 from ckptkern.memory import peak_memory
-from ckptkern.ops import _choices, _gradients, _routes
+from ckptkern.ops import _choices, _gradients, _routes, mlp_branch
 from ckptkern.triton_kernels import linear, mlp, persistent
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, INTERPRETED_VARIANT, TILES, tile_for
 
@@ -145,7 +145,7 @@ def test_workspace_bounds_the_library_too(name, hidden):
     with (
         _choices.forced_route("library"),
         mock.patch.object(_choices.primitives("library"), "kernels", eager),
-        mock.patch.object(sys.modules[f"ckptkern.ops.{name}"], "token_chunks", wraps=_gradients.token_chunks) as spy,
+        mock.patch.object(mlp_branch, "token_chunks", wraps=_gradients.token_chunks) as spy,
     ):
         y = setup.with_(workspace=workspace).fused(tensors)
         dy = output_gradient(y)

@@ -1,0 +1,310 @@
+"""The MLP that `mlp`, `gated_mlp` and the MLP half of a layer share: forward, backward and reference implementation.
+
+    h = dropout(act(x up^T + b))            y = h down^T + b
+    h = dropout(act(x gate^T + b) * (x up^T + b))                         gated
+
+A layer may have a low-rank update (`low_rank`). Then no kernel forms several steps at once, and tokens go through in the same
+chunks in forward and backward, so that a chunk's hidden layer is recomputed by matmuls of the same shape, which have the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import eager
+from ._choices import primitives
+from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
+from ._rows import cast_parameter, row_count
+from .dropout import dropout_arguments, dropped
+from .low_rank import low_rank, names_of
+
+LAYERS = ("gate", "up", "down")
+
+
+class BranchOptions(NamedTuple):
+    """first_column: of the hidden layer, where it is a shard."""
+
+    activation: str
+    dropout_p: float
+    recompute: str
+    backend: str
+    precision: str
+    workspace: int
+    first_column: int
+
+    lora = ()
+
+
+def saves(gated: bool, o: Any) -> tuple[str, ...]:
+    """What forward saves besides its tensors: of what the activation reads (z, or g and u) and gives (h)."""
+    if o.recompute == "full":
+        return ()
+    if not gated and o.activation == "relu":  # h gives both the weight's gradient and the mask
+        return ("h",)
+    before = ("g", "u") if gated else ("z",)
+    return (*before, "h") if o.recompute == "none" else before
+
+
+class MLPBranch:
+    """One call. t: gate_weight (None: not gated), up_weight, down_weight, their biases, rng and what `low_rank` reads, by name;
+    o: BranchOptions' fields and what `low_rank` reads. cast: of a parameter, once for all chunks and matmuls."""
+
+    def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, cast: Callable = cast_parameter):
+        self.t, self.o, self.p, self.dtype, self.cast = t, o, primitives(o.backend), dtype, cast
+        self.copies: dict[str, Tensor | None] = {}
+        self.dropout = dropout_arguments(t.rng, o.dropout_p, o.first_column)
+        self.gated = t.gate_weight is not None
+        self.first = LAYERS[:2] if self.gated else LAYERS[1:2]  # the layers that read x
+        self.updates = {layer: low_rank(t, o, LAYERS, layer, rows, cast) for layer in LAYERS} if o.lora else {}
+
+    def parameter(self, name: str) -> Tensor | None:
+        """In the compute dtype."""
+        if name not in self.copies:
+            self.copies[name] = self.cast(getattr(self.t, name), self.dtype)
+        return self.copies[name]
+
+    def parameters(self, layers: Collection[str]) -> list[Tensor | None]:
+        """Weight and bias of each layer."""
+        return [self.parameter(f"{layer}_{part}") for layer in layers for part in ("weight", "bias")]
+
+    # -- forward
+
+    def linear(self, layer: str, x: Tensor, start: int) -> Tensor:
+        y = self.p.product(x, *self.parameters((layer,)))
+        update = self.updates.get(layer)
+        return y if update is None else update.add(self.p, y, x, start)
+
+    def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
+        """(h, [z] or [g, u], None unless `save`)."""
+        o = self.o
+        if self.updates:
+            before = [self.linear(layer, x, start) for layer in self.first]
+            return self.activated(before, start), before
+        options = dict(dropout=self.dropout, row_base=start)
+        if self.gated:
+            h, *before = self.p.gated_fwd(
+                x, *self.parameters(self.first), o.activation, o.precision, keep_gu=save, **options
+            )
+            return h, before
+        h, z, _ = self.p.linear_fwd(x, *self.parameters(self.first), o.activation, o.precision, keep_z=save, **options)
+        return h, [z]
+
+    def activated(self, before: list[Tensor], start: int) -> Tensor:
+        """h of [z] or [g, u]."""
+        h = self.p.act_fwd(before[0], before[1] if self.gated else None, self.o.activation)
+        return dropped(self.p, h, self.dropout, start)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(y, what `saves` names) of x [rows, d]."""
+        names = saves(self.gated, self.o)
+        save = names not in ((), ("h",))
+
+        def of_chunk(start: int, stop: int) -> list[Tensor]:
+            h, before = self.hidden(x[start:stop] if self.updates else x, start, save)
+            y = self.linear("down", h, start)
+            if "h" in names and h is before[0]:
+                h = h.clone()  # results of an op may not share memory
+            made = {"h": h} | dict(zip(("g", "u") if self.gated else ("z",), before, strict=True))
+            return [y, *(made[name] for name in names)]
+
+        chunks = self.forward_chunks(x.shape[0]) if self.updates else [(0, x.shape[0])]
+        made = [of_chunk(*chunk) for chunk in chunks]
+        y, *saved = made[0] if len(made) == 1 else map(torch.cat, zip(*made, strict=True))
+        return y, dict(zip(names, saved, strict=True))
+
+    def forward_chunks(self, rows: int) -> list[tuple[int, int]]:
+        """Those of backward, too, with low-rank updates."""
+        hidden, features = self.t.up_weight.shape
+        widest = max(features, self.t.down_weight.shape[0])
+        like = self.t.up_weight.new_empty(0, dtype=self.dtype)
+        # before and after the activation, both gradients, and copies that elementwise steps make
+        held = (7 if self.gated else 4) * hidden + 2 * widest
+        if self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for the updates' gradients
+            held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
+        return token_chunks(rows, row_bytes(like, held, hidden, hidden + widest, 3 * hidden), self.o.workspace)
+
+    # -- backward
+
+    def chunks(self, dy: Tensor) -> list[tuple[int, int]]:
+        """z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g). Routes that write each
+        result anew hold more; in the eager backend some activations do, and dropout holds two more and a mask."""
+        if self.updates:
+            return self.forward_chunks(dy.shape[0])
+        o, (hidden, features) = self.o, self.t.up_weight.shape
+        eagerly, drops = o.backend in ("eager", "wide"), self.t.rng is not None
+        held = 5 if self.gated else 2
+        held += eagerly * max(2 * drops, eager.ACTIVATIONS[o.activation].temporaries)
+        held += (1 if self.gated else 2) * (o.backend in ("library", "wide"))
+        masks, summed = hidden * (eagerly and drops), hidden + max(features, dy.shape[1])
+        return token_chunks(
+            dy.shape[0], row_bytes(dy, held * hidden, masks, summed, (2 + self.gated) * hidden), o.workspace
+        )
+
+    def hidden_gradients(self, dh: Tensor, before: list[Tensor], start: int) -> list[Tensor]:
+        """Those of [z] or [g, u], of h's."""
+        dh, activation = dropped(self.p, dh, self.dropout, start), self.o.activation
+        if not self.gated:
+            return [self.p.act_bwd(dh, before[0], activation)[0]]
+        g, u = before
+        return [self.p.act_bwd(dh * u, g, activation)[0], dh * self.p.act_fwd(g, None, activation)]
+
+    def fused_gradients(
+        self, dy: Tensor, x: Tensor | None, before: list[Tensor], h: Tensor | None, start: int, sums: Sums
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor | None]]:
+        """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
+        kernel. before: empty if it is recomputed."""
+        p, o = self.p, self.o
+        options = dict(dropout=self.dropout, row_base=start, keep_h=h is None and sums.read("down"))
+        down = self.parameter("down_weight")
+        if self.gated:
+            options |= dict(dbg=sums.bias_part("gate"), dbu=sums.bias_part("up"))
+            recomputing, reading = p.gated_bwd, p.gated_act_grad
+        else:
+            options |= dict(db=sums.bias_part("up"))
+            recomputing, reading = p.mlp_bwd, p.act_grad
+        if not before:
+            weights = self.parameters(self.first)
+            made = recomputing(x, *weights, dy, down, o.activation, o.precision, **options)
+        else:
+            made = reading(dy, down, *before, o.activation, o.precision, **options)
+        count = len(self.first)
+        return list(made[:count]), made[count] if h is None else h, list(made[count + 1 :])
+
+    def backward(
+        self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], need: Collection[str]
+    ) -> dict[str, Tensor | None]:
+        """Gradients by name, "x" among them, of what `need` names; x [rows, d] or None where it is not read."""
+        chunks = self.chunks(dy)
+        sums = Sums(self, need, len(chunks))
+        need_dx = "x" in need
+        behind = need_dx or any(map(sums.of, self.first))
+        dx = dy.new_empty((dy.shape[0], self.t.up_weight.shape[1])) if need_dx and len(chunks) > 1 else None
+
+        def rows_of(t: Tensor | None, start: int, stop: int) -> Tensor | None:
+            return t if t is None or len(chunks) == 1 else t[start:stop]
+
+        def add(start: int, stop: int) -> None:
+            nonlocal dx
+            x_rows, dy_rows = rows_of(x, start, stop), rows_of(dy, start, stop)
+            made = {name: rows_of(t, start, stop) for name, t in saved.items()}
+            h, before = made.pop("h", None), list(made.values())
+            made = None
+            if behind and not self.updates:
+                # relu's own result tells what z would
+                before = [h] if not before and h is not None else before
+                gradients, h, parts = self.fused_gradients(dy_rows, x_rows, before, h, start, sums)
+                before = None
+            else:
+                if not saved and (behind or sums.read("down")):
+                    h, before = self.hidden(x_rows, start)
+                elif h is None and sums.read("down"):
+                    h = self.activated(before, start)
+                before = before if before and before[0] is not None else [h]
+                gradients = None
+            du = self.inner_gradient("down", dy_rows, behind, sums)
+            sums.add("down", dy_rows, du, h, start)
+            h = None  # frees the largest tensor before the other gradients are formed
+            if not behind:
+                return
+            if gradients is None:
+                gradients = self.hidden_gradients(self.input_gradient("down", dy_rows, du, None, start), before, start)
+                parts, before = [None] * len(self.first), None
+            dx_rows = None
+            for layer, part in zip(self.first, parts, strict=True):
+                d = gradients.pop(0)
+                du = self.inner_gradient(layer, d, need_dx, sums)
+                sums.add(layer, d, du, x_rows, start, part)
+                if need_dx:
+                    out = dx_rows if dx is None else dx[start:stop]
+                    dx_rows = self.input_gradient(layer, d, du, out, start, add=dx_rows is not None)
+            dx = dx_rows if need_dx and dx is None else dx
+
+        for start, stop in chunks if behind or sums.read("down") else ():
+            add(start, stop)
+        grads = sums.results()
+        if "down_bias" in need:
+            grads["down_bias"] = eager.column_sum(dy, self.t.down_bias.dtype)
+        return grads | {"x": dx} if need_dx else grads
+
+    def inner_gradient(self, layer: str, dy: Tensor, reads_input: bool, sums: Sums) -> Tensor | None:
+        """What a low-rank update's gradients are made of, if any of them is needed."""
+        update = self.updates.get(layer)
+        return update.inner_gradient(dy) if update and (reads_input or sums.trains(layer)) else None
+
+    def input_gradient(
+        self, layer: str, dy: Tensor, du: Tensor | None, out: Tensor | None, start: int, *, add: bool = False
+    ) -> Tensor:
+        """What dy gives for the layer's input, in or added to `out`."""
+        dx = self.p.mm(dy, self.parameter(f"{layer}_weight"), out=out, add=add)
+        if du is not None:
+            self.updates[layer].add_input_gradient(self.p, du, dx, start)
+        return dx
+
+
+class Sums:
+    """The gradients of weights, biases and updates that are needed, summed over chunks; that of down's bias apart, because it
+    reads dy alone."""
+
+    def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
+        self.branch, self.totals = branch, {}
+        for name in need:
+            if name in ("x", "down_bias"):
+                continue
+            tensor = getattr(branch.t, name)
+            if name.endswith("_bias"):
+                self.totals[name] = BiasGrad(tensor.dtype, chunks)
+            else:
+                self.totals[name] = WeightGrad(tensor, chunks, wide=branch.o.backend == "wide")
+
+    def of(self, layer: str) -> bool:
+        """Is any of them the layer's?"""
+        return any(name.startswith(layer) for name in self.totals)
+
+    def trains(self, layer: str) -> bool:
+        """Do they have a gradient of the layer's update?"""
+        return not self.totals.keys().isdisjoint(names_of(layer))
+
+    def read(self, layer: str) -> bool:
+        """Do they read the layer's input?"""
+        return f"{layer}_weight" in self.totals or self.trains(layer)
+
+    def bias_part(self, layer: str) -> bool | torch.dtype:
+        """In which dtype a kernel sums a bias's gradient; False where it is not needed."""
+        total = self.totals.get(f"{layer}_bias")
+        return total is not None and total.part
+
+    def add(
+        self, layer: str, dy: Tensor, du: Tensor | None, x: Tensor | None, start: int, part: Tensor | None = None
+    ) -> None:
+        """part: the sum of dy's columns, if a kernel has formed it."""
+        weight, bias = self.totals.get(f"{layer}_weight"), self.totals.get(f"{layer}_bias")
+        if weight is not None:
+            weight.add(dy, x)
+        if bias is not None:
+            bias.add(eager.column_sum(dy, bias.part) if part is None else part)
+        if self.trains(layer):
+            da, db = (self.totals.get(name) for name in names_of(layer))
+            self.branch.updates[layer].add_gradients(self.branch.p, dy, du, x, da, db, start)
+
+    def results(self) -> dict[str, Tensor | None]:
+        return {name: total.result() for name, total in self.totals.items()}
+
+
+def reference(x: Tensor, t: Any, o: Any) -> Tensor:
+    """The MLP of x [..., d] in differentiable PyTorch ops."""
+
+    def linear(layer: str, rows: Tensor) -> Tensor:
+        w, b = (cast_parameter(getattr(t, f"{layer}_{part}"), x.dtype) for part in ("weight", "bias"))
+        update = low_rank(t, o, LAYERS, layer, row_count(x))
+        y = F.linear(rows, w, b)
+        return y if update is None else y + update.composite(rows)
+
+    h = eager.act(linear("up" if t.gate_weight is None else "gate", x), o.activation)
+    h = h if t.gate_weight is None else h * linear("up", x)
+    return linear("down", eager.composite_dropout(h, dropout_arguments(t.rng, o.dropout_p, o.first_column)))
