@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ...memory import kept_tensors
-from ...ops import _choices, _op, attention_core
+from ...ops import _choices, _functions, attention_core
 from ...tools.compiling import instead_of_launches
 from ..cases import DTYPES, Item, Maker
 from ..gate.machine_code import ATTENTION, PRODUCTS
@@ -329,7 +329,7 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
         mock.patch.object(_choices, "_device_reason", _always(None)),
         mock.patch.object(_choices, "_device_workspace", _always(gpu.memory // 32)),
         mock.patch.object(attention_core, "_accepts", _always(True)),
-        mock.patch.object(_op, "dispatched", _always(False)),  # so that op bodies run, not their fakes
+        mock.patch.object(_functions, "dispatched", _always(False)),  # so that op bodies run, not their fakes
         mock.patch.object(F, "scaled_dot_product_attention", sdpa),
         mock.patch.object(F, "rms_norm", rms_norm),
         mock.patch.object(F, "dropout", dropout),

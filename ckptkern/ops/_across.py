@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .. import state
 from ._needs import wanted
-from ._op import call_forward, direct_forward, dispatched, named, to_save
+from ._functions import dispatched, named
+from ._library import call_forward
+from ._op import direct_forward, to_save
 
 
 def across_ranks(apply) -> Callable[..., Tensor]:

@@ -23,7 +23,8 @@ from ._choices import (
 )
 from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
 from ._needs import needed
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from .attention_core import (
     CoreOptions,
     CoreTensors,

@@ -10,7 +10,8 @@ from torch import Tensor
 from ._across import across_ranks
 from ._half import drawn
 from ._needs import in_order
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import rows_2d, unflattened
 from ._shard import ACTIVE
 from .attention_arguments import gather

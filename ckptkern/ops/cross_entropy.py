@@ -24,7 +24,8 @@ from ._choices import (
 )
 from ._gradients import main_grad_of, token_chunks
 from ._needs import flags, needed
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import cast_parameter, rows_2d, unflattened
 
 NAME = "linear_cross_entropy"

@@ -12,7 +12,8 @@ from torch.types import IntLikeType
 from .. import eager, state
 from ._checks import check_input, check_probability
 from ._choices import choose_backend, primitives
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import rows_2d, unflattened
 
 

@@ -14,7 +14,8 @@ from ._checks import check_input, check_statics, check_tensor
 from ._choices import cast_input, choose_backend, choose_level, matmul_precision, primitives
 from ._gradients import main_grad_of
 from ._needs import flags, needed
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import cast_parameter, rows_2d, unflattened
 
 X, INDEX, S, W, B, WD, BD = range(7)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from ._checks import check_input, check_statics, check_weight
 from ._choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
-from ._op import build
+from ._functions import build
 from ._shard import ACTIVE
 from .dropout import draw_state
 from .mlp import MLP

@@ -12,7 +12,8 @@ from ._checks import check_input, check_statics, check_weight
 from ._choices import cast_input, choose_level, choose_route, compose, matmul_precision, primitives
 from ._gradients import WeightGrad
 from ._needs import needed
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import cast_parameter, rows_2d, unflattened
 
 X, W, B = range(3)

@@ -14,7 +14,8 @@ from ._checks import check_input, check_statics, check_weight
 from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
 from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ._needs import needed
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import cast_parameter, row_count, rows_2d, unflattened
 
 X = 0

@@ -10,7 +10,8 @@ from . import mlp_branch
 from ._checks import check_input, check_statics, check_weight
 from ._choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
 from ._needs import in_order, needed_names
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import rows_2d, unflattened
 from ._shard import ACTIVE
 from .dropout import draw_state

@@ -12,7 +12,8 @@ from ._checks import check_flags, check_input, check_statics, check_weight
 from ._choices import choose_level, choose_route, choose_workspace, compute_dtype, matmul_precision
 from ._half import around, drawn
 from ._needs import in_order
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import rows_2d, unflattened
 from ._shard import ACTIVE
 from .low_rank import LoRA, gather_lora, update_dtype

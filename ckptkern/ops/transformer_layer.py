@@ -15,7 +15,8 @@ from ..errors import ShapeError
 from ._checks import check_flags, levels_of_halves
 from ._half import drawn, reads_branch
 from ._needs import in_order, needed_names
-from ._op import Op, build
+from ._functions import build
+from ._op import Op
 from ._rows import rows_2d, unflattened
 from ._shard import ACTIVE
 from .attention_arguments import gather as gather_attention

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
-from ckptkern.ops import _op
+from ckptkern.ops import _functions
 
 D, HIDDEN, HEADS = 32, 64, 2
 LEVELS = ("none", "selective", "full")
@@ -39,7 +39,7 @@ ATTENTION = {"qkv_weight": (3 * D, D), "qkv_bias": (3 * D,), "out_weight": (D, D
 
 def casts(monkeypatch, call, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[Counter, Counter]:
     """Of forward, and of backward."""
-    monkeypatch.setattr(_op, "dispatched", lambda tensors: False)  # so that the mode sees the ops' bodies
+    monkeypatch.setattr(_functions, "dispatched", lambda tensors: False)  # so that the mode sees the ops' bodies
     with torch.autocast("cpu", torch.bfloat16), Casts(tensors) as forward:
         y = call(x)
     with Casts(tensors) as backward:

@@ -1,0 +1,292 @@
+"""The autograd Functions around an op's two library ops, and the one entry that calls the Function that fits.
+
+| who calls | Function |
+|---|---|
+| eager mode | Eager |
+| torch.compile | Functional |
+| torch.func | Transformed, which is Functional with an error for forward-mode AD |
+| a graph with the library op | Bare |
+| backward of any of these under create_graph | Backward |
+
+`needs` is the needs_input_grad mask, a bitmask over the tensors (`needs`). What it leaves out costs no GEMM.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
+
+from .. import state
+from ..subclasses import PLAIN, foreign
+from . import _codec
+from ._choices import autocast_off, compose_of
+from ._gradients import having_main_grad, into_main_grad
+from ._library import LIBRARY, Registered, call_forward, register
+from ._needs import needed, present, split, wanted
+from ._op import Op, call_of, direct_backward, direct_forward, to_save
+
+
+def build(op: type[Op]):
+    """Register the op; returns `apply(options, *tensors) -> y`, whose `parts` are for _across."""
+    registered = register(op)
+    gradients = _gradients(registered, _backward_function(registered))
+    eager = _eager_function(registered, gradients)
+    functional, transformed = _functional_functions(registered, gradients)
+    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, _bare_function(registered, eager)), "Autograd")
+    apply = _apply(registered, eager, functional, transformed)
+    apply.parts = registered, gradients
+    return apply
+
+
+def _watched(tensors) -> bool:
+    """Does anything observe the op: the compiler, a transform, a mode, the profiler, a tensor subclass?
+
+    The first tensor may be a batch of gradients (torch.autograd.grad's is_grads_batched), which shows in no transform.
+    """
+    return _traced(tensors[0]) or dispatched(tensors)
+
+
+def _traced(x: Tensor) -> bool:
+    """Does x stand for others: of a graph that is compiled, or of a batch?"""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(x)
+
+
+def dispatched(tensors) -> bool:
+    """The same where `apply` has ruled out the compiler and transforms."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+        or not PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _distinct(tensors: tuple) -> tuple:
+    """tensors with a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function."""
+    return tuple(
+        t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
+        for i, t in enumerate(tensors)
+    )
+
+
+def _second_order(op, dy, flat, options, needs, cotangents):
+    """Gradients of dy and of `flat` (the saved tensors) of <cotangents, backward(dy, tensors)>.
+
+    backward(dy, t) is the vector-Jacobian product of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
+    the vector-Jacobian product of that, which torch.func forms from the reference's second derivative.
+    """
+    tensors = list(call_of(op, flat, options).tensors)
+    if tensors[0] is None:
+        tensors[0] = op.missing_input(dy, tensors, options)
+    wanted = [i for i in range(len(tensors)) if needed(needs, i)]
+    variables = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point()]
+
+    def filled(places, values) -> list[Tensor | None]:
+        by_place = dict(zip(places, values, strict=True))
+        return [by_place.get(i, t) for i, t in enumerate(tensors)]
+
+    def first_order(dy, *values):
+        tensors = filled(variables, values)
+
+        def y(*some):
+            by_place = dict(zip(wanted, some, strict=True))
+            return op.reference([by_place.get(i, t) for i, t in enumerate(tensors)], options)
+
+        return torch.func.vjp(y, *(tensors[i] for i in wanted))[1](dy)
+
+    _, pull = torch.func.vjp(first_order, dy, *(tensors[i] for i in variables))
+    given = [torch.zeros_like(tensors[i]) if cotangents[i] is None else cotangents[i] for i in wanted]
+    ddy, *others = pull(tuple(given))
+    grads = dict(zip(variables, others, strict=True))
+    return ddy, [None if t is None else grads.get(i) for i, t in enumerate(flat)]
+
+
+def named(function: type, op: type[Op], suffix: str) -> type:
+    """Names the Function after the op, and its node too, whose name shows in grad_fn, profiles and anomaly mode."""
+    node = function._backward_cls
+    function.__name__ = function.__qualname__ = f"{op.__name__}{suffix}Function"
+    node.__name__ = node.__qualname__ = f"{function.__name__}Backward"
+    return function
+
+
+def _backward_function(registered: Registered) -> type:
+    """A Function of the backward op, differentiable itself."""
+    op, _, bwd, layout = registered
+
+    class Backward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(options, needs, dy, *flat):
+            tensors, saved = call_of(op, flat, options)
+            return tuple(bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs)))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.options, ctx.needs, *tensors = inputs
+            ctx.save_for_backward(*tensors)
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            dy, *flat = ctx.saved_tensors
+            with torch._C._DisableAutocast():  # as in the bodies of the ops
+                ddy, grads = _second_order(op, dy, flat, ctx.options, ctx.needs, cotangents)
+            return None, None, ddy, *grads
+
+    return named(Backward, op, "Backward")
+
+
+def _gradients(registered: Registered, second_order: type):
+    """What the backward of every Function below calls."""
+    op, _, bwd, layout = registered
+
+    def gradients(dy, flat, options, needs):
+        """One gradient per tensor, None where not needed; differentiable only under create_graph."""
+        if torch.is_grad_enabled():
+            if flat[0] is None and needed(needs, 0):  # else the gradient of x would come without a graph to x
+                op.missing_input(dy, call_of(op, flat, options).tensors, options)
+            grads = second_order.apply(options, needs, dy, *flat)
+        else:
+            if not _watched((dy, *flat)):
+                return direct_backward(op, dy, flat, options, needs)
+            tensors, saved = call_of(op, flat, options)
+            grads = bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs))
+            if not _traced(dy):
+                grads = [into_main_grad(flat[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
+        return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
+
+    return gradients
+
+
+def _no_jvp(op: type[Op]):
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(f"{op.name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)")
+
+    return staticmethod(jvp)
+
+
+def _eager_function(registered: Registered, gradients) -> type:
+    """The classic Function: the quickest on the host."""
+    op = registered.op
+
+    class Eager(torch.autograd.Function):
+        jvp = _no_jvp(op)
+
+        @staticmethod
+        def forward(ctx, options, needs, *tensors):
+            if dispatched(tensors):
+                results = call_forward(registered, tensors, options)
+            else:
+                results = direct_forward(op, tensors, options)
+            ctx.call = options, needs, state.Precision(), having_main_grad(tensors)
+            ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
+            return results[0]
+
+        @staticmethod
+        def backward(ctx, dy):
+            options, needs, precision, weights = ctx.call
+            flat = ctx.saved_tensors
+            if weights:
+                flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
+            with precision:
+                return (None, None, *gradients(dy, flat, options, needs))
+
+    return named(Eager, op, "")
+
+
+def _bare_function(registered: Registered, eager: type) -> type:
+    """The classic Function around the library op, for graphs that call the op itself."""
+    op = registered.op
+
+    class Bare(eager):
+        @staticmethod
+        def forward(ctx, made, options, needs, *tensors):
+            """`made` receives what the op returns besides y."""
+            with torch._C._AutoDispatchBelowAutograd():
+                results = call_forward(registered, tensors, options)
+            made += results[1:]
+            ctx.call = options, needs, state.Precision(), having_main_grad(tensors)
+            ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
+            return results[0]
+
+        @staticmethod
+        def backward(ctx, dy):
+            return (None, *eager.backward(ctx, dy))
+
+    return named(Bare, op, "Op")
+
+
+def _autograd_kernel(registered: Registered, bare: type):
+    _, fwd, _, layout = registered
+
+    def kernel(tensors, *lists):
+        if needs := wanted(tensors):
+            made: list[Tensor] = []
+            return [bare.apply(made, _codec.unpack(layout, lists), needs, *tensors), *made]
+        with torch._C._AutoDispatchBelowAutograd():
+            return fwd(tensors, *lists)
+
+    return kernel
+
+
+def _functional_functions(registered: Registered, gradients) -> tuple[type, type]:
+    """The Function with a setup_context, for torch.compile, and the same for torch.func."""
+    op = registered.op
+
+    class Functional(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(options, needs, *tensors):
+            return tuple(call_forward(registered, tensors, options))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.options, ctx.needs, *tensors = inputs
+            ctx.mark_non_differentiable(*output[1:])
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*to_save(op, tensors, output, ctx.options, ctx.needs))
+
+        @staticmethod
+        def backward(ctx, dy, *_):
+            return None, None, *gradients(dy, ctx.saved_tensors, ctx.options, ctx.needs)
+
+    class Transformed(Functional):  # Dynamo traces no Function with a jvp
+        jvp = _no_jvp(op)
+
+    return named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
+
+
+def _apply(registered: Registered, eager: type, functional: type, transformed: type):
+    """The op's one entry: the Function that fits the call."""
+    op = registered.op
+    constants = sum(1 << i for i in op.constants)
+    # Skips torch's Function.apply, which looks for a setup_context and for transforms (5 % of a tiny mlp's host time).
+    apply_eager = super(torch.autograd.Function, eager).apply
+
+    def for_inference(options):
+        return _codec.replaced(options, recompute=op.inference_recompute)
+
+    def apply(options, *tensors) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        if (compiling or not PLAIN.issuperset(map(type, tensors))) and (kind := foreign(tensors)):
+            compose_of(op.name, kind)
+            with autocast_off(tensors[0]):
+                return op.reference(tensors, options)
+        if torch._C._are_functorch_transforms_active():
+            if compiling:
+                raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
+            return transformed.apply(options, present(tensors) & ~constants, *tensors)[0]
+        if compiling:
+            needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
+            if not needs or not torch.is_grad_enabled():
+                # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
+                return call_forward(registered, tensors, for_inference(options))[0]
+            return functional.apply(options, needs, *_distinct(tensors))[0]
+        tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
+        needs = wanted(tensors)
+        return apply_eager(options if needs else for_inference(options), needs, *tensors)
+
+    apply.for_inference = for_inference
+    return apply
