@@ -55,6 +55,19 @@ LAYERS = {
 TRITON_ON_FIRST_USE = {"ops", "tools", "benchmarks"}
 WITH_EXTRAS = {"benchmarks", "emulator", "conversion", "planning", "tools", "__main__"}
 
+# Likewise the folders and files of ops, which import from those of lower layers.
+OPS_LAYERS = {
+    "dispatch": 0,
+    "registration": 1,
+    "sublayer": 2,
+    "mlp": 3,
+    "attention": 3,
+    "cross_entropy": 3,
+    "experts": 3,
+    "transformer_layer": 4,
+    "sharded": 4,
+}
+
 LINES, FUNCTION_LINES = 500, 80  # a longer file or function usually does two things
 
 
@@ -67,6 +80,11 @@ class Import(NamedTuple):
 
 def part(module: str) -> str:
     return module.split(".")[1] if "." in module else module
+
+
+def room(module: str) -> str | None:
+    """The folder or file of ops that a module is in; None for others and for ops itself."""
+    return module.split(".")[2] if module.startswith("ckptkern.ops.") else None
 
 
 def imports_of(module: str, is_package: bool, source: str, modules: set[str]) -> Iterator[Import]:
@@ -121,6 +139,9 @@ def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
                     complain("kernels are imported on first use, by ops, tools and benchmarks")
                 if here not in ("ckptkern", there) and LAYERS.get(there, -1) >= LAYERS.get(here, 0):
                     complain(f"{here} lies no higher than {there}")
+                inside, target = room(module), room(one.target)
+                if None not in (inside, target) and inside != target and OPS_LAYERS[target] >= OPS_LAYERS[inside]:
+                    complain(f"{inside} lies no higher than {target}")
             elif top == "triton":
                 if here != "triton_kernels" and not (one.lazy and here in TRITON_ON_FIRST_USE):
                     complain("triton is imported on first use, by ops, tools and benchmarks")
@@ -139,22 +160,24 @@ def test_imports_keep_to_the_layers():
     ("module", "source", "why"),
     [
         ("ckptkern.other", "", "no layer"),
+        ("ckptkern.ops.sublayer.dropout", "from ..mlp import block", "no higher"),
+        ("ckptkern.ops.mlp.block", "def f():\n    from ..attention.core import attend", "no higher"),
         ("ckptkern.eager", "from . import _C", "only state"),
         ("ckptkern.eager", "from ._C import Precision", "only state"),
         ("ckptkern.state", "from .ops import mlp", "no higher"),
-        ("ckptkern.ops.mlp", "def f():\n    from ..nn import MLP", "no higher"),
-        ("ckptkern.ops.mlp", "from .. import nn", "no higher"),
+        ("ckptkern.ops.experts", "def f():\n    from ..nn import MLP", "no higher"),
+        ("ckptkern.ops.experts", "from .. import nn", "no higher"),
         ("ckptkern.triton_kernels.mlp", "from .. import state", "no higher"),
-        ("ckptkern.ops.mlp", "import triton", "first use"),
+        ("ckptkern.ops.experts", "import triton", "first use"),
         ("ckptkern.nn.mlp", "def f():\n    import triton.language as tl", "first use"),
-        ("ckptkern.ops.mlp", "from ..triton_kernels import mlp", "first use"),
-        ("ckptkern.ops.mlp", "import ckptkern.state", "not relative"),
+        ("ckptkern.ops.experts", "from ..triton_kernels import mlp", "first use"),
+        ("ckptkern.ops.experts", "import ckptkern.state", "not relative"),
         ("ckptkern.benchmarks.run", "from ckptkern.state import draw", "not relative"),
-        ("ckptkern.ops.mlp", "if True:\n    import numpy", "not a dependency"),
+        ("ckptkern.ops.experts", "if True:\n    import numpy", "not a dependency"),
     ],
 )
 def test_the_walker_sees(module, source, why):
-    tree = dict.fromkeys(("ckptkern", "ckptkern.ops", "ckptkern.nn", "ckptkern.state"), (True, ""))
+    tree = dict.fromkeys(("ckptkern", "ckptkern.ops", "ckptkern.ops.mlp", "ckptkern.nn", "ckptkern.state"), (True, ""))
     wrong = violations({**tree, module: (False, source)})
     assert len(wrong) >= 1
     assert any(why in line for line in wrong), wrong

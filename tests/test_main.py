@@ -11,7 +11,7 @@ import torch
 
 import ckptkern
 from ckptkern import __main__, state
-from ckptkern.ops import _choices
+from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.tools import env
 
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...ops import _choices, _routes
+from ...ops.dispatch import choices as _choices
+from ...ops.dispatch import routes as _routes
 from ..cases import BY_HALF, LEVELS, Item
 from ..run import DEFAULT_RESULTS, say, select
 from . import __doc__ as description

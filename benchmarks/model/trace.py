@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ...memory import kept_tensors
-from ...ops import _choices, _functions, attention_core
+from ...ops.attention import core as attention_core
+from ...ops.dispatch import choices as _choices
+from ...ops.registration import functions as _functions
 from ...tools.compiling import instead_of_launches
 from ..cases import DTYPES, Item, Maker
 from ..gate.machine_code import ATTENTION, PRODUCTS

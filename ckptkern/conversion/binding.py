@@ -16,8 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .. import ops
 from ..errors import DtypeError, ShapeError
-from ..ops._shard import ACTIVE, refuse_shard, whole_rows
-from ..ops.attention_core import in_context_parallel
+from ..ops.attention.core import in_context_parallel
+from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
 from ..storage import Store
 from .calls import Form, pattern_of, regardless_of_precision

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from .. import nn as twins
 from ..extras import missing
 from ..nn.plain import untouched
-from ..ops._checks import check_level
+from ..ops.dispatch.checks import check_level
 from ..subclasses import foreign
 from .alike import Proven
 from .binding import Forward, General, Runs

@@ -17,7 +17,7 @@ from ..eager import ACTIVATIONS
 from ..extras import missing
 from ..nn.experts import BIASES, check_layout
 from ..nn.twin import activation_in
-from ..ops._checks import check_level
+from ..ops.dispatch.checks import check_level
 from .leaves import Weight
 from .reading import Argument, Reading
 from .trace import Unreadable

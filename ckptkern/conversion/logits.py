@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .. import ops, state
-from ..ops._choices import cast_input
+from ..ops.dispatch.choices import cast_input
 from ..subclasses import PLAIN
 from .reading import ADD, DIVIDE, MULTIPLY
 from .trace import is_in_place, leaves_of, mapped

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import eager
-from ..ops._checks import ACTIVATIONS
+from ..ops.dispatch.checks import ACTIVATIONS
 from .plain import plain, untouched
 
 Activation = str | Callable[[Tensor], Tensor]

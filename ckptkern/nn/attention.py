@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._checks import check_level
-from ..ops._choices import autocast_dtype
-from ..ops._masks import diagonal_of
-from ..ops._shard import refuse_shard
-from ..ops.attention import attention_with_weights
+from ..ops.attention.masks import diagonal_of
+from ..ops.attention.sdpa import attention_with_weights
+from ..ops.dispatch.checks import check_level
+from ..ops.dispatch.choices import autocast_dtype
+from ..ops.dispatch.shard import refuse_shard
 from ..subclasses import PLAIN, foreign
 from .plain import composed, dense, strided
 from .share import check_kind, share

@@ -10,9 +10,9 @@ from torch.nn.modules.loss import _WeightedLoss
 
 from .. import eager, ops
 from ..errors import ShapeError
-from ..ops._checks import check_choice, check_level
-from ..ops._choices import parse_bytes
 from ..ops.cross_entropy import check_scalars, loss_of_logits, scaled_and_capped
+from ..ops.dispatch.checks import check_choice, check_level
+from ..ops.dispatch.choices import parse_bytes
 from .plain import composed, plain
 from .share import check_kind, share
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops._checks import check_count, check_statics
+from ..ops.dispatch.checks import check_count, check_statics
 from ..ops.experts import check_experts
 from .activations import Activation, activation_of
 from .share import refuse, share

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import eager, ops
-from ..ops._checks import check_count, check_statics
-from ..ops._choices import parse_bytes
+from ..ops.dispatch.checks import check_count, check_statics
+from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .plain import composed, dense, plain
 from .share import check_kind, refuse, share

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ShapeError
-from ..ops._checks import check_count, check_input, check_number, check_statics, check_tensor, levels_of_halves
-from ..ops._choices import parse_bytes
-from ..ops._masks import diagonal_of, merged_mask
-from ..ops.rotary import check_theta, composite_rotary, positions_of, rotary_tables
+from ..ops.attention.masks import diagonal_of, merged_mask
+from ..ops.attention.rotary import check_theta, composite_rotary, positions_of, rotary_tables
+from ..ops.dispatch.checks import check_count, check_input, check_number, check_statics, check_tensor, levels_of_halves
+from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .mlp import GatedMLP
 from .plain import composed, plain

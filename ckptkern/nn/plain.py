@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ..ops._choices import choose_level, log_composed
-from ..ops._shard import refuse_shard
+from ..ops.dispatch.choices import choose_level, log_composed
+from ..ops.dispatch.shard import refuse_shard
 from ..segments.checkpoint import checkpoint
 from ..subclasses import foreign
 from .dropout import Dropout

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._checks import check_count
-from ..ops._choices import autocast_dtype, own_levels
+from ..ops.dispatch.checks import check_count
+from ..ops.dispatch.choices import autocast_dtype, own_levels
 from ..segments import sequential
 from ..segments.checkpoint import checkpoint
 from .share import check_kind, share

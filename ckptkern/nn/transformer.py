@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
-from ..ops._checks import levels_of_halves
+from ..ops.dispatch.checks import levels_of_halves
 from ..subclasses import PLAIN
 from .activations import named
 from .attention import MultiheadAttention, without_bias

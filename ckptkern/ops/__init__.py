@@ -1,18 +1,18 @@
 """The public functions: one file per op, with the op's description and the function that checks arguments and calls it."""
 
-from ._checks import ACTIVATIONS
-from ._choices import backend
-from .attention import scaled_dot_product_attention, varlen_attn
-from .attention_block import attention_block
+from .attention.block import attention_block
+from .attention.sdpa import scaled_dot_product_attention, varlen_attn
 from .cross_entropy import linear_cross_entropy
-from .dropout import dropout
+from .dispatch.checks import ACTIVATIONS
+from .dispatch.choices import backend
 from .experts import grouped_gated_mlp, moe_mlp
-from .gated_mlp import gated_mlp
-from .linear_act import linear_act
-from .linear_stack import linear_stack
-from .low_rank import LoRA
-from .mlp import mlp
-from .mlp_block import mlp_block
+from .mlp.block import mlp_block
+from .mlp.gated_mlp import gated_mlp
+from .mlp.linear_act import linear_act
+from .mlp.linear_stack import linear_stack
+from .mlp.mlp import mlp
+from .sublayer.dropout import dropout
+from .sublayer.lora import LoRA
 from .transformer_layer import transformer_layer
 
 __all__ = [

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from .. import eager
 from ..errors import DtypeError, ShapeError
-from ._checks import check_choice, check_input, check_level, check_number, check_tensor, check_weight
-from ._choices import (
+from .dispatch.checks import check_choice, check_input, check_level, check_number, check_tensor, check_weight
+from .dispatch.choices import (
     autocast_off,
     cast_input,
     choose_backend,
@@ -22,11 +22,11 @@ from ._choices import (
     matmul_precision,
     primitives,
 )
-from ._gradients import main_grad_of, token_chunks
-from ._needs import flags, needed
-from ._functions import build
-from ._op import Op
-from ._rows import cast_parameter, rows_2d, unflattened
+from .registration.functions import build
+from .registration.gradients import main_grad_of, token_chunks
+from .registration.needs import flags, needed
+from .registration.op import Op
+from .registration.rows import cast_parameter, rows_2d, unflattened
 
 NAME = "linear_cross_entropy"
 X, W, B, TARGET, CLASS_WEIGHT = range(5)

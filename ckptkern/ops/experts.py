@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from .. import eager
 from ..errors import DtypeError, ShapeError
-from ._checks import check_input, check_statics, check_tensor
-from ._choices import cast_input, choose_backend, choose_level, matmul_precision, primitives
-from ._gradients import main_grad_of
-from ._needs import flags, needed
-from ._functions import build
-from ._op import Op
-from ._rows import cast_parameter, rows_2d, unflattened
+from .dispatch.checks import check_input, check_statics, check_tensor
+from .dispatch.choices import cast_input, choose_backend, choose_level, matmul_precision, primitives
+from .registration.functions import build
+from .registration.gradients import main_grad_of
+from .registration.needs import flags, needed
+from .registration.op import Op
+from .registration.rows import cast_parameter, rows_2d, unflattened
 
 X, INDEX, S, W, B, WD, BD = range(7)
 

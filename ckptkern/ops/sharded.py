@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._choices import autocast_off, choose_backend
-from ._half import composite_output, drawn, has_trailing_norm
-from ._rows import cast_parameter
-from .attention_arguments import gather as gather_attention
-from .attention_block import across as attention_across
-from .dropout import replayed_dropout
-from .mlp_block import across as mlp_across
-from .mlp_block import gather as gather_mlp
+from .attention.arguments import gather as gather_attention
+from .attention.block import across as attention_across
+from .dispatch.choices import autocast_off, choose_backend
+from .mlp.block import across as mlp_across
+from .mlp.block import gather as gather_mlp
+from .registration.rows import cast_parameter
+from .sublayer.dropout import replayed_dropout
+from .sublayer.residual import composite_output, drawn, has_trailing_norm
 
 NOTHING_AROUND = dict(post_norm_weight=None, post_norm_bias=None, branch_scale=None, resid_rng=None, path_rng=None)
 PLAIN_AROUND = dict(residual=False, resid_p=0.0, path_p=0.0, post_norm="", branch_factor=1.0)

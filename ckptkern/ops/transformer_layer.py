@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from ._checks import check_flags, levels_of_halves
-from ._half import drawn, reads_branch
-from ._needs import in_order, needed_names
-from ._functions import build
-from ._op import Op
-from ._rows import rows_2d, unflattened
-from ._shard import ACTIVE
-from .attention_arguments import gather as gather_attention
-from .attention_block import attention_block
-from .attention_half import AttentionHalf, attention_composite, attention_half, attention_half_backward
-from .attention_half import saves as attention_saves
-from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors
-from .mlp_block import gather as gather_mlp
-from .mlp_block import mlp_block
-from .mlp_branch import saves as branch_saves
-from .mlp_half import MLPOptions, MLPTensors, mlp_half, mlp_half_backward, mlp_reference
+from .attention.arguments import gather as gather_attention
+from .attention.block import attention_block
+from .attention.half import AttentionHalf, attention_composite, attention_half, attention_half_backward
+from .attention.half import saves as attention_saves
+from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
+from .dispatch.checks import check_flags, levels_of_halves
+from .dispatch.shard import ACTIVE
+from .mlp.block import gather as gather_mlp
+from .mlp.block import mlp_block
+from .mlp.branch import saves as branch_saves
+from .mlp.half import MLPOptions, MLPTensors, mlp_half, mlp_half_backward, mlp_reference
+from .registration.functions import build
+from .registration.needs import in_order, needed_names
+from .registration.op import Op
+from .registration.rows import rows_2d, unflattened
+from .sublayer.residual import drawn, reads_branch
 
 A = len(AttentionTensors._fields)
 

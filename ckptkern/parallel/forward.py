@@ -14,8 +14,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Split
 
-from ..ops._choices import kernels_alone
-from ..ops._shard import ACTIVE, NotSharded
+from ..ops.dispatch.choices import kernels_alone
+from ..ops.dispatch.shard import ACTIVE, NotSharded
 from ..ops.sharded import Shard
 from .roles import Place
 

@@ -18,7 +18,7 @@ from ..conversion.proof import unmoved
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of
 from ..extras import missing
-from ..ops._checks import LEVELS
+from ..ops.dispatch.checks import LEVELS
 from .measure import Cost, Table, measure, no_main_grad
 from .plan import found_segments, time_of
 from .segments import Segment, Way, check_model, segments_of, stock

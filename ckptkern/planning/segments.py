@@ -15,7 +15,7 @@ from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.convert import TWINNED, Which, check_not_split, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.plain import runs_class_forward
-from ..ops._checks import LEVELS
+from ..ops.dispatch.checks import LEVELS
 from ..storage import Store
 
 LAYERS = (twins.LlamaDecoderLayer, twins.TransformerEncoderLayer, twins.TransformerDecoderLayer)

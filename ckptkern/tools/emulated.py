@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import emulator
-from ..ops import _choices
+from ..ops.dispatch import choices as _choices
 from .compiling import Compiled, compile_launch, instead_of_launches
 
 ARCHS = (80, 90)

@@ -127,8 +127,8 @@ def _compiler(library: Path) -> str:
 
 @_or_missing
 def _backends() -> dict[str, str]:
-    from ..ops import _choices as ops
-    from ..ops import attention_core
+    from ..ops.attention import core as attention_core
+    from ..ops.dispatch import choices as ops
 
     answer = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
     for device in ("cpu", "cuda"):
@@ -199,7 +199,8 @@ def _sdpa() -> dict[str, bool]:
 def _tuned_routes() -> dict[str, Any]:
     """Of each device its table, if `python -m ckptkern tune` wrote one: the route of every op, dtype and size, with its
     tiles; or why it is not used."""
-    from ..ops import _routes, _tuned
+    from ..ops.dispatch import routes as _routes
+    from ..ops.dispatch import tuned as _tuned
 
     answer = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):

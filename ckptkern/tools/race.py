@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops import _choices, _routes
+from ..ops.dispatch import choices as _choices
+from ..ops.dispatch import routes as _routes
 from ..planning.timing import Clock, cache_of, captured, copies
 from .compiling import Built, built
 from .verify import error_ratio, gradients, relative_errors

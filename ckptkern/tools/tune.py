@@ -25,7 +25,9 @@ import torch
 
 from .. import ops
 from ..conversion.convert import progress
-from ..ops import _choices, _routes, _tuned
+from ..ops.dispatch import choices as _choices
+from ..ops.dispatch import routes as _routes
+from ..ops.dispatch import tuned as _tuned
 from .convert import load, model_and_inputs
 from .race import Outcome, Problem, choice, measure, totals
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from .. import ops, state
 from ..extras import missing
 from ..memory import kept_tensors
-from ..ops import _checks, _choices
+from ..ops.dispatch import checks as _checks
+from ..ops.dispatch import choices as _choices
 from . import env
 
 Tensors = dict[str, Tensor]

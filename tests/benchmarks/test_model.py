@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ckptkern.benchmarks import cases, measure
 from ckptkern.benchmarks.model import calibrate, machine_code, price, published, rates, sheet, trace
 from ckptkern.benchmarks.model.__main__ import main
-from ckptkern.ops import _choices, _routes
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.dispatch import routes as _routes
 
 H200, A100 = rates.GPUS["h200"], rates.GPUS["a100"]
 BY_NAME = {case.name: case for case in cases.CASES}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ckptkern
-from ckptkern.ops import _choices
+from ckptkern.ops.dispatch import choices as _choices
 
 
 def test_linear_takes_torchs_positional_arguments():

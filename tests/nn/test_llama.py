@@ -12,7 +12,7 @@ from twins import dropout_is_one_mask, pairwise, run
 
 import ckptkern
 from ckptkern.memory import kept_tensors
-from ckptkern.ops.rotary import positions_of
+from ckptkern.ops.attention.rotary import positions_of
 
 E, H, HEAD, HIDDEN, B, S = 12, 4, 6, 20, 2, 5
 

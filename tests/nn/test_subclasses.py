@@ -10,7 +10,7 @@ from torch.nn.attention import bias
 from wrappers import Int8Weight
 
 from ckptkern import nn
-from ckptkern.ops import _choices
+from ckptkern.ops.dispatch import choices as _choices
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
 

@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 import ckptkern
 from ckptkern import eager, state, triton_kernels
 from ckptkern.memory import kept_tensors
-from ckptkern.ops import attention_core
-from ckptkern.ops._choices import primitives
-from ckptkern.ops.attention_arguments import gather
-from ckptkern.ops.attention_half import AttentionHalf, attention_half, attention_half_backward, saves
+from ckptkern.ops.attention import core as attention_core
+from ckptkern.ops.attention.arguments import gather
+from ckptkern.ops.attention.half import AttentionHalf, attention_half, attention_half_backward, saves
+from ckptkern.ops.dispatch.choices import primitives
 
 P = 0.3
 

@@ -46,7 +46,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern.memory import kept_tensors
-from ckptkern.ops._codec import values_of
+from ckptkern.ops.registration.codec import values_of
 from ckptkern.ops.transformer_layer import TransformerLayer
 
 ALL = BLOCKS + VARIANTS

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
-from ckptkern.ops import _functions
+from ckptkern.ops.registration import functions as _functions
 
 D, HIDDEN, HEADS = 32, 64, 2
 LEVELS = ("none", "selective", "full")

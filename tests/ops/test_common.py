@@ -33,7 +33,8 @@ from cases import (
 import ckptkern
 from ckptkern import eager
 from ckptkern.memory import peak_memory
-from ckptkern.ops import _choices, _gradients
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.registration import gradients as _gradients
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS_OF_LAYERS = setups(("gelu",), ("full",), ops=LAYERS)
@@ -277,7 +278,7 @@ def test_workspace_bounds_the_memory_of_backward(setup, dtype, monkeypatch):
     """
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     tensors = make(setup, Sizes(lead=(640,), features=8, hidden=64, out=8), dtype)
-    module = sys.modules["ckptkern.ops." + ("mlp_branch" if "mlp" in setup.op.name else setup.op.name)]
+    module = sys.modules["ckptkern.ops.mlp." + ("branch" if "mlp" in setup.op.name else setup.op.name)]
     with mock.patch.object(module, "token_chunks", wraps=_gradients.token_chunks) as spy:
         transient(setup, tensors, 1)
     least = 128 * spy.call_args.args[1]

@@ -8,7 +8,7 @@ from cases import LEVELS, SEED, P, Setup, Sizes, assert_same, expected_mask, gra
 
 import ckptkern
 from ckptkern import state
-from ckptkern.ops.dropout import replayed_dropout
+from ckptkern.ops.sublayer.dropout import replayed_dropout
 
 WITH_DROPOUT = ("mlp", "gated_mlp", "dropout")
 MASKED = setups(("identity",), dropout=(P,), ops=WITH_DROPOUT)

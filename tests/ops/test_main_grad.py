@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
-from ckptkern.ops._gradients import WeightGrad
+from ckptkern.ops.registration.gradients import WeightGrad
 
 WIDTH, HEADS, S = 32, 4, 300
 MICROS = 3

@@ -13,7 +13,7 @@ from wrappers import Int8Weight, Logged, Named
 import ckptkern
 from ckptkern import subclasses
 from ckptkern.memory import kept_tensors
-from ckptkern.ops import _choices
+from ckptkern.ops.dispatch import choices as _choices
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
 

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from ckptkern.ops import _choices
+from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.planning.timing import Clock
 from ckptkern.tools import race, tune
 

@@ -18,7 +18,9 @@ import ckptkern
 from ckptkern import triton_kernels
 from ckptkern.__main__ import main
 from ckptkern.memory import peak_memory
-from ckptkern.ops import _choices, _routes, _tuned
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.dispatch import tuned as _tuned
 from ckptkern.tools import race, tune
 from ckptkern.tools.compiling import Built
 

@@ -13,7 +13,7 @@ from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, drop
 import ckptkern
 from ckptkern import eager, emulator, state, triton_kernels
 from ckptkern.benchmarks.gate.cases import ARCHS, PERSISTENT_OPS
-from ckptkern.ops import _choices
+from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.tools.emulated import emulated
 from ckptkern.triton_kernels.tile import MULTIPROCESSORS, TILES
 

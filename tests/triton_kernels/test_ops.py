@@ -16,7 +16,8 @@ from twins import pairwise
 
 import ckptkern
 from ckptkern import state, triton_kernels
-from ckptkern.ops import _choices, _routes
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.dispatch import routes as _routes
 
 WIDE = Sizes(hidden=66)  # too wide for the one kernel of a narrow stack
 ALL = tuple(cases.ACTIVATIONS)

@@ -14,7 +14,8 @@ from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, drop
 
 import ckptkern
 from ckptkern import state
-from ckptkern.ops import _choices, _routes
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.dispatch import routes as _routes
 from ckptkern.triton_kernels import linear, mlp, persistent
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, TILES
 

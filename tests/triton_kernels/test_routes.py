@@ -22,7 +22,10 @@ from cases import (
 import ckptkern
 from ckptkern import eager, triton_kernels
 from ckptkern.memory import peak_memory
-from ckptkern.ops import _choices, _gradients, _routes, mlp_branch
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.mlp import branch as mlp_branch
+from ckptkern.ops.registration import gradients as _gradients
 from ckptkern.triton_kernels import linear, mlp, persistent
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, INTERPRETED_VARIANT, TILES, tile_for
 
@@ -243,7 +246,9 @@ def test_a_graph_for_any_number_of_rows_has_the_route_of_many(monkeypatch):
             assert found[1:] == [["dual"]]
             batch, x = torch.export.Dim("batch", min=1), torch.randn(8, 32, dtype=torch.bfloat16)
             program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},))
-            assert [node.args[3] for node in program.graph.nodes if "mlp_fwd" in str(node.target)] == [["gelu", "full", "triton", "ieee"]]
+            assert [node.args[3] for node in program.graph.nodes if "mlp_fwd" in str(node.target)] == [
+                ["gelu", "full", "triton", "ieee"]
+            ]
     finally:
         _choices._route.cache_clear()
         torch._dynamo.reset()

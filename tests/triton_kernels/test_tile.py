@@ -9,7 +9,7 @@ import triton.language as tl
 from kernel_cases import DTYPES, error
 
 from ckptkern import eager
-from ckptkern.ops import _routes
+from ckptkern.ops.dispatch import routes as _routes
 from ckptkern.triton_kernels.elementwise import pack_bits
 from ckptkern.triton_kernels.tile import (
     INTERPRETED_TILE,

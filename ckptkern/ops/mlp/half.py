@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._half import Half, composite_inputs, composite_output, reads_branch
-from ._needs import needed_names
-from .low_rank import names_of
-from .mlp_branch import LAYERS, MLPBranch, reference
+from ..registration.needs import needed_names
+from ..sublayer.lora import names_of
+from ..sublayer.residual import Half, composite_inputs, composite_output, reads_branch
+from .branch import LAYERS, MLPBranch, reference
 
 OF_BRANCH = frozenset(
     name for layer in LAYERS for name in (f"{layer}_weight", f"{layer}_bias", *names_of(layer))

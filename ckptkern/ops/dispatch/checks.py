@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import eager
-from ..errors import DeviceError, DtypeError, LayoutError, ShapeError
+from ... import eager
+from ...errors import DeviceError, DtypeError, LayoutError, ShapeError
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)  # every name that an `activation` may be
 LEVELS = ("none", "selective", "full")

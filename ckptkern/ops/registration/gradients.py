@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ._rows import cast_parameter
+from .rows import cast_parameter
 
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 

@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import mlp_branch
-from ._checks import check_input, check_statics, check_weight
-from ._choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
-from ._needs import in_order, needed_names
-from ._functions import build
-from ._op import Op
-from ._rows import rows_2d, unflattened
-from ._shard import ACTIVE
-from .dropout import draw_state
-from .mlp_branch import BranchOptions, MLPBranch
+from ..dispatch.checks import check_input, check_statics, check_weight
+from ..dispatch.choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
+from ..dispatch.shard import ACTIVE
+from ..registration.functions import build
+from ..registration.needs import in_order, needed_names
+from ..registration.op import Op
+from ..registration.rows import rows_2d, unflattened
+from ..sublayer.dropout import draw_state
+from . import branch as mlp_branch
+from .branch import BranchOptions, MLPBranch
 
 
 class MLPTensors(NamedTuple):
@@ -37,7 +37,7 @@ class MLP(Op):
 
     @classmethod
     def saves(cls, o):
-        return mlp_branch.saves(cls.Tensors is not MLPTensors, o)
+        return () if o.recompute == "full" else mlp_branch.saves(cls.Tensors is not MLPTensors, o)
 
     @classmethod
     def reads_x(cls, o, needs):

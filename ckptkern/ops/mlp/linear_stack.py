@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import eager
-from ._checks import check_input, check_statics, check_weight
-from ._choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
-from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
-from ._needs import needed
-from ._functions import build
-from ._op import Op
-from ._rows import cast_parameter, row_count, rows_2d, unflattened
+from ... import eager
+from ..dispatch.checks import check_input, check_statics, check_weight
+from ..dispatch.choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
+from ..registration.functions import build
+from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
+from ..registration.needs import needed
+from ..registration.op import Op
+from ..registration.rows import cast_parameter, row_count, rows_2d, unflattened
 
 X = 0
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, ShapeError
-from ._checks import (
+from ...errors import DtypeError, ShapeError
+from ..dispatch.checks import (
     check_choice,
     check_count,
     check_flags,
@@ -19,13 +19,13 @@ from ._checks import (
     check_tensor,
     check_weight,
 )
-from ._choices import choose_backend, choose_level, compute_dtype, head_dim_not_covered, matmul_precision
-from ._half import NORMS, around
-from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
-from .attention_core import check_softcap, check_whole_sequence, fused_core
-from .attention_tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
-from .low_rank import gather_lora, update_dtype
+from ..dispatch.choices import choose_backend, choose_level, compute_dtype, head_dim_not_covered, matmul_precision
+from ..sublayer.lora import gather_lora, update_dtype
+from ..sublayer.residual import NORMS, around
+from .core import check_softcap, check_whole_sequence, fused_core
+from .masks import as_mask, as_slopes, check_window, diagonal_of, within
 from .rotary import check_rotary
+from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
 
 def one_or_three(op: str, name: str, given) -> tuple:

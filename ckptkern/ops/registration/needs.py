@@ -29,7 +29,7 @@ def needed_names(kind: type, needs: int) -> frozenset[str]:
 
 def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
     """Gradients by name as a list of the same order; None where not needed."""
-    return [grads[name] if needed(needs, i) else None for i, name in enumerate(("x", *kind._fields))]
+    return [grads[name] if needs >> i & 1 else None for i, name in enumerate(("x", *kind._fields))]
 
 
 def split(needs: int) -> list[int]:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import eager
-from ..errors import DtypeError
-from ..memory import parse_size
-from . import _routes, _tuned
-from ._checks import check_choice
+from ... import eager
+from ...errors import DtypeError
+from ...memory import parse_size
+from . import routes as _routes
+from . import tuned as _tuned
+from .checks import check_choice
 
 BACKENDS = ("auto", "eager", "triton")
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -250,7 +251,7 @@ def primitives(name: str) -> Any:
         return eager
     if name in _routes.OF_EAGER:
         return _routes.OF_EAGER[name](eager)
-    from .. import triton_kernels  # imports triton: only here, on first use
+    from ... import triton_kernels
 
     return _routes.of_kernels(name, triton_kernels)
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
-from .. import state
-from ..subclasses import PLAIN, foreign
-from . import _codec
-from ._choices import autocast_off, compose_of
-from ._gradients import having_main_grad, into_main_grad
-from ._library import LIBRARY, Registered, call_forward, register
-from ._needs import needed, present, split, wanted
-from ._op import Op, call_of, direct_backward, direct_forward, to_save
+from ... import state
+from ...subclasses import PLAIN, foreign
+from ..dispatch.choices import autocast_off, compose_of
+from . import codec as _codec
+from .gradients import having_main_grad, into_main_grad
+from .library import LIBRARY, Registered, call_forward, register
+from .needs import needed, present, split, wanted
+from .op import Op, call_of, direct_backward, direct_forward, to_save
 
 
 def build(op: type[Op]):
@@ -75,7 +75,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     backward(dy, t) is the vector-Jacobian product of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
     the vector-Jacobian product of that, which torch.func forms from the reference's second derivative.
     """
-    tensors = list(call_of(op, flat, options).tensors)
+    tensors = list(call_of(op, flat, options)[0])
     if tensors[0] is None:
         tensors[0] = op.missing_input(dy, tensors, options)
     wanted = [i for i in range(len(tensors)) if needed(needs, i)]
@@ -145,7 +145,7 @@ def _gradients(registered: Registered, second_order: type):
         """One gradient per tensor, None where not needed; differentiable only under create_graph."""
         if torch.is_grad_enabled():
             if flat[0] is None and needed(needs, 0):  # else the gradient of x would come without a graph to x
-                op.missing_input(dy, call_of(op, flat, options).tensors, options)
+                op.missing_input(dy, call_of(op, flat, options)[0], options)
             grads = second_order.apply(options, needs, dy, *flat)
         else:
             if not _watched((dy, *flat)):

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import eager
-from ..errors import ShapeError
-from ._checks import check_number, check_probability, check_tensor
-from ._choices import autocast_dtype
-from ._gradients import WeightGrad
-from ._rows import cast_parameter
+from ... import eager
+from ...errors import ShapeError
+from ..dispatch.checks import check_number, check_probability, check_tensor
+from ..dispatch.choices import autocast_dtype
+from ..registration.gradients import WeightGrad
+from ..registration.rows import cast_parameter
 from .dropout import dropout_arguments, dropped
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
-from ._checks import check_count, check_number, check_tensor, is_number
+from ...errors import ShapeError
+from ..dispatch.checks import check_count, check_number, check_tensor, is_number
 
 
 def rotary_tables(

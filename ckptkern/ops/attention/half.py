@@ -10,20 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import eager
-from ._gradients import WeightGrad, weight_grad
-from ._half import Half, after_branch, composite_inputs, composite_norm, composite_output, reads_branch
-from ._masks import merged_mask
-from ._needs import needed_names
-from ._rows import cast_parameter, rows_2d
-from .attention_core import (
-    CoreOptions,
-    CoreTensors,
-    attend,
-    attention_grads,
-    core_of,
-)
-from .attention_tensors import (
+from ... import eager
+from ..registration.gradients import WeightGrad, weight_grad
+from ..registration.needs import needed_names
+from ..registration.rows import cast_parameter, rows_2d
+from ..sublayer.lora import LowRank, low_rank, names_of
+from ..sublayer.residual import Half, after_branch, composite_inputs, composite_norm, composite_output, reads_branch
+from .core import CoreOptions, CoreTensors, attend, attention_grads, core_of
+from .masks import merged_mask
+from .rotary import composite_rotary, positions_of, rotary_tables
+from .tensors import (
     LAYERS,
     AttentionOptions,
     AttentionTensors,
@@ -37,8 +33,6 @@ from .attention_tensors import (
     projections,
     split_heads,
 )
-from .low_rank import LowRank, low_rank, names_of
-from .rotary import composite_rotary, positions_of, rotary_tables
 
 
 def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
-from .. import eager, state
-from ._checks import check_input, check_probability
-from ._choices import choose_backend, primitives
-from ._functions import build
-from ._op import Op
-from ._rows import rows_2d, unflattened
+from ... import eager, state
+from ..dispatch.checks import check_input, check_probability
+from ..dispatch.choices import choose_backend, primitives
+from ..registration.functions import build
+from ..registration.op import Op
+from ..registration.rows import rows_2d, unflattened
 
 
 def dropout_arguments(rng: Tensor | None, p: float, col_base: int = 0) -> eager.Dropout:

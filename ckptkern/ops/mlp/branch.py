@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import eager
-from ._choices import primitives
-from ._gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
-from ._rows import cast_parameter, row_count
-from .dropout import dropout_arguments, dropped
-from .low_rank import low_rank, names_of
+from ... import eager
+from ..dispatch.choices import primitives
+from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
+from ..registration.rows import cast_parameter, row_count
+from ..sublayer.dropout import dropout_arguments, dropped
+from ..sublayer.lora import low_rank, names_of
 
 LAYERS = ("gate", "up", "down")
+WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 
 
 class BranchOptions(NamedTuple):
@@ -57,21 +58,25 @@ class MLPBranch:
 
     def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, cast: Callable = cast_parameter):
         self.t, self.o, self.p, self.dtype, self.cast = t, o, primitives(o.backend), dtype, cast
-        self.copies: dict[str, Tensor | None] = {}
-        self.dropout = dropout_arguments(t.rng, o.dropout_p, o.first_column)
+        self.copies: dict[str, Tensor] = {}
+        self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = t.gate_weight is not None
         self.first = LAYERS[:2] if self.gated else LAYERS[1:2]  # the layers that read x
         self.updates = {layer: low_rank(t, o, LAYERS, layer, rows, cast) for layer in LAYERS} if o.lora else {}
 
-    def parameter(self, name: str) -> Tensor | None:
-        """In the compute dtype."""
-        if name not in self.copies:
-            self.copies[name] = self.cast(getattr(self.t, name), self.dtype)
-        return self.copies[name]
-
     def parameters(self, layers: Collection[str]) -> list[Tensor | None]:
-        """Weight and bias of each layer."""
-        return [self.parameter(f"{layer}_{part}") for layer in layers for part in ("weight", "bias")]
+        """Weight and bias of each layer, in the compute dtype."""
+        made = []
+        for layer in layers:
+            made += (self.weight(layer), self.cast(getattr(self.t, BIAS[layer]), self.dtype))
+        return made
+
+    def weight(self, layer: str) -> Tensor:
+        """In the compute dtype."""
+        weight = self.copies.get(layer)
+        if weight is None:
+            weight = self.copies[layer] = self.cast(getattr(self.t, WEIGHT[layer]), self.dtype)
+        return weight
 
     # -- forward
 
@@ -103,20 +108,24 @@ class MLPBranch:
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, what `saves` names) of x [rows, d]."""
         names = saves(self.gated, self.o)
-        save = names not in ((), ("h",))
+        chunks = self.forward_chunks(x.shape[0]) if self.updates else ()
+        if len(chunks) > 1:
+            made = [self.forward_rows(x[start:stop], start, names) for start, stop in chunks]
+            y, *saved = map(torch.cat, zip(*made, strict=True))
+        else:
+            y, *saved = self.forward_rows(x, 0, names)
+        return y, dict(zip(names, saved, strict=True)) if names else {}
 
-        def of_chunk(start: int, stop: int) -> list[Tensor]:
-            h, before = self.hidden(x[start:stop] if self.updates else x, start, save)
-            y = self.linear("down", h, start)
-            if "h" in names and h is before[0]:
-                h = h.clone()  # results of an op may not share memory
-            made = {"h": h} | dict(zip(("g", "u") if self.gated else ("z",), before, strict=True))
-            return [y, *(made[name] for name in names)]
-
-        chunks = self.forward_chunks(x.shape[0]) if self.updates else [(0, x.shape[0])]
-        made = [of_chunk(*chunk) for chunk in chunks]
-        y, *saved = made[0] if len(made) == 1 else map(torch.cat, zip(*made, strict=True))
-        return y, dict(zip(names, saved, strict=True))
+    def forward_rows(self, x: Tensor, start: int, names: tuple[str, ...]) -> list[Tensor]:
+        """[y, *saved] of rows that begin at `start`."""
+        h, before = self.hidden(x, start, names not in ((), ("h",)))
+        y = self.linear("down", h, start)
+        if not names:
+            return [y]
+        if "h" in names and h is before[0]:
+            h = h.clone()  # results of an op may not share memory
+        made = {"h": h} | dict(zip(("g", "u") if self.gated else ("z",), before, strict=True))
+        return [y, *(made[name] for name in names)]
 
     def forward_chunks(self, rows: int) -> list[tuple[int, int]]:
         """Those of backward, too, with low-rank updates."""
@@ -156,25 +165,24 @@ class MLPBranch:
 
     def fused_gradients(
         self, dy: Tensor, x: Tensor | None, before: list[Tensor], h: Tensor | None, start: int, sums: Sums
-    ) -> tuple[list[Tensor], Tensor | None, list[Tensor | None]]:
+    ) -> tuple[list[Tensor], Tensor | None, tuple[Tensor | None, ...]]:
         """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
         kernel. before: empty if it is recomputed."""
         p, o = self.p, self.o
         options = dict(dropout=self.dropout, row_base=start, keep_h=h is None and sums.read("down"))
-        down = self.parameter("down_weight")
         if self.gated:
             options |= dict(dbg=sums.bias_part("gate"), dbu=sums.bias_part("up"))
-            recomputing, reading = p.gated_bwd, p.gated_act_grad
         else:
-            options |= dict(db=sums.bias_part("up"))
-            recomputing, reading = p.mlp_bwd, p.act_grad
-        if not before:
+            options["db"] = sums.bias_part("up")
+        if before:
+            reading = p.gated_act_grad if self.gated else p.act_grad
+            made = reading(dy, self.weight("down"), *before, o.activation, o.precision, **options)
+        else:
+            recomputing = p.gated_bwd if self.gated else p.mlp_bwd
             weights = self.parameters(self.first)
-            made = recomputing(x, *weights, dy, down, o.activation, o.precision, **options)
-        else:
-            made = reading(dy, down, *before, o.activation, o.precision, **options)
+            made = recomputing(x, *weights, dy, self.weight("down"), o.activation, o.precision, **options)
         count = len(self.first)
-        return list(made[:count]), made[count] if h is None else h, list(made[count + 1 :])
+        return list(made[:count]), made[count] if h is None else h, made[count + 1 :]
 
     def backward(
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], need: Collection[str]
@@ -186,15 +194,12 @@ class MLPBranch:
         behind = need_dx or any(map(sums.of, self.first))
         dx = dy.new_empty((dy.shape[0], self.t.up_weight.shape[1])) if need_dx and len(chunks) > 1 else None
 
-        def rows_of(t: Tensor | None, start: int, stop: int) -> Tensor | None:
-            return t if t is None or len(chunks) == 1 else t[start:stop]
-
         def add(start: int, stop: int) -> None:
             nonlocal dx
-            x_rows, dy_rows = rows_of(x, start, stop), rows_of(dy, start, stop)
-            made = {name: rows_of(t, start, stop) for name, t in saved.items()}
-            h, before = made.pop("h", None), list(made.values())
-            made = None
+            x_rows, dy_rows, h = x, dy, saved.get("h")
+            before = [t for name, t in saved.items() if name != "h"] if saved else []
+            if len(chunks) > 1:
+                x_rows, dy_rows, h, *before = (t if t is None else t[start:stop] for t in (x, dy, h, *before))
             if behind and not self.updates:
                 # relu's own result tells what z would
                 before = [h] if not before and h is not None else before
@@ -207,18 +212,18 @@ class MLPBranch:
                     h = self.activated(before, start)
                 before = before if before and before[0] is not None else [h]
                 gradients = None
-            du = self.inner_gradient("down", dy_rows, behind, sums)
+            du = self.inner_gradient("down", dy_rows, behind, sums) if self.updates else None
             sums.add("down", dy_rows, du, h, start)
             h = None  # frees the largest tensor before the other gradients are formed
             if not behind:
                 return
             if gradients is None:
                 gradients = self.hidden_gradients(self.input_gradient("down", dy_rows, du, None, start), before, start)
-                parts, before = [None] * len(self.first), None
+                parts, before = (None,) * len(self.first), None
             dx_rows = None
             for layer, part in zip(self.first, parts, strict=True):
                 d = gradients.pop(0)
-                du = self.inner_gradient(layer, d, need_dx, sums)
+                du = self.inner_gradient(layer, d, need_dx, sums) if self.updates else None
                 sums.add(layer, d, du, x_rows, start, part)
                 if need_dx:
                     out = dx_rows if dx is None else dx[start:stop]
@@ -241,7 +246,7 @@ class MLPBranch:
         self, layer: str, dy: Tensor, du: Tensor | None, out: Tensor | None, start: int, *, add: bool = False
     ) -> Tensor:
         """What dy gives for the layer's input, in or added to `out`."""
-        dx = self.p.mm(dy, self.parameter(f"{layer}_weight"), out=out, add=add)
+        dx = self.p.mm(dy, self.weight(layer), out=out, add=add)
         if du is not None:
             self.updates[layer].add_input_gradient(self.p, du, dx, start)
         return dx
@@ -254,13 +259,12 @@ class Sums:
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
         self.branch, self.totals = branch, {}
         for name in need:
-            if name in ("x", "down_bias"):
-                continue
-            tensor = getattr(branch.t, name)
-            if name.endswith("_bias"):
-                self.totals[name] = BiasGrad(tensor.dtype, chunks)
-            else:
-                self.totals[name] = WeightGrad(tensor, chunks, wide=branch.o.backend == "wide")
+            if name != "x" and name != "down_bias":
+                tensor = getattr(branch.t, name)
+                if name[-4:] == "bias":
+                    self.totals[name] = BiasGrad(tensor.dtype, chunks)
+                else:
+                    self.totals[name] = WeightGrad(tensor, chunks, wide=branch.o.backend == "wide")
 
     def of(self, layer: str) -> bool:
         """Is any of them the layer's?"""
@@ -268,27 +272,27 @@ class Sums:
 
     def trains(self, layer: str) -> bool:
         """Do they have a gradient of the layer's update?"""
-        return not self.totals.keys().isdisjoint(names_of(layer))
+        return bool(self.branch.updates) and not self.totals.keys().isdisjoint(names_of(layer))
 
     def read(self, layer: str) -> bool:
         """Do they read the layer's input?"""
-        return f"{layer}_weight" in self.totals or self.trains(layer)
+        return WEIGHT[layer] in self.totals or self.trains(layer)
 
     def bias_part(self, layer: str) -> bool | torch.dtype:
         """In which dtype a kernel sums a bias's gradient; False where it is not needed."""
-        total = self.totals.get(f"{layer}_bias")
+        total = self.totals.get(BIAS[layer])
         return total is not None and total.part
 
     def add(
         self, layer: str, dy: Tensor, du: Tensor | None, x: Tensor | None, start: int, part: Tensor | None = None
     ) -> None:
         """part: the sum of dy's columns, if a kernel has formed it."""
-        weight, bias = self.totals.get(f"{layer}_weight"), self.totals.get(f"{layer}_bias")
+        weight, bias = self.totals.get(WEIGHT[layer]), self.totals.get(BIAS[layer])
         if weight is not None:
             weight.add(dy, x)
         if bias is not None:
             bias.add(eager.column_sum(dy, bias.part) if part is None else part)
-        if self.trains(layer):
+        if self.branch.updates and self.trains(layer):
             da, db = (self.totals.get(name) for name in names_of(layer))
             self.branch.updates[layer].add_gradients(self.branch.p, dy, du, x, da, db, start)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import eager
-from ..errors import DeviceError, DtypeError, ShapeError
-from ..subclasses import foreign
-from ._checks import check_count, check_input, check_number, check_probability, check_tensor
-from ._choices import (
+from ... import eager
+from ...errors import DeviceError, DtypeError, ShapeError
+from ...subclasses import foreign
+from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_tensor
+from ..dispatch.choices import (
     autocast_dtype,
     autocast_off,
     choose_backend,
@@ -21,11 +21,11 @@ from ._choices import (
     matmul_precision,
     primitives,
 )
-from ._masks import as_mask, as_slopes, check_window, diagonal_of, within
-from ._needs import needed
-from ._functions import build
-from ._op import Op
-from .attention_core import (
+from ..registration.functions import build
+from ..registration.needs import needed
+from ..registration.op import Op
+from ..sublayer.dropout import draw_state
+from .core import (
     CoreOptions,
     CoreTensors,
     attend,
@@ -35,7 +35,7 @@ from .attention_core import (
     core_of,
     fused_core,
 )
-from .dropout import draw_state
+from .masks import as_mask, as_slopes, check_window, diagonal_of, within
 
 Q, K, V, MASK = range(4)
 OTHERS = len(CoreTensors._fields)

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..errors import ShapeError
-from ._checks import check_input, check_statics, check_weight
-from ._choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
-from ._functions import build
-from ._shard import ACTIVE
-from .dropout import draw_state
+from ...errors import ShapeError
+from ..dispatch.checks import check_input, check_statics, check_weight
+from ..dispatch.choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
+from ..dispatch.shard import ACTIVE
+from ..registration.functions import build
+from ..sublayer.dropout import draw_state
+from .branch import BranchOptions
 from .mlp import MLP
-from .mlp_branch import BranchOptions
 
 
 class GatedMLPTensors(NamedTuple):

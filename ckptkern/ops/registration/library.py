@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-from . import _codec
-from ._batching import in_legacy_vmap, loop_over_batch
-from ._choices import read_precision
-from ._gradients import without_main_grad
-from ._needs import joined
-from ._op import Op, _results, run_forward
+from ..dispatch.choices import read_precision
+from . import codec as _codec
+from .gradients import without_main_grad
+from .needs import joined
+from .op import Op, results_of, run_forward
+from .vmap import in_legacy_vmap, loop_over_batch
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
 
@@ -81,7 +81,7 @@ def register(op: type[Op]) -> Registered:
         options = _codec.unpack(layout, lists)
         with torch._C._DisableAutocast():
             y, made = op.forward(_on_meta(tensors), _in_torch_ops(options))
-            return _results(op, options, y, op.made_on_meta(tensors[0], made, options))
+            return results_of(op, options, y, op.made_on_meta(tensors[0], made, options))
 
     def backward_on_meta(dy, tensors, saved, *lists_and_needs):
         *lists, needs = lists_and_needs
@@ -134,5 +134,3 @@ def _flops(on_meta: Callable) -> Callable:
         return counter.get_total_flops()
 
     return flops
-
-

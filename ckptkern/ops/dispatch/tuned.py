@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._routes import ROUTES, SIZES
+from .routes import ROUTES, SIZES
 
 FORMAT = 3  # 1 had no tiles, 2 one row for few and many rows
 ROWS = ("many", "few")

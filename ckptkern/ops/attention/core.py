@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.types import IntLikeType
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import eager
-from ._checks import check_number
-from ._choices import kernels_alone
-from .dropout import dropout_arguments
+from ... import eager
+from ..dispatch.checks import check_number
+from ..dispatch.choices import kernels_alone
+from ..sublayer.dropout import dropout_arguments
 
 
 class CoreTensors(NamedTuple):

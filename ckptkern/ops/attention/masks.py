@@ -8,8 +8,8 @@ import sys
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, ShapeError
-from ._checks import check_tensor
+from ...errors import DtypeError, ShapeError
+from ..dispatch.checks import check_tensor
 
 
 def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | None, int | None]:

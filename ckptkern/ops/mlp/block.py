@@ -6,19 +6,19 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..errors import ShapeError
-from ._across import across_ranks
-from ._checks import check_flags, check_input, check_statics, check_weight
-from ._choices import choose_level, choose_route, choose_workspace, compute_dtype, matmul_precision
-from ._half import around, drawn
-from ._needs import in_order
-from ._functions import build
-from ._op import Op
-from ._rows import rows_2d, unflattened
-from ._shard import ACTIVE
-from .low_rank import LoRA, gather_lora, update_dtype
-from .mlp_branch import LAYERS, saves
-from .mlp_half import MLPOptions, MLPTensors, mlp_half, mlp_half_backward, mlp_reference
+from ...errors import ShapeError
+from ..dispatch.checks import check_flags, check_input, check_statics, check_weight
+from ..dispatch.choices import choose_level, choose_route, choose_workspace, compute_dtype, matmul_precision
+from ..dispatch.shard import ACTIVE
+from ..registration.across import across_ranks
+from ..registration.functions import build
+from ..registration.needs import in_order
+from ..registration.op import Op
+from ..registration.rows import rows_2d, unflattened
+from ..sublayer.lora import LoRA, gather_lora, update_dtype
+from ..sublayer.residual import around, drawn
+from .branch import LAYERS, saves
+from .half import MLPOptions, MLPTensors, mlp_half, mlp_half_backward, mlp_reference
 
 
 class MLPBlock(Op):

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ._across import across_ranks
-from ._half import drawn
-from ._needs import in_order
-from ._functions import build
-from ._op import Op
-from ._rows import rows_2d, unflattened
-from ._shard import ACTIVE
-from .attention_arguments import gather
-from .attention_half import AttentionHalf, attention_composite, attention_half, attention_half_backward, saves
-from .attention_tensors import CONSTANTS, AttentionOptions, AttentionTensors
-from .low_rank import LoRA
+from ..dispatch.shard import ACTIVE
+from ..registration.across import across_ranks
+from ..registration.functions import build
+from ..registration.needs import in_order
+from ..registration.op import Op
+from ..registration.rows import rows_2d, unflattened
+from ..sublayer.lora import LoRA
+from ..sublayer.residual import drawn
+from .arguments import gather
+from .half import AttentionHalf, attention_composite, attention_half, attention_half_backward, saves
+from .tensors import CONSTANTS, AttentionOptions, AttentionTensors
 
 
 class AttentionBlock(Op):

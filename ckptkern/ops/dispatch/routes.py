@@ -27,7 +27,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .. import eager
+from ... import eager
 
 # Launchers of products with an epilogue, which have tiles to choose from; of those the ones with a persistent kernel.
 PERSISTENT = frozenset(("linear_fwd", "act_grad", "gated_act_grad"))
@@ -225,7 +225,7 @@ def size_text(place: int, few: bool = False) -> str:
 def few_rows(card: tuple[int, int], itemsize: int, size: int) -> int:
     """The most rows that are few in this class of sizes: with which its narrowest layer has the tiles of few rows. 0 where the
     table of tiles has none, for float32. Imports Triton."""
-    from ..triton_kernels import tile
+    from ...triton_kernels import tile
 
     if itemsize != 2:
         return 0

@@ -7,12 +7,11 @@ function casts x.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._choices import no_autocast
+from ..dispatch.choices import no_autocast
 
 
 class Op:
@@ -69,36 +68,34 @@ class Op:
         )
 
 
-class Call(NamedTuple):
-    """The arguments of an op's backward: what was saved, split into its tensors and what forward made."""
-
-    tensors: Sequence[Tensor | None]
-    saved: dict[str, Tensor]
-
-
 def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: int) -> list:
     """The flat list of tensors that backward is given, from the op's tensors and results [y, *saved]."""
-    y, *made = results
-    x, *others = tensors
-    made = iter(made)
-    saved = [y if name == "y" else next(made) for name in op.saves(options)]
-    return [x if op.reads_x(options, needs) else None, *others, *saved]
-
-
-def call_of(op: type[Op], flat: Sequence, options) -> Call:
-    """The inverse of `to_save`."""
+    flat = [*tensors, *results[1:]]
     names = op.saves(options)
+    if "y" in names:
+        flat.insert(len(tensors) + names.index("y"), results[0])
+    if not op.reads_x(options, needs):
+        flat[0] = None
+    return flat
+
+
+def call_of(op: type[Op], flat: Sequence, options) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
+    """The inverse of `to_save`: (tensors, saved by name), as the op's backward takes them."""
+    names = op.saves(options)
+    if not names:
+        return flat, {}
     count = len(flat) - len(names)
-    return Call(flat[:count], dict(zip(names, flat[count:], strict=True)))
+    return flat[:count], dict(zip(names, flat[count:], strict=True))
 
 
 def run_forward(op: type[Op], tensors: Sequence, options) -> list[Tensor]:
     """[y, *saved] by the op's body."""
-    return _results(op, options, *op.forward(tensors, options))
+    y, made = op.forward(tensors, options)
+    return results_of(op, options, y, made) if made else [y]
 
 
-def _results(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
-    return [y, *(made[name] for name in op.saves(options) if name != "y")]
+def results_of(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
+    return [y, *[made[name] for name in op.saves(options) if name != "y"]]
 
 
 def direct_forward(op: type[Op], tensors: Sequence, options) -> list[Tensor]:
@@ -116,5 +113,3 @@ def direct_backward(op: type[Op], dy: Tensor, flat: Sequence, options, needs: in
         return op.backward(dy, tensors, saved, options, needs)
     with torch._C._DisableAutocast():
         return op.backward(dy, tensors, saved, options, needs)
-
-

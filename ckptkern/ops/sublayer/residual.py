@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import eager
-from ..errors import ShapeError
-from ._checks import check_choice, check_flags, check_number, check_probability, check_tensor
-from ._choices import primitives
-from ._rows import cast_parameter, rows_2d
+from ... import eager
+from ...errors import ShapeError
+from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
+from ..dispatch.choices import primitives
+from ..registration.rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
-from .low_rank import drops
+from .lora import drops
 
 NORMS = ("layer", "rms")
 AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "branch_scale"))

@@ -8,11 +8,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .. import state
-from ._needs import wanted
-from ._functions import dispatched, named
-from ._library import call_forward
-from ._op import direct_forward, to_save
+from ... import state
+from .functions import dispatched, named
+from .library import call_forward
+from .needs import wanted
+from .op import direct_forward, to_save
 
 
 def across_ranks(apply) -> Callable[..., Tensor]:

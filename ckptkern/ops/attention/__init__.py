@@ -1,0 +1,1 @@
+"""Attention, and the attention sublayer."""

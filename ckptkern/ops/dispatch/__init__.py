@@ -1,0 +1,1 @@
+"""What is chosen and checked for a call."""

@@ -1,0 +1,1 @@
+"""Linear layers with activations, MLPs, and the MLP sublayer."""

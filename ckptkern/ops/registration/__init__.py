@@ -1,0 +1,1 @@
+"""How an op becomes library ops and autograd Functions."""

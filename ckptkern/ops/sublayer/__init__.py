@@ -1,0 +1,1 @@
+"""What the sublayers of a transformer layer share."""
