@@ -211,16 +211,16 @@ def loss_head(model: LossHead, level: str, workspace: int | str | None = None) -
 
 
 def dropout_exact(p: float, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Dropout by the mask that y shows, since every way draws its own. Raises if the rate of kept elements is off."""
-    kept = y != 0
-    rate, sigma = kept.double().mean().item(), (p * (1 - p) / y.numel()) ** 0.5
+    """Dropout by the mask that y shows, since every way draws its own. Raises if the rate of saved elements is off."""
+    saved = y != 0
+    rate, sigma = saved.double().mean().item(), (p * (1 - p) / y.numel()) ** 0.5
     if abs(rate - (1 - p)) > 6 * sigma:
         raise ValueError(f"keeps {rate:.4f} of the elements, not {1 - p}")
-    return torch.where(kept, x / (1 - p), 0)
+    return torch.where(saved, x / (1 - p), 0)
 
 
 def flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
-    """FusedMLP at its checkpoint level 2, which keeps x only. No erf GELU."""
+    """FusedMLP at its checkpoint level 2, which saves x only. No erf GELU."""
     fused_mlp_func = importlib.import_module("flash_attn.ops.fused_dense").fused_mlp_func
     # -1 for GELU, because its authors found the unfused GEMM quicker on H100; ReLU's bit mask needs the fused one
     options = dict(activation=activation, checkpoint_lvl=2, heuristic=0 if activation == "relu" else -1)

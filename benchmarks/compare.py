@@ -14,7 +14,7 @@ RULE = (
     "A time is a ratio to eager's of the same run. It moved if the ranges of the two runs do not meet: from the way's 20th\n"
     "percentile over eager's 80th to its 80th over eager's 20th. Eager itself is compared in ms, by its own percentiles."
 )
-COLUMNS = {"case", "way", "dtype", "ms", "p20_ms", "p80_ms", "ratio", "kept_bytes", "peak_bytes"}
+COLUMNS = {"case", "way", "dtype", "ms", "p20_ms", "p80_ms", "ratio", "saved_bytes", "peak_bytes"}
 Key = tuple[str, str, str]
 
 
@@ -80,7 +80,7 @@ def changed_bytes(old: dict[str, str], new: dict[str, str]) -> list[str]:
     """What a way keeps or peaks at, where it is another figure than before."""
     return [
         f"{name} {_bytes(old[field])} -> {_bytes(new[field])}"
-        for name, field in (("kept", "kept_bytes"), ("peak", "peak_bytes"))
+        for name, field in (("saved", "saved_bytes"), ("peak", "peak_bytes"))
         if old[field] and new[field] and int(float(old[field])) != int(float(new[field]))
     ]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.proof import unmoved
-from ..memory import kept_tensors, peak_memory
+from ..memory import peak_memory, saved_tensors
 from ..planning.timing import cache_of, captured, copies
 from ..tools.verify import error_ratio, gradients, relative_errors
 from .cases import CHECKPOINTS, EAGER, Function, Item, Maker, build
@@ -48,7 +48,7 @@ class Row:
     ratio: float | None = None
     rounds: int | None = None
     graph_ms: float | None = None  # the same step as a CUDA graph, where it was captured
-    kept_bytes: int | None = None
+    saved_bytes: int | None = None
     peak_bytes: int | None = None
     error_ratio: float | None = None  # largest error of output and gradients, in eager's own: at most 2 for ours
     note: str = ""
@@ -301,9 +301,9 @@ def _ready(
         model.train()
         row.add_note(DROPS if item.case.drops else "")
         step = stepper(function, model, inputs)
-        with kept_tensors(exclude=[*model.parameters(), *model.buffers()]) as kept:
+        with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
             function(x)
-        row.kept_bytes = kept.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
+        row.saved_bytes = saved.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
         if not item.case.host:
             with peak_memory(device) as peak:
                 step(0)

@@ -383,11 +383,11 @@ def least_bytes(item: Item, dtype: torch.dtype) -> int:
     with torch.device("meta"):
         model = item.case.model(item.size.width).double().eval()
         x = torch.empty(item.size._replace(rows=rows).shape, dtype=torch.float64, requires_grad=True)
-        with memory.kept_tensors(model) as kept:
+        with memory.saved_tensors(model) as saved:
             y = model(x)
     weights = sum(p.numel() for p in model.parameters())
     ends = item.size.rows // rows * (2 * x.numel() + 2 * y.numel())
-    return 2 * weights * (8 + dtype.itemsize) + item.size.rows // rows * kept.bytes + ends * (8 + dtype.itemsize)
+    return 2 * weights * (8 + dtype.itemsize) + item.size.rows // rows * saved.bytes + ends * (8 + dtype.itemsize)
 
 
 def check_fits(item: Item, device: torch.device, dtype: torch.dtype) -> None:

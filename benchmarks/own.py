@@ -31,7 +31,7 @@ class Given(NamedTuple):
 class Called(nn.Module):
     """A module as a function of one tensor among its inputs, x: the first that is floating-point, or else the first.
 
-    The other tensors are buffers, so that they follow to a device or to float64, and none of them counts as kept.
+    The other tensors are buffers, so that they follow to a device or to float64, and none of them counts as saved.
     y is the output's `loss`, or else its first floating-point tensor.
     """
 

@@ -53,14 +53,14 @@ def case_table(rows: Rows, timed: bool) -> str:
     """All measured ways of a case. timed: with milliseconds, which mean something on a GPU only."""
     base = next((float(row["ms"]) for row in rows if row["way"] == CHECKPOINT and row["ms"]), None)
     graphs = any(row["graph_ms"] for row in rows)
-    heading = ["way", "time / eager", "time / checkpoint", "kept", "peak", "error / eager's"]
+    heading = ["way", "time / eager", "time / checkpoint", "saved", "peak", "error / eager's"]
     heading += ["ms (p20–p80)"] * timed + ["CUDA graph ms"] * graphs
     lines = []
     for row in rows:
         if row["status"] != "ok":
             continue
         line = [row["way"], _figure(row, "ratio", ".2f"), _figure(row, "ms", ".2f", 1 / base) if base else "–"]
-        line += [_bytes(row, "kept_bytes"), _bytes(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
+        line += [_bytes(row, "saved_bytes"), _bytes(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
         if timed:
             line.append(
                 " ".join(
@@ -82,7 +82,7 @@ def preface(env: dict) -> str:
         ceilings = ", ".join(f"{value:.0f} {name}" for name, value in env["ceilings"].items())
         text += f", CUDA {versions.get('CUDA')}, driver {versions.get('NVIDIA driver')}; ceilings: {ceilings}"
     else:
-        text += "; on a CPU only ratios within a case mean something. Kept bytes are exact"
+        text += "; on a CPU only ratios within a case mean something. Saved bytes are exact"
     return f"{text}. Commit {env.get('commit') or 'unknown'}, {env.get('date', '')[:10]}."
 
 
@@ -101,7 +101,7 @@ def report(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """One table of a folder: a line per case, time / eager and kept bytes of every way that was measured somewhere."""
+    """One table of a folder: a line per case, time / eager and saved bytes of every way that was measured somewhere."""
     by_case, env = read(folder)
     measured = [{row["way"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
     fullest_first = sorted((found for found in measured if "eager" in found), key=len, reverse=True)
@@ -110,16 +110,16 @@ def summary(folder: Path) -> str:
     for case, found in zip(by_case, measured, strict=True):
         if "eager" in found:
             cells = [
-                f"{_figure(found[n], 'ratio', '.2f')} · {_bytes(found[n], 'kept_bytes')}" if n in found else ""
+                f"{_figure(found[n], 'ratio', '.2f')} · {_bytes(found[n], 'saved_bytes')}" if n in found else ""
                 for n in names
             ]
             lines.append([case, *cells])
-    heading = f"**{env.get('device', folder.name)}**, time / eager · kept for backward. {preface(env)}"
+    heading = f"**{env.get('device', folder.name)}**, time / eager · saved for backward. {preface(env)}"
     return f"{heading}\n\n{table(['case', *names], lines)}"
 
 
 def draw(folder: Path) -> list[Path]:
-    """figures/<case>.png: time against eager's and kept bytes, one bar per way. Needs matplotlib."""
+    """figures/<case>.png: time against eager's and saved bytes, one bar per way. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     by_case, env = read(folder)
@@ -135,10 +135,10 @@ def draw(folder: Path) -> list[Path]:
         ]
         figure = Figure(figsize=(10, 1.2 + 0.34 * len(found)), layout="constrained")
         figure.suptitle(f"{case}, {rows[0]['dtype']}, {env.get('device', '')}", fontsize=11)
-        time_axes, kept_axes = figure.subplots(1, 2, sharey=True)
+        time_axes, saved_axes = figure.subplots(1, 2, sharey=True)
         for axes, title, field, scale in (
             (time_axes, "time of forward + backward / eager", "ratio", 1.0),
-            (kept_axes, "kept for backward, MiB", "kept_bytes", 1 / MIB),
+            (saved_axes, "saved for backward, MiB", "saved_bytes", 1 / MIB),
         ):
             bars = axes.barh(names, [float(row[field]) * scale for row in found], color=colors)
             axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)

@@ -168,7 +168,7 @@ a gradient. "ckptkern LEVEL" is what ckptkern.convert makes of the model, or its
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern bench``."""
-    parser.description = "Measure every case by every way: time, kept and peak bytes, error. Correct before fast."
+    parser.description = "Measure every case by every way: time, saved and peak bytes, error. Correct before fast."
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
     parser.add_argument(

@@ -1,9 +1,9 @@
-"""The trade of general segments: kept bytes against time over segment counts, as CSV and a figure.
+"""The trade of general segments: saved bytes against time over segment counts, as CSV and a figure.
 
     python -m ckptkern.benchmarks.trade --out docs/concepts
 
 writes segments.csv and segments.png: a stack of blocks, cut into 1 to L segments, forward + backward, each cut beside
-the plain run in interleaved rounds. On a CPU only the ratio means anything; kept bytes are exact.
+the plain run in interleaved rounds. On a CPU only the ratio means anything; saved bytes are exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import checkpoint_sequential
 from ..extras import missing
-from ..memory import kept_tensors
+from ..memory import saved_tensors
 from . import measure
 
 LAYERS = 24
@@ -46,15 +46,15 @@ def run(device: torch.device, width: int, rows: int, rounds: int) -> list[dict[s
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(LAYERS))).to(device)
     x, dy = torch.randn(rows, width, device=device, requires_grad=True), torch.randn(rows, width, device=device)
-    steps, kept = {}, {}
+    steps, saved = {}, {}
     for name, segments in strategies(LAYERS).items():
 
         def function(x, segments=segments):
             return checkpoint_sequential(model, segments, x)
 
-        with kept_tensors(exclude=model.parameters()) as found:
+        with saved_tensors(exclude=model.parameters()) as found:
             function(x)
-        kept[name] = found.bytes
+        saved[name] = found.bytes
         steps[name] = measure.stepper(function, model, [(x, dy)])
     clock = measure.cuda_clock if device.type == "cuda" else measure.cpu_clock
     measure.interleaved(steps, clock, 2, cuda=device.type == "cuda")
@@ -63,7 +63,7 @@ def run(device: torch.device, width: int, rows: int, rounds: int) -> list[dict[s
         raise RuntimeError("; ".join(f"{name}: {error}" for name, error in errors.items()))
     base = statistics.median(times["plain"])
     return [
-        {"segments": name, "kept_bytes": kept[name], "ratio": round(statistics.median(times[name]) / base, 4)}
+        {"segments": name, "saved_bytes": saved[name], "ratio": round(statistics.median(times[name]) / base, 4)}
         for name in steps
     ]
 
@@ -75,13 +75,13 @@ def draw(rows: list[dict[str, object]], title: str, path: Path) -> None:
     axes = figure.subplots()
     counts = [row for row in rows if str(row["segments"]).isdigit() or row["segments"] == "plain"]
     others = [row for row in rows if row not in counts]
-    axes.plot([row["kept_bytes"] / 2**20 for row in counts], [row["ratio"] for row in counts], "o", label="n segments")
-    axes.plot([row["kept_bytes"] / 2**20 for row in others], [row["ratio"] for row in others], "s", label="strategies")
+    axes.plot([row["saved_bytes"] / 2**20 for row in counts], [row["ratio"] for row in counts], "o", label="n segments")
+    axes.plot([row["saved_bytes"] / 2**20 for row in others], [row["ratio"] for row in others], "s", label="strategies")
     for row in rows:
         axes.annotate(
-            str(row["segments"]), (row["kept_bytes"] / 2**20, row["ratio"]), textcoords="offset points", xytext=(5, 5)
+            str(row["segments"]), (row["saved_bytes"] / 2**20, row["ratio"]), textcoords="offset points", xytext=(5, 5)
         )
-    axes.set(xlabel="kept for backward, MiB", ylabel="forward + backward, plain run = 1", title=title)
+    axes.set(xlabel="saved for backward, MiB", ylabel="forward + backward, plain run = 1", title=title)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         writer.writerows(found)
     draw(found, f"{LAYERS} blocks, width {width}, {rows} rows, {device.type}", args.out / "segments.png")
     for row in found:
-        print(f"{row['segments']:>8}  {row['kept_bytes'] / 2**20:8.2f} MiB  {row['ratio']:.3f}")
+        print(f"{row['segments']:>8}  {row['saved_bytes'] / 2**20:8.2f} MiB  {row['ratio']:.3f}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """What a forward pass keeps for its backward, and how high memory rises: the two figures of a recompute segment.
 
-Kept bytes are exact on any device: they are counted, not sampled. ``kept_tensors`` listens through
+Saved bytes are exact on any device: they are counted, not sampled. ``saved_tensors`` listens through
 ``torch.autograd.graph.saved_tensors_hooks``; ``peak_memory`` reads the allocator.
 """
 
@@ -17,8 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
-    "Kept", "Peak", "Timeline", "dense_parts", "format_size", "free_memory", "kept_tensors", "memory_timeline", "parse_size",
+    "Peak",
+    "SavedTensors",
+    "Timeline",
+    "dense_parts",
+    "format_size",
+    "free_memory",
+    "memory_timeline",
+    "parse_size",
     "peak_memory",
+    "saved_tensors",
 ]  # fmt: skip
 
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -50,11 +58,11 @@ def three_digits(value: float) -> str:
 
 
 @dataclass
-class Kept:
+class SavedTensors:
     """What autograd saved: ``tensors`` holds one (shape, dtype, nbytes) per storage, in the order they were saved.
 
     shape and dtype are those of the first tensor saved from that storage; nbytes is the size of the whole storage,
-    which is what stays allocated when a small view of it is saved. ``print(kept)`` lists them, the largest first.
+    which is what stays allocated when a small view of it is saved. ``print(saved)`` lists them, the largest first.
     """
 
     tensors: list[tuple[torch.Size, torch.dtype, int]] = field(default_factory=list)
@@ -95,11 +103,11 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
-        raise TypeError(f"kept_tensors: cannot size a tensor of layout {tensor.layout}")
+        raise TypeError(f"saved_tensors: cannot size a tensor of layout {tensor.layout}")
 
 
 class _Counters(threading.local):
-    """The kept_tensors blocks that this thread is in, the innermost last."""
+    """The saved_tensors blocks that this thread is in, the innermost last."""
 
     def __init__(self):
         self.active: list[Callable[[torch.Tensor], None]] = []
@@ -108,8 +116,8 @@ class _Counters(threading.local):
 _counters = _Counters()
 
 
-def note_kept(tensors: Iterable[torch.Tensor]) -> None:
-    """Counts these in the innermost kept_tensors block. For saved-tensor hooks inside of it, which get what autograd saves in
+def note_saved(tensors: Iterable[torch.Tensor]) -> None:
+    """Counts these in the innermost saved_tensors block. For saved-tensor hooks inside of it, which get what autograd saves in
     its place, to say what they keep on the device."""
     if _counters.active:
         for tensor in tensors:
@@ -118,7 +126,7 @@ def note_kept(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterator[None]:
-    """Calls save(tensor) for each tensor that is kept for backward. hold=False: nothing is kept in truth, so a model may be
+    """Calls save(tensor) for each tensor that is saved for backward. hold=False: nothing is saved in truth, so a model may be
     measured that does not fit, and has no backward."""
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
@@ -135,13 +143,13 @@ def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterato
 
 
 @contextlib.contextmanager
-def kept_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iterator[Kept]:
+def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iterator[SavedTensors]:
     """Counts the bytes that a forward pass keeps for its backward, each storage once.
 
-        with kept_tensors(model) as kept:
+        with saved_tensors(model) as saved:
             loss = model(x)
         loss.backward()
-        print(kept.bytes, kept.tensors)
+        print(saved.bytes, saved.tensors)
 
     exclude: what is not counted: a module, for its parameters and buffers, or tensors. Views of them are not counted
     either; a cast copy of a parameter has a storage of its own and is counted. Any device and dtype will do: on meta
@@ -162,7 +170,7 @@ def kept_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iter
     Hooks switch off autograd's check for in-place changes between forward and backward. This block makes the check
     itself and raises RuntimeError in backward.
     """
-    kept = Kept()
+    saved = SavedTensors()
     # a weak reference keeps the address of a dead storage from being reused, so a key never stands for two storages
     seen: set[StorageWeakRef] = set()
     if isinstance(exclude, torch.nn.Module):
@@ -176,11 +184,11 @@ def kept_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iter
             key = StorageWeakRef(storage)
             if key not in seen:
                 seen.add(key)
-                kept.tensors.append((part.shape, part.dtype, storage.nbytes()))
+                saved.tensors.append((part.shape, part.dtype, storage.nbytes()))
 
     try:
         with counting(save):
-            yield kept
+            yield saved
     finally:
         seen.clear()
 
@@ -189,7 +197,7 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
-            f"kept_tensors: a tensor of shape {tuple(tensor.shape)} needed for backward was changed in place after "
+            f"saved_tensors: a tensor of shape {tuple(tensor.shape)} needed for backward was changed in place after "
             f"it was saved: it is at version {tensor._version}, version {version} was saved"
         )
     return tensor

@@ -22,7 +22,7 @@ std::array<uint32_t, 4> philox4x32_10(uint64_t key, const std::array<uint32_t, 4
 //   c2,3 = low, high word of state[1]
 //   word = (col >> 3) & 3,  half = (row >> 3) & 1 (0 = low 16 bits)
 //
-// and is kept iff value >= threshold. Counter words wrap modulo 2^32. Raises if a size or base is
+// and is saved iff value >= threshold. Counter words wrap modulo 2^32. Raises if a size or base is
 // negative, threshold is outside [0, 65536], total_rows < row_base + rows, or state is not a CPU
 // int64[2].
 at::Tensor keep_mask_cpu(

@@ -15,7 +15,7 @@
 namespace ckptkern {
 
 // An argument tree with every tensor taken out: tuples, named tuples, lists and dicts are taken apart, everything
-// else is kept as it is.
+// else is saved as it is.
 struct Argument {
   enum class Kind { object, tensor, tuple, named_tuple, list, dict };
 

@@ -49,9 +49,9 @@ model.eval()  # without dropout the gradients of the parts add up to those of th
 torch.testing.assert_close(gradients(4), gradients(16))
 model.train()
 for micro in (16, 4):
-    with ckptkern.memory.kept_tensors(model) as kept:
+    with ckptkern.memory.saved_tensors(model) as saved:
         model(ids[:micro])
-    print(f"{micro:2} samples keep {ckptkern.memory.format_size(kept.bytes)}")
+    print(f"{micro:2} samples keep {ckptkern.memory.format_size(saved.bytes)}")
 
 optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
 for _ in range(10):

@@ -57,6 +57,6 @@ train(model)
 model = build()
 with ckptkern.patch_torch():  # torch.utils.checkpoint is ckptkern's, which transformers calls
     train(model, gradient_checkpointing=True)  # newer versions say activation_checkpointing
-    with ckptkern.memory.kept_tensors(model) as kept:
+    with ckptkern.memory.saved_tensors(model) as saved:
         model(ids.to(model.device))
-    print("segments keep", ckptkern.memory.format_size(kept.bytes))
+    print("segments keep", ckptkern.memory.format_size(saved.bytes))

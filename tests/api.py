@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ckptkern
-from ckptkern.memory import kept_tensors, peak_memory
+from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.parallel import TensorParallel
 from ckptkern.storage import Store, compress, offload
 
@@ -76,9 +76,9 @@ def parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def memory() -> None:
     keep: Store = compress("int8", then=offload())
-    with kept_tensors() as kept, keep, peak_memory("cpu") as peak:
+    with saved_tensors() as saved, keep, peak_memory("cpu") as peak:
         decorated(x)
-    assert_type(kept.bytes, int)
+    assert_type(saved.bytes, int)
     assert_type(peak.bytes, int)
     offload(min_bytes="1MiB")  # type: ignore[arg-type]
 
@@ -86,7 +86,7 @@ def memory() -> None:
 def planning(model: nn.Module) -> None:
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[offload()], adapt=True)
     assert_type(plan, ckptkern.Plan)
-    assert_type(plan.kept, int)
+    assert_type(plan.saved, int)
     plan.choose(2**20)
     report = ckptkern.report(model, x)
     assert_type(report.totals, dict[str, int])

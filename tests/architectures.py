@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 B, S, WIDTH, HEADS, HIDDEN = 2, 6, 32, 4, 48
 D = WIDTH // HEADS
@@ -488,10 +488,10 @@ def over_inputs(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str,
     return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0] if name != "loss"}
 
 
-def kept(model: nn.Module, **kwargs) -> int:
-    with kept_tensors(model) as kept:
+def saved(model: nn.Module, **kwargs) -> int:
+    with saved_tensors(model) as saved:
         model(ids(), **kwargs)
-    return kept.bytes
+    return saved.bytes
 
 
 def fused_of(conversion: ckptkern.Conversion) -> list[str]:

@@ -1,4 +1,4 @@
-"""The attention segments, declared once for all tests: inputs, the call, the same in plain PyTorch, and what is kept.
+"""The attention segments, declared once for all tests: inputs, the call, the same in plain PyTorch, and what is saved.
 
 A `Block` is used as a `cases.Setup` is: `fused`, `call` and `plain` take tensors by name, x first.
 """
@@ -160,8 +160,8 @@ class Half:
         if drawn is not None:
             rows = math.prod(x.shape[:-1])
             first = LAYERS[name] * (rows + more_rows)
-            kept = state.keep_mask(drawn, self.lora_p, first + rows, x.shape[-1])[..., first:, :].view(x.shape)
-            x = x * state.threshold_scale(self.lora_p)[1] * kept
+            saved = state.keep_mask(drawn, self.lora_p, first + rows, x.shape[-1])[..., first:, :].view(x.shape)
+            x = x * state.threshold_scale(self.lora_p)[1] * saved
         a, b = (t[f"{name}_lora_{one}"] for one in "ab")
         update = F.linear(F.linear(x if torch.is_autocast_enabled("cpu") else x.to(a.dtype), a), b) * LORA_SCALE
         return (y + update).to(y.dtype)
@@ -207,8 +207,8 @@ class Half:
         if self.branch_scale:
             y = y * (t[f"{self.prefix}branch_scale"] if self.branch_scale == "vector" else self.branch_scale)
         if self.path_p:
-            kept = state.keep_mask(next(drawn), self.path_p, len(y), 1).view(-1, 1, 1)
-            y = y * state.threshold_scale(self.path_p)[1] * kept
+            saved = state.keep_mask(next(drawn), self.path_p, len(y), 1).view(-1, 1, 1)
+            y = y * state.threshold_scale(self.path_p)[1] * saved
         y = x + y if self.residual else y
         return y if self.norm_first else norm(y)
 
@@ -342,7 +342,7 @@ class Attention(Half):
         more_rows = math.prod(key_value.shape[:-1]) if self.key_features else 0
         return self.linear("out", o.transpose(-3, -2).flatten(-2), t, lora, more_rows)
 
-    def kept(self, level: str) -> tuple[int, int]:
+    def saved(self, level: str) -> tuple[int, int]:
         """(elements in the compute dtype, bytes) per token, without x."""
         core, keys = HEADS * HEAD_DIM, 2 * self.kv_heads * HEAD_DIM * Fraction(self.columns(), LENGTH)
         elements = {"full": 0, "selective": core, "none": 2 * core + keys}[level]
@@ -393,7 +393,7 @@ class MLP(Half):
         hidden = act(self.linear("gate", h, t, lora)) * up if self.gated else act(up)
         return self.linear("down", dropped(hidden, self.dropout_p, drawn), t, lora)
 
-    def kept(self, level: str) -> tuple[int, int]:
+    def saved(self, level: str) -> tuple[int, int]:
         if self.gated:
             return HIDDEN * {"full": 0, "selective": 2, "none": 3}[level], 0
         return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[level], 0
@@ -486,7 +486,7 @@ class Block:
             y = half.plain(y, t, drawn)
         return y
 
-    def kept_bytes(self, x_itemsize: int, itemsize: int) -> int:
+    def saved_bytes(self, x_itemsize: int, itemsize: int) -> int:
         """The table of transformer_layer's and the blocks' docstrings, and 16 bytes for each dropout."""
         tokens, states = BATCH * LENGTH, 16 * sum(half.states() for half in self.halves)
         total = tokens * FEATURES * x_itemsize + states
@@ -494,7 +494,7 @@ class Block:
             level = self.recompute
             if half is self.mlp and self.op == "transformer_layer" and level == "selective":
                 level = "full"
-            elements, more = half.kept(level)
+            elements, more = half.saved(level)
             total += tokens * (elements * itemsize + more)
         if self.op == "transformer_layer" and self.recompute == "none" and not self.parallel:
             total += (len(self.halves) - 1) * tokens * FEATURES * x_itemsize  # what passes between the halves

@@ -25,7 +25,7 @@ LEVELS = ("none", "selective", "full")
 LAYERS = ("linear_act", "linear_stack", "mlp", "gated_mlp")  # ops with parameters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Their values are held to formulas in tests/triton_kernels/test_elementwise.py.
-KEPT = ("relu", "gelu", "identity")  # one for each set of tensors that is kept
+KEPT = ("relu", "gelu", "identity")  # one for each set of tensors that is saved
 ACTIVATIONS = {name: activation.act for name, activation in eager.ACTIVATIONS.items()}
 SEED = 17
 P = 0.3
@@ -53,7 +53,7 @@ class Op:
     parameters  (features, hidden, out) -> shapes by name
     call        (tensors, **options) -> y
     plain       (tensors, act, drop) -> y in PyTorch ops
-    kept        (activation, level, features, hidden, out) -> (elements, mask bytes) per token that backward needs
+    saved        (activation, level, features, hidden, out) -> (elements, mask bytes) per token that backward needs
     products    forward and backward GEMMs by level, all inputs trained
     masked      width of the tensor that dropout acts on, from (features, hidden, out); None: no dropout
     """
@@ -62,13 +62,13 @@ class Op:
     parameters: Callable[[int, int, int], dict[str, tuple[int, ...]]]
     call: Callable[..., Tensor]
     plain: Callable[..., Tensor]
-    kept: Callable[..., tuple[int, int]]
+    saved: Callable[..., tuple[int, int]]
     products: dict[str, int]
     options: tuple[str, ...]
     masked: Callable[[int, int, int], int] | None = None
 
 
-def _linear_act_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
+def _linear_act_saved(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
     if activation == "identity" or level == "full":
         return d, 0
     if activation == "relu" and level == "selective":
@@ -76,19 +76,19 @@ def _linear_act_kept(activation: str, level: str, d: int, h: int, e: int) -> tup
     return d + e, 0
 
 
-def _linear_stack_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
+def _linear_stack_saved(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
     if level == "full":
         return d, -(-e // 8) if activation == "relu" else 0
     return d + h + (h + 1) + e, 0
 
 
-def _mlp_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
+def _mlp_saved(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
     if level == "full":
         return d, 0
     return d + h * (2 if level == "none" and activation != "relu" else 1), 0
 
 
-def _gated_mlp_kept(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
+def _gated_mlp_saved(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
     return d + h * {"none": 3, "selective": 2, "full": 0}[level], 0
 
 
@@ -109,7 +109,7 @@ OPS = (
         parameters=lambda d, h, e: {"weight": (e, d), "bias": (e,)},
         call=lambda t, **options: ckptkern.linear_act(t["x"], t["weight"], t.get("bias"), **options),
         plain=lambda t, act, drop: act(F.linear(t["x"], t["weight"], t.get("bias"))),
-        kept=_linear_act_kept,
+        saved=_linear_act_saved,
         products={"none": 3, "selective": 3, "full": 4},
         options=("activation", "recompute"),
     ),
@@ -121,8 +121,8 @@ OPS = (
         },
         call=lambda t, **options: ckptkern.linear_stack(t["x"], *_stack_lists(t), **options),
         plain=_stack_plain,
-        kept=_linear_stack_kept,
-        products={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is kept
+        saved=_linear_stack_saved,
+        products={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is saved
         options=("activation", "recompute", "workspace"),
     ),
     Op(
@@ -139,7 +139,7 @@ OPS = (
         plain=lambda t, act, drop: F.linear(
             drop(act(F.linear(t["x"], t["fc1_weight"], t.get("fc1_bias")))), t["fc2_weight"], t.get("fc2_bias")
         ),
-        kept=_mlp_kept,
+        saved=_mlp_saved,
         products={"none": 6, "selective": 6, "full": 7},
         options=("activation", "recompute", "dropout_p", "workspace"),
         masked=lambda d, h, e: h,
@@ -172,7 +172,7 @@ OPS = (
             t["down_weight"],
             t.get("down_bias"),
         ),
-        kept=_gated_mlp_kept,
+        saved=_gated_mlp_saved,
         products={"none": 9, "selective": 9, "full": 11},
         options=("activation", "recompute", "dropout_p", "workspace"),
         masked=lambda d, h, e: h,
@@ -182,7 +182,7 @@ OPS = (
         parameters=lambda d, h, e: {},
         call=lambda t, *, dropout_p: ckptkern.dropout(t["x"], dropout_p),
         plain=lambda t, act, drop: drop(t["x"]),
-        kept=lambda *_: (0, 0),
+        saved=lambda *_: (0, 0),
         products={"full": 0},
         options=("dropout_p",),
         masked=lambda d, h, e: d,
@@ -262,7 +262,7 @@ def setups(
 
 
 def each_activation(dropout: Sequence[float] = (0.0,)) -> list:
-    """pytest parameters: everything for one activation per set of kept tensors; the other activations at "full"."""
+    """pytest parameters: everything for one activation per set of saved tensors; the other activations at "full"."""
     others = [name for name in ACTIVATIONS if name not in KEPT]
     return [*setups(KEPT, dropout=dropout), *setups(others, ("full",), ops=LAYERS)]
 
@@ -471,7 +471,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Kept(TorchDispatchMode):
+class Saved(TorchDispatchMode):
     """bytes: what every forward op of ckptkern makes besides its result."""
 
     def __init__(self):

@@ -37,7 +37,7 @@ def act_grad(M: int = 4096, K: int = 1024, N: int = 4096, dtype: torch.dtype = t
     """One launch of act_grad with dropout, h and db."""
     dropout = (meta(2, dtype=torch.int64), 6554, 1.1111, 0)
     tensors = meta(M, K, dtype=dtype), meta(K, N, dtype=dtype), meta(M, N, dtype=dtype)
-    triton_kernels.act_grad(*tensors, "gelu", "ieee", dropout=dropout, keep_h=True, db=True, **options)
+    triton_kernels.act_grad(*tensors, "gelu", "ieee", dropout=dropout, save_h=True, db=True, **options)
 
 
 def attention(tile: AttentionTile) -> None:
@@ -129,7 +129,7 @@ def launches(
     groups, s = Groups(meta(M, **int32), meta(M, **int32), meta(9, **int32), 1), meta(M, 1, dtype=torch.float32)
     gu, wgu, wd, bgu = view(M, 2 * N), meta(8, 2 * N, K), meta(8, K, N), meta(8, 2 * N)
     return {
-        "experts_fwd": lambda: t.experts_fwd(x, wgu, bgu, groups, *how, keep_gu=True),
+        "experts_fwd": lambda: t.experts_fwd(x, wgu, bgu, groups, *how, save_gu=True),
         "experts_bwd": lambda: t.experts_bwd(x, wgu, bgu, view(M, K), wd, s, groups, *how),
         "experts_act_grad": lambda: t.experts_act_grad(gu, view(M, K), wd, s, groups, *how),
         "experts_product": lambda: t.experts_product(dh, wd, meta(8, K), groups, "ieee", transposed=True),
@@ -138,23 +138,23 @@ def launches(
         "experts_sums": lambda: t.experts_sums(gu, s, groups, gathered=False),
         "cross_entropy_fwd": lambda: t.cross_entropy_fwd(*of_head, head, weighted=True, keep=True),
         "cross_entropy_bwd": lambda: t.cross_entropy_bwd(*of_head, row, dstats, head, dh, db=True),
-        "cross_entropy_kept_bwd": lambda: t.cross_entropy_kept_bwd(
+        "cross_entropy_saved_bwd": lambda: t.cross_entropy_saved_bwd(
             dh, None, row, first_row % 1024, *of_head[3:], row, dstats, head, dh, db=True
         ),
-        "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, keep_bits=activation == "relu", **dropped),
+        "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, save_z=True, save_bits=activation == "relu", **dropped),
         "linear_bwd": lambda: t.linear_bwd(x, w, b, dh, *how, db=True),
-        "act_grad": lambda: t.act_grad(dy, v, dh, *how, keep_h=True, db=True, **dropped),
+        "act_grad": lambda: t.act_grad(dy, v, dh, *how, save_h=True, db=True, **dropped),
         "mlp_bwd": lambda: t.mlp_bwd(x, w, b, dy, v, *how, db=True, **dropped),
-        "gated_fwd": lambda: t.gated_fwd(x, w, b, w, b, *how, keep_gu=True, **dropped),
+        "gated_fwd": lambda: t.gated_fwd(x, w, b, w, b, *how, save_gu=True, **dropped),
         "gated_bwd": lambda: t.gated_bwd(x, w, b, w, b, dy, v, *how, dbg=True, dbu=True, **dropped),
         "gated_act_grad": lambda: t.gated_act_grad(dy, v, dh, dh, *how, dbg=True, dbu=True, **dropped),
-        "linear_fwd, persistent": lambda: t.linear_fwd(x, w, b, *how, keep_z=True, **by_tma),
-        "act_grad, persistent": lambda: t.act_grad(dy, v, dh, *how, keep_h=True, db=True, **by_tma),
+        "linear_fwd, persistent": lambda: t.linear_fwd(x, w, b, *how, save_z=True, **by_tma),
+        "act_grad, persistent": lambda: t.act_grad(dy, v, dh, *how, save_h=True, db=True, **by_tma),
         "gated_act_grad, persistent": lambda: t.gated_act_grad(dy, v, dh, dh, *how, dbg=True, dbu=True, **by_tma),
         "act_fwd": lambda: t.act_fwd(dh, dh, activation),
         "act_bwd": lambda: t.act_bwd(dh, dh, activation, db=True),
         "act_bwd of bits": lambda: t.act_bwd(dh, bits, "relu", bits=True, db=True),
-        "hidden_grad": lambda: t.hidden_grad(dh, dh, activation, keep_h=True, db=True),
+        "hidden_grad": lambda: t.hidden_grad(dh, dh, activation, save_h=True, db=True),
         "gated_hidden_grad": lambda: t.gated_hidden_grad(dh, dh, dh, activation, dbg=True, dbu=True),
         "dropout": lambda: t.dropout(dh, *dropped["dropout"], row_base=first_row),
         "norm_fwd": lambda: t.norm_fwd(x, gain, gain, 1e-5, "layer", torch.bfloat16),
@@ -167,7 +167,7 @@ def launches(
         "attn_dkdv": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dq=False),
         "attn_dmask": lambda: t.attn_dmask(*heads, heads[0], lse, lse, core, (1, 4, 1, 1)),
         "attn_dq": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dkv=False),
-        "stack_fwd": lambda: t.stack_fwd(view(M, 64), *narrow, 64, *how, keep_bits=activation == "relu"),
+        "stack_fwd": lambda: t.stack_fwd(view(M, 64), *narrow, 64, *how, save_bits=activation == "relu"),
         "stack_bwd": lambda: t.stack_bwd(view(M, 64), *narrow, view(M, 64), bits[:, :8], "relu", "ieee"),
     }
 

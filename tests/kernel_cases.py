@@ -18,7 +18,7 @@ from ckptkern.benchmarks.gate.launchers import LAUNCHERS, Launcher
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# For what does not depend on the activation: one per set of kept tensors, in bf16, whose rounding shows most.
+# For what does not depend on the activation: one per set of saved tensors, in bf16, whose rounding shows most.
 ACTIVATIONS_AND_DTYPES = [
     (activation, dtype)
     for dtype in DTYPES

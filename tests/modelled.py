@@ -15,7 +15,7 @@ ITEMS = ((rates.GPUS["h200"], (MLP, LAYER, DROPOUT, EXPERTS)), (rates.GPUS["a100
 
 
 def launched() -> dict[str, dict]:
-    """GPU, case and way -> names and FLOPs of the launches, forward and backward; what is kept, and of experts the peak."""
+    """GPU, case and way -> names and FLOPs of the launches, forward and backward; what is saved, and of experts the peak."""
     items = {item.name: item for item in cases.items("cuda")}
     found = {}
     for gpu, names in ITEMS:
@@ -26,7 +26,7 @@ def launched() -> dict[str, dict]:
                 "forward": [launch.name for launch in step.forward],
                 "backward": [launch.name for launch in step.backward],
                 "flops": sum(launch.flops for launch in step.launches),
-                "kept": step.kept,
+                "saved": step.saved,
             }
     return found
 

@@ -30,7 +30,7 @@ def norm() -> tuple:
 
 
 def linear() -> tuple:
-    return triton_kernels.linear_fwd(random(72, 192), random(72, 192), random(72), "relu", "ieee", keep_z=True)
+    return triton_kernels.linear_fwd(random(72, 192), random(72, 192), random(72), "relu", "ieee", save_z=True)
 
 
 def attention() -> tuple:

@@ -9,17 +9,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
-from ckptkern.memory import kept_tensors, peak_memory
+from ckptkern.memory import peak_memory, saved_tensors
 
 
 def test_each_storage_is_counted_once_at_its_whole_size():
     base = torch.randn(10, 4, requires_grad=True)
-    with kept_tensors() as kept:
+    with saved_tensors() as saved:
         y = base[:2].sin() + base[4:6].cos() + base[:2].exp()
     # sin and cos keep views of base's one storage, exp keeps its output of [2, 4]
-    assert kept.bytes == 10 * 4 * 4 + 2 * 4 * 4
-    assert [nbytes for _, _, nbytes in kept.tensors] == [160, 32]
-    assert kept.tensors[1][:2] == (torch.Size([2, 4]), torch.float32)
+    assert saved.bytes == 10 * 4 * 4 + 2 * 4 * 4
+    assert [nbytes for _, _, nbytes in saved.tensors] == [160, 32]
+    assert saved.tensors[1][:2] == (torch.Size([2, 4]), torch.float32)
     y.sum().backward()
     reference = base.detach()
     expected = torch.zeros_like(reference)
@@ -31,79 +31,79 @@ def test_each_storage_is_counted_once_at_its_whole_size():
 def test_excluded_parameters_and_their_views_are_skipped():
     linear = torch.nn.Linear(8, 6)
     x = torch.randn(3, 8, requires_grad=True)
-    with kept_tensors(exclude=linear.parameters()) as kept:
+    with saved_tensors(exclude=linear.parameters()) as saved:
         F.linear(x, linear.weight.view(6, 8)[:4])
-    assert kept.tensors == [(torch.Size([3, 8]), torch.float32, 3 * 8 * 4)]
-    with kept_tensors() as kept:
+    assert saved.tensors == [(torch.Size([3, 8]), torch.float32, 3 * 8 * 4)]
+    with saved_tensors() as saved:
         F.linear(x, linear.weight)
-    assert kept.bytes == 3 * 8 * 4 + 6 * 8 * 4
+    assert saved.bytes == 3 * 8 * 4 + 6 * 8 * 4
 
 
 def test_a_module_stands_for_its_parameters_and_buffers():
     model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6)).eval()
     x = torch.randn(3, 8, requires_grad=True)
-    with kept_tensors(model) as kept:
+    with saved_tensors(model) as saved:
         model(x)
     # x for the Linear, its output for the norm; in evaluation the norm saves its running statistics too
-    assert sorted(nbytes for _, _, nbytes in kept.tensors if nbytes) == [3 * 6 * 4, 3 * 8 * 4]
+    assert sorted(nbytes for _, _, nbytes in saved.tensors if nbytes) == [3 * 6 * 4, 3 * 8 * 4]
 
 
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 def test_meta_tensors_are_counted_as_real_ones(level):
     def count(device: str) -> list:
         mlp = ckptkern.nn.MLP(16, 48, recompute=level, device=device)
-        with ckptkern.memory.kept_tensors(mlp) as kept:
+        with ckptkern.memory.saved_tensors(mlp) as saved:
             mlp(torch.ones(5, 16, device=device, requires_grad=True))
-        return kept.tensors
+        return saved.tensors
 
     assert count("meta") == count("cpu") != []
 
 
-def test_what_is_kept_prints_as_a_table_the_largest_first():
+def test_what_is_saved_prints_as_a_table_the_largest_first():
     x = torch.randn(256, 3, requires_grad=True)
-    with kept_tensors() as kept:
+    with saved_tensors() as saved:
         x.sin().sum() + x.bfloat16().repeat(1, 2048).exp().sum()
     lines = ["    3 MiB in 2 tensors", "    3 MiB  bfloat16  [256, 6144]", "    3 KiB  float32   [256, 3]"]
-    assert str(kept).splitlines() == lines
-    with kept_tensors() as kept:
+    assert str(saved).splitlines() == lines
+    with saved_tensors() as saved:
         x.sin()
-    assert str(kept).splitlines() == ["    3 KiB in 1 tensor", "    3 KiB  float32   [256, 3]"]
+    assert str(saved).splitlines() == ["    3 KiB in 1 tensor", "    3 KiB  float32   [256, 3]"]
 
 
 def test_a_store_inside_takes_what_it_keeps_and_outside_gets_nothing():
     x = torch.randn(64, requires_grad=True)
-    with kept_tensors() as kept, ckptkern.storage.offload(min_bytes=0):
+    with saved_tensors() as saved, ckptkern.storage.offload(min_bytes=0):
         x.exp()
-    assert kept.tensors == []
+    assert saved.tensors == []
     store = ckptkern.storage.offload(min_bytes=0)
-    with store, kept_tensors() as kept:
+    with store, saved_tensors() as saved:
         x.exp()
-    assert (kept.bytes, store.host_bytes) == (256, 0)
+    assert (saved.bytes, store.host_bytes) == (256, 0)
 
 
 def test_a_cast_weight_is_counted():
     linear = torch.nn.Linear(8, 6, bias=False)
     x = torch.randn(3, 8, requires_grad=True)
-    with kept_tensors(exclude=linear.parameters()) as kept, torch.autocast("cpu", dtype=torch.bfloat16):
+    with saved_tensors(exclude=linear.parameters()) as saved, torch.autocast("cpu", dtype=torch.bfloat16):
         linear(x)
-    assert kept.bytes == 3 * 8 * 2 + 6 * 8 * 2
+    assert saved.bytes == 3 * 8 * 2 + 6 * 8 * 2
 
 
 def test_checkpoint_keeps_only_the_inputs_of_its_segment():
     x = torch.randn(5, 7, requires_grad=True)
-    with kept_tensors() as kept:
+    with saved_tensors() as saved:
         y = checkpoint(lambda t: t.sin().exp().tanh(), x, use_reentrant=False)
-    assert kept.bytes == 5 * 7 * 4
+    assert saved.bytes == 5 * 7 * 4
     y.sum().backward()
     torch.testing.assert_close(x.grad, torch.autograd.grad(x.sin().exp().tanh().sum(), x)[0])
 
 
 def test_a_reused_address_is_another_storage():
-    with kept_tensors() as kept:
+    with saved_tensors() as saved:
         for _ in range(20):
             # every graph is dropped at once, so the allocator gives the next one the same addresses
             torch.ones(1000, requires_grad=True).exp()
-    assert kept.bytes == 20 * 4000
+    assert saved.bytes == 20 * 4000
 
 
 def test_graph_dies_by_reference_counting_alone():
@@ -111,19 +111,19 @@ def test_graph_dies_by_reference_counting_alone():
     gc.disable()
     try:
         x = torch.randn(1000, requires_grad=True)
-        with kept_tensors() as kept:
+        with saved_tensors() as saved:
             y = x.exp()
         storage = StorageWeakRef(y.untyped_storage())
         del y
         assert storage.expired()
-        assert kept.bytes == 4000
+        assert saved.bytes == 4000
     finally:
         gc.enable()
 
 
 def test_in_place_change_is_still_an_error():
     x = torch.randn(4, requires_grad=True)
-    with kept_tensors():
+    with saved_tensors():
         y = x.exp()
         z = y.sum()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_in_place_change_is_still_an_error():
 
 def test_second_order_passes_through():
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    with kept_tensors():
+    with saved_tensors():
         (g,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(g.sum(), x)
     torch.testing.assert_close(second, x.sin().exp() * (x.cos() ** 2 - x.sin()))
@@ -143,9 +143,9 @@ def test_second_order_passes_through():
 def test_sparse_parts_are_counted():
     sparse = torch.eye(6).to_sparse()
     x = torch.randn(6, 3, requires_grad=True)
-    with kept_tensors() as kept:
+    with saved_tensors() as saved:
         torch.sparse.mm(sparse, x)
-    assert kept.bytes == 2 * 6 * 8 + 6 * 4
+    assert saved.bytes == 2 * 6 * 8 + 6 * 4
 
 
 def test_peak_on_cpu_is_the_allocator_peak():
@@ -175,7 +175,7 @@ def test_peak_refuses_other_devices():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu():
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
-    with peak_memory("cuda") as peak, kept_tensors() as kept:
+    with peak_memory("cuda") as peak, saved_tensors() as saved:
         y = x.exp()
-    assert kept.bytes == peak.bytes == 4 << 20
+    assert saved.bytes == peak.bytes == 4 << 20
     y.sum().backward()

@@ -127,8 +127,8 @@ SIGMAS = 5  # each bound is missed by chance once in 1.7 million
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1 / 65536])
 def test_keep_rate(p):
     mask = keep_mask(draw(torch.empty(0)), p, SIDE, SIDE, planes=4)
-    kept, n = mask.sum().item(), mask.numel()
-    assert abs(kept - n * (1 - p)) <= SIGMAS * (n * p * (1 - p)) ** 0.5
+    saved, n = mask.sum().item(), mask.numel()
+    assert abs(saved - n * (1 - p)) <= SIGMAS * (n * p * (1 - p)) ** 0.5
 
 
 def signs(seed: torch.Tensor, planes: int = 1) -> torch.Tensor:
@@ -163,8 +163,8 @@ def test_values_are_uniform():
     """The 65,536 values of the low and of the high halves, in 256 bins: chi-square with 255 degrees of freedom."""
     seed = torch.tensor(KEY_STREAM)
     thresholds = range(256, 65536, 256)
-    kept = [keep_mask(seed, t / 65536, 512, 512).view(-1, 2, 8, 512).sum((0, 2, 3)) for t in thresholds]
-    at_least = torch.stack([torch.full((2,), 512 * 256), *kept, torch.zeros(2, dtype=torch.long)])
+    saved = [keep_mask(seed, t / 65536, 512, 512).view(-1, 2, 8, 512).sum((0, 2, 3)) for t in thresholds]
+    at_least = torch.stack([torch.full((2,), 512 * 256), *saved, torch.zeros(2, dtype=torch.long)])
     counts = at_least[:-1] - at_least[1:]
     expected = 512 * 256 / 256
     chi2 = ((counts - expected) ** 2 / expected).sum(0)
@@ -542,7 +542,7 @@ def test_overlapping_threads_end_where_they_began(first_out, second_differs):
     assert get() == inside
     wanted[first_out].set()
     assert left[first_out].wait(10)
-    if first_out == 0:  # the one still inside keeps what it asked for
+    if first_out == 0:  # the one still inside saves what it asked for
         assert get() == inside
     wanted[1 - first_out].set()
     for thread in threads:

@@ -7,7 +7,7 @@ experts_tiles.py and experts_backward.py). Kernels import nothing of ckptkern bu
 """
 
 from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd
-from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_kept_bwd, slice_count
+from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_saved_bwd, slice_count
 from .elementwise import act_bwd, act_fwd, dropout
 from .experts import (
     experts_act_grad,
@@ -26,7 +26,7 @@ from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
 __all__ = [
     "act_bwd", "act_fwd", "act_grad", "attn_bwd", "attn_delta", "attn_dmask", "attn_fwd", "cross_entropy_bwd",
-    "cross_entropy_fwd", "cross_entropy_kept_bwd", "dropout", "experts_act_grad", "experts_bwd", "experts_combine",
+    "cross_entropy_fwd", "cross_entropy_saved_bwd", "dropout", "experts_act_grad", "experts_bwd", "experts_combine",
     "experts_dw", "experts_fwd", "experts_product", "experts_sums", "gated_act_grad",
     "gated_bwd", "gated_fwd", "gated_hidden_grad", "heads_bwd", "heads_fwd", "hidden_grad", "linear_bwd",
     "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",

@@ -2,9 +2,9 @@
 
     u = scale (x w^T + b)  [M, V];  z = u, or c tanh(u / c) with softcap c;  float32
     cross_entropy_fwd       lse = log sum_v exp z_v,  z_t of the target t,  wz = sum_v w_v z_v    each [M], of class weights w
-                            kept, if asked for: 2^15 exp(z - lse of a slice of columns), or u with a softcap, in x's type
+                            saved, if asked for: 2^15 exp(z - lse of a slice of columns), or u with a softcap, in x's type
     cross_entropy_bwd       dz = (dlse p + dz_t [v = t] + dwz w_v) du/d(x w^T),  p = exp(z - lse), for some rows of w; db
-    cross_entropy_kept_bwd  the same from what was kept: no product
+    cross_entropy_saved_bwd  the same from what was saved: no product
 
 Forward gives one lse for each token and slice of columns; a second kernel combines the slices in ascending order. The target's
 logit belongs to one slice, so there are no atomics. Forward and backward share `logits_tile`, which stays float32. A tile whose
@@ -37,7 +37,7 @@ from .tile import (
     widen,
 )  # fmt: skip
 
-HEADROOM = tl.constexpr(2.0**15)  # the largest of what is kept, so that float16 holds exponentials down to e^-27
+HEADROOM = tl.constexpr(2.0**15)  # the largest of what is saved, so that float16 holds exponentials down to e^-27
 NEG_INF = tl.constexpr(float("-inf"))
 ELSEWHERE = tl.constexpr(-1)  # columns of targets that other programs have
 IGNORED = tl.constexpr(-2)
@@ -79,7 +79,7 @@ def any_counts(targets, offs_m, M, V):
 
 @triton.jit
 def _fwd_store(
-    acc, n0, b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, kept_rows, scale, softcap, pid_m, M, V
+    acc, n0, b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, saved_rows, scale, softcap, pid_m, M, V
 ):  # fmt: skip
     offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
     column = target_columns(targets, offs_m, M, V)
@@ -100,16 +100,16 @@ def _fwd_store(
         tl.store(wz_ptr + at, tl.sum(weighted, axis=1), mask=mask_m)
     z_t = tl.sum(tl.where(column[:, None] == offs_v[None, :], z, 0.0), axis=1)
     tl.store(zt_ptr + offs_m, z_t, mask=(column >= n0) & (column < n0 + acc.shape[1]))  # one slice of all
-    if kept_rows[0] is not None:
-        kept = u
+    if saved_rows[0] is not None:
+        saved = u
         if softcap is None:
-            kept = tl.exp(z - tl.where(lse == NEG_INF, 0.0, lse)[:, None]) * HEADROOM
-        store_tile(kept_rows, offs_m, offs_v, mask, cast(kept, kept_rows[0].dtype.element_ty))
+            saved = tl.exp(z - tl.where(lse == NEG_INF, 0.0, lse)[:, None]) * HEADROOM
+        store_tile(saved_rows, offs_m, offs_v, mask, cast(saved, saved_rows[0].dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
 def _cross_entropy_fwd_kernel(
-    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, parts_ptr, zt_ptr, wz_ptr, kept_rows, first, ignore_index, M, V, K,
+    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, parts_ptr, zt_ptr, wz_ptr, saved_rows, first, ignore_index, M, V, K,
     scale, softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def _cross_entropy_fwd_kernel(
     acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _fwd_store,
-        (b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, kept_rows, scale, softcap, pid_m, M, V), SUB,
+        (b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, saved_rows, scale, softcap, pid_m, M, V), SUB,
     )  # fmt: skip
 
 
@@ -203,8 +203,8 @@ def _cross_entropy_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index", "first_slice"])
-def _cross_entropy_kept_bwd_kernel(
-    kept_rows, parts_ptr, zt_ptr, cw_ptr, target_ptr, lse_ptr, dlse_ptr, dzt_ptr, dwz_ptr, dz_rows, db_ptr, first,
+def _cross_entropy_saved_bwd_kernel(
+    saved_rows, parts_ptr, zt_ptr, cw_ptr, target_ptr, lse_ptr, dlse_ptr, dzt_ptr, dwz_ptr, dz_rows, db_ptr, first,
     ignore_index, first_slice, M, V, scale, softcap, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N is forward's slice of columns, of which parts_ptr [slices, M] has the lse. The target's p is exact: of z_t."""
@@ -215,7 +215,7 @@ def _cross_entropy_kept_bwd_kernel(
     mask = mask_m[:, None] & (offs_v < V)[None, :]
     column = target_columns((target_ptr, first, ignore_index), offs_m, M, V)
     lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=0.0)
-    u = widen(load_tile(kept_rows, offs_m, offs_v, mask))
+    u = widen(load_tile(saved_rows, offs_m, offs_v, mask))
     z, slope = capped_logits(u, softcap)
     if softcap is None:
         part = tl.load(parts_ptr + (first_slice + pid_n).to(tl.int64) * M + offs_m, mask=mask_m, other=0.0)
@@ -250,7 +250,7 @@ def combine(parts: torch.Tensor, log: bool) -> torch.Tensor:
 
 
 def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False, tile=None):
-    """(lse [M], z_t [M], wz [M] or None, kept [M, V] or None, parts [slices, M] or None), all float32 but kept, in x's type.
+    """(lse [M], z_t [M], wz [M] or None, saved [M, V] or None, parts [slices, M] or None), all float32 but saved, in x's type.
 
     x [M, K], w [V, K], b [V] or None, all of one dtype; target int64 [M]; class_weight float32 [V] or None; head:
     `ckptkern.eager.Head`. z_t is 0 where the target is not among w's rows. Of ignored tokens lse and wz are anything.
@@ -264,17 +264,17 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
     parts = torch.empty((slices, M), **made)
     wz = torch.empty((slices, M), **made) if weighted else None
     z_t = torch.zeros(M, **made)
-    kept = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
+    saved = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
     if M and V:
         launch(
             _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, parts, z_t, wz,
-            matrix(kept), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
+            matrix(saved), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
             PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     lse = combine(parts, True) if M else torch.empty(M, **made)
     if weighted:
         wz = combine(wz, False) if M else torch.empty(M, **made)
-    return lse, z_t, wz, kept, parts if keep and not head.softcap else None
+    return lse, z_t, wz, saved, parts if keep and not head.softcap else None
 
 
 def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False, tile=None):
@@ -297,17 +297,17 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, 
     return partial.sum(0) if db else None
 
 
-def cross_entropy_kept_bwd(kept, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
-    """`cross_entropy_bwd` from forward's z_t and what it kept: kept [M, V] of a chunk that begins at its column `start`."""
-    M, V = kept.shape
-    kept, z_t, class_weight, target, lse = (rows_of(one) for one in (kept, z_t, class_weight, target, lse))
+def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
+    """`cross_entropy_bwd` from forward's z_t and what it saved: saved [M, V] of a chunk that begins at its column `start`."""
+    M, V = saved.shape
+    saved, z_t, class_weight, target, lse = (rows_of(one) for one in (saved, z_t, class_weight, target, lse))
     parts = None if parts is None else parts.contiguous()
-    width = slice_columns(kept)
+    width = slice_columns(saved)
     blocks = dict(BLOCK_M=32, BLOCK_N=width)
-    partial = torch.empty((triton.cdiv(M, 32), V), dtype=torch.float32, device=kept.device) if db else None
+    partial = torch.empty((triton.cdiv(M, 32), V), dtype=torch.float32, device=saved.device) if db else None
     if M and V:
         launch(
-            _cross_entropy_kept_bwd_kernel, (triton.cdiv(M, 32) * triton.cdiv(V, width),), matrix(kept), parts, z_t,
+            _cross_entropy_saved_bwd_kernel, (triton.cdiv(M, 32) * triton.cdiv(V, width),), matrix(saved), parts, z_t,
             class_weight, target, lse, *dstats, matrix(out), partial, head.first, head.ignore_index, start // width, M, V,
             head.scale, head.softcap or None, **blocks, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

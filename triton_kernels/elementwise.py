@@ -203,10 +203,10 @@ def _act_fwd_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _act_bwd_kernel(
-    dy_rows, kept_rows, dz_rows, db_ptr, M, N,
+    dy_rows, saved_rows, dz_rows, db_ptr, M, N,
     ACT: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dz = dy * act'(z), db partial rows. kept is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
+    """dz = dy * act'(z), db partial rows. saved is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -215,13 +215,13 @@ def _act_bwd_kernel(
     dy = widen(load_tile(dy_rows, offs_m, offs_n, mask))
     if BITS:
         byte = tl.load(
-            kept_rows[0] + offs_m.to(tl.int64)[:, None] * stride_of(kept_rows) + (offs_n >> 3)[None, :],
+            saved_rows[0] + offs_m.to(tl.int64)[:, None] * stride_of(saved_rows) + (offs_n >> 3)[None, :],
             mask=mask,
             other=0,
         )
         dz = tl.where((byte.to(tl.int32) >> (offs_n & 7)[None, :]) & 1 != 0, dy, 0.0)
     else:
-        dz = act_grad(load_tile(kept_rows, offs_m, offs_n, mask), dy, ACT)
+        dz = act_grad(load_tile(saved_rows, offs_m, offs_n, mask), dy, ACT)
     dz = cast(dz, dz_rows[0].dtype.element_ty)
     store_tile(dz_rows, offs_m, offs_n, mask, dz)
     if db_ptr is not None:
@@ -324,19 +324,19 @@ def act_fwd(z, u, activation: str):
     return h
 
 
-def act_bwd(dy, kept, activation: str, *, bits: bool = False, db: bool = False):
-    """dz = dy * act'(kept) [M, N] and db = sum of dz's rows [N] (None unless asked for).
+def act_bwd(dy, saved, activation: str, *, bits: bool = False, db: bool = False):
+    """dz = dy * act'(saved) [M, N] and db = sum of dz's rows [N] (None unless asked for).
 
-    db: the sum's dtype, or True for float32. kept: z [M, N], relu's y, or with `bits` relu's mask uint8 [M, ceil(N/8)].
+    db: the sum's dtype, or True for float32. saved: z [M, N], relu's y, or with `bits` relu's mask uint8 [M, ceil(N/8)].
     """
     M, N = dy.shape
-    dy, kept = rows_of(dy), rows_of(kept)
+    dy, saved = rows_of(dy), rows_of(saved)
     dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     blocks = blocks_of(dy)
     partial = block_sums(M, N, blocks, dy) if db else None
     if M and N:
         launch(
-            _act_bwd_kernel, grid_of_blocks(M, N, blocks), matrix(dy), matrix(kept), matrix(dz), partial, M, N,
+            _act_bwd_kernel, grid_of_blocks(M, N, blocks), matrix(dy), matrix(saved), matrix(dz), partial, M, N,
             ACT=activation, BITS=bits, **blocks,
         )  # fmt: skip
     return dz, *row_sums((partial,), (db,))

@@ -161,7 +161,7 @@ def _experts_combine_kernel(
         tl.store(out_ptr + token * stride_of(out_rows) + offs_d, cast(acc, out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
-def experts_fwd(x, w, b, groups, activation: str, precision: str, *, keep_gu=False):
+def experts_fwd(x, w, b, groups, activation: str, precision: str, *, save_gu=False):
     """h = act(g) u, [g|u] = x[t] w[e]^T + b[e] -> (h [R, N], gu [R, 2 N] or None).
 
     x [T, K], w [E, 2 N, K], b [E, 2 N] or None; groups: `eager.Groups`.
@@ -170,7 +170,7 @@ def experts_fwd(x, w, b, groups, activation: str, precision: str, *, keep_gu=Fal
     x, w, b = rows_of(x), rows_of(w), None if b is None else b.contiguous()
     order, _, offs = dense_groups(groups)
     h = torch.empty((R, N), dtype=x.dtype, device=x.device)
-    gu = torch.empty((R, 2 * N), dtype=x.dtype, device=x.device) if keep_gu else None
+    gu = torch.empty((R, 2 * N), dtype=x.dtype, device=x.device) if save_gu else None
     if R and N and E:
         tile = tile_of("experts_fwd", x, R, E, x, w, h)
         tiles = tiles_of(offs, R, tile)

@@ -241,8 +241,8 @@ def linear_fwd(
     *,
     dropout=NO_DROPOUT,
     row_base=0,
-    keep_z=False,
-    keep_bits=False,
+    save_z=False,
+    save_bits=False,
     persistent=False,
     variant="",
     tile=None,
@@ -256,8 +256,8 @@ def linear_fwd(
     x, w, b = rows_of(x), rows_of(w), rows_of(b)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
     tile = tile or tile_for("linear", arch_of(x), M, N, x, w, h, persistent=persistent, variant=variant)
-    z = torch.empty_like(h) if keep_z else None
-    bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
+    z = torch.empty_like(h) if save_z else None
+    bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if save_bits else None
     if M and N:
         launch_product(
             (_linear_fwd_kernel, _linear_fwd_persistent_kernel), tile, x, w, b, matrix(h), matrix(z), matrix(bits),
@@ -284,7 +284,7 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, varian
 
 
 def act_grad(
-    dy, w, z, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False,
+    dy, w, z, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
     db=False, persistent=False, variant="", tile=None,
 ):  # fmt: skip
     """One step back through a chain: dz = dropout'(dy w) * act'(z) -> (dz [M, N], h or None, db [N] or None).
@@ -296,7 +296,7 @@ def act_grad(
     dy, w, z = rows_of(dy), rows_of(w), rows_of(z)
     tile = tile or tile_for("act_grad", arch_of(dy), M, N, dy, w, z, persistent=persistent, variant=variant)
     dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
-    h = (z if h_over_z else torch.empty_like(dz)) if keep_h else None
+    h = (z if h_over_z else torch.empty_like(dz)) if save_h else None
     partial = partial_rows(M, N, tile, dy) if db else None
     if M and N:
         launch_product(
@@ -306,13 +306,13 @@ def act_grad(
     return dz, h, *row_sums((partial,), (db,))
 
 
-def hidden_grad(dh, z, activation: str, *, keep_h=False, db=False):
+def hidden_grad(dh, z, activation: str, *, save_h=False, db=False):
     """dz = dh * act'(z) [M, N], h = act(z) (None unless asked for), and db = sum of dz's rows ([N], likewise), in one
     pass over stored dh and z [M, N]."""
     M, N = dh.shape
     dh, z = rows_of(dh), rows_of(z)
     dz = torch.empty((M, N), dtype=dh.dtype, device=dh.device)
-    h = torch.empty_like(dz) if keep_h else None
+    h = torch.empty_like(dz) if save_h else None
     blocks = blocks_of(dh)
     partial = block_sums(M, N, blocks, dh) if db else None
     if M and N:

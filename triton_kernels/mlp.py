@@ -241,7 +241,7 @@ def _gated_hidden_grad_kernel(
 
 
 def mlp_bwd(
-    x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, db=False,
+    x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False,
     variant="", tile=None,
 ):  # fmt: skip
     """The dual product. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N]
@@ -251,7 +251,7 @@ def mlp_bwd(
     x, w1, b1, dy, w2 = map(rows_of, (x, w1, b1, dy, w2))
     tile = tile or tile_for("dual", arch_of(x), M, N, x, w1, dy, w2, variant=variant)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    h = torch.empty_like(dz) if keep_h else None
+    h = torch.empty_like(dz) if save_h else None
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
         launch(
@@ -265,7 +265,7 @@ def mlp_bwd(
 
 
 def gated_fwd(
-    x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_gu=False, variant="",
+    x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_gu=False, variant="",
     tile=None,
 ):  # fmt: skip
     """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> (h [M, N], g or None, u or None)."""
@@ -274,7 +274,7 @@ def gated_fwd(
     x, wg, bg, wu, bu = map(rows_of, (x, wg, bg, wu, bu))
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
     tile = tile or tile_for("dual", arch_of(x), M, N, x, wg, wu, h, variant=variant)
-    g, u = (torch.empty_like(h), torch.empty_like(h)) if keep_gu else (None, None)
+    g, u = (torch.empty_like(h), torch.empty_like(h)) if save_gu else (None, None)
     if M and N:
         launch(
             _gated_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(wg), bg, matrix(wu), bu, matrix(h), matrix(g), matrix(u),
@@ -285,7 +285,7 @@ def gated_fwd(
 
 
 def gated_bwd(
-    x, wg, bg, wu, bu, dy, wd, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True,
+    x, wg, bg, wu, bu, dy, wd, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True,
     dbg=False, dbu=False, variant="", tile=None,
 ):  # fmt: skip
     """The triple product. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]
@@ -296,7 +296,7 @@ def gated_bwd(
     tile = tile or tile_for("triple", arch_of(x), M, N, x, wg, wu, dy, wd, variant=variant)
     dg = torch.empty((M, N), dtype=x.dtype, device=x.device)
     du = torch.empty_like(dg)
-    h = torch.empty_like(dg) if keep_h else None
+    h = torch.empty_like(dg) if save_h else None
     partial_g = partial_rows(M, N, tile, x) if dbg else None
     partial_u = partial_rows(M, N, tile, x) if dbu else None
     if M and N:
@@ -310,7 +310,7 @@ def gated_bwd(
 
 
 def gated_act_grad(
-    dy, wd, g, u, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False, dbu=False,
+    dy, wd, g, u, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False,
     persistent=False, variant="", tile=None,
 ):  # fmt: skip
     """The same outputs as `gated_bwd` from stored g and u [M, N]: one product, dh = dy wd."""
@@ -319,7 +319,7 @@ def gated_act_grad(
     tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u, persistent=persistent, variant=variant)
     dg = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     du = torch.empty_like(dg)
-    h = torch.empty_like(dg) if keep_h else None
+    h = torch.empty_like(dg) if save_h else None
     partial_g = partial_rows(M, N, tile, dy) if dbg else None
     partial_u = partial_rows(M, N, tile, dy) if dbu else None
     if M and N:
@@ -331,13 +331,13 @@ def gated_act_grad(
     return dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu))
 
 
-def gated_hidden_grad(dh, g, u, activation: str, *, keep_h=True, dbg=False, dbu=False):
+def gated_hidden_grad(dh, g, u, activation: str, *, save_h=True, dbg=False, dbu=False):
     """The outputs of `gated_act_grad` in one pass over stored dh, g and u [M, N]."""
     M, N = dh.shape
     dh, g, u = rows_of(dh), rows_of(g), rows_of(u)
     dg = torch.empty((M, N), dtype=dh.dtype, device=dh.device)
     du = torch.empty_like(dg)
-    h = torch.empty_like(dg) if keep_h else None
+    h = torch.empty_like(dg) if save_h else None
     blocks = blocks_of(dh)
     partial_g = block_sums(M, N, blocks, dh) if dbg else None
     partial_u = block_sums(M, N, blocks, dh) if dbu else None

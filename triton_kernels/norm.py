@@ -6,7 +6,7 @@
                 layer: dx = r (g - mean(g) - h mean(g h))                       rms: dx = r (g - h mean(g h))
                 dweight = sum_m dxn h, dbias = sum_m dxn
 
-All in float32 with one rounding at the end. mu and r are rebuilt from x and never kept: forward and backward share
+All in float32 with one rounding at the end. mu and r are rebuilt from x and never saved: forward and backward share
 `normalized_tile` and the shape of its tile, so the rebuilt h has the bits of the first. A program holds whole rows in
 registers, so that x is read once. Rows of up to 16384 elements do not spill (8192 in float32, 4096 where the length is
 no multiple of 16 bytes); longer ones work, slowly.
@@ -160,7 +160,7 @@ def _norm_bwd_kernel(
             dx += widen(load_tile(residual_rows, offs_m, offs_d, mask))
         store_tile(dx_rows, offs_m, offs_d, mask, cast(dx, dx_rows[0].dtype.element_ty))
         if not HELD:
-            dxn = widen(load_tile(dxn_rows, offs_m, offs_d, mask))  # again: kept until here it would spill
+            dxn = widen(load_tile(dxn_rows, offs_m, offs_d, mask))  # again: saved until here it would spill
             if dweight_ptr is not None:
                 add_rows(dweight_ptr + partial, mask_d, dxn * h)
             if dbias_ptr is not None:

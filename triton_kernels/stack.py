@@ -4,7 +4,7 @@
     dz_l = dh_{l+1} act'(z_l);  dw_l = dz_l^T h_l;  db_l = sum dz_l;  dh_l = dz_l w_l
 
 Weights come packed and zero-padded to [L, WIDTH, WIDTH]; act(0) = 0, so padding stays zero (beside an infinite h it is NaN:
-inf * 0). The backward kernel keeps a chain of one row tile in scratch that lives in L2 ([programs, L, BLOCK_M, WIDTH]) and
+inf * 0). The backward kernel saves a chain of one row tile in scratch that lives in L2 ([programs, L, BLOCK_M, WIDTH]) and
 its sums of dw, db in float32 slots of its own, which are added up once at the end: no atomics, and nothing of size M between
 the layers.
 """
@@ -166,14 +166,14 @@ def _stack_bwd_kernel(
         for step in range(L - 1):
             layer = L - 1 - step
             # an absent row starts at 0 and may overflow where no row does: 0 * inf would be NaN in dw
-            kept = tl.load(scratch_ptr + (layer - 1) * BLOCK_M * WIDTH + tile_offs, mask=mask_m, other=0.0)
+            saved = tl.load(scratch_ptr + (layer - 1) * BLOCK_M * WIDTH + tile_offs, mask=mask_m, other=0.0)
             if bits_ptr is not None:
-                h = kept
+                h = saved
             else:
-                h = cast(act(kept, ACT), kept.dtype)
+                h = cast(act(saved, ACT), saved.dtype)
             _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH, PRECISION)
             dh = _times_weight(dz, w_ptr, layer, WIDTH, PRECISION)
-            dz = cast(tl.where(mask_m, act_grad(kept, dh, ACT), 0.0), kept.dtype)
+            dz = cast(tl.where(mask_m, act_grad(saved, dh, ACT), 0.0), saved.dtype)
         x = load_tile(x_rows, offs_m, offs_n, mask_x)
         _add_to_slot(dw_ptr, db_ptr, 0, dz, x, WIDTH, PRECISION)
         if dx_rows[0] is not None:
@@ -204,7 +204,7 @@ def pack_stack(weights, biases, width: int, dtype: torch.dtype):
 
 
 def stack_fwd(
-    x, packed_w, packed_b, out_features: int, activation: str, precision: str, *, keep_bits=False, block_m=None
+    x, packed_w, packed_b, out_features: int, activation: str, precision: str, *, save_bits=False, block_m=None
 ):
     """x [M, K] through the packed layers -> (y [M, out_features], relu's bits of the last layer or None)."""
     M, K = x.shape
@@ -213,7 +213,7 @@ def stack_fwd(
     default_m, num_warps = _tiles(x, width, precision).fwd
     block_m = block_m or default_m
     y = torch.empty((M, out_features), dtype=x.dtype, device=x.device)
-    bits = torch.empty((M, triton.cdiv(out_features, 8)), dtype=torch.uint8, device=x.device) if keep_bits else None
+    bits = torch.empty((M, triton.cdiv(out_features, 8)), dtype=torch.uint8, device=x.device) if save_bits else None
     if M and out_features:
         launch(
             _stack_fwd_kernel, (triton.cdiv(M, block_m),), matrix(x), packed_w, packed_b, matrix(y), matrix(bits), M,

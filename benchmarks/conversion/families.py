@@ -180,7 +180,7 @@ def compare(name: str) -> measure.Result:
     result = measure.Result(name)
     model, inputs = built(FAMILIES[name])
     original, wide = copy.deepcopy(model), copy.deepcopy(model).double()
-    result.kept_checkpoint = measure.kept(measure.checkpointed(model), inputs)
+    result.saved_checkpoint = measure.saved(measure.checkpointed(model), inputs)
     measure.convert_and_compare(result, model, inputs)
     try:
         exact = measure.step(wide, measure.wide(inputs))
@@ -214,18 +214,18 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    ways = (("kept_plain", "plain", "#c8c8c8"), ("kept_checkpoint", "torch.utils.checkpoint", "#e08214"),
-            ("kept_converted", "converted, \"selective\"", "#2166ac"))  # fmt: skip
+    ways = (("saved_plain", "plain", "#c8c8c8"), ("saved_checkpoint", "torch.utils.checkpoint", "#e08214"),
+            ("saved_converted", "converted, \"selective\"", "#2166ac"))  # fmt: skip
     figure, axes = pyplot.subplots(figsize=(7.5, 0.32 * len(rows) + 1))
     for i, (key, label, colour) in enumerate(ways):
-        shares = [100 * int(row[key]) / int(row["kept_plain"]) for row in rows]
+        shares = [100 * int(row[key]) / int(row["saved_plain"]) for row in rows]
         places = [k + 0.27 * (i - 1) for k in range(len(rows))]
         axes.barh(places, shares, 0.25, label=label, color=colour)
     names = [row["name"] + ("" if row["verdict"] == "whole" else f" ({row['verdict']})") for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
     axes.margins(y=0.01)
-    axes.set_xlabel("bytes kept for backward, % of the plain model's")
+    axes.set_xlabel("bytes saved for backward, % of the plain model's")
     axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -250,7 +250,7 @@ def main() -> None:
     for result in rows([name for name in FAMILIES if args.only.lower() in name.lower()]):
         results.append(result)
         sizes = "  ".join(
-            f"{n / 1024:6.0f}" for n in (result.kept_plain, result.kept_checkpoint, result.kept_converted)
+            f"{n / 1024:6.0f}" for n in (result.saved_plain, result.saved_checkpoint, result.saved_converted)
         )
         print(
             f"{result.name:34} {result.verdict:8} {sizes} KiB  gradients {result.gradient_error:.0e}, bfloat16 "

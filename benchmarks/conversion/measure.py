@@ -1,4 +1,4 @@
-"""One model before and after convert: loss, gradients, kept bytes, what serves it."""
+"""One model before and after convert: loss, gradients, saved bytes, what serves it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ...conversion import convert
-from ...memory import kept_tensors
+from ...memory import saved_tensors
 
 
 @dataclass
 class Result:
-    """One model. kept_*: bytes of one training call, besides parameters. loss_error: the converted model's, relative to the
+    """One model. saved_*: bytes of one training call, besides parameters. loss_error: the converted model's, relative to the
     original's. *_error: the largest relative error of all gradients, of the converted model against the original's, and
     in bfloat16 of both against float64. seconds: of convert."""
 
@@ -30,9 +30,9 @@ class Result:
     served: dict[str, int] = field(default_factory=dict)
     whole: int = 0
     layers: int = 0
-    kept_plain: int = 0
-    kept_checkpoint: int = 0
-    kept_converted: int = 0
+    saved_plain: int = 0
+    saved_checkpoint: int = 0
+    saved_converted: int = 0
     loss_error: float = math.nan
     gradient_error: float = math.nan
     bf16_error: float = math.nan
@@ -72,11 +72,11 @@ def step(model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None 
     return {"": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def kept(model: nn.Module, inputs: dict[str, Any]) -> int:
+def saved(model: nn.Module, inputs: dict[str, Any]) -> int:
     torch.manual_seed(0)
-    with kept_tensors(model) as kept:
+    with saved_tensors(model) as saved:
         model(**inputs)
-    return kept.bytes
+    return saved.bytes
 
 
 def error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -103,7 +103,7 @@ def called(model: nn.Module, inputs: dict[str, Any]) -> set[nn.Module]:
     seen: set[nn.Module] = set()
     hooks = [m.register_forward_pre_hook(lambda m, _: seen.add(m)) for m in model.modules()]
     try:
-        kept(model, inputs)
+        saved(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -143,7 +143,7 @@ def curve(model: nn.Module, inputs: dict[str, Any], steps: int) -> list[float]:
 
 def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any], probe: tuple = (), **named) -> None:
     """Converts the model in place and compares it with what it was. probe, named: what convert is given, if not `inputs`."""
-    theirs, result.kept_plain = step(model, inputs), kept(model, inputs)
+    theirs, result.saved_plain = step(model, inputs), saved(model, inputs)
     start = time.perf_counter()
     conversion = convert(model, *probe, **(named if probe or named else inputs))
     result.seconds = time.perf_counter() - start
@@ -152,7 +152,7 @@ def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any]
     ran, whole = called(model, inputs), {row.name for row in conversion.converted}
     layers = [name for name in blocks(model) if model.get_submodule(name) in ran]
     result.layers, result.whole = len(layers), sum(layer in whole for layer in layers)
-    ours, result.kept_converted = step(model, inputs), kept(model, inputs)
+    ours, result.saved_converted = step(model, inputs), saved(model, inputs)
     result.loss_error = abs(float(ours[""]) - float(theirs[""])) / max(abs(float(theirs[""])), 1e-30)
     result.gradient_error = error(ours, theirs)
     result.verdict = "nothing" if not conversion.converted else "whole" if result.whole == len(layers) > 0 else "part"

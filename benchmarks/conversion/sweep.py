@@ -1,7 +1,7 @@
 """convert on every model class of transformers that builds from a small configuration: `make convert-sweep`. With --labels on
 every causal language model, called with labels, so that its head has a loss.
 
-Each is built with random weights, called once, converted, and compared with what it was: loss, every gradient, kept bytes.
+Each is built with random weights, called once, converted, and compared with what it was: loss, every gradient, saved bytes.
 A model that does not build small or does not run on the inputs that small.py makes is counted as such.
 """
 
@@ -119,7 +119,7 @@ def main() -> None:
             counts[result.verdict] += 1
             writer.writerow(result.row())
             file.flush()
-            ratio = f"{result.kept_converted / result.kept_plain:.2f}" if result.kept_plain else ""
+            ratio = f"{result.saved_converted / result.saved_plain:.2f}" if result.saved_plain else ""
             print(f"{k}/{len(chosen)} {name}: {result.verdict} {ratio}", flush=True)
             if result.verdict in ("WRONG", "CRASHED"):
                 print("   ", result.served, result.gradient_error, *result.reasons, file=sys.stderr, flush=True)

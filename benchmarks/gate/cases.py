@@ -300,7 +300,7 @@ def _launch_product(case: Case, given: Inputs):
     if launcher.dropout:
         options["dropout"] = given.dropout(case.dropout)
     if case.activation != "relu":  # only relu's backward needs no more of z than its sign
-        options.pop("keep_bits", None)
+        options.pop("save_bits", None)
     return getattr(given.backend, case.op)(*tensors, case.activation, _precision(case), **options)
 
 
@@ -329,7 +329,7 @@ def _launch_act_bwd(case: Case, given: Inputs):
 
 def _launch_hidden_grad(case: Case, given: Inputs):
     return given.backend.hidden_grad(
-        *(_matrix(case, given) for _ in "dz"), case.activation, keep_h=True, db=case.extras
+        *(_matrix(case, given) for _ in "dz"), case.activation, save_h=True, db=case.extras
     )
 
 
@@ -354,7 +354,7 @@ def _narrow(case: Case, given: Inputs):
 
 def _launch_stack_fwd(case: Case, given: Inputs):
     x, w, b, dy, bits = _narrow(case, given)
-    return given.backend.stack_fwd(x, w, b, dy.shape[1], case.activation, _precision(case), keep_bits=bits is not None)
+    return given.backend.stack_fwd(x, w, b, dy.shape[1], case.activation, _precision(case), save_bits=bits is not None)
 
 
 def _launch_stack_bwd(case: Case, given: Inputs):

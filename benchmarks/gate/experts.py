@@ -17,7 +17,7 @@ def _given(case, given):
 
 def _fwd(case, given):
     groups, x, w, b, _, _ = _given(case, given)
-    return given.backend.experts_fwd(x, w, b, groups, case.activation, precision_of(case), keep_gu=case.extras)
+    return given.backend.experts_fwd(x, w, b, groups, case.activation, precision_of(case), save_gu=case.extras)
 
 
 def _bwd(case, given):

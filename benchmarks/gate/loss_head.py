@@ -22,11 +22,11 @@ def _head(case, given):
 
 def _fwd(case, given):
     tensors, head, _ = _head(case, given)
-    keep = case.extras or case.activation == "kept"
-    lse, z_t, wz, kept, _ = given.backend.cross_entropy_fwd(
+    keep = case.extras or case.activation == "saved"
+    lse, z_t, wz, saved, _ = given.backend.cross_entropy_fwd(
         *tensors, head, weighted=case.activation == "everything", keep=keep
     )
-    return lse, z_t, wz, kept if head.softcap else None  # what exponentials are relative to differs between backends
+    return lse, z_t, wz, saved if head.softcap else None  # what exponentials are relative to differs between backends
 
 
 def _bwd(case, given):
@@ -35,21 +35,21 @@ def _bwd(case, given):
     return dz, given.backend.cross_entropy_bwd(x, w, *others, lse, dstats, head, dz, db=case.extras)
 
 
-def _kept_bwd(case, given):
+def _saved_bwd(case, given):
     (x, w, _, *others), head, dstats = _head(case, given)
     M, V, wide = len(x), len(w), given.dtype("float32")
-    kept, dz = (given(M, V, dtype=x.dtype) for _ in range(2))
+    saved, dz = (given(M, V, dtype=x.dtype) for _ in range(2))
     lse, z_t, part = (given(M, dtype=wide) for _ in range(3))
     parts = None if head.softcap else part.expand(given.backend.slice_count(x, V), M).contiguous()
-    db = given.backend.cross_entropy_kept_bwd(kept, parts, z_t, 0, *others, lse, dstats, head, dz, db=case.extras)
+    db = given.backend.cross_entropy_saved_bwd(saved, parts, z_t, 0, *others, lse, dstats, head, dz, db=case.extras)
     return dz, db
 
 
-LAUNCHES = {"cross_entropy_fwd": _fwd, "cross_entropy_bwd": _bwd, "cross_entropy_kept_bwd": _kept_bwd}
+LAUNCHES = {"cross_entropy_fwd": _fwd, "cross_entropy_bwd": _bwd, "cross_entropy_saved_bwd": _saved_bwd}
 PRODUCTS = ("cross_entropy_fwd", "cross_entropy_bwd")
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
-    "cross_entropy_fwd": ("everything", "plain", "kept"),
+    "cross_entropy_fwd": ("everything", "plain", "saved"),
     "cross_entropy_bwd": ("everything", "plain"),
-    "cross_entropy_kept_bwd": ("everything", "plain"),
+    "cross_entropy_saved_bwd": ("everything", "plain"),
 }

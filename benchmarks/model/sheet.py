@@ -18,7 +18,7 @@ from .trace import Caught, Launch, Trace, build, step
 SAVED, OWN = f"{CHECKPOINT}, SDPA saved", "own core, selective"
 HEADER = (
     "source", "gpu", "case", "way", "launches_fwd", "launches_bwd", "gflop", "mbytes", "fwd_ms", "bwd_ms", "ms", "ratio",
-    "kept_bytes",
+    "saved_bytes",
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     bytes: int
     ms: tuple[float, float]
     ratio: float
-    kept: int
+    saved: int
 
 
 def rows(gpu: GPU, steps: dict[tuple[str, str], Trace], codes: Codes) -> list[Row]:
@@ -78,7 +78,7 @@ def rows(gpu: GPU, steps: dict[tuple[str, str], Trace], codes: Codes) -> list[Ro
         eager = sum(ms) if way == EAGER else eager  # which comes first
         flops, moved = (sum(getattr(one, field) for one in trace.launches) for field in ("flops", "bytes"))
         counts = len(trace.forward), len(trace.backward)
-        found.append(Row(case, way, counts, flops, moved, (ms[0], ms[1]), sum(ms) / eager, trace.kept))
+        found.append(Row(case, way, counts, flops, moved, (ms[0], ms[1]), sum(ms) / eager, trace.saved))
     return found
 
 
@@ -86,13 +86,13 @@ def table(gpu: GPU, found: Sequence[Row]) -> str:
     lines = [
         f"MODEL, not measured: {gpu.name}, bf16" + (", calibrated" if gpu.scales != TABLE else ""),
         f"{'case':40} {'way':28} {'launches':>8} {'GFLOP':>9} {'GB':>7} {'fwd ms':>8} {'bwd ms':>8} {'ms':>8} "
-        f"{'/ eager':>7} {'kept':>9}",
+        f"{'/ eager':>7} {'saved':>9}",
     ]
     for row in found:
         lines.append(
             f"{row.case:40} {row.way:28} {row.launches[0]:>4}/{row.launches[1]:<3} {row.flops / 1e9:9.1f} "
             f"{row.bytes / 1e9:7.2f} {row.ms[0]:8.3f} {row.ms[1]:8.3f} {sum(row.ms):8.3f} {row.ratio:7.3f} "
-            f"{format_size(row.kept):>9}"
+            f"{format_size(row.saved):>9}"
         )
     return "\n".join(lines)
 
@@ -106,7 +106,7 @@ def write(gpu: GPU, found: Sequence[Row], path: Path) -> None:
         for row in found:
             numbers = (row.flops / 1e9, row.bytes / 1e6, *row.ms, sum(row.ms), row.ratio)
             writer.writerow(
-                (source, gpu.name, row.case, row.way, *row.launches, *(f"{n:.5g}" for n in numbers), row.kept)
+                (source, gpu.name, row.case, row.way, *row.launches, *(f"{n:.5g}" for n in numbers), row.saved)
             )
 
 

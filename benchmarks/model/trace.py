@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ...memory import kept_tensors
+from ...memory import saved_tensors
 from ...ops.attention import core as attention_core
 from ...ops.dispatch import choices as _choices
 from ...ops.registration import functions as _functions
@@ -72,7 +72,7 @@ class Trace(NamedTuple):
 
     forward: list[Launch]
     backward: list[Launch]
-    kept: int
+    saved: int
 
     @property
     def launches(self) -> list[Launch]:
@@ -357,7 +357,7 @@ def step(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> Trace:
         leaf.grad = None
     with as_on(gpu) as log:
         function = make(model, x)
-        with kept_tensors(exclude=[*model.parameters(), *model.buffers()]) as kept:
+        with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
             function(x)
         unseen = function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0
         log.clear()
@@ -366,7 +366,7 @@ def step(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> Trace:
         dy = torch.empty_like(y)
         log.clear()
         y.backward(dy)
-        return Trace(forward, list(log), kept.bytes + unseen)
+        return Trace(forward, list(log), saved.bytes + unseen)
 
 
 def peak(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> int:

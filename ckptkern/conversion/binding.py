@@ -258,7 +258,7 @@ class Forward:
     """What convert sets as a module's `forward`.
 
     It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the level, or one for each
-    half of a transformer_layer. store: where what is kept goes; a copy of the module has none.
+    half of a transformer_layer. store: where what is saved goes; a copy of the module has none.
     """
 
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
@@ -297,7 +297,7 @@ class Fused(Forward):
     """The fused call for arguments of a proven pattern, else the forward of the module's class.
 
     What is not as it was proven (LoRA or a hook inside, a quantized weight) runs the class's forward as a general segment,
-    which keeps its inputs alone.
+    which saves its inputs alone.
     """
 
     def __init__(self, form: Form, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):

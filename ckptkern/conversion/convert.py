@@ -21,7 +21,7 @@ from .alike import Proven
 from .binding import Forward, General, Runs
 from .calls import Call, pattern_of
 from .experts import is_experts
-from .fuse import calls_of, fuse, kept_bytes, runs_of
+from .fuse import calls_of, fuse, runs_of, saved_bytes
 from .heads import Heads, Losses, scalars
 from .proof import unmoved
 from .report import Conversion, Row
@@ -151,7 +151,7 @@ class _Conversion:
         call = next(iter(self.calls.get(module, ())), None)
 
         def put() -> None:
-            row.kept_before = kept_by(module, module.forward, call)
+            row.saved_before = saved_by(module, module.forward, call)
             for m in module.modules():  # a layer's attention and dropouts with it
                 kind = class_of(m)
                 if kind in TWINS or kind is nn.Dropout:
@@ -159,7 +159,7 @@ class _Conversion:
                     set_class(m, TWINS.get(kind, twins.Dropout))
                     if kind is not nn.Dropout:
                         m.recompute = self.recompute
-            row.kept_after = kept_by(module, module.forward, call)
+            row.saved_after = saved_by(module, module.forward, call)
 
         return Found([row], put)
 
@@ -199,9 +199,9 @@ class _Conversion:
 
     def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
         module = forward.module
-        row.kept_before = kept_by(module, module.forward, call, x)
+        row.saved_before = saved_by(module, module.forward, call, x)
         module.forward = forward
-        row.kept_after = kept_by(module, forward, call, x)
+        row.saved_after = saved_by(module, forward, call, x)
 
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
         found, rows = runs_of(module, self.recompute), []
@@ -209,8 +209,8 @@ class _Conversion:
             segment = next(iter(run.segments.values()))
             row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
             call = calls_of(module[start])[1]
-            row.kept_before = kept_bytes(run.module, run.original, *call, call[0][0])
-            row.kept_after = kept_bytes(run.module, run, *call, call[0][0])
+            row.saved_before = saved_bytes(run.module, run.original, *call, call[0][0])
+            row.saved_after = saved_bytes(run.module, run, *call, call[0][0])
             rows.append(row)
 
         def put() -> None:
@@ -219,13 +219,13 @@ class _Conversion:
         return Found(rows, put) if found else None
 
 
-def kept_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
-    """`kept_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
+def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
+    """`saved_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
     if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
         return None
     x = next((v for v in leaves_of(call) if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
     with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
-        return kept_bytes(module, run, *call, x)
+        return saved_bytes(module, run, *call, x)
     return None
 
 

@@ -368,7 +368,7 @@ def calls_of(linear: nn.Linear) -> list[Call]:
     return [((torch.randn(shape, dtype=weight.dtype, device=weight.device),), {}) for shape in shapes]
 
 
-def kept_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
+def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
     """What one training call of `run`, a forward of `module`, keeps, besides parameters and the arguments other than x."""
     given = leaves_of((args, kwargs))
     wanted = x.detach().requires_grad_()
@@ -376,6 +376,6 @@ def kept_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, 
     shared = [value for value in given if isinstance(value, Tensor) and value is not x]
     with unmoved(module), torch.enable_grad():
         module.train()
-        with memory.kept_tensors([*module.parameters(), *module.buffers(), *shared]) as kept:
+        with memory.saved_tensors([*module.parameters(), *module.buffers(), *shared]) as saved:
             run(*args, **kwargs)
-    return kept.bytes
+    return saved.bytes

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ..memory import kept_tensors
+from ..memory import saved_tensors
 from ..nn.plain import dense, hooked, strided, untouched
 from ..subclasses import PLAIN
 from .binding import Forward, level_of
@@ -123,14 +123,14 @@ class Chain(NamedTuple):
         theirs, ours = (results(run, flat, list(range(len(flat))), []) for run in (self.plain, self.fused))
         return difference(ours, theirs)
 
-    def kept(self, level: str) -> tuple[int, int]:
-        """Bytes that are kept for backward besides parameters and targets: without us, and with us."""
+    def saved(self, level: str) -> tuple[int, int]:
+        """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
         flat, found, loss = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
         given = [one for one in leaves_of((loss.args, loss.kwargs)) if type(one) is Tensor]
         for run in (self.plain, lambda flat: self.fused(flat, level)):
-            with torch.enable_grad(), kept_tensors([*flat[1:], *given]) as kept:
+            with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 run(flat)
-            found.append(kept.bytes)
+            found.append(saved.bytes)
         return found[0], found[1]
 
 
@@ -192,13 +192,13 @@ class Heads:
         level = level_of(OP, None, recompute)
         with unmoved(module):
             row.error = max(chain.error() for chain in chains.values())
-            kept = [chain.kept(level) for chain in chains.values()]
+            saved = [chain.saved(level) for chain in chains.values()]
         if row.error > TOLERANCE:
             row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
             return row, None
-        row.kept_before, row.kept_after = (sum(one) for one in zip(*kept, strict=True))
-        if row.kept_after >= row.kept_before:
-            row.reason = f"{OP} keeps no less"
+        row.saved_before, row.saved_after = (sum(one) for one in zip(*saved, strict=True))
+        if row.saved_after >= row.saved_before:
+            row.reason = f"{OP} saves no less"
             return row, None
         others = sorted({one.step.name for one in log if not one.served})
         if others:

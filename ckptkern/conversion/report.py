@@ -15,15 +15,15 @@ class Row:
 
     served_by: a fused op ("transformer_layer", "attention_block", "mlp_block", "linear_stack", "linear_act", "moe_mlp",
     "linear_cross_entropy"), "checkpoint" for a general segment, the class of a twin in ckptkern.nn, or None, with the reason.
-    kept_before, kept_after: bytes that one call keeps for backward, besides parameters, measured with the example inputs; None
-    without them. error: the largest relative error of output and gradients in the proof.
+    saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example inputs;
+    None without them. error: the largest relative error of output and gradients in the proof.
     """
 
     name: str
     kind: str
     served_by: str | None
-    kept_before: int | None = None
-    kept_after: int | None = None
+    saved_before: int | None = None
+    saved_after: int | None = None
     error: float | None = None
     reason: str = ""
 
@@ -43,13 +43,13 @@ class Conversion:
         return [row for row in self.rows if row.served_by is None]
 
     @property
-    def kept_before(self) -> int:
-        """Bytes that the converted modules kept."""
-        return sum(row.kept_before or 0 for row in self.converted)
+    def saved_before(self) -> int:
+        """Bytes that the converted modules saved."""
+        return sum(row.saved_before or 0 for row in self.converted)
 
     @property
-    def kept_after(self) -> int:
-        return sum(row.kept_after or 0 for row in self.converted)
+    def saved_after(self) -> int:
+        return sum(row.saved_after or 0 for row in self.converted)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -58,7 +58,7 @@ class Conversion:
         return len(self.rows)
 
     def __str__(self) -> str:
-        lines = [("module", "class", "served by", "kept before", "kept after", "error")]
+        lines = [("module", "class", "served by", "saved before", "saved after", "error")]
         for rows in _alike(self.rows):
             lines.append(_line(rows))
         text = aligned(lines)
@@ -66,9 +66,9 @@ class Conversion:
             text.append(f"{name_of([row.name for row in rows])}: {rows[0].reason}")
         count = len(self.converted)
         text.append(f"{count} module{'s' * (count != 1)} converted")
-        if any(row.kept_before is not None for row in self.converted):
-            kept = memory.format_size(self.kept_after), memory.format_size(self.kept_before)
-            text[-1] += f", keeping {kept[0]} instead of {kept[1]}"
+        if any(row.saved_before is not None for row in self.converted):
+            saved = memory.format_size(self.saved_after), memory.format_size(self.saved_before)
+            text[-1] += f", keeping {saved[0]} instead of {saved[1]}"
         return "\n".join(text)
 
 
@@ -93,8 +93,8 @@ def name_of(names: list[str]) -> str:
 
 
 def _line(rows: list[Row]) -> tuple[str, ...]:
-    before = [row.kept_before for row in rows if row.kept_before is not None]
-    after = [row.kept_after for row in rows if row.kept_after is not None]
+    before = [row.saved_before for row in rows if row.saved_before is not None]
+    after = [row.saved_after for row in rows if row.saved_after is not None]
     errors = [row.error for row in rows if row.error is not None]
     return (
         name_of([row.name for row in rows]), rows[0].kind, rows[0].served_by or "left",

@@ -23,7 +23,7 @@ from .cross_entropy import (
     Head,
     cross_entropy_bwd,
     cross_entropy_fwd,
-    cross_entropy_kept_bwd,
+    cross_entropy_saved_bwd,
     slice_count,
     wide_product,
 )
@@ -80,7 +80,7 @@ __all__ = [
     "composite_dropout",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
-    "cross_entropy_kept_bwd",
+    "cross_entropy_saved_bwd",
     "dropout",
     "empty_heads",
     "experts_act_grad",

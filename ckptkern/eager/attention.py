@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..subclasses import foreign
-from .elementwise import NO_DROPOUT, Dropout, kept_alone
+from .elementwise import NO_DROPOUT, Dropout, where_keep
 
 _aten = torch.ops.aten
 
@@ -318,7 +318,7 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
         p = _probabilities(s, lse)
         keep = _attention_keep(q, k, core)
         if keep is not None:
-            p = kept_alone(p, keep).mul_(core.dropout[2])
+            p = where_keep(p, keep).mul_(core.dropout[2])
         o = torch.matmul(p.to(v.dtype), _heads(v, q.shape[1]))
     return o, lse, None if do is None else attn_delta(o, do, core)
 
@@ -351,7 +351,7 @@ def _score_gradients(q, k, v, do, lse, delta, core: AttentionCore) -> tuple[Tens
     keep = _attention_keep(q, k, core)
     dropped = p
     if keep is not None:
-        dropped, dp = (kept_alone(t, keep).mul_(core.dropout[2]) for t in (p, dp))
+        dropped, dp = (where_keep(t, keep).mul_(core.dropout[2]) for t in (p, dp))
     return s, dropped, p * (dp - delta[..., None])
 
 

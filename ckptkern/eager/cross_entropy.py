@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .elementwise import wide_of
 
-HEADROOM = 2.0**15  # kept exponentials are at most this, so that float16 holds those down to e^-27 of the largest
+HEADROOM = 2.0**15  # saved exponentials are at most this, so that float16 holds those down to e^-27 of the largest
 
 
 class Head(NamedTuple):
@@ -114,8 +114,8 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, 
     return _write_gradient(p, u, target, class_weight, dstats, head, out, db)
 
 
-def cross_entropy_kept_bwd(kept, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
-    u = kept.to(lse.dtype, copy=True)
+def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
+    u = saved.to(lse.dtype, copy=True)
     if head.softcap:
         p = capped(u, head).sub_(lse[:, None]).exp_()
     else:

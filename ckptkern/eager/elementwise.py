@@ -101,7 +101,7 @@ def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation].grad(dy, z)
 
 
-def kept_alone(x: Tensor, keep: Tensor) -> Tensor:
+def where_keep(x: Tensor, keep: Tensor) -> Tensor:
     """x where keep, else 0. A CPU has no vectors for torch.where with a bool; relu's gradient takes a quarter of its time."""
     return torch.ops.aten.threshold_backward(x, keep.to(x.dtype), 0)
 
@@ -110,7 +110,7 @@ def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, col_base: in
     """keep * scale * x for x [M, N]; its own backward."""
     M, N = x.shape
     mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, col_base, row_base + M)
-    return kept_alone(x, mask[0]).mul_(scale)
+    return where_keep(x, mask[0]).mul_(scale)
 
 
 def dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
@@ -150,8 +150,8 @@ def act_fwd(z, u, activation):
     return act(z, activation) if u is None else act(z, activation) * u
 
 
-def act_bwd(dy, kept, activation, *, bits=False, db=False):
-    dz = kept_alone(dy, unpack_bits(kept, dy.shape[1])) if bits else act_grad_of(dy, kept, activation)
+def act_bwd(dy, saved, activation, *, bits=False, db=False):
+    dz = where_keep(dy, unpack_bits(saved, dy.shape[1])) if bits else act_grad_of(dy, saved, activation)
     return dz, column_sum_if(dz, db)
 
 

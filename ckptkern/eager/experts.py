@@ -57,14 +57,14 @@ def _gate_up_of(x: Tensor, w: Tensor, b: Tensor | None, groups: Groups) -> Calla
     return lambda expert, rows: product(x[tokens[rows]], w[expert], None if b is None else b[expert])
 
 
-def experts_fwd(x, w, b, groups, activation, precision, *, keep_gu=False):
+def experts_fwd(x, w, b, groups, activation, precision, *, save_gu=False):
     R, wide, gate_up = groups.order.numel(), w.shape[1], _gate_up_of(x, w, b, groups)
-    h, gu = x.new_zeros((R, wide // 2)), x.new_zeros((R, wide)) if keep_gu else None
+    h, gu = x.new_zeros((R, wide // 2)), x.new_zeros((R, wide)) if save_gu else None
     for expert, rows in _each(groups):
         own = gate_up(expert, rows)
         g, u = own.chunk(2, 1)
         h[rows] = act(g, activation) * u
-        if keep_gu:
+        if save_gu:
             gu[rows] = own
     return h, gu
 

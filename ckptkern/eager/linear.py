@@ -26,28 +26,28 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
     return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
 
 
-def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_z=False, keep_bits=False):
+def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_z=False, save_bits=False):
     z = product(x, w, b)
     h = dropped(act(z, activation), dropout, row_base)
-    return h, z if keep_z else None, pack_bits(~(z <= 0)) if keep_bits else None
+    return h, z if save_z else None, pack_bits(~(z <= 0)) if save_bits else None
 
 
 def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
     return act_bwd(dh, product(x, w, b), activation, db=db)
 
 
-def hidden_grad(dh, z, activation, *, keep_h=False, db=False):
+def hidden_grad(dh, z, activation, *, save_h=False, db=False):
     function = ACTIVATIONS[activation]
     dz = function.grad(dh, z)
-    return dz.clone() if dz is dh else dz, function.act(z) if keep_h else None, column_sum_if(dz, db)
+    return dz.clone() if dz is dh else dz, function.act(z) if save_h else None, column_sum_if(dz, db)
 
 
 def act_grad(
-    dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False, db=False
+    dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False, db=False
 ):
     function = ACTIVATIONS[activation]
     dz = function.grad_(dropped(torch.mm(dy, w), dropout, row_base), z)
     h = None
-    if keep_h:
+    if save_h:
         h = dropped(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
     return dz, h, column_sum_if(dz, db)

@@ -8,43 +8,43 @@ from .elementwise import ACTIVATIONS, NO_DROPOUT, act, column_sum_if, dropped
 from .linear import act_grad, product
 
 
-def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, db=False):
+def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False):
     return act_grad(
-        dy, w2, product(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, keep_h=keep_h,
+        dy, w2, product(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, save_h=save_h,
         h_over_z=True, db=db,
     )  # fmt: skip
 
 
-def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_gu=False):
+def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_gu=False):
     g, u = product(x, wg, bg), product(x, wu, bu)
     h = dropped(act(g, activation) * u, dropout, row_base)
-    return (h, g, u) if keep_gu else (h, None, None)
+    return (h, g, u) if save_gu else (h, None, None)
 
 
 def gated_bwd(
-    x, wg, bg, wu, bu, dy, wd, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False,
+    x, wg, bg, wu, bu, dy, wd, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False,
     dbu=False,
 ):  # fmt: skip
     return gated_act_grad(
         dy, wd, product(x, wg, bg), product(x, wu, bu), activation, precision, dropout=dropout, row_base=row_base,
-        keep_h=keep_h, dbg=dbg, dbu=dbu,
+        save_h=save_h, dbg=dbg, dbu=dbu,
     )  # fmt: skip
 
 
-def gated_hidden_grad(dh, g, u, activation, *, keep_h=True, dbg=False, dbu=False):
+def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False):
     a = act(g, activation)
-    h = a * u if keep_h else None
+    h = a * u if save_h else None
     du = dh * a if a is g else a.mul_(dh)
     dg = ACTIVATIONS[activation].grad_(dh * u, g)
     return dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu)
 
 
 def gated_act_grad(
-    dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, keep_h=True, dbg=False, dbu=False
+    dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False
 ):
     dh = dropped(torch.mm(dy, wd), dropout, row_base)
     a = act(g, activation)
-    h = dropped(a * u, dropout, row_base) if keep_h else None
+    h = dropped(a * u, dropout, row_base) if save_h else None
     du = dh * a if a is g else a.mul_(dh)
     dg = ACTIVATIONS[activation].grad_(dh.mul_(u), g)
     return dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu)

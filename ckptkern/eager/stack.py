@@ -30,17 +30,17 @@ def _forward(x, packed_w, packed_b, activation: str, precision: str):
     """Every layer's input [M, width], y among them as the last, and every z."""
     inputs, zs = [F.pad(x, (0, packed_w.shape[2] - x.shape[1]))], []
     for w, b in zip(packed_w, [None] * len(packed_w) if packed_b is None else packed_b, strict=True):
-        h, z, _ = linear_fwd(inputs[-1], w, b, activation, precision, keep_z=True)
+        h, z, _ = linear_fwd(inputs[-1], w, b, activation, precision, save_z=True)
         inputs.append(h)
         zs.append(z)
     return inputs, zs
 
 
-def stack_fwd(x, packed_w, packed_b, out_features: int, activation: str, precision: str, *, keep_bits=False):
+def stack_fwd(x, packed_w, packed_b, out_features: int, activation: str, precision: str, *, save_bits=False):
     """x [M, K] through the packed layers -> (y [M, out_features], relu's bits of the last layer or None)."""
     inputs, zs = _forward(x, packed_w, packed_b, activation, precision)
     y = inputs[-1][:, :out_features].contiguous()
-    return y, pack_bits(~(zs[-1][:, :out_features] <= 0)) if keep_bits else None
+    return y, pack_bits(~(zs[-1][:, :out_features] <= 0)) if save_bits else None
 
 
 def stack_bwd(x, packed_w, packed_b, dy, bits, activation: str, precision: str, *, dx=True):

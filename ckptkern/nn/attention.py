@@ -81,15 +81,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block at level
     `recompute`. Everything else keeps the inputs, q, k, v, o and the logsumexp at every level, because projections and core
-    are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and keeps them: pass False if
+    are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and saves them: pass False if
     the weights are not needed.
-    Dropout of the weights keeps 16 bytes and draws the same mask with and without need_weights.
+    Dropout of the weights saves 16 bytes and draws the same mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.
     Nested tensors go to torch's own layer, which takes them for inference only. So do tensors with operations of their
     own (DTensor) and arguments that do not fit, for which torch raises its own error. With them, and with parametrised or
-    quantised weights, the module is one ckptkern.checkpoint, which keeps its inputs.
+    quantised weights, the module is one ckptkern.checkpoint, which saves its inputs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Dropout that keeps 16 bytes for backward instead of a mask."""
+"""Dropout that saves 16 bytes for backward instead of a mask."""
 
 from __future__ import annotations
 

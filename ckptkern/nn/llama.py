@@ -252,7 +252,7 @@ class LlamaDecoderLayer(torch.nn.Module):
     recompute (a level, or a pair of levels for attention and MLP), workspace: see ckptkern.transformer_layer. The q, k and v
     weights are never concatenated.
     If a submodule is of another type (LoRA, another norm), has hooks or a weight that is no plain memory (parametrised,
-    quantised, sharded), the layer is one ckptkern.checkpoint that calls it, and keeps x as recompute="full" does.
+    quantised, sharded), the layer is one ckptkern.checkpoint that calls it, and saves x as recompute="full" does.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class LlamaDecoderLayer(torch.nn.Module):
     ) -> Tensor:
         """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
 
-        rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then kept once. Without
+        rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then saved once. Without
         it the layer makes them from rope_theta and the positions 0, 1, ..., and again in backward, and keeps none.
         attn_mask: bool, True = visible, or additive; key_padding_mask [B, S]: True = hidden. Raises as
         ckptkern.transformer_layer does.

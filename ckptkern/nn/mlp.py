@@ -20,7 +20,7 @@ class MLP(torch.nn.Module):
     hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
     activation: as Linear's, a name, function or module.
     recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is no
-    plain memory (parametrised, quantised, sharded), both are called, as one ckptkern.checkpoint that keeps the input.
+    plain memory (parametrised, quantised, sharded), both are called, as one ckptkern.checkpoint that saves the input.
     """
 
     def __init__(

@@ -93,9 +93,9 @@ class LayerStack(torch.nn.ModuleList):
 
         x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
 
-    Kept: the input of each group of k layers, and `args` and `kwargs`, once. Backward runs a group again, in which each layer
-    keeps what its own level says ("selective": x, o and lse), of k layers at a time. So k times fewer inputs are kept, for one
-    more forward pass of all groups but the last: its backward comes at once, so it keeps what its layers do.
+    Saved for backward: the input of each group of k layers, and `args` and `kwargs`, once. Backward runs a group again, in
+    which each layer saves what its own level says ("selective": x, o and lse), of k layers at a time. So k times fewer inputs
+    are saved, for one more forward pass of all groups but the last: its backward comes at once, so it saves what its layers do.
     every: k; the last group takes what remains. options: those of `ckptkern.checkpoint`.
 
     A torch.nn.ModuleList with a forward, and its `state_dict`. Without gradients the layers run as they are. Raises TypeError

@@ -139,7 +139,7 @@ class LinearCrossEntropy(Op):
         always = ("lse", "entries") if o.group else ("lse",)
         if o.recompute == "full":
             return always
-        return (*always, "z_t", "kept") if o.softcap else (*always, "z_t", "kept", "parts")
+        return (*always, "z_t", "logits") if o.softcap else (*always, "z_t", "logits", "parts")
 
     @staticmethod
     def reads_x(o, needs):
@@ -177,16 +177,16 @@ class LinearCrossEntropy(Op):
             if o.equal_shards:
                 check_equal_shards(entries, V, o.size)
         y = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries).losses(lse, z_t, wz)
-        kept, parts = made[0][3:]
-        return y, {"lse": lse, "entries": entries, "z_t": z_t, "kept": kept, "parts": parts}
+        logits, parts = made[0][3:]
+        return y, {"lse": lse, "entries": entries, "z_t": z_t, "logits": logits, "parts": parts}
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         x, w, b, target, class_weight = tensors
-        lse, kept, parts, z_t = (saved.get(name) for name in ("lse", "kept", "parts", "z_t"))
+        lse, logits, parts, z_t = (saved.get(name) for name in ("lse", "logits", "parts", "z_t"))
         p, (V, d), lead = primitives(o.backend), w.shape, target.shape
         need_dx, need_dw, need_db = flags(needs, 3)
-        dtype, wide = kept.dtype if x is None else x.dtype, lse.dtype
+        dtype, wide = logits.dtype if x is None else x.dtype, lse.dtype
         rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
         w_, b_, all_weights = cast_parameter(w, dtype), cast_parameter(b, dtype), cast_parameter(class_weight, wide)
         sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
@@ -195,8 +195,8 @@ class LinearCrossEntropy(Op):
 
         transient = M * dtype.itemsize
         if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's products copy
-            narrow, kept_too = dtype != wide, kept is not None
-            held = max(narrow + kept_too, 3 * bool(o.softcap))
+            narrow, saved_too = dtype != wide, logits is not None
+            held = max(narrow + saved_too, 3 * bool(o.softcap))
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
         chunks = vocabulary_chunks(V, transient, o.workspace)
         widest = max((stop - start for start, stop in chunks), default=0)
@@ -212,12 +212,12 @@ class LinearCrossEntropy(Op):
             here = slice(o.vocab_start + start, o.vocab_start + stop)
             given = (target, None if weights is None else weights[here], lse, dstats)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
-            if kept is None:
+            if logits is None:
                 part = w_[start:stop], None if b_ is None else b_[start:stop]
                 total = p.cross_entropy_bwd(rows, *part, *given, head, dz, db=need_db)
             else:
-                of_chunk = kept[:, start:stop], parts, z_t, start
-                total = p.cross_entropy_kept_bwd(*of_chunk, *given, head, dz, db=need_db)
+                of_chunk = logits[:, start:stop], parts, z_t, start
+                total = p.cross_entropy_saved_bwd(*of_chunk, *given, head, dz, db=need_db)
             if need_db:
                 db[start:stop] = total
             if need_dw:
@@ -237,7 +237,7 @@ class LinearCrossEntropy(Op):
     @staticmethod
     def made_on_meta(x, made, o):
         if made["parts"] is not None:
-            M, V = made["kept"].shape
+            M, V = made["logits"].shape
             made["parts"] = made["parts"].new_empty((primitives(o.backend).slice_count(x, V), M))
         return made
 
@@ -307,7 +307,7 @@ def linear_cross_entropy(
         vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
         on all ranks, and so are the loss and input's gradient. One all-gather of 12 bytes a token, one all-reduce of input's
         gradient in float32.
-    recompute: what is kept for backward besides the arguments, bytes a token, and the products run, forward + backward:
+    recompute: what is saved for backward besides the arguments, bytes a token, and the products run, forward + backward:
 
         "none", "selective"  2 V and V/16 more (float32: 4 V)    3      exponentials of logits; with a softcap logits, in
                                                                         input's type

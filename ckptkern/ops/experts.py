@@ -1,4 +1,4 @@
-"""moe_mlp and grouped_gated_mlp: the experts of a mixture as one segment, which keeps its input and who goes where."""
+"""moe_mlp and grouped_gated_mlp: the experts of a mixture as one segment, which saves its input and who goes where."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Experts(Op):
         p, index, s = primitives(o.backend), rows_2d(index), rows_2d(s)
         w, b, wd, bd = (cast_parameter(t, x.dtype) for t in (w, b, wd, bd))
         groups = eager.route(index, len(w))
-        keep_gu = o.recompute != "full"
-        h, gu = p.experts_fwd(rows_2d(x), w, b, groups, o.activation, o.precision, keep_gu=keep_gu)
+        save_gu = o.recompute != "full"
+        h, gu = p.experts_fwd(rows_2d(x), w, b, groups, o.activation, o.precision, save_gu=save_gu)
         y = p.experts_combine(p.experts_product(h, wd, bd, groups, o.precision, transposed=True), s, groups)
         return unflattened(y, x.shape[:-1]), groups._asdict() | {"gu": gu}
 
@@ -87,7 +87,7 @@ class Experts(Op):
         grads = dict.fromkeys(range(7))
         wanted = dict(hs=need_wd, dgu=need_x or need_w or need_b, ds=need_s)
         if need_wd and not (wanted["dgu"] or need_s):  # forward's h, without the product that gives its gradient
-            gu = p.experts_fwd(x, w_, b_, groups, o.activation, o.precision, keep_gu=True)[1] if gu is None else gu
+            gu = p.experts_fwd(x, w_, b_, groups, o.activation, o.precision, save_gu=True)[1] if gu is None else gu
             h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dtype)
             hs = (h.to(wide) * weights.reshape(-1)[order].to(wide)[:, None]).to(dtype)
         elif any(wanted.values()):
@@ -196,12 +196,12 @@ def moe_mlp(
     come twice in a row, or for no token: then its gradients are exact zeros. Sums over j ascend in float32, without atomics, so
     that results repeat bit for bit. Nothing waits for the host, and a call can be captured in a CUDA graph.
 
-    recompute: what is kept for backward besides parameters, and the products run, forward + backward, of T k rows:
+    recompute: what is saved for backward besides parameters, and the products run, forward + backward, of T k rows:
 
         "none", "selective"  x, g, u, routing    9
         "full"               x, routing         11
 
-    Routing is top_k_index, top_k_weights, 8 bytes a slot and 4 an expert. h is kept at no level: the pass that reads g and u
+    Routing is top_k_index, top_k_weights, 8 bytes a slot and 4 an expert. h is saved at no level: the pass that reads g and u
     writes it, times its weight, as the gradient of down_weight wants it.
     Gradients of one expert are summed in float32 and rounded once, or added to a weight's `main_grad`.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level),
@@ -244,7 +244,7 @@ def grouped_gated_mlp(
     torch.nn.functional.grouped_mm -> y [R, d]. Rows from offs[-1] on give zeros, and get zeros as their gradient.
 
     row_weights: [R], what y's rows are multiplied by, or None. Weights that are applied outside of the op need its output
-    kept; here they need none. Dispatch and combine stay outside: "full" keeps these rows, and recompute never communicates.
+    saved; here they need none. Dispatch and combine stay outside: "full" saves these rows, and recompute never communicates.
     Dtypes, levels and errors: see moe_mlp, which runs.
     """
     op = "grouped_gated_mlp"

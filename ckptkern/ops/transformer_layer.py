@@ -1,5 +1,5 @@
 """transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE segment; what passes between them is rebuilt, not
-kept."""
+saved."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _recomputed(
             mid = x
         elif mid is None:
             if not core:  # the projections raw, as the attention half's backward reads them
-                core = dict(zip(("out", "lse", "qkv"), half.attend(keep_raw=True), strict=True))
+                core = dict(zip(("out", "lse", "qkv"), half.attend(save_raw=True), strict=True))
             f = half.branch(core["out"])
             mid = unflattened(half.output(f), x.shape[:-1])
             f = f if reads_branch(one, needed_names(AttentionTensors, own)) else None
@@ -227,15 +227,15 @@ def transformer_layer(
     cross_attention_arguments and mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training,
     recompute, workspace; `residual` is true in all unless given. parallel: both halves read x and are added (GPT-NeoX, GPT-J,
     Phi, Cohere, Falcon); one norm is shared by giving both its tensors.
-    recompute: what is kept for backward besides parameters:
+    recompute: what is saved for backward besides parameters:
 
         "none"       what the two blocks keep at "none", and what passes between them, if it does
         "selective"  x, o, lse: the MLP's input, if it is not x, is rebuilt by one product from o
         "full"       x
 
     and key_value itself. "none" and "selective" keep these of both attentions. A pair of levels, of the attentions and of the
-    MLP, makes each half a segment of its own, which keeps its input: ("selective", "full") is "selective" with what passes
-    between the halves kept, ("full", "none") recomputes attention alone.
+    MLP, makes each half a segment of its own, which saves its input: ("selective", "full") is "selective" with what passes
+    between the halves saved, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
     """
     op = "transformer_layer"

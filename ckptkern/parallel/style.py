@@ -31,9 +31,9 @@ class TensorParallel(ParallelStyle):
     [..., S/n, d], as many on each, and every other argument is that of all rows; an all-gather and a reduce-scatter take the
     all-reduce's place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and levels are the block's.
 
-    Kept for backward: of each half its x (this rank's rows under sequence_parallel), 1/n of what else the level keeps, 16 bytes
-    for each dropout, and the input of a norm behind the branch. Dropout draws the masks of the unsharded block if the ranks of
-    the group are seeded alike; their first states are compared.
+    Saved for backward: of each half its x (this rank's rows under sequence_parallel), 1/n of what else the level saves, 16
+    bytes for each dropout, and the input of a norm behind the branch. Dropout draws the masks of the unsharded block if the
+    ranks of the group are seeded alike; their first states are compared.
 
     A call that the op does not serve (need_weights=True, hooks inside, another kind of call than was proven) gathers
     the parameters and runs the block whole.

@@ -1,6 +1,6 @@
 """What each segment of a model keeps, and what it costs, in each of its ways.
 
-Kept bytes: the model's forward runs once for each way, with saved-tensor hooks that count and hold nothing, so a model may be
+Saved bytes: the model's forward runs once for each way, with saved-tensor hooks that count and hold nothing, so a model may be
 measured that would not fit. A storage that several segments may keep, such as what one hands to the next, has one name in all
 of these runs, so that the bytes of any mixture of ways are those of a union: exact, and not a sum.
 
@@ -30,7 +30,7 @@ from .segments import Segment, Way, stock
 from .timing import Clock
 
 Call = tuple[tuple, dict[str, Any]]
-REST = -1  # the owner of what is kept outside of all segments
+REST = -1  # the owner of what is saved outside of all segments
 ROUNDS, PATIENCE = 15, 2.0  # at most so many rounds of timings, and so many seconds after the third
 
 
@@ -47,7 +47,7 @@ class Held(NamedTuple):
 
 class Cost(NamedTuple):
     """Of one forward and backward. seconds, workspace: None on the meta device. flops: of matrix products. workspace: how far
-    backward rises above what forward kept, besides gradients."""
+    backward rises above what forward saved, besides gradients."""
 
     seconds: float | None
     flops: int
@@ -68,7 +68,7 @@ class Kind:
 
 
 class Measured(NamedTuple):
-    """One segment of a table. stock: what it kept before convert, None where there was no other forward."""
+    """One segment of a table. stock: what it saved before convert, None where there was no other forward."""
 
     segment: Segment
     kind: int
@@ -80,7 +80,7 @@ class Measured(NamedTuple):
 
 @dataclass
 class Table:
-    """What choices are made from. rest, stock_rest: what is kept outside of the segments."""
+    """What choices are made from. rest, stock_rest: what is saved outside of the segments."""
 
     rows: list[Measured]
     kinds: list[Kind]
@@ -90,20 +90,20 @@ class Table:
 
     @property
     def outside(self) -> int:
-        """Bytes kept outside of all segments that no segment keeps."""
+        """Bytes saved outside of all segments that no segment keeps."""
         seen = {name for row in self.rows for held in row.held for name in held.shared}
         return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
 
     def workspaces(self, chosen: Sequence[int]) -> list[int]:
         return [self.cost(row, way).workspace or 0 for row, way in zip(self.rows, chosen, strict=True)]
 
-    def kept(self, chosen: Sequence[int]) -> int:
+    def saved(self, chosen: Sequence[int]) -> int:
         """Bytes that the model's forward keeps if the segments run in these ways."""
         return total([self.rest, *(row.held[way] for row, way in zip(self.rows, chosen, strict=True))])
 
     @property
-    def stock_kept(self) -> int | None:
-        """Bytes that the model kept before convert."""
+    def eager_saved(self) -> int | None:
+        """Bytes that the model saved before convert."""
         if self.stock_rest is None or any(row.stock is None for row in self.rows):
             return None
         return total([self.stock_rest, *(row.stock for row in self.rows)])
@@ -130,7 +130,7 @@ def total(held: Sequence[Held]) -> int:
 
 
 class Recorder:
-    """Who keeps what in one forward of the model, and the first call of each segment."""
+    """Who saves what in one forward of the model, and the first call of each segment."""
 
     def __init__(self, model: nn.Module, segments: Sequence[Segment]):
         self.segments = segments
@@ -361,7 +361,7 @@ def measure(
     records = []
     try:
         for i in range(max(map(len, ways), default=1)):
-            shown(f"kept bytes, way {i + 1}")
+            shown(f"saved bytes, way {i + 1}")
             for segment, own in zip(segments, ways, strict=True):
                 segment.set(own[min(i, len(own) - 1)])
             records.append(record(model, args, kwargs, segments))
@@ -377,10 +377,10 @@ def measure(
     for i, (segment, own) in enumerate(zip(segments, ways, strict=True)):
         if i not in records[0].calls:
             continue  # the model does not call it
-        kept = [held[min(j, len(held) - 1)].get(i, Held()) for j in range(len(own))]
-        stock_kept = stock_held.get(i, Held()) if segment.has_stock else None
+        saved = [held[min(j, len(held) - 1)].get(i, Held()) for j in range(len(own))]
+        eager_saved = stock_held.get(i, Held()) if segment.has_stock else None
         kind = kind_of(kinds, segment, records[0].calls[i])
-        rows.append(Measured(segment, kind, records[0].counts[i], own, kept, stock_kept))
+        rows.append(Measured(segment, kind, records[0].counts[i], own, saved, eager_saved))
     for i, kind in enumerate(kinds):
         shown(f"time of {kind.first.name or 'the model'}")
         row = next(row for row in rows if row.kind == i)

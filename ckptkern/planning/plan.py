@@ -28,7 +28,7 @@ MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves
 class Plan:
     """A way for each segment of a model, and the table that they were chosen from. print(plan) shows both.
 
-    budget: bytes that may be kept for backward. table: what was measured.
+    budget: bytes that may be saved for backward. table: what was measured.
     """
 
     def __init__(self, model: nn.Module, table: Table, budget: int, group: dist.ProcessGroup | None = None):
@@ -57,9 +57,9 @@ class Plan:
         return {row.segment.name: row.ways[way] for row, way in zip(self.table.rows, self.chosen, strict=True)}
 
     @property
-    def kept(self) -> int:
+    def saved(self) -> int:
         """Bytes that the model's forward keeps for backward, besides parameters and buffers."""
-        return self.table.kept(self.chosen)
+        return self.table.saved(self.chosen)
 
     @property
     def cost(self) -> float:
@@ -68,18 +68,18 @@ class Plan:
 
     @property
     def workspace(self) -> int:
-        """The most that the backward of one segment rises above what is kept, besides gradients; 0 on the meta device."""
+        """The most that the backward of one segment rises above what is saved, besides gradients; 0 on the meta device."""
         return max(self.table.workspaces(self.chosen), default=0)
 
     def __str__(self) -> str:
-        lines = [("segment", "way", "chosen", "kept", "time", "GFLOP", "workspace")]
+        lines = [("segment", "way", "chosen", "saved", "time", "GFLOP", "workspace")]
         for kind in range(len(self.table.kinds)):
             lines += self._lines(kind)
         size = memory.format_size
         return "\n".join(
             [
                 *aligned(lines),
-                f"kept: {size(self.kept)} of a budget of {size(self.budget)}, "
+                f"saved: {size(self.saved)} of a budget of {size(self.budget)}, "
                 f"{size(self.table.outside)} of it outside of the segments",
             ]
         )
@@ -188,10 +188,10 @@ def plan(
 
     Segments are modules of ckptkern.nn and what convert made; a model without any is converted first. Members of lists of
     layers that have no segment inside may become general segments (ckptkern.checkpoint). The ways of a segment are its levels;
-    those of a layer also a level for each half, such as "full/none"; and each of them with what is kept going to one of
+    those of a layer also a level for each half, such as "full/none"; and each of them with what is saved going to one of
     `stores`.
 
-    What is measured: kept bytes of every segment, exactly, by forwards of the model that hold nothing; time, products and
+    What is measured: saved bytes of every segment, exactly, by forwards of the model that hold nothing; time, products and
     workspace of one segment of each kind, alone. The choice is the optimum of an integer programme (SciPy's milp) over that
     table. Of segments that are alike, the first are recomputed and the last keep, which peaks lowest.
 
@@ -200,7 +200,7 @@ def plan(
     afterwards as before.
     budget: bytes that the forward may keep, besides parameters and buffers: an int, or a size such as "10GiB". None: what is
     free on the device, less gradients and workspace.
-    stores: where kept tensors may go, such as `[ckptkern.storage.offload()]`. Lossy ones change gradients: see storage.
+    stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. Lossy ones change gradients: see storage.
     adapt: plan again, from the same table, when a training step begins and the room on the device has moved by more than a
     twentieth of the budget. At most the budget is used. Not with torch.compile, and not where forwards overlap (pipelines).
     include, exclude: the modules that may be segments, as in convert.

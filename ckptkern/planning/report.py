@@ -30,16 +30,16 @@ STOCK = "stock PyTorch"
 class Line:
     """A segment at a level, "stock PyTorch" for its forward before convert.
 
-    kept: bytes that it keeps for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
-    their matrix products. workspace: bytes that backward rises above what is kept, besides gradients. seconds and workspace are
-    None on the meta device.
+    saved: bytes that it saves for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
+    their matrix products. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
+    workspace are None on the meta device.
     """
 
     name: str
     kind: str
     served_by: str
     level: str
-    kept: int
+    saved: int
     seconds: float | None
     flops: int
     workspace: int | None
@@ -76,15 +76,15 @@ class Report:
         draw_timelines(self.timelines, path)
 
     def __str__(self) -> str:
-        text = [("segment", "served by", "level", "kept", "of stock", "time", "GFLOP", "workspace")]
+        text = [("segment", "served by", "level", "saved", "of stock", "time", "GFLOP", "workspace")]
         for names, lines in self._alike():
-            before = next((line.kept for line in lines if line.level == STOCK), None)
+            before = next((line.saved for line in lines if line.level == STOCK), None)
             for i, line in enumerate(lines):
                 text.append(
                     (
                         name_of(names) if i == 0 else "", line.served_by if i == 0 else "", line.level,
-                        memory.format_size(line.kept),
-                        f"{line.kept / before:.1%}" if before else "",
+                        memory.format_size(line.saved),
+                        f"{line.saved / before:.1%}" if before else "",
                         time_of(line.seconds),
                         memory.three_digits(line.flops / 1e9),
                         "" if line.workspace is None else memory.format_size(line.workspace),
@@ -94,10 +94,10 @@ class Report:
 
     def _totals(self) -> list[str]:
         rows = []
-        for level, kept in self.totals.items():
+        for level, saved in self.totals.items():
             peak = self.timelines[level].peak if level in self.timelines else None
             rows.append(
-                (f"  {level}", memory.format_size(kept), "" if peak is None else f"peak {memory.format_size(peak)}")
+                (f"  {level}", memory.format_size(saved), "" if peak is None else f"peak {memory.format_size(peak)}")
             )
         return aligned(rows)
 
@@ -108,7 +108,7 @@ class Report:
             of_name.setdefault(line.name, []).append(line)
         groups: dict[tuple, list[str]] = {}
         for name, lines in of_name.items():
-            key = tuple((one.kind, one.served_by, one.level, one.kept, one.flops, one.seconds) for one in lines)
+            key = tuple((one.kind, one.served_by, one.level, one.saved, one.flops, one.seconds) for one in lines)
             groups.setdefault(key, []).append(name)
         for names in groups.values():
             yield names, of_name[names[0]]
@@ -122,8 +122,8 @@ def lines_of(table: Table) -> list[Line]:
         if row.stock is not None and kind.stock is not None:
             found.append((STOCK, row.stock.bytes, kind.stock))
         found += [(str(way), held.bytes, cost) for way, held, cost in zip(row.ways, row.held, kind.costs, strict=True)]
-        for level, kept, cost in found:
-            lines.append(Line(segment.name, type(segment.module).__name__, segment.served_by, level, kept, *cost))
+        for level, saved, cost in found:
+            lines.append(Line(segment.name, type(segment.module).__name__, segment.served_by, level, saved, *cost))
     return lines
 
 
@@ -214,8 +214,8 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
     Segments are modules of ckptkern.nn and what convert made. A model without any is converted, and afterwards reverted: the
     model is as before in any case. Members of lists of layers without a segment inside are shown as general segments.
 
-    Kept bytes are counted, and exact, on any device. Times are medians of one segment of each kind, run alone in turns with its
-    other levels, on the input that it has in the model. products: torch's FlopCounterMode. Memory over the step: what the
+    Saved bytes are counted, and exact, on any device. Times are medians of one segment of each kind, run alone in turns with
+    its other levels, on the input that it has in the model. products: torch's FlopCounterMode. Memory over the step: what the
     profiler saw the allocator do in one training step of the whole model at each level; a level that does not fit is left out.
 
     example_inputs, example_kwargs: a call of the model, of the size that training has. If the output has a `loss`, that is
@@ -229,8 +229,8 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
         with progress("report") as shown:
             segments = found_segments(model, example_inputs, example_kwargs, None, None)
             table = measure(model, example_inputs, example_kwargs, segments, list(map(levels_of, segments)), shown)
-            totals = {} if table.stock_kept is None else {STOCK: table.stock_kept}
-            totals |= {level: table.kept(table.uniform(level)) for level in LEVELS}
+            totals = {} if table.eager_saved is None else {STOCK: table.eager_saved}
+            totals |= {level: table.saved(table.uniform(level)) for level in LEVELS}
             shown("memory over a step")
             over_time = timelines(model, example_inputs, example_kwargs, table, list(totals))
     finally:

@@ -27,7 +27,7 @@ OURS = tuple(
 
 
 class Way(NamedTuple):
-    """A level, or one for each half of a layer, and where what is kept goes: None stays on the device."""
+    """A level, or one for each half of a layer, and where what is saved goes: None stays on the device."""
 
     level: str | tuple[str, str]
     store: Store | None = None

@@ -47,14 +47,14 @@ def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], res
     if least <= budget:
         return chosen
     raise BudgetError(
-        f"plan: wanted at most {format_size(budget)} ({budget} bytes) kept for backward, but the least that the segments "
+        f"plan: wanted at most {format_size(budget)} ({budget} bytes) saved for backward, but the least that the segments "
         f"can keep is {format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of them",
         least,
     )
 
 
 def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:
-    """(groups, bytes that are kept whatever is chosen)."""
+    """(groups, bytes that are saved whatever is chosen)."""
     forced = dict(rest.shared)
     for own in held:
         for name in set.intersection(*(set(one.shared) for one in own)):
@@ -77,7 +77,7 @@ def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], re
 
 
 def undominated(cost: Sequence[float], own: Sequence[int], shared: Sequence[dict[tuple, int]]) -> list[int]:
-    """Ways that can run, for which no other costs less or the same and keeps nothing else."""
+    """Ways that can run, for which no other costs less or the same and saves nothing else."""
 
     def beats(a: int, b: int) -> bool:
         no_worse = cost[a] <= cost[b] and own[a] <= own[b] and shared[a].keys() <= shared[b].keys()

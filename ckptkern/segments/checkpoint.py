@@ -371,7 +371,7 @@ def checkpoint(
     """function(*args, **kwargs), keeping its arguments and rebuilding everything else in backward.
 
     A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``. Arguments may be nested in tuples,
-    named tuples, lists and dicts; anything may be returned. Kept from forward to backward: the tensors among the
+    named tuples, lists and dicts; anything may be returned. Saved from forward to backward: the tensors among the
     arguments (as autograd's saved tensors: saved-tensor hooks around the call see them, and a change in place is an
     error), 2.5 KiB of random state, a little more for each GPU, and the precision settings.
 

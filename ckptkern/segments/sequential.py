@@ -46,7 +46,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
       "sqrt"       round(√L) segments, as even as possible, the last one run as it is: the least memory for one more
                    forward pass (Chen et al., arXiv:1604.06174)
       "every 3"    the first, fourth, ... layer, each a segment of its own
-      "2GiB"       recomputes the fewest layers, those that keep most first, so that at most this is kept for backward.
+      "2GiB"       recomputes the fewest layers, those that keep most first, so that at most this is saved for backward.
                    `input` gives shapes and dtypes: the layers are traced on fake tensors, and nothing is computed
       "block*"     layers whose name matches (fnmatch), each a segment of its own; names are those of the
                    nn.Sequential's children, or places in the list
@@ -114,7 +114,7 @@ def _alone(chosen: Iterable[bool]) -> list[Part]:
 class _Layer(NamedTuple):
     """Bytes of each storage, by key: of what a layer keeps when it is run as it is, and of its input."""
 
-    kept: dict[int, int]
+    saved: dict[int, int]
     input: dict[int, int]
 
 
@@ -129,11 +129,11 @@ def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
         for layer in layers:
-            kept: list[Tensor] = []
+            saved: list[Tensor] = []
 
-            def pack(tensor: Tensor, kept=kept) -> Tensor:
-                kept.append(tensor.detach())
-                return kept[-1]
+            def pack(tensor: Tensor, saved=saved) -> Tensor:
+                saved.append(tensor.detach())
+                return saved[-1]
 
             given, state = x, {}
             if isinstance(layer, nn.Module):
@@ -141,8 +141,8 @@ def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 x = torch.func.functional_call(layer, state, (x,)) if state else layer(x)
             own = _storages(state.values())
-            found.append(_Layer({k: size for k, size in _storages(kept).items() if k not in own}, _storages([given])))
-            alive += [kept, given, state]
+            found.append(_Layer({k: size for k, size in _storages(saved).items() if k not in own}, _storages([given])))
+            alive += [saved, given, state]
     return found
 
 
@@ -150,37 +150,39 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-def _kept(parts: list[Part], layers: list[_Layer]) -> int:
+def _saved(parts: list[Part], layers: list[_Layer]) -> int:
     storages: dict[int, int] = {}
     for part in parts:
         if part.recompute:
             storages.update(layers[part.start].input)
         else:
             for layer in layers[part.start : part.stop]:
-                storages.update(layer.kept)
+                storages.update(layer.saved)
     return sum(storages.values())
 
 
 def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
     measured = _measure(layers, input)
-    gain = [sum(layer.kept.values()) - sum(layer.input.values()) for layer in measured]
+    gain = [sum(layer.saved.values()) - sum(layer.input.values()) for layer in measured]
     chosen = [False] * len(layers)
     for i in sorted(range(len(layers)), key=lambda i: -gain[i]):
-        if _kept(_alone(chosen), measured) <= budget:
+        if _saved(_alone(chosen), measured) <= budget:
             return _alone(chosen)
         chosen[i] = True
     parts = _alone(chosen)
-    while (kept := _kept(parts, measured)) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
+    while (
+        saved := _saved(parts, measured)
+    ) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
         if len(parts) == 1:
             raise ValueError(
-                f"at most {format_size(budget)} may be kept, but one segment of all layers keeps "
-                f"{format_size(kept)}, its input"
+                f"at most {format_size(budget)} may be saved, but one segment of all layers keeps "
+                f"{format_size(saved)}, its input"
             )
         joined = [
             [*parts[:i], Part(parts[i].start, parts[i + 1].stop, True), *parts[i + 2 :]] for i in range(len(parts) - 1)
         ]
         # the shortest of the pairs that save most: even segments peak lowest
-        parts = min(joined, key=lambda some: (_kept(some, measured), max(part.stop - part.start for part in some)))
+        parts = min(joined, key=lambda some: (_saved(some, measured), max(part.stop - part.start for part in some)))
     return parts
 
 

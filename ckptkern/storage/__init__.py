@@ -1,4 +1,4 @@
-"""What is kept from forward to backward, and where: on the host, compressed, or spread over ranks.
+"""What is saved from forward to backward, and where: on the host, compressed, or spread over ranks.
 
 ::
 
@@ -19,9 +19,9 @@ All of them promise:
   what is not plain strided memory (sparse, quantized, conjugated). What stays is checked for in-place changes in
   backward, with torch's RuntimeError. A DTensor or another wrapper is stored as its parts.
 - Size, strides, dtype and ``requires_grad`` come back as they were; the values too, bit for bit, except with ``"fp8"`` and
-  ``"int8"``. A tensor saved twice inside one ``with``, also as another view of the same elements, is kept once.
-- ``retain_graph``, second-order gradients and unpacking twice work. A graph that is dropped frees what was kept for it.
-- A model compiled by torch.compile keeps what its compiled graph saves. Entering a context *inside* a compiled function
+  ``"int8"``. A tensor saved twice inside one ``with``, also as another view of the same elements, is saved once.
+- ``retain_graph``, second-order gradients and unpacking twice work. A graph that is dropped frees what was saved for it.
+- A model compiled by torch.compile saves what its compiled graph saves. Entering a context *inside* a compiled function
   breaks the graph, which ``fullgraph=True`` reports as an error; ``torch.func`` transforms refuse saved-tensor hooks.
 """
 

@@ -138,7 +138,7 @@ class compress(Store):
     - ``"int8"``, *lossy*: absolute error at most 1/250 of the largest of the block, 1/125 for elements below that. -0
       comes back as 0. 1.03 bytes per element.
     - ``"relu"``, exact: one bit per element, and the non-zeros in a buffer for `capacity` of the elements. A tensor with
-      more non-zeros is kept as it is.
+      more non-zeros is saved as it is.
 
     All three return NaN and infinities as such, and the sign of every element, so that no non-zero becomes zero. The lossy
     two take float32, bfloat16 and float16; docs/concepts/storage.md measures what they do to gradients. Around checkpointed
@@ -208,8 +208,8 @@ class compress(Store):
         if isinstance(packed.dense, Stays):
             yield packed.dense.tensor
         else:
-            for kept in packed.parts if packed.dense is None else (packed.dense,):
-                yield from self._then.resident(kept)
+            for saved in packed.parts if packed.dense is None else (packed.dense,):
+                yield from self._then.resident(saved)
 
     @staticmethod
     def _to_host(count: Tensor) -> Flight:

@@ -258,8 +258,8 @@ class offload(Store):
                     lane = self._lanes[flat.device] = kind(flat.device, *self._settings)
         return lane.put(flat)
 
-    def resident(self, kept: _Copy) -> Iterator[Tensor]:
+    def resident(self, saved: _Copy) -> Iterator[Tensor]:
         return iter(())
 
-    def get(self, kept: _Copy) -> Tensor:
-        return kept.lane.get(kept)
+    def get(self, saved: _Copy) -> Tensor:
+        return saved.lane.get(saved)

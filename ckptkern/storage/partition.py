@@ -16,7 +16,7 @@ class partition(Store):
 
     Only for tensors that are *equal on all ranks*: what tensor parallelism replicates, such as the input of a layer norm
     or of a column-parallel linear layer. Enter it around those, or around segments that keep only their inputs, or name
-    them with `select`. Each rank keeps a checksum of its whole tensor, and backward compares them: RuntimeError on a
+    them with `select`. Each rank saves a checksum of its whole tensor, and backward compares them: RuntimeError on a
     CPU, a device-side assertion on a GPU, where reading the result would make the host wait.
 
     Forward communicates nothing. Backward runs one ``all_gather_into_tensor`` per saved tensor (per tensor, not per view
@@ -61,11 +61,11 @@ class partition(Store):
         share[size:].view(torch.int64).copy_(_checksum(whole))
         return self._then.put(share), whole.numel(), flat.dtype
 
-    def resident(self, kept: tuple[object, int, torch.dtype]) -> Iterator[Tensor]:
-        return self._then.resident(kept[0])
+    def resident(self, saved: tuple[object, int, torch.dtype]) -> Iterator[Tensor]:
+        return self._then.resident(saved[0])
 
-    def get(self, kept: tuple[object, int, torch.dtype]) -> Tensor:
-        share, n, dtype = self._then.get(kept[0]), *kept[1:]
+    def get(self, saved: tuple[object, int, torch.dtype]) -> Tensor:
+        share, n, dtype = self._then.get(saved[0]), *saved[1:]
         shares = share.new_empty(self._ranks, share.numel())
         dist.all_gather_into_tensor(shares.view(-1), share, group=self._group)
         sums = shares[:, -8:].contiguous().view(torch.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..memory import dense_parts, note_kept
+from ..memory import dense_parts, note_saved
 
 MIN_BYTES = 1 << 20
 CHUNK = 1 << 20  # elements that a store works on at a time, so that its scratch memory is bounded
@@ -28,7 +28,7 @@ def changed_in_place(tensor: Tensor, version: int) -> RuntimeError:
 
 
 class Stays:
-    """A tensor that is kept as it is. Hooks switch off autograd's check for in-place changes, so it is made here."""
+    """A tensor that is saved as it is. Hooks switch off autograd's check for in-place changes, so it is made here."""
 
     __slots__ = ("tensor", "version")
 
@@ -46,7 +46,7 @@ class Stays:
 
 
 class _Parts:
-    """A wrapper subclass, kept as the tensors it is made of."""
+    """A wrapper subclass, saved as the tensors it is made of."""
 
     __slots__ = ("context", "kind", "parts", "size", "stride")
 
@@ -70,16 +70,16 @@ class _Run:
     because two nodes that saved one tensor are neighbours in the graph.
     """
 
-    __slots__ = ("__weakref__", "flat", "kept", "left", "store", "views")
+    __slots__ = ("__weakref__", "flat", "left", "saved", "store", "views")
 
     def __init__(self, store: Store, flat: Tensor):
-        self.store, self.kept = store, store.put(flat)
-        note_kept(store.resident(self.kept))
+        self.store, self.saved = store, store.put(flat)
+        note_saved(store.resident(self.saved))
         self.flat: Tensor | None = None
         self.views = self.left = 0
 
     def fetch(self) -> Tensor:
-        flat = self.store.get(self.kept) if self.flat is None else self.flat
+        flat = self.store.get(self.saved) if self.flat is None else self.flat
         self.left -= 1
         self.hold(flat)
         return flat
@@ -170,12 +170,12 @@ class Store:
         """Keeps flat [n], contiguous. `get` takes the result; when the result is dropped, flat is forgotten."""
         raise NotImplementedError
 
-    def get(self, kept: object) -> Tensor:
+    def get(self, saved: object) -> Tensor:
         """Returns [n] on the device and in the dtype that it was put with. May be called any number of times."""
         raise NotImplementedError
 
-    def resident(self, kept: object) -> Iterator[Tensor]:
-        """The tensors that `kept`, which `put` returned, holds on the device that it was put from."""
+    def resident(self, saved: object) -> Iterator[Tensor]:
+        """The tensors that `saved`, which `put` returned, holds on the device that it was put from."""
         raise NotImplementedError
 
     def accepts(self, tensor: Tensor) -> bool:
@@ -227,7 +227,7 @@ class Store:
 
 
 def _stay(tensor: Tensor) -> Stays:
-    note_kept((tensor,))
+    note_saved((tensor,))
     return Stays(tensor)
 
 
@@ -241,11 +241,11 @@ class _Here(Store):
     def put(self, flat: Tensor) -> Stays:
         return Stays(flat)
 
-    def get(self, kept: Stays) -> Tensor:
-        return kept.unpack()
+    def get(self, saved: Stays) -> Tensor:
+        return saved.unpack()
 
-    def resident(self, kept: Stays) -> Iterator[Tensor]:
-        yield kept.tensor
+    def resident(self, saved: Stays) -> Iterator[Tensor]:
+        yield saved.tensor
 
 
 def next_store(name: str, then: Store | None) -> Store:

@@ -85,15 +85,15 @@ def model_and_inputs(built: Any) -> tuple[nn.Module, tuple, dict[str, Any]]:
     return model, tuple(inputs), {}
 
 
-def kept(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int:
+def saved(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int:
     was = [(m, m.training) for m in model.modules()]
     try:
-        with torch.random.fork_rng(), memory.kept_tensors(model) as kept:
+        with torch.random.fork_rng(), memory.saved_tensors(model) as saved:
             model.train()(*args, **kwargs)
     finally:
         for m, training in was:
             m.training = training
-    return kept.bytes
+    return saved.bytes
 
 
 def write(conversion: Conversion, path: Path) -> None:
@@ -109,13 +109,13 @@ def main(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"ckptkern convert: {error}", file=sys.stderr)
         return 2
-    before = kept(model, given, named) if given or named else None
+    before = saved(model, given, named) if given or named else None
     conversion = convert(
         model, *given, recompute=args.recompute, include=args.include, exclude=args.exclude, **named
     )  # fmt: skip
     print(conversion)
     if before is not None:
-        after = kept(model, given, named)
+        after = saved(model, given, named)
         print(
             f"a training step of the whole model keeps {memory.format_size(after)} instead of "
             f"{memory.format_size(before)}, besides parameters"

@@ -1,6 +1,6 @@
 """The field's tutorials as segments: `python -m ckptkern examples` runs each one beside its plain self.
 
-Every example is a model, an input, and the same forward pass written with segments. The run compares what is kept for
+Every example is a model, an input, and the same forward pass written with segments. The run compares what is saved for
 backward, and checks that gradients, outputs and buffers are those of the plain run, bit for bit.
 """
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import format_size, kept_tensors
+from ..memory import format_size, saved_tensors
 from ..segments.checkpoint import checkpoint, checkpointed
 from ..segments.sequential import checkpoint_sequential
 
@@ -162,7 +162,7 @@ def nested() -> Example:
 
 
 class Outcome(NamedTuple):
-    plain: int  # bytes kept for backward
+    plain: int  # bytes saved for backward
     segmented: int
     differ: list[str]  # what differs in any bit from the plain run
 
@@ -175,12 +175,12 @@ def run(name: str, seed: int = 0) -> Outcome:
     def step(model: nn.Module, function) -> tuple[int, dict[str, Tensor]]:
         torch.manual_seed(seed + 1)
         x = input.clone().requires_grad_()
-        with kept_tensors(exclude=[*model.parameters(), *model.buffers()]) as kept:
+        with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
             y = function(model, x)
         y.square().mean().backward()
         found = {"output": y.detach(), "gradient of the input": x.grad, "random state": torch.get_rng_state()}
         found |= {f"gradient of {key}": p.grad for key, p in model.named_parameters()}
-        return kept.bytes, found | {f"buffer {key}": b for key, b in model.named_buffers()}
+        return saved.bytes, found | {f"buffer {key}": b for key, b in model.named_buffers()}
 
     ours = copy.deepcopy(model)
     before, expected = step(model, lambda model, x: model(x))
@@ -198,7 +198,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"ckptkern examples: no example {', '.join(unknown)}; there are {', '.join(EXAMPLES)}")
         return 2
     wrong = 0
-    print(f"{'example':22} {'kept, plain':>12} {'in segments':>12}   ")
+    print(f"{'example':22} {'saved, plain':>12} {'in segments':>12}   ")
     for name in args.names or EXAMPLES:
         outcome = run(name)
         verdict = f"DIFFERS: {', '.join(outcome.differ)}" if outcome.differ else "same bits"

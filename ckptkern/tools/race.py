@@ -90,10 +90,10 @@ def choice(*outcomes: Outcome) -> str:
     medians = totals(outcomes, statistics.median)
     late = totals(outcomes, lambda times: sorted(times)[int(0.8 * (len(times) - 1))])
     default, base = outcomes[0].default, outcomes[0].default.partition(":")[0]
-    kept = default if default in medians else base  # for tiles that were not timed, their route
-    limit = medians.get(kept, math.inf)
+    saved = default if default in medians else base  # for tiles that were not timed, their route
+    limit = medians.get(saved, math.inf)
     surely = [route for route, ms in medians.items() if ms < (1 - MARGIN) * limit and late[route] < limit]
-    return min(surely, key=medians.__getitem__, default=kept)
+    return min(surely, key=medians.__getitem__, default=saved)
 
 
 # -- one problem ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """``python -m ckptkern verify``: does this installation compute what it should? Paste its output into a bug report.
 
 Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64
-PyTorch (error at most twice eager PyTorch's own in that dtype), kept bytes with the table of the documentation.
+PyTorch (error at most twice eager PyTorch's own in that dtype), saved bytes with the table of the documentation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import ops, state
 from ..extras import missing
-from ..memory import kept_tensors
+from ..memory import saved_tensors
 from ..ops.dispatch import checks as _checks
 from ..ops.dispatch import choices as _choices
 from . import env
@@ -38,7 +38,7 @@ class Op:
     shapes: dict[str, tuple[int, ...]]  # parameters
     fused: Callable[..., Tensor]  # (x, *parameters, activation=, recompute=)
     plain: Callable[..., Tensor]  # (act, x, *parameters)
-    kept: Callable[[str, bool], tuple[int, int]]
+    saved: Callable[[str, bool], tuple[int, int]]
 
 
 def _stack_plain(act: Callable, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -173,17 +173,17 @@ def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
 def check_dropout(device: str, backend: str) -> Iterator[Result]:
     """Forward's mask is replayed in backward from 16 bytes."""
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
-    with ops.backend(backend), kept_tensors() as kept:
+    with ops.backend(backend), saved_tensors() as saved:
         y = ops.dropout(x, P)
     y.backward(torch.ones_like(y))
     scale = state.threshold_scale(P)[1]
     replayed = torch.equal(x.grad, torch.where(y != 0, scale, 0.0)) and torch.equal(y, x * x.grad)
     fault = None if replayed else "backward's mask is not forward's"
-    yield f"dropout, {device} {backend}", fault or (None if kept.bytes == 16 else f"keeps {kept.bytes} B, not 16")
+    yield f"dropout, {device} {backend}", fault or (None if saved.bytes == 16 else f"keeps {saved.bytes} B, not 16")
 
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
-    """Outputs, gradients and kept bytes at the three levels."""
+    """Outputs, gradients and saved bytes at the three levels."""
     op, act = OPS[name], ACTIVATIONS[activation]
     generator = torch.Generator().manual_seed(0)
 
@@ -205,15 +205,15 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
             with ops.backend(backend):
                 return op.fused(*leaves.values(), activation=activation, recompute=level)
 
-        with kept_tensors(exclude=parameters) as kept:
+        with saved_tensors(exclude=parameters) as saved:
             fused()
         ratio, worst = error_ratio(relative_errors(gradients(fused, leaves, dy), exact), eager, dtype)
-        elements, mask_bytes = op.kept(level, activation == "relu")
+        elements, mask_bytes = op.saved(level, activation == "relu")
         wanted = TOKENS * (elements * dtype.itemsize + mask_bytes)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
-        faults += [] if kept.bytes == wanted else [f"keeps {kept.bytes} B, documented are {wanted}"]
+        faults += [] if saved.bytes == wanted else [f"keeps {saved.bytes} B, documented are {wanted}"]
         what = f"{name} {activation} {level}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
-        yield f"{what}: error {ratio:.2f} of eager's, {kept.bytes / TOKENS:g} B/token", "; ".join(faults) or None
+        yield f"{what}: error {ratio:.2f} of eager's, {saved.bytes / TOKENS:g} B/token", "; ".join(faults) or None
 
 
 def activations_of(name: str) -> tuple[str, str]:
@@ -264,7 +264,7 @@ def header() -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern verify``."""
     parser.description = (
-        "Check kernels against float64, masks against each other, kept bytes against the documentation."
+        "Check kernels against float64, masks against each other, saved bytes against the documentation."
     )
     parser.add_argument("--quiet", action="store_true", help="print failures and the last line only")
     parser.add_argument(

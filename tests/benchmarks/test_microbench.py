@@ -83,8 +83,8 @@ def test_an_op_from_the_command_line(tmp_path, capsys):
     assert {"eager", *cases.CHECKPOINTS, "ckptkern selective", "ckptkern full"} <= set(rows)
     assert "ckptkern none" not in rows
     assert {(row["case"], row["dtype"]) for row in rows.values()} == {("mlp-h24-relu-bias/d16x8", "bfloat16")}
-    assert int(rows["ckptkern full"]["kept_bytes"]) == 8 * 16 * 2
-    assert int(rows["ckptkern selective"]["kept_bytes"]) == 8 * (16 + 24) * 2
+    assert int(rows["ckptkern full"]["saved_bytes"]) == 8 * 16 * 2
+    assert int(rows["ckptkern selective"]["saved_bytes"]) == 8 * (16 + 24) * 2
     assert rows["flash-attn FusedMLP"]["status"] == "missing"
     assert "| ckptkern full |" in capsys.readouterr().out
     assert (tmp_path / "report.md").exists()
@@ -131,15 +131,15 @@ def test_help_names_the_options_of_each_op():
 @pytest.mark.parametrize("op", micro.OPS)
 def test_the_least_that_is_needed_is_no_more_than_what_is_used(op):
     """Weights and gradients in both dtypes, and what float64 keeps, counted on the real device; but for the few bytes that are
-    kept once, and counted for each row."""
+    saved once, and counted for each row."""
     made = sized(op)
     model, x, _ = cases.build(made, CPU)
     double = model.double()
-    with measure.kept_tensors(double) as kept:
+    with measure.saved_tensors(double) as saved:
         double(x.detach().double().requires_grad_())
     weights = 2 * sum(p.numel() for p in model.parameters()) * (8 + 4)
     ends = 2 * (x.numel() + double(x.detach().double()).numel()) * (8 + 4)
-    least, used = micro.least_bytes(made, torch.float32), weights + kept.bytes + ends
+    least, used = micro.least_bytes(made, torch.float32), weights + saved.bytes + ends
     assert used / 2 < least <= 1.001 * used
     assert op != "attention_block" or least == used
 
@@ -184,10 +184,10 @@ def test_a_module_of_ones_own(file, tmp_path):
     assert {way: row["status"] for way, row in rows.items()} == dict.fromkeys(ways, "ok")
     assert {row["note"] for row in rows.values()} == {measure.DROPS}
     assert {row["case"] for row in rows.values()} == {"a_module.build/8"}
-    assert int(rows["ckptkern full"]["kept_bytes"]) < int(rows["ckptkern none"]["kept_bytes"])
+    assert int(rows["ckptkern full"]["saved_bytes"]) < int(rows["ckptkern none"]["saved_bytes"])
 
     _, rows = bench(tmp_path / "out", "--case", f"{file}:plain", "--levels", "full", "--dtype", "bf16")
-    assert (rows["ckptkern full"]["kept_bytes"], rows["ckptkern full"]["dtype"]) == (str(4 * 8 * 2), "bfloat16")
+    assert (rows["ckptkern full"]["saved_bytes"], rows["ckptkern full"]["dtype"]) == (str(4 * 8 * 2), "bfloat16")
     assert "ckptkern none" not in rows
 
 
@@ -220,15 +220,15 @@ def test_the_other_inputs_follow_to_float64():
 
 
 def run_of(folder: Path, torch_version: str = "2.13.0", **ways: tuple[float, float, float, int]) -> compare.Run:
-    """A folder's results, read. ways: (ms, p20, p80, kept bytes)."""
+    """A folder's results, read. ways: (ms, p20, p80, saved bytes)."""
     folder.mkdir()
     with open(folder / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, measure.FIELDS, restval="")
         writer.writeheader()
-        for way, (ms, p20, p80, kept) in ways.items():
+        for way, (ms, p20, p80, saved) in ways.items():
             ratio = ms / ways["eager"][0]
             row = dict(case="c", way=way, dtype="float32", status="ok", ms=ms, p20_ms=p20, p80_ms=p80, ratio=ratio)
-            writer.writerow(row | dict(kept_bytes=kept, peak_bytes=2 * kept))
+            writer.writerow(row | dict(saved_bytes=saved, peak_bytes=2 * saved))
     env = {"device": "cpu", "versions": {"torch": torch_version, "triton": "3.7.1"}}
     (folder / "env.json").write_text(json.dumps(env))
     return compare.read(folder / "results.csv")
@@ -239,7 +239,7 @@ def test_what_moved_beyond_noise(tmp_path):
     new = run_of(tmp_path / "new", eager=(10, 9, 11, 64), a=(29, 28, 30, 32), b=(22, 21, 23, 16), new=(1, 1, 1, 1))
     lines = compare.compare(old, new).splitlines()
     assert "| c | a | 2 | 2.9 | slower, 1.45x |  |" in lines  # 19/11 .. 21/9 and 28/11 .. 30/9 do not meet
-    assert "| c | b | 2 | 2.2 | within noise | kept 3.05176e-05 MiB -> 1.52588e-05 MiB, " in "\n".join(lines)
+    assert "| c | b | 2 | 2.2 | within noise | saved 3.05176e-05 MiB -> 1.52588e-05 MiB, " in "\n".join(lines)
     assert "| c | eager | 10 ms | 10 ms | within noise |  |" in lines
     assert {"- c gone: only in the old file", "- c new: not in the old file"} <= set(lines)
     assert compare.RULE in "\n".join(lines)
@@ -252,7 +252,7 @@ def test_times_of_another_torch_are_not_compared_and_bytes_are(tmp_path):
     text = compare.compare(old, new)
     assert text.startswith("WARNING: times are not compared, because these differ: torch: 2.11.0, now 2.13.0\n")
     assert "slower" not in text
-    assert "| c | a | kept 3.05176e-05 MiB -> 1.52588e-05 MiB" in text
+    assert "| c | a | saved 3.05176e-05 MiB -> 1.52588e-05 MiB" in text
     (tmp_path / "old" / "env.json").unlink()
     assert "device: unknown, now cpu" in compare.compare(compare.read(tmp_path / "old" / "results.csv"), new)
 

@@ -92,8 +92,8 @@ def test_a_gpt_layer_by_hand():
     again = len(found[cases.CHECKPOINT].backward) - len(found[cases.EAGER].backward)
     assert again == len(kinds) - 2  # stops before the last product and the sum after it
     assert len(found[cases.CHECKPOINT].backward) - len(found[sheet.SAVED].backward) == 1  # the core
-    assert found[cases.CHECKPOINT].kept == 4096 * 1024 * 2
-    assert found[sheet.SAVED].kept > found[cases.CHECKPOINT].kept + 4096 * 1024 * 2
+    assert found[cases.CHECKPOINT].saved == 4096 * 1024 * 2
+    assert found[sheet.SAVED].saved > found[cases.CHECKPOINT].saved + 4096 * 1024 * 2
 
 
 def test_a_llama_layer_by_hand():
@@ -145,7 +145,7 @@ def test_a_mixture_by_hand():
     assert Counter(launch.kind for launch in eager.launches if launch not in grouped)["product"] == 3  # the router's
     assert Counter(launch.name.split()[0] for launch in eager.backward)["index_put"] == 3
     router = 2 * TOKENS * D + 2 * TOKENS * TOP_K
-    assert eager.kept == router + rows * (2 * (2 * D + 4 * H + 1) + 3 * 8) + 4 * EXPERTS
+    assert eager.saved == router + rows * (2 * (2 * D + 4 * H + 1) + 3 * 8) + 4 * EXPERTS
     again = [launch.name for launch in found[cases.CHECKPOINT].backward if launch.name.startswith("_grouped_mm")]
     assert len(again) == 4 + 2  # its output is multiplied, so that the last product runs again, too
 
@@ -430,10 +430,10 @@ def test_launches_of_ours(outcome):
         "linear_fwd", "act_grad", "sum_rows", "mm", "mm", "mm", "sum"
     ]  # fmt: skip
     assert full["flops"] == 7 * 2 * 16384 * 2048 * 8192
-    assert full["kept"] == 16384 * 2048 * 2
+    assert full["saved"] == 16384 * 2048 * 2
     selective = launched["h200 mlp-gelu/d2048x16384 ckptkern selective"]
     assert selective["flops"] == 6 * 2 * 16384 * 2048 * 8192
-    assert selective["kept"] == 16384 * (2048 + 8192) * 2
+    assert selective["saved"] == 16384 * (2048 + 8192) * 2
 
 
 def test_launches_of_experts(outcome):

@@ -55,10 +55,10 @@ def test_writes_rows_for_every_way_environment_and_report(monkeypatch, tmp_path)
         assert float(row["error_ratio"]) <= 2
         assert int(row["peak_bytes"]) > 0
     token = 4 * 16  # bytes of x; z and h are four times as wide
-    assert int(rows["ckptkern full"]["kept_bytes"]) == 24 * token
-    assert int(rows["ckptkern selective"]["kept_bytes"]) == 24 * 5 * token
-    assert int(rows["ckptkern none"]["kept_bytes"]) == int(rows["eager"]["kept_bytes"]) == 24 * 9 * token
-    assert int(rows["torch checkpoint"]["kept_bytes"]) == 24 * token
+    assert int(rows["ckptkern full"]["saved_bytes"]) == 24 * token
+    assert int(rows["ckptkern selective"]["saved_bytes"]) == 24 * 5 * token
+    assert int(rows["ckptkern none"]["saved_bytes"]) == int(rows["eager"]["saved_bytes"]) == 24 * 9 * token
+    assert int(rows["torch checkpoint"]["saved_bytes"]) == 24 * token
 
     env = json.loads((tmp_path / "new" / "env.json").read_text())
     assert env["versions"]["torch"] == torch.__version__
@@ -327,17 +327,17 @@ def rows_of(item: cases.Item, *ways: str, **more) -> dict[str, measure.Row]:
     ],
 )
 def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
-    """Kept: x, o and the logsumexp at "selective", as by the checkpoint that saves SDPA's results; x at "full"."""
+    """Saved: x, o and the logsumexp at "selective", as by the checkpoint that saves SDPA's results; x at "full"."""
     levels = ("ckptkern none", "ckptkern selective", "ckptkern full")
     selective = "torch checkpoint, SDPA saved"
     rows = rows_of(only(name), *levels, selective)
     assert {way: row.status for way, row in rows.items()} == dict.fromkeys([*levels, selective], "ok")
     x = 200 * 4 * 32
-    assert rows["ckptkern none"].kept_bytes == x + 200 * 4 * none + extra
-    assert rows["ckptkern selective"].kept_bytes == x + 200 * 4 * (32 + 2) + extra
-    assert rows["ckptkern full"].kept_bytes == x + extra
+    assert rows["ckptkern none"].saved_bytes == x + 200 * 4 * none + extra
+    assert rows["ckptkern selective"].saved_bytes == x + 200 * 4 * (32 + 2) + extra
+    assert rows["ckptkern full"].saved_bytes == x + extra
     if not extra:  # on a CPU torch's attention with dropout is not a single op
-        assert rows[selective].kept_bytes == rows["ckptkern selective"].kept_bytes
+        assert rows[selective].saved_bytes == rows["ckptkern selective"].saved_bytes
 
 
 def test_dropout_of_attention_is_off_where_a_way_is_judged_and_on_where_it_is_timed():
@@ -435,8 +435,8 @@ def test_trade_writes_its_table_and_figure(tmp_path):
         trade.main(["--out", str(tmp_path), "--device", "cpu", "--width", "16", "--rows", "64", "--rounds", "1"]) == 0
     )
     with (tmp_path / "segments.csv").open() as file:
-        kept = {row["segments"]: int(row["kept_bytes"]) for row in csv.DictReader(file)}
-    assert kept["plain"] > kept["2"] > kept["4"] > kept["8"] > kept["every 1"] == trade.LAYERS * 64 * 16 * 4
+        saved = {row["segments"]: int(row["saved_bytes"]) for row in csv.DictReader(file)}
+    assert saved["plain"] > saved["2"] > saved["4"] > saved["8"] > saved["every 1"] == trade.LAYERS * 64 * 16 * 4
     assert (tmp_path / "segments.png").stat().st_size > 5000
 
 

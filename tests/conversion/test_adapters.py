@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, WIDTH, LoRA, adapted, fused_of, ids, kept, over_inputs, results, with_tables
+from architectures import ARCHITECTURES, WIDTH, LoRA, adapted, fused_of, ids, over_inputs, results, saved, with_tables
 from cases import assert_as_exact
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "only"), CASES)
 def test_adapters_are_part_of_the_fused_op(name: str, only: str) -> None:
     model = model_of(name, only)
-    theirs, before = over_inputs(model), kept(model)
+    theirs, before = over_inputs(model), saved(model)
     reference = over_inputs(copy.deepcopy(model).double())
     conversion = ckptkern.convert(model, ids())
     assert fused_of(conversion) == [*ARCHITECTURES[name].served_by] * 2, str(conversion)
@@ -47,7 +47,7 @@ def test_adapters_are_part_of_the_fused_op(name: str, only: str) -> None:
     norms = {key: value.norm() for key, value in reference.items()}
     chosen = [key for key, norm in norms.items() if norm > 1e-12 * max(norms.values())]
     assert_as_exact(*({key: one[key] for key in chosen} for one in (ours, theirs, reference)))
-    assert kept(model) < before / 2
+    assert saved(model) < before / 2
 
 
 def test_sixteen_bits_under_autocast() -> None:

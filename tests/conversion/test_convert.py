@@ -19,9 +19,9 @@ from architectures import (
     adapted,
     fused_of,
     ids,
-    kept,
     over_inputs,
     results,
+    saved,
     with_mask,
     with_tables,
 )
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.conversion import binding
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 by_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
@@ -44,7 +44,7 @@ by_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 def test_loss_and_gradients_are_those_of_the_original(name: str, autocast: torch.dtype | None) -> None:
     architecture = ARCHITECTURES[name]
     model = architecture.model().train()
-    theirs, before = over_inputs(model, autocast), kept(model)
+    theirs, before = over_inputs(model, autocast), saved(model)
     reference = over_inputs(copy.deepcopy(model).double())
     conversion = ckptkern.convert(model, ids())
     assert fused_of(conversion) == [*architecture.served_by] * 2
@@ -53,10 +53,10 @@ def test_loss_and_gradients_are_those_of_the_original(name: str, autocast: torch
     zeros = [key for key, norm in norms.items() if norm < 1e-12 * max(norms.values())]  # of a key's bias without rotary
     assert all(ours[key].norm() < 1e-2 * max(norms.values()) for key in zeros)
     assert_as_exact(*({key: t for key, t in one.items() if key not in zeros} for one in (ours, theirs, reference)))
-    after = kept(model)
-    saved = conversion.kept_before - conversion.kept_after
+    after = saved(model)
+    gain = conversion.saved_before - conversion.saved_after
     assert 0 < after < before, str(conversion)
-    assert before - after == pytest.approx(saved, rel=0.05), "the report says what is kept"
+    assert before - after == pytest.approx(gain, rel=0.05), "the report says what is saved"
     assert all(row.error < 2e-5 for row in conversion.converted)
 
 
@@ -82,8 +82,8 @@ def test_levels_keep_less_and_less(recompute: str) -> None:
         torch.testing.assert_close(ours[key], gradient)
     x = ids().numel() * WIDTH * 4
     layers = {"full": x, "selective": 2 * x + ids().numel() * HEADS * 4, "none": 10**9}[recompute]
-    tables, after = 2 * 6 * 8 * 4, kept(model)  # cos and sin [1, 6, 8], shared
-    assert after <= 2 * layers + tables + 2 * x, (after, layers)  # the head keeps its input, and ids are kept
+    tables, after = 2 * 6 * 8 * 4, saved(model)  # cos and sin [1, 6, 8], shared
+    assert after <= 2 * layers + tables + 2 * x, (after, layers)  # the head saves its input, and ids are saved
 
 
 def test_twenty_steps_have_the_same_losses() -> None:
@@ -144,7 +144,7 @@ def test_a_probability_may_change_after_conversion() -> None:
     torch.testing.assert_close(layer(x)[0], layer(x)[0])
     layer.resid_dropout.p = 0.5
     assert not torch.equal(layer(x)[0], layer(x)[0])
-    assert kept(Stacked(layer)) < 3 * x.numel() * 4, "it is still fused"
+    assert saved(Stacked(layer)) < 3 * x.numel() * 4, "it is still fused"
 
 
 class Stacked(nn.Module):
@@ -261,7 +261,9 @@ def test_a_mask_that_appears_later_is_applied() -> None:
         theirs, ours = results(other, attention_mask=mask), results(model, attention_mask=mask)
         for key in theirs:
             torch.testing.assert_close(ours[key], theirs[key])
-    assert kept(model, attention_mask=seen) < kept(other, attention_mask=seen) / 2, "a bool mask was proven beforehand"
+    assert saved(model, attention_mask=seen) < saved(other, attention_mask=seen) / 2, (
+        "a bool mask was proven beforehand"
+    )
 
 
 def test_the_probe_moves_nothing() -> None:
@@ -331,11 +333,11 @@ def test_a_copy_is_converted_and_on_its_own(copied: Callable) -> None:
     ours = results(other)
     for key in theirs:
         assert torch.equal(ours[key], theirs[key])
-    assert kept(other) == kept(model)
+    assert saved(other) == saved(model)
     ckptkern.revert(other)
     assert "forward" in vars(model.layers[0])
     other.layers[0].self_attn.scaling = 0.0  # is seen by the copy alone
-    assert kept(other) > kept(model)
+    assert saved(other) > saved(model)
 
 
 def test_it_compiles_without_a_break() -> None:
@@ -380,7 +382,7 @@ def test_a_later_change_counts_and_memory_stays_low(what: str) -> None:
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key])
     inputs = ids().numel() * WIDTH * 4
-    assert kept(converted) < 6 * inputs < kept(model), "the layers keep their input"
+    assert saved(converted) < 6 * inputs < saved(model), "the layers keep their input"
 
 
 def test_a_reentrant_checkpoint_draws_the_same_masks_twice() -> None:
@@ -479,16 +481,16 @@ def test_what_cannot_be_fused_runs_as_a_general_segment(what: str) -> None:
     model = ARCHITECTURES["llama"].model().train()
     for layer in model.layers:
         BEFORE[what](layer)
-    theirs, before = results(model), kept(model)
+    theirs, before = results(model), saved(model)
     conversion = ckptkern.convert(model, ids())
     assert fused_of(conversion) == ["checkpoint"] * 2
     assert all(row.reason for row in conversion)
     ours = results(model)
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key])
-    assert kept(model) < 6 * ids().numel() * WIDTH * 4 < before
+    assert saved(model) < 6 * ids().numel() * WIDTH * 4 < before
     ckptkern.revert(model)
-    assert kept(model) == before
+    assert saved(model) == before
 
 
 # -- without example inputs
@@ -499,9 +501,9 @@ def test_torchs_own_layers_become_their_twins() -> None:
     x = torch.randn(2, 6, WIDTH, requires_grad=True)
 
     def step() -> tuple[list[Tensor], int]:
-        with kept_tensors(model) as kept:
+        with saved_tensors(model) as saved:
             y = model(x)
-        return torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), kept.bytes
+        return torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), saved.bytes
 
     (theirs, before), kinds = step(), [type(m) for m in model.modules()]
     conversion = ckptkern.convert(model)
@@ -515,7 +517,7 @@ def test_torchs_own_layers_become_their_twins() -> None:
     assert [type(m) for m in model.modules()] == kinds
     assert step()[1] == before
     measured = ckptkern.convert(model, x)
-    assert (measured.kept_before, measured.kept_after) == (before, after)
+    assert (measured.saved_before, measured.saved_after) == (before, after)
 
 
 HIDDEN_FEATURES = 64
@@ -545,9 +547,9 @@ def test_sequences_of_linear_layers(name: str, dims: int) -> None:
     x.requires_grad_()
 
     def step() -> tuple[list[Tensor], int]:
-        with kept_tensors(model) as kept:
+        with saved_tensors(model) as saved:
             y = model["body"](x)
-        return torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), kept.bytes
+        return torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), saved.bytes
 
     theirs, before = step()
     conversion = ckptkern.convert(model)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.conversion.experts import layout_of
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 E, D, H, K = 4, 16, 24, 2
 
@@ -75,7 +75,7 @@ def converted(model: Model, **options) -> Model:
     conversion = ckptkern.convert(model, inputs(), **options)
     served = [(row.name, row.served_by) for row in conversion.converted]
     assert served == [("blocks.0.experts", "moe_mlp"), ("blocks.1.experts", "moe_mlp")], str(conversion)
-    assert all(row.error < 2e-5 and row.kept_after < row.kept_before for row in conversion.converted)
+    assert all(row.error < 2e-5 and row.saved_after < row.saved_before for row in conversion.converted)
     return model
 
 
@@ -96,8 +96,8 @@ def assert_same_step(ours: Model, theirs: Model) -> None:
             torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def kept(model: Model) -> int:
-    with kept_tensors(model) as found:
+def saved(model: Model) -> int:
+    with saved_tensors(model) as found:
         model(inputs().requires_grad_())
     return found.bytes
 
@@ -108,10 +108,10 @@ def test_experts_are_found_by_layout(act: Callable, bias: bool) -> None:
     theirs = model_of(lambda: Experts(act, bias))
     ours = converted(theirs)
     assert_same_step(ours, theirs)
-    assert kept(ours) < kept(theirs) / 2
+    assert saved(ours) < saved(theirs) / 2
     assert "router.weight" in str(list(dict(ours.blocks[0].named_parameters())))
     ckptkern.revert(ours)
-    assert kept(ours) == kept(theirs)
+    assert saved(ours) == saved(theirs)
 
 
 def test_the_router_is_trained_through_them() -> None:
@@ -135,7 +135,7 @@ def test_levels(level: str) -> None:
     theirs = model_of()
     ours = converted(theirs, recompute=level)
     assert_same_step(ours, theirs)
-    assert (kept(ours) > kept(converted(theirs, recompute="full"))) == (level == "none")
+    assert (saved(ours) > saved(converted(theirs, recompute="full"))) == (level == "none")
 
 
 @pytest.mark.parametrize("copied", [by_deepcopy, by_pickle])
@@ -145,7 +145,7 @@ def test_a_copy_is_converted(copied: Callable) -> None:
     other = copied(ours)
     assert other.state_dict().keys() == theirs.state_dict().keys()
     assert_same_step(other, theirs)
-    assert kept(other) == kept(ours)
+    assert saved(other) == saved(ours)
 
 
 class Clamped(Experts):

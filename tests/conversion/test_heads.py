@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.conversion.logits import Logits
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 V, WIDTH, B, S = 67, 16, 2, 9
 Loss = Callable[["LM", Tensor, Tensor], Tensor]
@@ -74,9 +74,9 @@ def step(model: LM, seed: int = 2) -> dict[str, Tensor]:
 
 
 def keeps_logits(model: LM, *args: Tensor) -> bool:
-    with kept_tensors([*model.parameters(), model.class_weights]) as kept:
+    with saved_tensors([*model.parameters(), model.class_weights]) as saved:
         model(*args)
-    return any(V in shape and shape.numel() > V for shape, _, _ in kept.tensors)
+    return any(V in shape and shape.numel() > V for shape, _, _ in saved.tensors)
 
 
 def assert_same_step(ours: LM, theirs: LM) -> None:
@@ -363,23 +363,23 @@ def test_what_was_there_before_is_read(what: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_levels_and_the_table(dtype: torch.dtype) -> None:
-    theirs, kept = model_of(lambda m, z, t: flat(m, z.float(), t)).to(dtype), {}
+    theirs, saved = model_of(lambda m, z, t: flat(m, z.float(), t)).to(dtype), {}
     for level in ("none", "selective", "full"):
         model = copy.deepcopy(theirs)
         (row,) = ckptkern.convert(model, ids(), ids(1), recompute=level)
         assert (row.name, row.kind) == ("head", "Linear")
         assert row.error < 2e-5
         if level == "none" and dtype is torch.float32:  # both keep 4 bytes of a logit
-            assert (row.served_by, row.reason) == (None, "linear_cross_entropy keeps no less")
+            assert (row.served_by, row.reason) == (None, "linear_cross_entropy saves no less")
             continue
         assert row.served_by == "linear_cross_entropy"
-        with kept_tensors(model) as found:
+        with saved_tensors(model) as found:
             model(ids(), ids(1))
-        kept[level] = found.bytes
-        with kept_tensors(theirs) as found:
+        saved[level] = found.bytes
+        with saved_tensors(theirs) as found:
             theirs(ids(), ids(1))
-        assert found.bytes - kept[level] == row.kept_before - row.kept_after
-    assert kept["selective"] == kept["full"] < kept.get("none", 10**9)
+        assert found.bytes - saved[level] == row.saved_before - row.saved_after
+    assert saved["selective"] == saved["full"] < saved.get("none", 10**9)
 
 
 @pytest.mark.parametrize(

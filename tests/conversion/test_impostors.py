@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 
 class Layer(nn.Module):
@@ -296,14 +296,14 @@ def test_a_mask_of_the_memory_that_appears_later_is_served(dtype: torch.dtype) -
     layer, x, memory = Decoder(), tokens().requires_grad_(), tokens(2, 5)
     mask = torch.ones(2, 1, 6, 5, dtype=dtype)
 
-    def kept() -> int:
-        with kept_tensors([*layer.parameters(), memory, mask]) as kept:
+    def saved() -> int:
+        with saved_tensors([*layer.parameters(), memory, mask]) as saved:
             layer(x, memory, mask)
-        return kept.bytes
+        return saved.bytes
 
-    before = kept()
+    before = saved()
     ckptkern.convert(layer, x, memory)
-    assert kept() < before / 3
+    assert saved() < before / 3
 
 
 def test_a_layer_that_changes_its_argument_is_left() -> None:
@@ -316,21 +316,21 @@ def test_arguments_that_nobody_looks_at_do_not_count() -> None:
     """Trainers hand a step's numbers to every layer, which hands them on to functions that take any keyword."""
     layer, x = Layer(), tokens()
 
-    def kept(**kwargs: Any) -> int:
-        with kept_tensors(layer) as kept:
+    def saved(**kwargs: Any) -> int:
+        with saved_tensors(layer) as saved:
             layer(x.requires_grad_(), **kwargs)
-        return kept.bytes
+        return saved.bytes
 
-    before = kept()
+    before = saved()
     ckptkern.convert(layer, x, count=3)
-    after = kept(count=3)
+    after = saved(count=3)
     assert after < before / 3
     for kwargs in ({}, {"count": 4}, {"count": torch.tensor(5)}, {"other": 1}, {"other": 2, "count": None}):
-        assert kept(**kwargs) == after, kwargs
+        assert saved(**kwargs) == after, kwargs
     layer.double()
     x = x.detach().double()
-    after = kept(count=5)
-    assert kept(later=6) == after, "names are tried on the module as it is now"
+    after = saved(count=5)
+    assert saved(later=6) == after, "names are tried on the module as it is now"
 
 
 def test_an_argument_that_is_looked_at_counts() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ckptkern
 from ckptkern.conversion.logits import Logits
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -82,19 +82,19 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_gradients_and_kept_bytes(name: str) -> None:
+def test_loss_gradients_and_saved_bytes(name: str) -> None:
     theirs = model_of(name)
     ours = converted(theirs)
     for kwargs in (batch(1), batch(2, 17), batch(3) | {"num_items_in_batch": torch.tensor(40)}):
         assert_same(gradients(ours, **kwargs), gradients(theirs, **kwargs))
-    kept = []
+    saved = []
     for model in (ours, theirs):
-        with kept_tensors(model) as found:
+        with saved_tensors(model) as found:
             model(**batch(4))
-        kept.append(found)
-    assert not any(V in shape for shape, _, _ in kept[0].tensors), str(kept[0])
-    assert any(V in shape for shape, _, _ in kept[1].tensors)
-    assert kept[0].bytes < kept[1].bytes * (0.7 if "Deepseek" in name else 0.5)
+        saved.append(found)
+    assert not any(V in shape for shape, _, _ in saved[0].tensors), str(saved[0])
+    assert any(V in shape for shape, _, _ in saved[1].tensors)
+    assert saved[0].bytes < saved[1].bytes * (0.7 if "Deepseek" in name else 0.5)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM"])

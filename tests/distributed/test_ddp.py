@@ -77,16 +77,16 @@ def test_convert_after_ddp(ranks):
     ranks.run(2, _check_converted_in_ddp, 2)
 
 
-def _check_kept(rank):
+def _check_saved(rank):
     network = DistributedDataParallel(build("converted"))
     plain = DistributedDataParallel(build("converted", ours=False))
-    with ckptkern.memory.kept_tensors(network) as kept:
+    with ckptkern.memory.saved_tensors(network) as saved:
         network(ids())
-    with ckptkern.memory.kept_tensors(plain) as kept_before:
+    with ckptkern.memory.saved_tensors(plain) as saved_before:
         plain(ids())
-    assert kept.bytes < kept_before.bytes / 2
-    assert not any(shape[-1:] == torch.Size([48]) for shape, _, _ in kept.tensors if len(shape) == 3)
+    assert saved.bytes < saved_before.bytes / 2
+    assert not any(shape[-1:] == torch.Size([48]) for shape, _, _ in saved.tensors if len(shape) == 3)
 
 
-def test_the_hidden_layer_is_not_kept(ranks):
-    ranks.run(2, _check_kept)
+def test_the_hidden_layer_is_not_saved(ranks):
+    ranks.run(2, _check_saved)

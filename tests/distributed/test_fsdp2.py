@@ -96,10 +96,10 @@ def test_mixed_precision(ranks, kind, order):
     ranks.run(2, _check_mixed, 2, kind, order, True)
 
 
-# -- what is kept
+# -- what is saved
 
 
-def kept_now(network: nn.Module, given: torch.Tensor) -> int:
+def saved_now(network: nn.Module, given: torch.Tensor) -> int:
     """Bytes that a forward has left for backward. FSDP2 empties the storages of the parameters that it has resharded."""
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -109,21 +109,21 @@ def kept_now(network: nn.Module, given: torch.Tensor) -> int:
     return sum(one.nbytes() for one in storages.values())
 
 
-def _check_kept(rank, size, kind, order):
+def _check_saved(rank, size, kind, order):
     whole = build(kind)
-    with ckptkern.memory.kept_tensors(whole) as kept:
+    with ckptkern.memory.saved_tensors(whole) as saved:
         whole(ids())
     network = sharded(kind, size, order, reshard_after_forward=True)
     for _ in range(2):
         shards = sum(p.to_local().nbytes for p in network.parameters())
-        held = kept_now(network, ids())
-        assert held == kept.bytes, (held, kept)
+        held = saved_now(network, ids())
+        assert held == saved.bytes, (held, saved)
         assert shards > 0
 
 
 @pytest.mark.parametrize(("kind", "order"), [*((kind, ORDERS[0]) for kind in KINDS), ("converted", ORDERS[1])])
-def test_no_gathered_weight_is_kept(ranks, kind, order):
-    ranks.run(2, _check_kept, 2, kind, order)
+def test_no_gathered_weight_is_saved(ranks, kind, order):
+    ranks.run(2, _check_saved, 2, kind, order)
 
 
 # -- convert after fully_shard

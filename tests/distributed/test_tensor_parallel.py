@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern import state
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 from ckptkern.ops import sharded
 
 B, S, WIDTH, HEADS, HIDDEN, P = 3, 8, 32, 8, 128, 0.25
@@ -69,7 +69,7 @@ BLOCKS = {
     "packed, norm before": lambda **o: _encoder(True, **o),
     "packed, norm after": lambda **o: _encoder(False, **o),
 }
-TAIL = {"packed, norm after"}  # what the norm behind a branch reads is kept
+TAIL = {"packed, norm after"}  # what the norm behind a branch reads is saved
 
 
 def block(name: str, level: str, seed: int = 0) -> nn.Module:
@@ -100,16 +100,16 @@ def check_gradients(plain: nn.Module, ours: nn.Module, what: str, tolerance: flo
 
 
 def step(model: nn.Module, x: torch.Tensor, weight: torch.Tensor, seed: int = 1):
-    """(y, dx, what was kept) of a training step."""
+    """(y, dx, what was saved) of a training step."""
     x = x.detach().clone().requires_grad_()
     torch.manual_seed(seed)
-    with kept_tensors(model) as kept:
+    with saved_tensors(model) as saved:
         y = model(x)
     (y * weight).sum().backward()
-    return y.detach(), x.grad, kept
+    return y.detach(), x.grad, saved
 
 
-def check_kept(name: str, plain, ours, n: int, sequence: bool) -> None:
+def check_saved(name: str, plain, ours, n: int, sequence: bool) -> None:
     """The inputs of both halves, whole or this rank's rows; a part of everything else."""
     inputs = [size for shape, _, size in plain.tensors if shape == (B, S, WIDTH)]
     states = [size for shape, dtype, size in plain.tensors if dtype == torch.int64]
@@ -132,12 +132,12 @@ def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
             assert ours.state_dict().keys() == plain.state_dict().keys()
             x = torch.randn(B, S, WIDTH, dtype=torch.float64)
             weight = torch.randn(B, S, WIDTH // 2 if name == "relu mlp" else WIDTH, dtype=torch.float64)
-            y, dx, kept_plain = step(plain, x, weight)
-            z, dz, kept = step(ours, mine(x, mesh, sequence), mine(weight, mesh, sequence))
+            y, dx, saved_plain = step(plain, x, weight)
+            z, dz, saved = step(ours, mine(x, mesh, sequence), mine(weight, mesh, sequence))
             torch.testing.assert_close(z, mine(y, mesh, sequence), msg=what)
             torch.testing.assert_close(dz, mine(dx, mesh, sequence), msg=what)
             check_gradients(plain, ours, what)
-            check_kept(name, kept_plain, kept, mesh.size(), sequence)
+            check_saved(name, saved_plain, saved, mesh.size(), sequence)
             plain.eval(), ours.eval()
             with torch.no_grad():
                 torch.testing.assert_close(ours(mine(x, mesh, sequence)), mine(plain(x), mesh, sequence), msg=what)
@@ -146,7 +146,7 @@ def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, ranks):
-    """Results, gradients and kept bytes at every level. With dropout too, so each rank draws its part of the masks."""
+    """Results, gradients and saved bytes at every level. With dropout too, so each rank draws its part of the masks."""
     on_mesh(ranks, n, _check_blocks, sequence)
 
 
@@ -288,14 +288,14 @@ def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -
             for model, optimizer in zip((plain, ours), optimizers, strict=True):
                 optimizer.zero_grad()
                 torch.manual_seed(i)
-                with kept_tensors(model) as kept:
+                with saved_tensors(model) as saved:
                     y = model(ids(i))
                 weight = torch.randn_like(y) if weight is None else weight
                 loss = (y * weight).mean()
                 loss.backward()
                 losses.append(loss.item())
             hidden = 48 // mesh.size()
-            assert not any(shape[-1] in (48, hidden) for shape, _, _ in kept.tensors), f"{name}: {kept}"
+            assert not any(shape[-1] in (48, hidden) for shape, _, _ in saved.tensors), f"{name}: {saved}"
             assert losses[1] == pytest.approx(losses[0], rel=1e-9), f"{name}: losses {losses} in step {i}"
             check_gradients(plain, ours, f"{name}, step {i}")
             for optimizer in optimizers:
@@ -372,12 +372,12 @@ def _check_precision_compile_and_segments(mesh: DeviceMesh) -> None:
     weight = torch.randn_like(x, requires_grad=False)
     dist.broadcast(weight, 0)
     with torch.autocast("cpu", torch.bfloat16):
-        (y, dx, _), (z, dz, kept) = (step(model, x, weight) for model in (plain, ours))
+        (y, dx, _), (z, dz, saved) = (step(model, x, weight) for model in (plain, ours))
     assert z.dtype == y.dtype
     for one, other in ((z, y), (dz, dx)):
         assert (one - other).abs().max() < 0.05 * other.abs().max()
     check_gradients(plain, ours, "autocast", 0.05)
-    assert {dtype for shape, dtype, _ in kept.tensors if len(shape) == 4} == {torch.bfloat16}
+    assert {dtype for shape, dtype, _ in saved.tensors if len(shape) == 4} == {torch.bfloat16}
 
     plain, ours = plain.double(), ours.double()
     x, weight = x.double(), weight.double()
@@ -407,11 +407,11 @@ def _check_torchs_styles(mesh: DeviceMesh) -> None:
     plain = ckptkern.nn.MLP(WIDTH, HIDDEN, dtype=torch.float64)
     ours = parallelize_module(copy.deepcopy(plain), mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
     x, weight = torch.randn(2, B, S, WIDTH, dtype=torch.float64)
-    (y, dx, kept_plain), (z, dz, kept) = (step(model, x, weight) for model in (plain, ours))
+    (y, dx, saved_plain), (z, dz, saved) = (step(model, x, weight) for model in (plain, ours))
     torch.testing.assert_close(z, y)
     torch.testing.assert_close(dz, dx)
     check_gradients(plain, ours, "torch's styles")
-    assert kept.bytes == kept_plain.bytes == x.nbytes
+    assert saved.bytes == saved_plain.bytes == x.nbytes
     ours.dropout = P  # drawn by a rank's own columns: both ranks have the mask of the first half
     torch.manual_seed(1)
     mask = state.keep_mask(state.draw(x), P, B * S, HIDDEN // 2).repeat(1, 2).view(B, S, HIDDEN)

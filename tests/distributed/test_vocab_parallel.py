@@ -11,7 +11,7 @@ from cases import assert_same_within_rounding
 from interpreter import quicken
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 M, WIDTH, IGNORED = 21, 9, -100
 lce = ckptkern.linear_cross_entropy
@@ -115,14 +115,14 @@ class Sent(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def _check_collectives(rank: int) -> None:
-    """One all-gather of three numbers a token and one, one all-reduce; kept are lse and the vocabulary's size."""
+    """One all-gather of three numbers a token and one, one all-reduce; saved are lse and the vocabulary's size."""
     t, target = make(40, torch.float32)
     mine, _ = shard_of(t, (20, 20), rank)
     leaves = {name: one.clone().requires_grad_() for name, one in mine.items()}
-    with Sent() as sent, kept_tensors([*leaves.values(), target]) as kept:
+    with Sent() as sent, saved_tensors([*leaves.values(), target]) as saved:
         loss = loss_of(target, leaves, group=dist.group.WORLD, label_smoothing=0.1, reduction="sum")
     assert sent.found == [("all_gather_into_tensor", 4 * (3 * M + 1))]
-    assert kept.bytes == 4 * M + 4
+    assert saved.bytes == 4 * M + 4
     with Sent() as sent:
         loss.backward()
     assert sent.found == [("all_reduce", 4 * M * WIDTH)]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import KINDS, alone, build, check, reference
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 wrapped = functools.partial(
     checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, checkpoint_fn=ckptkern.checkpoint
@@ -34,12 +34,12 @@ def apply(network: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process(kind):
-    """Names in state_dict, kept bytes and gradients are those of the layers themselves."""
+    """Names in state_dict, saved bytes and gradients are those of the layers themselves."""
     network, plain = apply(build(kind, 0.2)), build(kind, 0.2, ours=kind != "segments")
     assert network.state_dict().keys() == plain.state_dict().keys()
-    with kept_tensors(network) as kept:
+    with saved_tensors(network) as saved:
         network(ids())
-    inputs = [shape for shape, _, _ in kept.tensors if len(shape) == 3]
+    inputs = [shape for shape, _, _ in saved.tensors if len(shape) == 3]
     assert len(inputs) <= 4, "the input of each layer, of the head, and the logits"
     check(network, alone(plain, 1), 0)
 

@@ -56,8 +56,8 @@ class TensorMap:
             "rows of the box of 16 bytes": width % 16 == 0,
             "rows of the box as wide as the swizzle": self.swizzle in (0, width),  # narrower ones are possible
         }
-        for limit, kept in limits.items():
-            if not kept:
+        for limit, saved in limits.items():
+            if not saved:
                 raise ValueError(f"a tensor map has {limit}: {self}")
 
     @classmethod

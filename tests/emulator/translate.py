@@ -171,14 +171,14 @@ class BlockWriter:
         if jump is not None and jump.predicate:
             self.at = jump
             taken = self.predicate
-        stores, kept = [], []
+        stores, saved = [], []
         for register in self.written:
             if register in self.outlive or register in self.loads:
                 width = self.kernel.registers[register]
                 stores.append(f"R[{self.number[register]}] = {self.get(register, f'u{width}' if width else 'p')}")
-                kept.append(self.number[register])
+                saved.append(self.number[register])
         body = [*self.loads.values(), *self.lines, *stores, f"return {taken}"]
-        return "\n    ".join([f"def {name}(R, S, M):", *body]), kept
+        return "\n    ".join([f"def {name}(R, S, M):", *body]), saved
 
 
 class Program:
@@ -199,9 +199,9 @@ class Program:
             writer = BlockWriter(kernel, number, names, outlive)
             for instruction in block.body:
                 writer.emit(instruction)
-            source, kept = writer.source(f"block{n}", block.jump)
+            source, saved = writer.source(f"block{n}", block.jump)
             sources.append(source)
-            self.writes.append(kept)
+            self.writes.append(saved)
         exec(compile("\n".join(sources), f"<{kernel.name}>", "exec"), names)
         self.blocks = [names[f"block{n}"] for n in range(len(kernel.blocks))]
 

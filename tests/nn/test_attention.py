@@ -23,7 +23,7 @@ from twins import (
 )  # fmt: skip
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 E, H, B, L, S = 12, 3, 2, 5, 7
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched")
@@ -370,46 +370,46 @@ def test_dropout_acts_on_the_weights():
     y, weights = ours(x, x, x, average_attn_weights=False)
     torch.manual_seed(1)
     torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], y)
-    kept = weights != 0
-    assert abs(kept.double().mean() - (1 - p)) < 4 * (p * (1 - p) / weights.numel()) ** 0.5
+    saved = weights != 0
+    assert abs(saved.double().mean() - (1 - p)) < 4 * (p * (1 - p) / weights.numel()) ** 0.5
     _, whole = theirs.eval()(x, x, x, average_attn_weights=False)
-    torch.testing.assert_close(weights, torch.where(kept, whole / (1 - p), 0.0))
+    torch.testing.assert_close(weights, torch.where(saved, whole / (1 - p), 0.0))
     v = torch.nn.functional.linear(x, ours.in_proj_weight[2 * E :], ours.in_proj_bias[2 * E :])
     o = torch.einsum("bhls,sbhd->lbhd", weights, v.unflatten(-1, (H, E // H))).flatten(2)
     torch.testing.assert_close(y, ours.out_proj(o))
 
 
-@pytest.mark.parametrize(("recompute", "kept"), [("none", E + 3 * E + E + H), ("selective", E + E + H), ("full", E)])
+@pytest.mark.parametrize(("recompute", "saved"), [("none", E + 3 * E + E + H), ("selective", E + E + H), ("full", E)])
 @pytest.mark.parametrize("layout", ["seq_first", "batch_first"])
-def test_kept_bytes_of_self_attention(layout, recompute, kept):
+def test_saved_bytes_of_self_attention(layout, recompute, saved):
     module = ckptkern.nn.MultiheadAttention(
         E, H, batch_first=layout == "batch_first", dtype=torch.float64, recompute=recompute
     )
     x = tokens(layout, L)
-    with kept_tensors(exclude=module.parameters()) as found:
+    with saved_tensors(exclude=module.parameters()) as found:
         module(x, x, x, need_weights=False)
-    assert found.bytes == 8 * B * L * kept, found.tensors
+    assert found.bytes == 8 * B * L * saved, found.tensors
 
 
 @pytest.mark.parametrize(
-    ("recompute", "kept", "of_keys"), [("none", 3 * E + H, 2 * E), ("selective", 2 * E + H, 0), ("full", E, 0)]
+    ("recompute", "saved", "of_keys"), [("none", 3 * E + H, 2 * E), ("selective", 2 * E + H, 0), ("full", E, 0)]
 )
 @pytest.mark.parametrize("kdim", [E, 5])
-def test_kept_bytes_of_cross_attention(kdim, recompute, kept, of_keys):
+def test_saved_bytes_of_cross_attention(kdim, recompute, saved, of_keys):
     module = ckptkern.nn.MultiheadAttention(E, H, kdim=kdim, vdim=kdim, dtype=torch.float64, recompute=recompute)
     x, memory = tokens("seq_first", L), torch.randn(S, B, kdim, dtype=torch.float64, requires_grad=True)
-    with kept_tensors(exclude=module.parameters()) as found:
+    with saved_tensors(exclude=module.parameters()) as found:
         module(x, memory, memory, need_weights=False)
-    assert found.bytes == 8 * B * (L * kept + S * (kdim + of_keys)), found.tensors
+    assert found.bytes == 8 * B * (L * saved + S * (kdim + of_keys)), found.tensors
 
 
 def test_the_weights_are_computed_once():
-    """The output is computed from the returned weights: no fused core runs as well, and no second copy is kept."""
+    """The output is computed from the returned weights: no fused core runs as well, and no second copy is saved."""
     ours, _ = build()
     x = tokens("seq_first", L)
-    with kept_tensors(exclude=ours.parameters()) as kept:
+    with saved_tensors(exclude=ours.parameters()) as saved:
         ours(x, x, x)
-    assert kept.bytes == 8 * B * L * (E + 3 * E + E + H * L), kept.tensors
+    assert saved.bytes == 8 * B * L * (E + 3 * E + E + H * L), saved.tensors
     with torch.profiler.profile() as profile:
         ours(x, x, x)
     names = {event.key for event in profile.key_averages()}

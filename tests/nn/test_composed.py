@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint as torchs
 from wrappers import Int8Weight
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 E, H, B, S = 16, 4, 2, 24
 
@@ -110,32 +110,32 @@ def call(name, module, x, *memory):
 
 
 def step(name, module, run=lambda function, *args: function(*args), *, backward=True):
-    """(output and gradients, kept bytes) of a step with one seed."""
+    """(output and gradients, saved bytes) of a step with one seed."""
     seeds = (2, 3) if name == "TransformerDecoderLayer" else (2,)
     inputs = [torch.randn(B, S, E, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in seeds]
     trained = [p for p in module.parameters() if p.requires_grad]
     weights = [getattr(p, "int_data", p) for p in module.parameters()]
     scales = [p.scale for p in module.parameters() if isinstance(p, Int8Weight)]
     torch.manual_seed(4)
-    with kept_tensors(exclude=[*weights, *scales]) as kept:
+    with saved_tensors(exclude=[*weights, *scales]) as saved:
         y = run(lambda *inputs: call(name, module, *inputs), *inputs)
     if not backward:
-        return y, kept.bytes
+        return y, saved.bytes
     grads = torch.autograd.grad(y.square().sum(), [*inputs, *trained], allow_unused=True)
-    return [y.detach(), *grads], kept.bytes
+    return [y.detach(), *grads], saved.bytes
 
 
 @pytest.mark.parametrize(("name", "change"), CASES)
-def test_kept_bytes_are_those_of_torchs_checkpoint(name, change):
+def test_saved_bytes_are_those_of_torchs_checkpoint(name, change):
     """Results are the same as without a segment, dropout included."""
     inputs = 4 * B * S * E * (2 if name == "TransformerDecoderLayer" else 1)
     expected, whole = step(name, build(name, change, "none"))
-    _, torchs_kept = step(name, build(name, change, "none"), lambda *args: torchs(*args, use_reentrant=False))
+    _, torchs_saved = step(name, build(name, change, "none"), lambda *args: torchs(*args, use_reentrant=False))
     levels = ("full",) if name in ("Linear", "LinearStack", "MLP", "GatedMLP") else ("selective", "full")
     for recompute in levels:
-        made, kept = step(name, build(name, change, recompute))
+        made, saved = step(name, build(name, change, recompute))
         torch.testing.assert_close(made, expected)
-        assert kept == inputs <= torchs_kept < whole
+        assert saved == inputs <= torchs_saved < whole
 
 
 @pytest.mark.parametrize("name", ["MLP", "TransformerEncoderLayer", "TransformerDecoderLayer", "LlamaDecoderLayer"])
@@ -250,10 +250,10 @@ def _check_parallel(rank: int) -> None:
         grads = torch.autograd.grad(expected.square().sum(), [x, *module.parameters()])
         parallelize_module(module, mesh, plan)
         locals_ = [getattr(p, "_local_tensor", p) for p in module.parameters()]
-        with kept_tensors(exclude=locals_) as kept:
+        with saved_tensors(exclude=locals_) as saved:
             y = module(x)
         torch.testing.assert_close(y, expected)
-        assert kept.bytes == x.nbytes, (name, kept)
+        assert saved.bytes == x.nbytes, (name, saved)
         made = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
         for mine, whole in zip(made, grads, strict=True):
             torch.testing.assert_close(getattr(mine, "full_tensor", lambda mine=mine: mine)(), whole)

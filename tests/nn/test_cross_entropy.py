@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 WIDTH, CLASSES, IGNORED = 7, 12, -100
 ours = functools.partial(ckptkern.nn.LinearCrossEntropyLoss, dtype=torch.float64)
@@ -131,7 +131,7 @@ def with_parametrization(module):
 
 @pytest.mark.parametrize("change", [with_lora, with_hook, with_parametrization])
 def test_a_head_that_is_more_than_its_weight_is_called(change):
-    """An adapter on the head counts (trl#5676), as hooks do; logits are not kept."""
+    """An adapter on the head counts (trl#5676), as hooks do; logits are not saved."""
     module, (x, target) = ours(WIDTH, CLASSES, bias=True, **OWN), inputs(4, 5)
     change(module)
     found = step(module, x, target)
@@ -139,9 +139,9 @@ def test_a_head_that_is_more_than_its_weight_is_called(change):
     names, parameters = zip(*module.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, (x, *parameters))
     assert_same_within_rounding(found, dict(zip(("loss", "x", *names), (loss.detach(), *grads), strict=True)))
-    with kept_tensors([x, target, *module.parameters()]) as kept:
+    with saved_tensors([x, target, *module.parameters()]) as saved:
         module(x, target)
-    assert kept.bytes < 20 * CLASSES * 8
+    assert saved.bytes < 20 * CLASSES * 8
 
 
 def test_the_op_runs_otherwise():

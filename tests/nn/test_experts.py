@@ -12,7 +12,7 @@ from torch import nn
 
 import ckptkern
 from ckptkern import extras
-from ckptkern.memory import kept_tensors, peak_memory
+from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.tools.demo.mixture import grouped_experts
 
 E, D, H, K, T = 6, 16, 24, 2, 40
@@ -172,17 +172,17 @@ def test_transformers_models(kind):
 
 
 def step(function, x, index, s, parameters):
-    """(kept bytes besides arguments and parameters, peak of forward and backward) of a step."""
-    with kept_tensors(exclude=[x, index, s, *parameters]) as kept:
+    """(saved bytes besides arguments and parameters, peak of forward and backward) of a step."""
+    with saved_tensors(exclude=[x, index, s, *parameters]) as saved:
         function(x, index, s)
     with peak_memory("cpu") as peak:
         torch.autograd.grad(function(x, index, s), [x, s, *parameters], torch.ones_like(x))
-    return kept.bytes, peak.bytes
+    return saved.bytes, peak.bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("d", "h", "experts", "top_k"), [(64, 32, 16, 4), (64, 96, 4, 2), (128, 448, 4, 2)])
-def test_kept_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
+def test_saved_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
     """transformers' "grouped_mm", and the same in plain PyTorch of the demo and the benchmark, keep gathered rows, g and u,
     act(g), h and the output before its weights. Ours at "full": routing alone, and a lower peak."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -200,17 +200,17 @@ def test_kept_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
     def plain(x, index, s):
         return grouped_experts(x, index, s, *parameters, F.silu)
 
-    kept, peak = step(plain, *arguments, parameters)
+    saved, peak = step(plain, *arguments, parameters)
     slots, itemsize = tokens * top_k, dtype.itemsize
-    assert kept == slots * (itemsize * (2 * d + 4 * h + 1) + 3 * 8) + 4 * experts
+    assert saved == slots * (itemsize * (2 * d + 4 * h + 1) + 3 * 8) + 4 * experts
     torch.testing.assert_close(plain(*arguments), theirs(*arguments))
-    kept_theirs, peak_theirs = step(theirs, *arguments, parameters)
-    assert kept_theirs >= slots * itemsize * (2 * d + 4 * h)
+    saved_theirs, peak_theirs = step(theirs, *arguments, parameters)
+    assert saved_theirs >= slots * itemsize * (2 * d + 4 * h)
     routing = slots * 8 + 4 * (experts + 1)
     for level, elements in (("none", 2 * h), ("selective", 2 * h), ("full", 0)):
         ours = ckptkern.nn.Experts.from_torch(theirs, recompute=level)
-        kept_ours, peak_ours = step(ours, *arguments, parameters)
-        assert kept_ours == slots * itemsize * elements + routing
+        saved_ours, peak_ours = step(ours, *arguments, parameters)
+        assert saved_ours == slots * itemsize * elements + routing
         if level == "full":
             assert peak_ours < min(peak, peak_theirs)
 

@@ -60,8 +60,8 @@ SPARSE = {"coo": torch.Tensor.to_sparse_coo, "csr": torch.Tensor.to_sparse_csr, 
 
 def pruned(weight, layout):
     """A parameter with half of weight's elements."""
-    kept = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) < 0.5
-    return nn.Parameter(SPARSE[layout]((weight * kept).detach()))
+    saved = torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    return nn.Parameter(SPARSE[layout]((weight * saved).detach()))
 
 
 def results(module, x):

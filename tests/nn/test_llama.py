@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from twins import dropout_is_one_mask, pairwise, run
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 from ckptkern.ops.attention.rotary import positions_of
 
 E, H, HEAD, HIDDEN, B, S = 12, 4, 6, 20, 2, 5
@@ -144,30 +144,30 @@ def test_names_are_those_of_hugging_faces_llama():
     assert module.mlp.up_proj.weight.shape == (4 * E, E)
 
 
-@pytest.mark.parametrize(("recompute", "kept"), [("selective", E + H * HEAD + H), ("full", E)])
+@pytest.mark.parametrize(("recompute", "saved"), [("selective", E + H * HEAD + H), ("full", E)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_kept_bytes(dropout, recompute, kept):
+def test_saved_bytes(dropout, recompute, saved):
     """x; x, o and the logsumexp; the rotary tables are the model's; 16 bytes for each of three draws."""
     module = layer(qk_norm=True, dropout=dropout, resid_dropout=dropout, recompute=recompute)
     rotary = ckptkern.nn.rotary_tables(torch.arange(S), HEAD)
     x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-    with kept_tensors(exclude=[*module.parameters(), *rotary]) as found:
+    with saved_tensors(exclude=[*module.parameters(), *rotary]) as found:
         module(x, rotary)
-    assert found.bytes == 8 * B * S * kept + (48 if dropout else 0), found.tensors
+    assert found.bytes == 8 * B * S * saved + (48 if dropout else 0), found.tensors
 
 
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 def test_layers_keep_no_tables(level):
     """Four layers keep four times what one keeps, and as much as without rotation."""
 
-    def kept(theta, count):
+    def saved(theta, count):
         model = torch.nn.Sequential(*(layer(recompute=level, rope_theta=theta) for _ in range(count)))
         x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-        with kept_tensors(exclude=model.parameters()) as found:
+        with saved_tensors(exclude=model.parameters()) as found:
             model(x)
         return found.bytes
 
-    assert kept(100.0, 4) == 4 * kept(100.0, 1) == 4 * kept(None, 1)
+    assert saved(100.0, 4) == 4 * saved(100.0, 1) == 4 * saved(None, 1)
 
 
 @pytest.mark.parametrize("composed", [False, True])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ckptkern
 from ckptkern import state
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 WIDTHS = [7, 9, 6, 5]
 
@@ -238,20 +238,20 @@ def test_every_module_is_copied_with_its_settings(name, copied):
         others = {"MultiheadAttention": (x, x), "TransformerDecoderLayer": (x.flip(0),), "Experts": routed}
         inputs = (x, *(others | {"LinearCrossEntropyLoss": (torch.arange(len(x)),)}).get(name, ()))
         torch.manual_seed(SEED)
-        with kept_tensors(exclude=[*module.parameters(), *inputs]) as kept:
+        with saved_tensors(exclude=[*module.parameters(), *inputs]) as saved:
             y = module(*inputs)
         y = y[0] if isinstance(y, tuple) else y
-        return y, torch.autograd.grad(y.square().sum(), list(module.parameters())) if kept.bytes else (), kept.bytes
+        return y, torch.autograd.grad(y.square().sum(), list(module.parameters())) if saved.bytes else (), saved.bytes
 
-    y, grads, kept = call(module)
+    y, grads, saved = call(module)
     twin = copied(module)
     assert type(twin) is type(module)
     assert repr(twin) == repr(module)
     for one in (twin, module):
-        got, got_grads, got_kept = call(one)
+        got, got_grads, got_saved = call(one)
         assert torch.equal(got, y)
         assert all(torch.equal(a, b) for a, b in zip(got_grads, grads, strict=True))
-        assert got_kept == kept
+        assert got_saved == saved
         with torch.no_grad():
             for p in twin.parameters():
                 p.zero_()

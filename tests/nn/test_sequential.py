@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 from ckptkern.nn import LayerStack, LlamaDecoderLayer
 
 
@@ -83,12 +83,12 @@ def llama(level="selective", layers=5, p=0.1):
 
 
 def step(run, parameters, *given):
-    """(output and gradients, kept bytes)."""
+    """(output and gradients, saved bytes)."""
     torch.manual_seed(3)
     x = torch.randn(B, S, D, requires_grad=True)
-    with kept_tensors([*parameters, *(one for pair in given for one in pair)]) as kept:
+    with saved_tensors([*parameters, *(one for pair in given for one in pair)]) as saved:
         y = run(x, *given)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])], kept.bytes
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])], saved.bytes
 
 
 def in_turn(layers):
@@ -103,16 +103,16 @@ def in_turn(layers):
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("level", ["selective", "full", ("selective", "none")])
 def test_a_stack_keeps_the_inputs_of_groups(level, every):
-    """The last group, of what remains, keeps what its layers do; the results, dropout too, are those of the loop."""
+    """The last group, of what remains, saves what its layers do; the results, dropout too, are those of the loop."""
     layers = llama(level)
     parameters = [p for layer in layers for p in layer.parameters()]
-    expected, all_kept = step(in_turn(layers), parameters)
-    found, kept = step(LayerStack(layers, every), parameters)
+    expected, all_saved = step(in_turn(layers), parameters)
+    found, saved = step(LayerStack(layers, every), parameters)
     torch.testing.assert_close(found, expected)
     groups = -(-len(layers) // every)
     last = len(layers) - (groups - 1) * every
     state = 5200  # of the random generator, and small things, for each segment
-    assert 0 <= kept - ((groups - 1) * ROW + last * all_kept // len(layers)) <= groups * state
+    assert 0 <= saved - ((groups - 1) * ROW + last * all_saved // len(layers)) <= groups * state
 
 
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
@@ -134,7 +134,7 @@ def test_in_a_stack_layers_keep_to_their_levels(level, monkeypatch):
     assert seen == ["none"] * 2
 
 
-def test_arguments_of_all_layers_are_kept_once():
+def test_arguments_of_all_layers_are_saved_once():
     layers = llama(p=0.0)
     tables = ckptkern.nn.rotary_tables(torch.arange(S) + 3, D // 4)
     parameters = [p for layer in layers for p in layer.parameters()]
@@ -144,10 +144,10 @@ def test_arguments_of_all_layers_are_kept_once():
     other, _ = step(LayerStack(layers), parameters)
     assert not torch.allclose(other[0], found[0])
     mask = torch.ones(S, S, dtype=torch.bool).tril()
-    with kept_tensors([*parameters, mask]) as kept:
+    with saved_tensors([*parameters, mask]) as saved:
         y = LayerStack(layers)(torch.randn(B, S, D, requires_grad=True), attn_mask=mask, is_causal=False)
     y.sum().backward()
-    assert kept.bytes < 12 * ROW
+    assert saved.bytes < 12 * ROW
 
 
 class Named(nn.Module):

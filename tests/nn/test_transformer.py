@@ -23,7 +23,7 @@ from twins import (
 )  # fmt: skip
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 from ckptkern.nn.activations import named
 
 E, H, HIDDEN, B, T, S = 12, 3, 20, 2, 5, 7
@@ -328,30 +328,30 @@ def test_each_dropout_is_its_modules(name, how):
     torch.testing.assert_close(layer(x), twin(x))
 
 
-@pytest.mark.parametrize(("recompute", "kept"), [("selective", E + E + H), ("full", E)])
+@pytest.mark.parametrize(("recompute", "saved"), [("selective", E + E + H), ("full", E)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_kept_bytes_of_an_encoder_layer(batch_first, norm_first, dropout, recompute, kept):
+def test_saved_bytes_of_an_encoder_layer(batch_first, norm_first, dropout, recompute, saved):
     """x; x, o and the logsumexp; and 16 bytes for each of four dropouts."""
     layer, _ = build("encoder", batch_first=batch_first, norm_first=norm_first, dropout=dropout, recompute=recompute)
     x = tokens("batch_first" if batch_first else "seq_first", T)
-    with kept_tensors(exclude=layer.parameters()) as found:
+    with saved_tensors(exclude=layer.parameters()) as found:
         layer(x)
-    assert found.bytes == 8 * B * T * kept + (64 if dropout else 0), found.tensors
+    assert found.bytes == 8 * B * T * saved + (64 if dropout else 0), found.tensors
 
 
-@pytest.mark.parametrize(("recompute", "kept"), [("selective", E + 2 * (E + H)), ("full", E)])
+@pytest.mark.parametrize(("recompute", "saved"), [("selective", E + 2 * (E + H)), ("full", E)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_kept_bytes_of_a_decoder_layer(batch_first, dropout, recompute, kept):
+def test_saved_bytes_of_a_decoder_layer(batch_first, dropout, recompute, saved):
     """tgt, memory, and at "selective" o and the logsumexp of both attentions; 16 bytes for each of six dropouts."""
     layer, _ = build("decoder", batch_first=batch_first, dropout=dropout, recompute=recompute)
     layout = "batch_first" if batch_first else "seq_first"
     tgt, memory = tokens(layout, T), tokens(layout, S)
-    with kept_tensors(exclude=layer.parameters()) as found:
+    with saved_tensors(exclude=layer.parameters()) as found:
         layer(tgt, memory)
-    assert found.bytes == 8 * B * (T * kept + S * E) + (96 if dropout else 0), found.tensors
+    assert found.bytes == 8 * B * (T * saved + S * E) + (96 if dropout else 0), found.tensors
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -426,13 +426,13 @@ def test_a_forward_of_the_instances_own_is_called(name, activation, kind):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("padding", [None, "bool", "float"])
 @pytest.mark.parametrize("mask", [None, "bool", "float", "of heads"])
-def test_masks_are_kept_as_they_are_given(mask, padding, recompute):
+def test_masks_are_saved_as_they_are_given(mask, padding, recompute):
     """Every layer keeps the model's own mask: no inverted, merged or widened copy."""
     layer, twin = build("encoder", batch_first=True, recompute=recompute)
     x = tokens("batch_first", T)
     masks = {"float": float_mask(T, T), "bool": bool_mask(T, T), "of heads": bool_mask(B * H, T, T)}
     given = {"src_mask": masks.get(mask), "src_key_padding_mask": padding and padding_mask(padding, (B,), T)}
-    with kept_tensors(exclude=[*layer.parameters(), *(m for m in given.values() if m is not None)]) as found:
+    with saved_tensors(exclude=[*layer.parameters(), *(m for m in given.values() if m is not None)]) as found:
         layer(x, **given)
     assert found.bytes == 8 * B * T * (E if recompute == "full" else E + E + H), found.tensors
     assert_twins(layer, twin, lambda m, x: m(x, **given), {"x": x})

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ckptkern
 from ckptkern import eager, state, triton_kernels
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
 from ckptkern.ops.attention.half import AttentionHalf, attention_half, attention_half_backward, saves
@@ -340,16 +340,16 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 class TestSegment:
     @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
-    def test_kept_bytes(self, call, how):
+    def test_saved_bytes(self, call, how):
         """q, k, v, o, the logsumexp in float32, 16 bytes of dropout, and what was given: a mask or the sequences' ends."""
         tensors = call.make(torch.bfloat16 if how == "bfloat16" else torch.float32)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"), kept_tensors() as kept:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"), saved_tensors() as saved:
             call.fused(tensors)
         queries, keys = tensors["q"].numel(), tensors["k"].numel()
         mask = tensors.get("mask", call.options.get("attn_mask", torch.empty(0)))
         given = CU_Q.nbytes + CU_K.nbytes if call.packed else mask.nbytes
         itemsize = 4 if how == "float32" else 2
-        assert kept.bytes == 2 * (queries + keys) * itemsize + queries // 6 * 4 + 16 * call.drops + given
+        assert saved.bytes == 2 * (queries + keys) * itemsize + queries // 6 * 4 + 16 * call.drops + given
 
     def test_orders(self, call):
         tensors = call.make(torch.float64)
@@ -758,7 +758,7 @@ def test_tables_of_one_row_serve_a_batch(backend, interleaved):
     [*itertools.product(LEVELS, ["eager"], [False, True], [None, ENDS]), ("full", "triton", True, ENDS)],
 )
 def test_theta_stands_for_its_tables(level, backend, interleaved, cu):
-    """The same bits in first and second order, and no tables are kept."""
+    """The same bits in first and second order, and no tables are saved."""
     block = Block("", Attention(norm=None, residual=False))
     tensors = block.make() if cu is None else block.make(lead=(11,))
     positions = torch.arange(7) if cu is None else torch.tensor([*range(4), *range(7)])
@@ -773,11 +773,11 @@ def test_theta_stands_for_its_tables(level, backend, interleaved, cu):
             (dx,) = torch.autograd.grad(function(tensors).square().sum(), tensors["x"], create_graph=True)
             seconds.append(torch.autograd.grad(dx.square().sum(), tensors["qkv_weight"])[0])
         assert torch.equal(*seconds)
-        with kept_tensors() as kept:
+        with saved_tensors() as saved:
             by_theta(tensors)
-        with kept_tensors() as kept_with_tables:
+        with saved_tensors() as saved_with_tables:
             by_tables(tensors)
-    assert kept_with_tables.bytes - kept.bytes == sum(table.nbytes for table in tables)
+    assert saved_with_tables.bytes - saved.bytes == sum(table.nbytes for table in tables)
 
 
 def packed_block(level):
@@ -916,7 +916,7 @@ def test_bounds_and_slopes_of_any_strides(backend):
 
 
 def test_lse_of_heads_without_dimensions():
-    """Scores are 0, or the mask's: the kept tensors are those of eager PyTorch, not uninitialised memory."""
+    """Scores are 0, or the mask's: the saved tensors are those of eager PyTorch, not uninitialised memory."""
     q = torch.empty(1, 2, 3, 0)
     core = eager.AttentionCore(1.0, "ieee", (None, 0))
     for ours, theirs in zip(
@@ -1017,7 +1017,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("fused", ["cudnn", "flash"])
 def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
     """On tensors without data: torch's kernels take q, k, v as they lie in the packed projection and return what the op
-    promises; o and lse are kept as always, and only "full" runs forward's kernel again."""
+    promises; o and lse are saved as always, and only "full" runs forward's kernel again."""
     B, S, H, D = 2, 48, 4, 64
     d = H * D
     with torch.no_grad():

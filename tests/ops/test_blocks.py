@@ -26,7 +26,7 @@ from cases import (
     DTYPES,
     LEVELS,
     SEED,
-    Kept,
+    Saved,
     Watch,
     assert_as_exact,
     assert_flat_memory,
@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 from ckptkern.ops.registration.codec import values_of
 from ckptkern.ops.transformer_layer import TransformerLayer
 
@@ -70,15 +70,15 @@ def given(block) -> list[torch.Tensor]:
     return [*(block.attention.tables() or ())] if block.attention else []
 
 
-def kept_by(block, tensors) -> int:
-    with kept_tensors(exclude=[t for name, t in tensors.items() if name != "x"]) as kept:
+def saved_by(block, tensors) -> int:
+    with saved_tensors(exclude=[t for name, t in tensors.items() if name != "x"]) as saved:
         block.fused(tensors)
     extra = 0
     if block.attention is not None:
         extra += sum(t.numel() * t.element_size() for t in given(block))
         halves = [half for half in (block.attention, block.cross) if half]
         extra += sum(BATCH * half.columns() for half in halves if half.padded)  # the mask, inverted
-    return kept.bytes - extra
+    return saved.bytes - extra
 
 
 KEPT_CASES = [(one, torch.float32) for one in blocks() + variants()]
@@ -86,15 +86,15 @@ KEPT_CASES += [(one, torch.bfloat16) for one in in_turn(ALL)]
 
 
 @pytest.mark.parametrize(("block", "dtype"), with_dtypes(KEPT_CASES))
-def test_kept_bytes_are_the_tables(block, dtype):
-    assert kept_by(block, block.make(dtype)) == block.kept_bytes(dtype.itemsize, dtype.itemsize)
+def test_saved_bytes_are_the_tables(block, dtype):
+    assert saved_by(block, block.make(dtype)) == block.saved_bytes(dtype.itemsize, dtype.itemsize)
 
 
 @pytest.mark.parametrize("block", in_turn(ALL, shift=1))
 def test_autocast_keeps_no_cast_weight(block):
-    """float32 x and weights under bf16 autocast: x itself is kept, the rest in two bytes per element."""
+    """float32 x and weights under bf16 autocast: x itself is saved, the rest in two bytes per element."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert kept_by(block, block.make()) == block.kept_bytes(4, 2)
+        assert saved_by(block, block.make()) == block.saved_bytes(4, 2)
 
 
 def joined_biases(results: dict) -> dict:
@@ -304,7 +304,7 @@ def test_the_core_forms_what_leads_to_a_trained_weight():
 
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 def test_a_bias_of_several_layers(level):
-    """As in T5 all layers add one mask. It is kept once, and nothing else of its size; gradients of the layers add up."""
+    """As in T5 all layers add one mask. It is saved once, and nothing else of its size; gradients of the layers add up."""
     (block,) = (one.values[0] for one in variants((level,), ("learned bias",)) if one.values[0].mlp is None)
     block = block.without_dropout()
     tensors = block.make()
@@ -313,16 +313,16 @@ def test_a_bias_of_several_layers(level):
         return lambda t: run({**t, "x": run(t)})
 
     assert_same_within_rounding(gradients(layers(block.fused), tensors), gradients(layers(block.plain), tensors))
-    with kept_tensors(exclude=[t for name, t in tensors.items() if name not in ("x", "mask")]) as kept:
+    with saved_tensors(exclude=[t for name, t in tensors.items() if name not in ("x", "mask")]) as saved:
         layers(block.fused)(tensors)
     padding = BATCH * LENGTH
-    assert kept.bytes == 2 * block.kept_bytes(4, 4) + tensors["mask"].nbytes + 2 * padding
+    assert saved.bytes == 2 * block.saved_bytes(4, 4) + tensors["mask"].nbytes + 2 * padding
 
 
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 def test_a_pair_of_masks(level, hides):
-    """A trained bias and a mask that hides: the sum's numbers, while both are kept as they are."""
+    """A trained bias and a mask that hides: the sum's numbers, while both are saved as they are."""
     (block,) = (one.values[0] for one in variants((level,), ("learned bias",)) if one.values[0].mlp is None)
     block = block.without_dropout().with_(attention=replace(block.attention, dropout_p=0.0, padded=False))
     seen = torch.rand(BATCH, 1, LENGTH, LENGTH) > 0.4
@@ -340,9 +340,9 @@ def test_a_pair_of_masks(level, hides):
 
     tensors = block.make()
     assert_same_within_rounding(gradients(pair, tensors), gradients(whole, tensors))
-    with kept_tensors(exclude=[*tensors.values()]) as kept:
+    with saved_tensors(exclude=[*tensors.values()]) as saved:
         pair(tensors)
-    assert kept.bytes == block.kept_bytes(4, 4) - tensors["x"].nbytes + seen.nbytes
+    assert saved.bytes == block.saved_bytes(4, 4) - tensors["x"].nbytes + seen.nbytes
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
@@ -370,7 +370,7 @@ def test_a_bias_alone(backend):
 
 @pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
 def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
-    """Their gradients read what the last half's branch gave, one product from what is kept."""
+    """Their gradients read what the last half's branch gave, one product from what is saved."""
     last = block.halves[-1]
     after = [name for name in last.parameters_after() if name in block.make()]
     seen = watched(block, block.make(frozen=set(block.make()) - set(after)))
@@ -467,20 +467,20 @@ def test_compiled_autocast_keeps_no_cast_weight(block):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return block.call(t)
 
-    kept_bytes = []
+    saved_bytes = []
 
     def counted(function):
         def run(t):
-            with kept_tensors(exclude=excluded) as kept:
+            with saved_tensors(exclude=excluded) as saved:
                 y = function(t)
-            kept_bytes.append(kept.bytes)
+            saved_bytes.append(saved.bytes)
             return y
 
         return seeded(run)
 
     graph = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_same(gradients(counted(graph), tensors), gradients(counted(call), tensors))
-    assert kept_bytes[0] == kept_bytes[1]
+    assert saved_bytes[0] == saved_bytes[1]
 
 
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",))[2:])
@@ -564,9 +564,9 @@ def test_nothing_given_is_overwritten(block):
     before, tensors = block.make(), block.make()
     y = block.fused({**tensors, "x": tensors["x"] * 1})
     dy = output_gradient(y)
-    kept_dy = dy.clone()
+    saved_dy = dy.clone()
     y.backward(dy)
-    assert torch.equal(dy, kept_dy)
+    assert torch.equal(dy, saved_dy)
     assert_same({n: t.detach() for n, t in tensors.items()}, {n: t.detach() for n, t in before.items()})
     for name in ("x", *(n for n in tensors if n.endswith(("weight", "gain")))):
         y = block.fused(tensors)
@@ -586,9 +586,9 @@ def test_memory_is_flat_without_the_garbage_collector(block):
 def test_inference_keeps_nothing(block):
     tensors = block.make()
     expected = block.fused(tensors).detach()
-    with torch.no_grad(), Kept() as kept:
+    with torch.no_grad(), Saved() as saved:
         assert torch.equal(block.fused(tensors), expected)
-    assert kept.bytes == [0]
+    assert saved.bytes == [0]
 
 
 @pytest.mark.parametrize("block", in_turn(levels=("none", "full")))
@@ -690,8 +690,8 @@ def test_whole_samples_are_dropped(lead):
     branch = block.fused(tensors) - tensors["x"]
     whole = block.without_dropout().fused(tensors) - tensors["x"]
     samples, seen = lead[0] if len(lead) > 1 else 1, set()
-    for one, kept in zip(branch.chunk(samples), whole.chunk(samples), strict=True):
-        torch.testing.assert_close(one, kept * 2 if one.any() else kept * 0)
+    for one, saved in zip(branch.chunk(samples), whole.chunk(samples), strict=True):
+        torch.testing.assert_close(one, saved * 2 if one.any() else saved * 0)
         seen.add(bool(one.any()))
     assert len(seen) == min(samples, 2)
 

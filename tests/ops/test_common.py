@@ -263,7 +263,7 @@ def transient(setup, tensors, workspace):
     return peak.bytes - sum(sizes)
 
 
-# All for one activation of each set of kept tensors and number of temporaries; of the others what they hold themselves.
+# All for one activation of each set of saved tensors and number of temporaries; of the others what they hold themselves.
 HELD = ("relu", "relu2", "gelu", "quick_gelu")
 BOUNDED = setups(HELD, ("selective", "full"), dropout=(0.0, P), ops=("linear_stack", "mlp", "gated_mlp"))
 BOUNDED += setups([name for name in ACTIVATIONS if name not in HELD], ("full",), ops=("gated_mlp",))

@@ -1,4 +1,5 @@
-"""linear_cross_entropy against torch's linear and cross_entropy: values, gradients of any order, what is kept, every option."""
+"""linear_cross_entropy against torch's linear and cross_entropy: values, gradients of any order, saved tensors, every
+option."""
 
 import functools
 import itertools
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from cases import (
     DTYPES,
     LEVELS,
-    Kept,
+    Saved,
     Watch,
     assert_flat_memory,
     assert_same,
@@ -31,7 +32,7 @@ from twins import pairwise
 
 import ckptkern
 from ckptkern import eager
-from ckptkern.memory import kept_tensors, peak_memory
+from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.ops.cross_entropy import vocabulary_chunks
 
 IGNORED = -100
@@ -89,7 +90,7 @@ def plain(
 
 
 def check(target, tensors, **options):
-    """The 2x rule against float64, on one draw or twelve. What is kept in 16 bits is compared with PyTorch's 16-bit logits."""
+    """The 2x rule against float64, on one draw or twelve. What is saved in 16 bits is compared with PyTorch's 16-bit logits."""
     check_exactness(functools.partial(ours, target, **options), functools.partial(plain, target, **options), tensors)
 
 
@@ -237,47 +238,47 @@ def test_strides_of_inputs_and_gradients():
         assert_same_within_rounding(found, expected)
 
 
-# -- what is kept
+# -- what is saved
 
 
 TOKENS, CLASSES, WIDTH = 24, 300, 16
 
 
-def kept_by(target, tensors, **options):
-    with kept_tensors(exclude=[*tensors.values(), target]) as kept:
+def saved_by(target, tensors, **options):
+    with saved_tensors(exclude=[*tensors.values(), target]) as saved:
         ours(target, tensors, **options)
-    return kept.bytes
+    return saved.bytes
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kept_bytes(dtype, softcap):
+def test_saved_bytes(dtype, softcap):
     """At "full" 4 bytes a token besides the arguments, and the mean's count."""
     tensors, target = make((TOKENS,), WIDTH, CLASSES, dtype)
     for reduction, count in (("sum", 0), ("none", 0), ("mean", 8)):
         options = dict(reduction=reduction, softcap=softcap, label_smoothing=0.1, z_loss=0.0)
-        assert kept_by(target, tensors, recompute="full", **options) == 4 * TOKENS + count
+        assert saved_by(target, tensors, recompute="full", **options) == 4 * TOKENS + count
     slices = 0 if softcap else 4  # the eager backend has one
     logits = CLASSES * dtype.itemsize + slices + 4 + 4
     for level in ("none", "selective"):
-        assert kept_by(target, tensors, recompute=level, softcap=softcap, reduction="sum") == TOKENS * logits
+        assert saved_by(target, tensors, recompute=level, softcap=softcap, reduction="sum") == TOKENS * logits
 
 
-def test_kept_bytes_of_the_kernels():
+def test_saved_bytes_of_the_kernels():
     """Exponentials, and 4 bytes for each slice of 32 columns, the interpreter's."""
     tensors, target = make((TOKENS,), WIDTH, CLASSES, torch.bfloat16)
     with ckptkern.backend("triton"):
-        assert kept_by(target, tensors, reduction="sum") == 4 * TOKENS
-        none = kept_by(target, tensors, recompute="none", reduction="sum")
+        assert saved_by(target, tensors, reduction="sum") == 4 * TOKENS
+        none = saved_by(target, tensors, recompute="none", reduction="sum")
     assert none == TOKENS * (2 * CLASSES + 4 * 10 + 8)
 
 
 def test_z_loss_and_lse_keep_no_more():
     tensors, target = make((TOKENS,), WIDTH, CLASSES)
     options = dict(z_loss=0.1, return_lse=True, reduction="sum")
-    with kept_tensors(exclude=[*tensors.values(), target]) as kept:
+    with saved_tensors(exclude=[*tensors.values(), target]) as saved:
         lce(tensors["x"], tensors["weight"], target, linear_bias=tensors["bias"], **options)
-    assert kept.bytes == 4 * TOKENS
+    assert saved.bytes == 4 * TOKENS
 
 
 def test_autocast_keeps_no_cast_weight():
@@ -285,27 +286,27 @@ def test_autocast_keeps_no_cast_weight():
     tensors, target = make((TOKENS,), WIDTH, CLASSES)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = ours(target, tensors)
-        assert kept_by(target, tensors, reduction="sum") == 4 * TOKENS + 2 * TOKENS * WIDTH
+        assert saved_by(target, tensors, reduction="sum") == 4 * TOKENS + 2 * TOKENS * WIDTH
     loss.backward()
     assert loss.dtype == torch.float32
     assert all(t.grad.dtype == torch.float32 for t in tensors.values())
 
 
-def test_nothing_is_kept_without_a_gradient():
+def test_nothing_is_saved_without_a_gradient():
     tensors, target = make()
     expected = ours(target, tensors, recompute="none").detach()
-    with torch.no_grad(), Kept() as kept:
+    with torch.no_grad(), Saved() as saved:
         assert torch.equal(ours(target, tensors, recompute="none"), expected)
-    assert kept.bytes == [4 * 15]  # lse, freed with the call
+    assert saved.bytes == [4 * 15]  # lse, freed with the call
 
 
 def test_a_frozen_weight_lets_go_of_the_input():
     """At "none" x's gradient needs no x."""
     tensors, target = make()
     tensors["weight"].requires_grad_(False)
-    with kept_tensors(exclude=[tensors["weight"], tensors["bias"], target]) as kept:
+    with saved_tensors(exclude=[tensors["weight"], tensors["bias"], target]) as saved:
         ours(target, tensors, recompute="none", reduction="sum")
-    assert kept.bytes == 15 * (4 * 12 + 4 + 4 + 4)
+    assert saved.bytes == 15 * (4 * 12 + 4 + 4 + 4)
 
 
 def step(run, tensors):
@@ -414,7 +415,7 @@ def test_second_backward_through_a_retained_graph():
 
 
 def test_second_order():
-    """Hessian-vector products through the composite; where x is not kept, an error and no silent zero."""
+    """Hessian-vector products through the composite; where x is not saved, an error and no silent zero."""
     tensors, target = make(dtype=torch.float64)
     found = []
     for run in (ours, plain):
@@ -461,7 +462,7 @@ def test_inside_a_checkpoint_the_level_is_none(reentrant):
             tensors,
         )
     assert_same_within_rounding(found, expected)
-    assert "full" not in watch.strings[4 if reentrant else 0 :]  # forward without gradients keeps nothing
+    assert "full" not in watch.strings[4 if reentrant else 0 :]  # forward without gradients saves nothing
     assert watch.flops == 4 * 2 * 15 * 7 * 12  # forward twice, and dx and dw
 
 
@@ -859,7 +860,7 @@ def test_a_sentinel_beyond_the_vocabulary(backend):
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("level", ["none", "full"])
 def test_tokens_that_are_nearly_certain(level, backend):
-    """p of the target close to 1: its gradient p - 1 keeps its digits, though exponentials are kept in 16 bits."""
+    """p of the target close to 1: its gradient p - 1 keeps its digits, though exponentials are saved in 16 bits."""
     tensors, target = make((64,), 32, 96, torch.bfloat16, bias=False, ignore="none")
     with torch.no_grad():
         tensors["x"].copy_(12 * tensors["weight"][target] + 0.1 * tensors["x"])

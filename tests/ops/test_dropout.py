@@ -107,7 +107,7 @@ def test_draw_in_another_generator_state_changes_nothing_in_backward(setup):
 
 @pytest.mark.parametrize("p", [1e-3, 0.1, 0.5, 0.9, 0.9999])
 def test_probabilities(p):
-    """p is rounded to k/65536, the scale is that of the rounded p, and kept elements are scaled in x's dtype."""
+    """p is rounded to k/65536, the scale is that of the rounded p, and saved elements are scaled in x's dtype."""
     threshold, scale = state.threshold_scale(p)
     x = torch.randn(33, 70, requires_grad=True)
     torch.manual_seed(SEED)

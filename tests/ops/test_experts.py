@@ -23,7 +23,7 @@ from wrappers import Logged
 
 import ckptkern
 from ckptkern import eager
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 E, K = 5, 2
 Tensors = dict[str, torch.Tensor]
@@ -79,7 +79,7 @@ MOE = Op(
         down_bias=t.get("down_bias"), **options,
     ),
     plain=plain,
-    kept=lambda activation, level, d, h, e: (0, 0),  # below
+    saved=lambda activation, level, d, h, e: (0, 0),  # below
     products={},
     options=("activation", "recompute"),
 )  # fmt: skip
@@ -273,13 +273,13 @@ def test_routing_does_not_depend_on_the_level(level):
     assert not {"aten::sort", "aten::searchsorted"} & {event.name for event in profile.function_events}
 
 
-# -- what is kept, and what runs ---------------------------------------------------------------------------------------
+# -- what is saved, and what runs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_kept_bytes(level, compiled, dtype):
+def test_saved_bytes(level, compiled, dtype):
     """x, g and u, and the routing: its arguments, two int32 a slot and one an expert. No cast weight, no gathered row."""
     tokens, top_k, experts, d, h = 50, 2, 5, 24, 20
     index = routing("even", tokens, top_k, experts)
@@ -288,19 +288,19 @@ def test_kept_bytes(level, compiled, dtype):
     if compiled:
         ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
     around = torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
-    with around, kept_tensors(exclude=[t[name] for name in ("w", "wd", "b", "bd")]) as kept:
+    with around, saved_tensors(exclude=[t[name] for name in ("w", "wd", "b", "bd")]) as saved:
         ours(t)
     slots, elements = tokens * top_k, tokens * d + (tokens * top_k * 2 * h if level != "full" else 0)
-    assert kept.bytes == dtype.itemsize * elements + slots * (8 + 4 + 8) + 4 * (experts + 1)
+    assert saved.bytes == dtype.itemsize * elements + slots * (8 + 4 + 8) + 4 * (experts + 1)
 
 
 def test_a_frozen_first_weight_lets_go_of_the_input():
     index = routing("even", 50, 2, 5)
     t = tensors_of(index, 5, 24, 20, torch.float32, bias=False)
     t["w"].requires_grad_(False)
-    with kept_tensors(exclude=[index, t["s"], t["w"], t["wd"]]) as kept:
+    with saved_tensors(exclude=[index, t["s"], t["w"], t["wd"]]) as saved:
         ours_of(index, recompute="selective")(t)
-    assert kept.bytes == 4 * 100 * 40 + 8 * 100 + 4 * 6
+    assert saved.bytes == 4 * 100 * 40 + 8 * 100 + 4 * 6
 
 
 @pytest.mark.parametrize(("level", "products"), [("none", 9), ("selective", 9), ("full", 11)])

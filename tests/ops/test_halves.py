@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 LEVELS = ("none", "selective", "full")
 B, S, D = 2, 6, 32
@@ -47,11 +47,11 @@ LAYERS = {
 
 
 def run(layer: nn.Module, x: Tensor, memory: list[Tensor]) -> tuple[list[Tensor], int]:
-    """(output and gradients, kept bytes)."""
+    """(output and gradients, saved bytes)."""
     torch.manual_seed(1)
-    with kept_tensors([*layer.parameters(), *memory]) as kept:
+    with saved_tensors([*layer.parameters(), *memory]) as saved:
         y = layer(x, *memory)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *memory, *layer.parameters()])], kept.bytes
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *memory, *layer.parameters()])], saved.bytes
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -63,13 +63,13 @@ def test_a_level_for_each_half(name: str) -> None:
         layer.recompute = level
         found[level] = run(layer, x, memory)
         torch.testing.assert_close(found[level][0], found["none"][0], rtol=1e-4, atol=1e-5)
-    bytes_ = {level: kept for level, (_, kept) in found.items()}
+    bytes_ = {level: saved for level, (_, saved) in found.items()}
     between = 0 if name == "parallel" else 2 * ROW if name == "decoder" else ROW  # what each half is given
     small = 64 * 5  # states of dropout
     assert bytes_["full", "full"] == pytest.approx(bytes_["full"] + between, abs=small)
     assert bytes_["selective", "full"] == pytest.approx(bytes_["selective"] + between, abs=small)
     row, branches = B * S * 48 * 4, 2 if name == "llama" else 1  # of the hidden layer: g and u, or z
-    relu = name in ("encoder", "decoder")  # h alone is kept, at both levels
+    relu = name in ("encoder", "decoder")  # h alone is saved, at both levels
     for attention in LEVELS:
         least = bytes_[attention, "full"]
         assert bytes_[attention, "none"] == least + row * (1 if relu else branches + 1)
@@ -82,11 +82,11 @@ def test_a_level_for_each_half(name: str) -> None:
 def test_it_compiles() -> None:
     layer, x = ckptkern.nn.LlamaDecoderLayer(D, 4, intermediate_size=48), torch.randn(B, S, D, requires_grad=True)
     layer.recompute = ("selective", "none")
-    expected, kept = run(layer, x, [])
+    expected, saved = run(layer, x, [])
     torch._dynamo.reset()
     found, _ = run(torch.compile(layer, backend="aot_eager", fullgraph=True), x, [])
     torch.testing.assert_close(found, expected)
-    assert kept > ROW
+    assert saved > ROW
 
 
 @pytest.mark.parametrize("wrong", [("none", "some"), ("some", "none"), ("none",), ("none",) * 3, 3])
@@ -109,10 +109,10 @@ def test_a_pair_where_submodules_are_called(name: str, called: str) -> None:
     layer.get_submodule(place).register_forward_hook(lambda *args: None)
     for pair in itertools.product(LEVELS, LEVELS):
         layer.recompute = pair
-        found, kept = run(layer, x, memory)
+        found, saved = run(layer, x, memory)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         least = ROW + sum(one.nbytes for one in memory)
-        assert kept > 2 * least if pair == ("none", "none") else kept <= least + 64 * 5, pair
+        assert saved > 2 * least if pair == ("none", "none") else saved <= least + 64 * 5, pair
 
 
 @pytest.mark.parametrize("make", [

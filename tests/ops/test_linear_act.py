@@ -37,23 +37,23 @@ def test_every_bit_of_relus_mask(features):
 
 
 def test_a_chain_keeps_each_hidden_layer_once():
-    """relu at "none" keeps y, which the next layer keeps anyway: no more than nn.Linear and ReLU keep."""
-    from ckptkern.memory import kept_tensors
+    """relu at "none" saves y, which the next layer keeps anyway: no more than nn.Linear and ReLU keep."""
+    from ckptkern.memory import saved_tensors
 
     layers = [torch.nn.Linear(16, 16) for _ in range(3)]
     parameters = [p for layer in layers for p in layer.parameters()]
 
-    def kept(function):
-        with kept_tensors(exclude=parameters) as kept:
+    def saved(function):
+        with saved_tensors(exclude=parameters) as saved:
             h = torch.randn(8, 16, requires_grad=True)
             for layer in layers:
                 h = function(h, layer.weight, layer.bias)
             h.sum()
-        return kept.bytes
+        return saved.bytes
 
-    plain = kept(lambda h, w, b: F.linear(h, w, b).relu())
+    plain = saved(lambda h, w, b: F.linear(h, w, b).relu())
     assert plain == 4 * 8 * 16 * 4
-    assert kept(lambda h, w, b: ckptkern.linear_act(h, w, b, recompute="none")) == plain
+    assert saved(lambda h, w, b: ckptkern.linear_act(h, w, b, recompute="none")) == plain
 
 
 def test_defaults():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from cases import ACTIVATIONS, LEVELS, SEED, check_exactness, gradients
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 
 def stack(widths: list[int], dtype: torch.dtype = torch.float32) -> dict:
@@ -54,14 +54,14 @@ def test_one_layer_is_a_linear_act():
             assert torch.equal(one[name], act[name]), (level, name)
 
 
-def test_kept_bytes_do_not_grow_with_the_depth():
-    """At "full" a segment of 20 layers keeps what a segment of 2 keeps: x and one bit per element of y."""
+def test_saved_bytes_do_not_grow_with_the_depth():
+    """At "full" a segment of 20 layers saves what a segment of 2 keeps: x and one bit per element of y."""
     for depth in (2, 20):
         tensors = stack([16] * (depth + 1))
         weights, biases = layers_of(tensors)
-        with kept_tensors(exclude=weights + biases) as kept:
+        with saved_tensors(exclude=weights + biases) as saved:
             ckptkern.linear_stack(tensors["x"], weights, biases)
-        assert kept.bytes == 13 * (16 * 4 + 2)
+        assert saved.bytes == 13 * (16 * 4 + 2)
 
 
 def test_containers():

@@ -9,7 +9,7 @@ from cases import LEVELS
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 
 def test_defaults():
@@ -39,17 +39,17 @@ def test_keeps_no_more_than_a_checkpoint():
     parameters = [*fc1.parameters(), *fc2.parameters()]
     x = torch.randn(10, 16, requires_grad=True)
 
-    def kept(function):
-        with kept_tensors(exclude=parameters) as kept:
+    def saved(function):
+        with saved_tensors(exclude=parameters) as saved:
             function(x)
-        return kept.bytes // (10 * 4)
+        return saved.bytes // (10 * 4)
 
     def plain(x):
         return fc2(F.gelu(fc1(x)))
 
-    assert kept(plain) == 16 + 2 * 64
-    assert kept(lambda x: checkpoint(plain, x, use_reentrant=False)) == 16
-    assert kept(lambda x: ckptkern.mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias)) == 16
+    assert saved(plain) == 16 + 2 * 64
+    assert saved(lambda x: checkpoint(plain, x, use_reentrant=False)) == 16
+    assert saved(lambda x: ckptkern.mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias)) == 16
 
 
 def test_one_weight_in_two_places():

@@ -1,4 +1,4 @@
-"""What the factory promises of every op: what is kept, gradients of any order, products run, autograd's own ways."""
+"""What the factory promises of every op: what is saved, gradients of any order, products run, autograd's own ways."""
 
 import functools
 import itertools
@@ -11,8 +11,8 @@ from cases import (
     LAYERS,
     LEVELS,
     SEED,
-    Kept,
     P,
+    Saved,
     Setup,
     Sizes,
     Watch,
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 RAGGED = {
     "vector": Sizes(lead=()),
@@ -47,50 +47,50 @@ RAGGED = {
 }
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- what is saved -----------------------------------------------------------------------------------------------------
 
 
-def kept_by(setup: Setup, tensors: dict) -> int:
-    with kept_tensors(exclude=[t for name, t in tensors.items() if name != "x"]) as kept:
+def saved_by(setup: Setup, tensors: dict) -> int:
+    with saved_tensors(exclude=[t for name, t in tensors.items() if name != "x"]) as saved:
         setup.fused(tensors)
-    return kept.bytes
+    return saved.bytes
 
 
 def expected_bytes(setup: Setup, sizes: Sizes, itemsize: int) -> int:
-    elements, mask_bytes = setup.op.kept(setup.activation, setup.recompute, *sizes[1:])
+    elements, mask_bytes = setup.op.saved(setup.activation, setup.recompute, *sizes[1:])
     return sizes.tokens * (elements * itemsize + mask_bytes) + (16 if setup.dropout_p else 0)
 
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(0.0, P)))
-def test_kept_bytes_are_the_tables(setup):
-    assert kept_by(setup, make(setup)) == expected_bytes(setup, Sizes(), 4)
+def test_saved_bytes_are_the_tables(setup):
+    assert saved_by(setup, make(setup)) == expected_bytes(setup, Sizes(), 4)
 
 
 @pytest.mark.parametrize("setup", setups(dropout=(0.0, P)))
 def test_autocast_keeps_no_cast_weight(setup):
-    """float32 parameters under bf16 autocast: only activations are kept, in two bytes per element, also x's cast copy."""
+    """float32 parameters under bf16 autocast: only activations are saved, in two bytes per element, also x's cast copy."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         itemsize = 2 if setup.op.parameters(1, 1, 1) else 4  # dropout alone runs in x's own dtype, as torch's does
-        assert kept_by(setup, make(setup)) == expected_bytes(setup, Sizes(), itemsize)
+        assert saved_by(setup, make(setup)) == expected_bytes(setup, Sizes(), itemsize)
 
 
 @pytest.mark.parametrize("setup", setups(levels=("none", "selective")))
 def test_a_frozen_first_weight_lets_go_of_the_input(setup):
     first = {"gate_weight", "up_weight"} if setup.op.name == "gated_mlp" else {*list(make(setup))[1:2]}
-    kept = kept_by(setup, make(setup, frozen=first))
+    saved = saved_by(setup, make(setup, frozen=first))
     input_bytes = Sizes().tokens * Sizes().features * 4
     if setup.op.name in ("linear_act", "mlp", "gated_mlp"):
-        assert kept == expected_bytes(setup, Sizes(), 4) - input_bytes
+        assert saved == expected_bytes(setup, Sizes(), 4) - input_bytes
     else:
-        assert kept <= expected_bytes(setup, Sizes(), 4)
+        assert saved <= expected_bytes(setup, Sizes(), 4)
 
 
 @pytest.mark.parametrize("setup", setups(levels=("full",)))
-def test_nothing_is_kept_without_a_gradient(setup):
+def test_nothing_is_saved_without_a_gradient(setup):
     frozen = make(setup, frozen=list(make(setup)))
-    assert kept_by(setup, frozen) == 0
+    assert saved_by(setup, frozen) == 0
     with torch.no_grad():
-        assert kept_by(setup, make(setup)) == 0
+        assert saved_by(setup, make(setup)) == 0
         assert not setup.fused(make(setup)).requires_grad
 
 
@@ -257,7 +257,7 @@ def test_products_of_every_subset_of_frozen_inputs(setup):
     names = list(make(setup))
     forward = products(setup.fused, make(setup, frozen=names)).flops
     assert forward == products(setup.plain, make(setup, frozen=names)).flops
-    # at "full", forward runs again except for the last layer, which linear_act and a stack without a kept mask run too
+    # at "full", forward runs again except for the last layer, which linear_act and a stack without a saved mask run too
     last_layer = 2 * Sizes().tokens * Sizes().out * (Sizes().hidden + (setup.op.name == "linear_stack"))
     if setup.op.name == "linear_act" or (setup.op.name == "linear_stack" and setup.activation != "relu"):
         last_layer = 0
@@ -336,7 +336,7 @@ def gradient_penalty(function, tensors: dict) -> dict:
 @pytest.mark.parametrize("setup", setups(("gelu",), levels=("none", "full"), ops=LAYERS))
 @pytest.mark.parametrize("where", ["x", "parameters"])
 def test_second_order_with_frozen_inputs(setup, where):
-    """They are right, or an error if the input that they need was not kept."""
+    """They are right, or an error if the input that they need was not saved."""
     names = list(make(setup))
     frozen = names[1:] if where == "x" else names[:1]
     tensors = make(setup, dtype=torch.float64, frozen=frozen)
@@ -421,7 +421,7 @@ def keeps_its_output(setup: Setup) -> bool:
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_output_changed_in_place(setup):
-    """Gradients are right if the output is not kept, an error if it is (relu at "none", as with torch.relu)."""
+    """Gradients are right if the output is not saved, an error if it is (relu at "none", as with torch.relu)."""
     tensors = make(setup)
     dy = output_gradient(setup.fused(tensors))
     if keeps_its_output(setup):
@@ -441,9 +441,9 @@ def test_nothing_saved_or_given_is_overwritten(setup):
         tensors = clone(before)
         y = function({**tensors, "x": tensors["x"].exp()})
         dy = output_gradient(y)
-        kept_dy = dy.clone()
+        saved_dy = dy.clone()
         y.backward(dy)
-        assert torch.equal(dy, kept_dy)
+        assert torch.equal(dy, saved_dy)
         for name, t in tensors.items():
             assert torch.equal(t, before[name]), name
         return {name: t.grad for name, t in tensors.items()}
@@ -463,9 +463,9 @@ def test_inference_keeps_nothing(setup):
     everything = make(setup)
     expected = setup.fused(everything).detach()
     for tensors, graded in ((everything, False), (make(setup, frozen=list(everything)), True)):
-        with torch.set_grad_enabled(graded), Kept() as kept:
+        with torch.set_grad_enabled(graded), Saved() as saved:
             assert torch.equal(setup.fused(tensors), expected)
-        assert kept.bytes == [0]
+        assert saved.bytes == [0]
 
 
 @pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
@@ -545,7 +545,7 @@ def test_inside_a_checkpoint(setup, reentrant):
 
     def checkpointed(function):
         def run(t):
-            # sin keeps y, so that plain PyTorch's recompute too runs to the end of the segment
+            # sin saves y, so that plain PyTorch's recompute too runs to the end of the segment
             wrap = ckptkern.checkpoint if reentrant is None else functools.partial(checkpoint, use_reentrant=reentrant)
             return wrap(lambda *v: function(dict(zip(t, v, strict=True))).sin(), *t.values())
 

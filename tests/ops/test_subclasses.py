@@ -12,7 +12,7 @@ from wrappers import Int8Weight, Logged, Named
 
 import ckptkern
 from ckptkern import subclasses
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 from ckptkern.ops.dispatch import choices as _choices
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
@@ -110,12 +110,12 @@ def attention_of_bias(q, k, v, mask):
 
 def test_a_causal_bias_keeps_no_mask():
     tensors = heads(64, 64)
-    kept = []
+    saved = []
     for options in ({"is_causal": True}, {"attn_mask": bias.causal_lower_right(64, 64)}):
-        with kept_tensors() as saved:
+        with saved_tensors() as found:
             attention(**options)(tensors)
-        kept.append(saved.bytes)
-    assert kept[0] == kept[1]
+        saved.append(found.bytes)
+    assert saved[0] == saved[1]
 
 
 def test_what_torch_accepts_of_other_lengths():

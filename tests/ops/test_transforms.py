@@ -24,7 +24,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-# One of each set of tensors that an op keeps: at "full" relu keeps more than other activations in a stack alone.
+# One of each set of tensors that an op keeps: at "full" relu saves more than other activations in a stack alone.
 STEPS = setups(("relu",), ("none", "selective"), (P,)) + setups(("gelu",), ("selective", "full"), (P,), LAYERS)
 STEPS += setups(("relu",), ("full",), ops=("linear_stack",))
 
@@ -116,16 +116,16 @@ def test_compiled_autocast_keeps_no_cast_weight(setup):
     def seeded(function):
         def run(t):
             torch.manual_seed(SEED)
-            with kept_tensors(exclude=parameters) as kept:
+            with saved_tensors(exclude=parameters) as saved:
                 y = function(t)
-            run.kept = kept.bytes
+            run.saved = saved.bytes
             return y
 
         return run
 
     eager, graph = seeded(call), seeded(torch.compile(call, backend="aot_eager", fullgraph=True))
     assert_same(gradients(graph, tensors), gradients(eager, tensors))
-    assert graph.kept == eager.kept
+    assert graph.saved == eager.saved
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("selective",), dropout=(P,)))
@@ -196,7 +196,7 @@ def test_compiled_with_one_weight_as_several_inputs():
 
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("full",), ops=LAYERS))
 def test_compiled_module_in_a_chain(setup):
-    """Graph outputs that alias what is kept, and ops before and after."""
+    """Graph outputs that alias what is saved, and ops before and after."""
     tensors = make(setup)
 
     def chain(t):
@@ -209,7 +209,7 @@ def test_compiled_module_in_a_chain(setup):
 
 @pytest.mark.parametrize("setup", setups(("relu",), ("none",), dropout=(P,)))
 def test_compiled_without_gradients(setup):
-    """Evaluation, under no_grad and with nothing that needs a gradient: the graph has the level that keeps nothing."""
+    """Evaluation, under no_grad and with nothing that needs a gradient: the graph has the level that saves nothing."""
     tensors = make(setup)
     expected, counter = setup.fused(tensors).detach(), CompileCounterWithBackend("aot_eager")
     assert torch.equal(compiled(setup, counter)({name: t.detach() for name, t in tensors.items()}), expected)

@@ -1,4 +1,4 @@
-"""ckptkern.plan: what it predicts is what is kept, and what it applies trains as before."""
+"""ckptkern.plan: what it predicts is what is saved, and what it applies trains as before."""
 
 import copy
 import pickle
@@ -45,7 +45,7 @@ class Convolutions(nn.Module):
 
 
 class Ours(nn.Module):
-    """Layers of ckptkern.nn of several kinds. The relu's output is kept by itself and by the next layer."""
+    """Layers of ckptkern.nn of several kinds. The relu's output is saved by itself and by the next layer."""
 
     def __init__(self):
         super().__init__()
@@ -67,8 +67,8 @@ MODELS = {name: (lambda name=name: model_of(name), ids) for name in NAMES} | {
 
 
 def counted(model: nn.Module, x: Tensor) -> int:
-    """kept_tensors in training mode, the random state as before."""
-    with torch.random.fork_rng(), memory.kept_tensors(model) as found:
+    """saved_tensors in training mode, the random state as before."""
+    with torch.random.fork_rng(), memory.saved_tensors(model) as found:
         model.train()(x)
     return found.bytes
 
@@ -82,25 +82,25 @@ def least_of(plan: ckptkern.Plan) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_predicted_is_kept(name: str) -> None:
+def test_what_is_predicted_is_saved(name: str) -> None:
     make, inputs = MODELS[name]
     model, x = make(), inputs()
     stores = [ckptkern.storage.offload(min_bytes=0), ckptkern.storage.compress("int8", min_bytes=256)]
     plan = ckptkern.plan(model, x, budget="1GiB", stores=stores)
-    assert plan.kept == counted(model, x)
+    assert plan.saved == counted(model, x)
     draw = random.Random(0)
     for _ in range(12):  # any mixture, not only those that are optimal
         chosen = [draw.randrange(len(row.ways)) for row in plan.table.rows]
         for row, way in zip(plan.table.rows, chosen, strict=True):
             row.segment.set(row.ways[way])
-        assert plan.table.kept(chosen) == counted(model, x), chosen
-    largest, least = plan.table.kept([0] * len(plan.table.rows)), least_of(plan)
+        assert plan.table.saved(chosen) == counted(model, x), chosen
+    largest, least = plan.table.saved([0] * len(plan.table.rows)), least_of(plan)
     costs = []
     for budget in (largest, largest // 2, largest // 3):
         plan.choose(max(budget, least))
         costs.append(plan.cost)
-        assert plan.kept == counted(model, x)
-        assert plan.kept <= plan.budget
+        assert plan.saved == counted(model, x)
+        assert plan.saved <= plan.budget
     assert costs == sorted(costs)
 
 
@@ -177,10 +177,10 @@ def test_the_least_that_would_fit() -> None:
 def test_a_plan_is_shown() -> None:
     plan = ckptkern.plan(model_of("llama"), ids(), budget="1GiB")
     lines = str(plan).splitlines()
-    assert lines[0].split() == ["segment", "way", "chosen", "kept", "time", "GFLOP", "workspace"]
+    assert lines[0].split() == ["segment", "way", "chosen", "saved", "time", "GFLOP", "workspace"]
     assert lines[1].startswith("layers.* (2)  none")
     assert any(line.split()[0] == "selective/none" for line in lines)
-    assert lines[-1].startswith("kept: ")
+    assert lines[-1].startswith("saved: ")
     assert "of a budget of 1 GiB" in lines[-1]
 
 
@@ -191,7 +191,7 @@ def test_a_converted_model_is_planned_as_it_is() -> None:
     plan = ckptkern.plan(model, ids(), budget="1GiB")
     assert model.layers[1].forward is before
     assert set(plan.ways) == {"layers.0", "layers.1"}, "the other is a general segment, or none"
-    plan.choose(plan.table.kept(plan.table.uniform("full")))
+    plan.choose(plan.table.saved(plan.table.uniform("full")))
     ckptkern.revert(model)
     assert not segments_of(model)
 
@@ -205,7 +205,7 @@ def test_blocks_that_no_second_forward_may_run_are_no_segments() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)) for _ in range(2)), nn.Conv1d(4, 4, 1))
     plan = ckptkern.plan(model, torch.randn(2, 4, 6), budget="1GiB")
     assert plan.ways == {}
-    assert plan.kept == counted(model, torch.randn(2, 4, 6))
+    assert plan.saved == counted(model, torch.randn(2, 4, 6))
     assert torch.equal(model[0][1].running_mean, torch.zeros(4)) is False, "counted above, and not by plan"
 
 
@@ -223,7 +223,7 @@ def test_on_the_meta_device_products_are_what_counts() -> None:
         assert [held.bytes for held in ours.held] == [held.bytes for held in theirs.held]
         assert [cost.flops for cost in plan.table.kinds[0].costs] == [cost.flops for cost in real.table.kinds[0].costs]
     selective = plan.table.uniform("selective")
-    plan.choose(plan.table.kept(selective))
+    plan.choose(plan.table.saved(selective))
     rows = zip(plan.table.rows, selective, strict=True)
     assert 0 < plan.cost <= sum(plan.table.cost(row, way).flops for row, way in rows)
     with pytest.raises(ValueError, match="the meta device, which has no memory to fill: wanted a budget"):
@@ -247,12 +247,12 @@ def test_under_autocast() -> None:
         for row in plan.table.rows:
             row.segment.set(Way("full"))
         chosen = plan.table.uniform("full")
-        with memory.kept_tensors(model) as found:
+        with memory.saved_tensors(model) as found:
             model(x)
-    assert found.bytes == plan.table.kept(chosen)
-    predicted = plan.kept
+    assert found.bytes == plan.table.saved(chosen)
+    predicted = plan.saved
     plan.choose(plan.budget)
-    with torch.autocast("cpu", torch.bfloat16), memory.kept_tensors(model) as found:
+    with torch.autocast("cpu", torch.bfloat16), memory.saved_tensors(model) as found:
         model(x)
     assert found.bytes == predicted
 
@@ -265,9 +265,9 @@ def test_a_weight_that_autocast_casts_once_for_two_segments() -> None:
         plan = ckptkern.plan(model, x, budget="1GiB", exclude="0")
         for row in plan.table.rows:
             row.segment.set(Way("none"))
-        with memory.kept_tensors(model) as found:
+        with memory.saved_tensors(model) as found:
             model(x)
-    assert found.bytes == plan.table.kept(plan.table.uniform("none"))
+    assert found.bytes == plan.table.saved(plan.table.uniform("none"))
     copy_of_weight = 8 * 8 * 2
     assert all(copy_of_weight in row.held[0].shared.values() for row in plan.table.rows)
 
@@ -284,25 +284,25 @@ def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch
     gradients = sum(p.nbytes for p in model.parameters())
     plan = ckptkern.plan(model, x, budget=20_000, adapt=True)
     assert plan.budget == 20_000
-    roomy = plan.kept
+    roomy = plan.saved
 
     def step_with(room: int) -> int:
         free[0] = room + plan.workspace + gradients
         found = counted(model, x)
-        assert found == plan.kept
+        assert found == plan.saved
         return found
 
     assert step_with(2**40) == roomy
-    full = plan.table.kept(plan.table.uniform("full"))
+    full = plan.table.saved(plan.table.uniform("full"))
     tight = step_with(full + 100)
     assert tight <= full + 100 < roomy
     model.eval()
     free[0] = 2**40
     model(x)
-    assert plan.kept == tight, "evaluation keeps nothing"
+    assert plan.saved == tight, "evaluation saves nothing"
     with torch.no_grad():
         model.train()(x)
-    assert plan.kept == tight
+    assert plan.saved == tight
     assert step_with(2**40) == roomy
     assert plan.budget == 20_000, "at most what was given"
     with pytest.warns(UserWarning, match="may not fit"):
@@ -311,7 +311,7 @@ def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch
     plan.stop()
     free[0] = 2**40
     counted(model, x)
-    assert plan.kept == least
+    assert plan.saved == least
 
 
 def test_without_a_budget_it_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,11 +386,11 @@ def _check_ranks(rank: int) -> None:
     plan = ckptkern.plan(model, many, budget=45_000)
     ways = [{name: str(way) for name, way in plan.ways.items()}]
     theirs: list = [None, None]
-    torch.distributed.all_gather_object(theirs, (ways, plan.kept, plan.cost))
+    torch.distributed.all_gather_object(theirs, (ways, plan.saved, plan.cost))
     assert theirs[0] == theirs[1]
     mine = counted(model, many)
-    assert mine <= plan.kept
-    assert rank == 0 or mine == plan.kept
+    assert mine <= plan.saved
+    assert rank == 0 or mine == plan.saved
 
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

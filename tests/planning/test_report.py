@@ -91,7 +91,7 @@ def test_general_segments() -> None:
     model, x = nn.Sequential(nn.Conv1d(4, 4, 1), *block), torch.randn(2, 4, 6)
     report = ckptkern.report(model, x)
     assert {line.served_by for line in report.lines} == {"checkpoint"}
-    by_level = {line.level: line.kept for line in report.lines if line.name == "1"}
+    by_level = {line.level: line.saved for line in report.lines if line.name == "1"}
     assert by_level.pop(STOCK) == by_level["none"]
     # its input; what each convolution and the GELU read
     assert by_level == {"none": 4 * 2 * 6 * (4 + 8 + 8), "full": 4 * 2 * 6 * 4}
@@ -116,14 +116,14 @@ def test_csv_and_text(tmp_path: Path) -> None:
     assert [(row["name"], row["level"]) for row in rows] == [
         (f"layers.{i}", level) for i in range(2) for level in (STOCK, *LEVELS)
     ]
-    assert [int(row["kept"]) for row in rows] == [line.kept for line in report.lines]
+    assert [int(row["saved"]) for row in rows] == [line.saved for line in report.lines]
     text = str(report)
     assert "layers.* (2)  transformer_layer  stock PyTorch" in text
-    assert all(memory.format_size(kept) in text for kept in report.totals.values())
+    assert all(memory.format_size(saved) in text for saved in report.totals.values())
 
 
 def test_memory_over_a_step(tmp_path: Path) -> None:
-    """It rises in forward to more than what is kept, and in backward falls to nothing."""
+    """It rises in forward to more than what is saved, and in backward falls to nothing."""
     report = ckptkern.report(model_of("llama"), ids())
     assert list(report.timelines) == list(report.totals)
     for level, timeline in report.timelines.items():

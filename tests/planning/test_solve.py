@@ -13,7 +13,7 @@ pytest.importorskip("scipy")
 
 
 def problem(seed: int) -> tuple[list[list[float]], list[list[Held]], Held]:
-    """Up to five segments; some are alike, and some storages are kept by several of them or by the rest."""
+    """Up to five segments; some are alike, and some storages are saved by several of them or by the rest."""
     draw = random.Random(seed)
     names = [("out", i) for i in range(4)]
     sizes = {name: draw.choice([0, 7, 4096, 3 * 2**20]) for name in names}
@@ -40,8 +40,8 @@ def every_choice(costs, held, rest) -> list[tuple[int, float]]:
     """(bytes, cost) of each."""
     found = []
     for ways in itertools.product(*(range(len(cost)) for cost in costs)):
-        kept = total([rest, *(own[way] for own, way in zip(held, ways, strict=True))])
-        found.append((kept, sum(cost[way] for cost, way in zip(costs, ways, strict=True))))
+        saved = total([rest, *(own[way] for own, way in zip(held, ways, strict=True))])
+        found.append((saved, sum(cost[way] for cost, way in zip(costs, ways, strict=True))))
     return found
 
 
@@ -50,25 +50,25 @@ def test_no_choice_is_cheaper(seeds: range) -> None:
     for seed in seeds:
         costs, held, rest = problem(seed)
         every = every_choice(costs, held, rest)
-        kept = sorted({kept for kept, _ in every})
-        for budget in {kept[0], kept[len(kept) // 2], kept[-1] - 1, kept[-1] + 1}:
-            if budget < kept[0]:
+        saved = sorted({saved for saved, _ in every})
+        for budget in {saved[0], saved[len(saved) // 2], saved[-1] - 1, saved[-1] + 1}:
+            if budget < saved[0]:
                 continue
             ways = choose(costs, held, rest, budget)
             ours = total([rest, *(own[way] for own, way in zip(held, ways, strict=True))])
             assert ours <= budget
-            best = min(cost for kept, cost in every if kept <= budget)
+            best = min(cost for saved, cost in every if saved <= budget)
             cost = sum(cost[way] for cost, way in zip(costs, ways, strict=True))
             assert cost == pytest.approx(best, rel=1e-6, abs=1e-6), (seed, budget)
         with pytest.raises(BudgetError) as error:
-            choose(costs, held, rest, kept[0] - 1)
-        assert error.value.least == kept[0], seed
+            choose(costs, held, rest, saved[0] - 1)
+        assert error.value.least == saved[0], seed
 
 
 def test_a_larger_budget_costs_no_more() -> None:
     for seed in range(30):
         costs, held, rest = problem(seed)
-        least = min(kept for kept, _ in every_choice(costs, held, rest))
+        least = min(saved for saved, _ in every_choice(costs, held, rest))
         found = []
         for budget in range(least, least + 20 * 2**20, 2**20):
             ways = choose(costs, held, rest, budget)

@@ -1,4 +1,4 @@
-"""ckptkern.checkpoint against the plain call: gradients, random state, kept bytes, errors, and what torch's misses."""
+"""ckptkern.checkpoint against the plain call: gradients, random state, saved bytes, errors, and what torch's misses."""
 
 import collections
 import copy
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 
 import ckptkern
 from ckptkern import checkpoint, checkpointed
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 
 SEED = 3
 
@@ -279,12 +279,12 @@ def test_recomputed_tensors_are_let_go_with_retain_graph():
 
     x = torch.randn(1000, requires_grad=True)
     out = checkpoint(function, x)
-    with kept_tensors() as kept:
+    with saved_tensors() as saved:
         pass
     out.sum().backward(retain_graph=True)
     assert len(alive) == 2
     assert all(reference() is None for reference in alive)
-    assert kept.bytes == 0
+    assert saved.bytes == 0
 
 
 def test_double_backward():
@@ -380,25 +380,25 @@ def test_as_a_decorator():
 
     block, x = Block(), torch.randn(3, 4, requires_grad=True)
     assert Block.forward.__doc__ == "Doc."
-    with kept_tensors(exclude=block.parameters()) as kept:
+    with saved_tensors(exclude=block.parameters()) as saved:
         y = block(x, scale=2.0)
-    assert kept.bytes == x.nbytes
+    assert saved.bytes == x.nbytes
     torch.testing.assert_close(y, 2 * block.other(x))
     assert torch.autograd.grad(y.sum(), block.fc.weight)[0].abs().sum() > 0
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- what is saved -----------------------------------------------------------------------------------------------------
 
 
-def test_kept_bytes_are_the_arguments():
+def test_saved_bytes_are_the_arguments():
     model, x = mlp(width=32), torch.randn(64, 32, requires_grad=True)
 
-    def kept(function):
-        with kept_tensors(exclude=model.parameters()) as kept:
+    def saved(function):
+        with saved_tensors(exclude=model.parameters()) as saved:
             function(x)
-        return kept.bytes
+        return saved.bytes
 
-    assert kept(lambda x: checkpoint(model, x)) == x.nbytes < kept(model) / 5
+    assert saved(lambda x: checkpoint(model, x)) == x.nbytes < saved(model) / 5
 
 
 def test_hooks_around_a_segment_see_its_arguments():
@@ -965,7 +965,7 @@ def test_a_first_result_read_in_recompute():
     assert len(stored) == 3
 
 
-def test_device_context_is_kept():
+def test_device_context_is_saved():
     made = []
 
     def function(x):
@@ -979,12 +979,12 @@ def test_device_context_is_kept():
     assert made == ["meta", "meta"]
 
 
-def test_without_gradients_nothing_is_kept():
+def test_without_gradients_nothing_is_saved():
     model, x = mlp(), torch.randn(5, 8)
     for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode, kept_tensors() as kept:
+        with mode, saved_tensors() as saved:
             assert torch.equal(checkpoint(model, x), model(x))
-        assert kept.bytes == 0
+        assert saved.bytes == 0
     checkpoint(model, x).sum().backward()  # training after inference mode (pytorch#77967)
 
 
@@ -993,7 +993,7 @@ def test_without_gradients_nothing_is_kept():
 
 @pytest.mark.parametrize("wrapper", ["ours", "torchs"])
 def test_fused_ops_inside_run_at_none(wrapper):
-    """Recomputing inside a recompute costs products and keeps nothing less, in forward and in recompute."""
+    """Recomputing inside a recompute costs products and saves nothing less, in forward and in recompute."""
     layer, x = ckptkern.nn.MLP(8, 32, dropout=0.5), torch.randn(5, 8)
     segment = checkpoint if wrapper == "ours" else functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
     assert_same(outcome(lambda x: segment(layer, x), x, layer.parameters()), outcome(layer, x, layer.parameters()))

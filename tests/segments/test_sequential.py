@@ -1,4 +1,4 @@
-"""Strategies: which layers become segments, what is then kept, and that gradients do not depend on the choice."""
+"""Strategies: which layers become segments, what is then saved, and that gradients do not depend on the choice."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ from torch import nn
 
 import ckptkern
 from ckptkern import checkpoint_sequential
-from ckptkern.memory import kept_tensors
+from ckptkern.memory import saved_tensors
 from ckptkern.segments import sequential
 from ckptkern.segments.sequential import Part, split
 
@@ -84,13 +84,13 @@ def test_unknown_options(x):
         checkpoint_sequential(deep(), 2, x, use_reentrant=True)
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- what is saved -----------------------------------------------------------------------------------------------------
 
 
-def kept(model, function, x) -> int:
-    with kept_tensors(exclude=model.parameters()) as kept:
+def saved(model, function, x) -> int:
+    with saved_tensors(exclude=model.parameters()) as saved:
         function(x)
-    return kept.bytes
+    return saved.bytes
 
 
 STRATEGIES = [1, 3, DEPTH, "sqrt", "every 2", "[0-9]", "5KiB", "13KiB", "1GiB"]
@@ -108,10 +108,10 @@ def test_gradients_are_those_of_the_plain_run(segments, x):
 @pytest.mark.parametrize(("segments", "tensors"), [
     (1, DEPTH + 1), (DEPTH, DEPTH + 1), (3, 2 + 5), ("every 1", DEPTH), ("every 2", DEPTH + 1),
 ])  # fmt: skip
-def test_kept_bytes(segments, tensors, x):
-    """Kept, in tensors of the layers' width: x, and what plain layers keep, which is each layer's ReLU."""
+def test_saved_bytes(segments, tensors, x):
+    """Saved, in tensors of the layers' width: x, and what plain layers keep, which is each layer's ReLU."""
     model = deep()
-    assert kept(model, lambda x: checkpoint_sequential(model, segments, x), x) == tensors * ROW_BYTES
+    assert saved(model, lambda x: checkpoint_sequential(model, segments, x), x) == tensors * ROW_BYTES
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.Dropout])
@@ -122,9 +122,9 @@ def test_a_bound_in_bytes_holds(tensors, activation, x):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), activation()) for _ in range(DEPTH)))
     bound = f"{tensors * ROW_BYTES} B"
     parts = split(model, bound, x)
-    measured = kept(model, lambda x: checkpoint_sequential(model, bound, x), x)
+    measured = saved(model, lambda x: checkpoint_sequential(model, bound, x), x)
     assert measured <= tensors * ROW_BYTES
-    plain = kept(model, model, x)
+    plain = saved(model, model, x)
     recomputed = sum(part.stop - part.start for part in parts if part.recompute)
     assert (recomputed == 0) == (plain <= tensors * ROW_BYTES)
     if tensors == 1:
@@ -132,16 +132,16 @@ def test_a_bound_in_bytes_holds(tensors, activation, x):
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.Dropout])
-def test_measured_on_fake_tensors_is_what_is_kept(activation, x):
+def test_measured_on_fake_tensors_is_what_is_saved(activation, x):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), activation()) for _ in range(DEPTH)))
     measured = sequential._measure(list(model), x)
-    assert sequential._kept([Part(0, DEPTH, False)], measured) == kept(model, model, x)
+    assert sequential._saved([Part(0, DEPTH, False)], measured) == saved(model, model, x)
     half = [Part(0, DEPTH // 2, True), Part(DEPTH // 2, DEPTH, False)]
-    assert sequential._kept(half, measured) == kept(model, lambda x: sequential.run(model, half, x), x)
+    assert sequential._saved(half, measured) == saved(model, lambda x: sequential.run(model, half, x), x)
 
 
 def test_a_bound_that_cannot_hold(x):
-    with pytest.raises(ValueError, match="at most 2 KiB may be kept, but one segment of all layers keeps 2 KiB"):
+    with pytest.raises(ValueError, match="at most 2 KiB may be saved, but one segment of all layers keeps 2 KiB"):
         split(deep(), "2047 B", x)
 
 
@@ -170,7 +170,7 @@ def test_module(x):
     mine, theirs = (torch.autograd.grad(out.sum(), x)[0] for out in (y, expected))
     assert torch.equal(mine, theirs)
     size = DEPTH // round(math.sqrt(DEPTH))
-    assert kept(model, model, x) == (round(math.sqrt(DEPTH)) - 1 + size + 1) * ROW_BYTES
+    assert saved(model, model, x) == (round(math.sqrt(DEPTH)) - 1 + size + 1) * ROW_BYTES
     with torch.no_grad():
         assert torch.equal(model(x), expected)
     assert model[:3].segments == "sqrt"

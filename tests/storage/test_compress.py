@@ -166,13 +166,13 @@ def test_compressed_then_offloaded_is_the_same(method):
     assert host.host_bytes > 0
 
 
-def device_bytes(kept):
-    if isinstance(kept, Stays):
-        return kept.tensor.nbytes
-    if isinstance(kept, _Packed):
-        return sum(map(device_bytes, kept.parts)) if kept.parts else device_bytes(kept.dense)
-    assert isinstance(kept, _Copy)
-    assert kept.out is None
+def device_bytes(saved):
+    if isinstance(saved, Stays):
+        return saved.tensor.nbytes
+    if isinstance(saved, _Packed):
+        return sum(map(device_bytes, saved.parts)) if saved.parts else device_bytes(saved.dense)
+    assert isinstance(saved, _Copy)
+    assert saved.out is None
     return 0
 
 
@@ -196,16 +196,16 @@ def test_figures_of_the_docs(activation):
         return torch.cat([gradient.view(-1) for gradient in torch.autograd.grad(loss, [*module.parameters()])])
 
     expected = step(contextlib.nullcontext())
-    print(f"\n4 x Linear(256, 256)+{activation}, 512 tokens, float32: bytes kept on the device; gradient error")
+    print(f"\n4 x Linear(256, 256)+{activation}, 512 tokens, float32: bytes saved on the device; gradient error")
     for name, (make, bound) in FIGURES.items():
         keep, before, after = make(), [], []
         put = keep.put
 
         def counted(flat, put=put, before=before, after=after):
-            kept = put(flat)
+            saved = put(flat)
             before.append(flat.nbytes)
-            after.append(device_bytes(kept))
-            return kept
+            after.append(device_bytes(saved))
+            return saved
 
         keep.put = counted
         found = step(keep)
@@ -233,9 +233,9 @@ def test_peaks_of_the_docs():
             gradients(module, x, keep)
         peaks[name] = peak.bytes / 1e6
         print(f"{name:20} {peaks[name]:.1f} MB")
-    nothing, *kept = peaks.values()
-    assert kept[0] < kept[1] < 0.7 * nothing
-    assert kept[2] < 0.7 * nothing
+    nothing, *saved = peaks.values()
+    assert saved[0] < saved[1] < 0.7 * nothing
+    assert saved[2] < 0.7 * nothing
 
 
 @pytest.mark.parametrize(("kind", "most"), [("relu", 0.3), ("masks of forward", 0.03), ("gelu", 0.03)])

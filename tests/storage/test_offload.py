@@ -1,4 +1,4 @@
-"""ckptkern.storage.offload: what is kept on the host comes back in time, and leaves nothing behind."""
+"""ckptkern.storage.offload: what is saved on the host comes back in time, and leaves nothing behind."""
 
 import contextlib
 import gc
@@ -216,9 +216,9 @@ def test_backward_fetches_ahead_in_reverse_order_and_no_further():
     sizes, ahead = [11, 12, 13, 14, 15, 16], []
     get = keep.get
 
-    def counted(kept):
-        found = get(kept)
-        ahead.append([copy.buffer.numel() // 4 for copy in kept.lane.copies.values() if copy.back is not None])
+    def counted(saved):
+        found = get(saved)
+        ahead.append([copy.buffer.numel() // 4 for copy in saved.lane.copies.values() if copy.back is not None])
         return found
 
     keep.get = counted

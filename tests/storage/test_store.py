@@ -1,4 +1,4 @@
-"""Every store: what is kept elsewhere comes back as it was, once, and what should stay stays."""
+"""Every store: what is saved elsewhere comes back as it was, once, and what should stay stays."""
 
 import contextlib
 import gc
@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptkern
-from ckptkern.memory import kept_tensors, peak_memory
+from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.storage import compress, offload, partition, store
 
 
@@ -104,7 +104,7 @@ def test_what_is_excluded_small_or_not_selected_stays():
         assert puts == expected, settings
 
 
-def test_a_tensor_saved_twice_is_kept_once():
+def test_a_tensor_saved_twice_is_saved_once():
     keep, base = offload(min_bytes=0), torch.randn(4, 6)
     puts = watch(keep)
     found = through(
@@ -118,7 +118,7 @@ def test_a_tensor_saved_twice_is_kept_once():
     assert torch.equal(found[7], base[:3])
 
 
-def test_what_was_changed_in_between_is_kept_twice():
+def test_what_was_changed_in_between_is_saved_twice():
     keep, base, x = offload(min_bytes=0), torch.zeros(5), torch.ones((), requires_grad=True)
     first, second, third = [], [], []
     with keep:
@@ -135,7 +135,7 @@ def test_what_was_changed_in_between_is_kept_twice():
 def test_a_tensor_saved_twice_is_fetched_once():
     keep, fetched = offload(min_bytes=0), []
     get = keep.get
-    keep.get = lambda kept: (fetched.append(kept), get(kept))[1]
+    keep.get = lambda saved: (fetched.append(saved), get(saved))[1]
     x = torch.randn(7, 16, requires_grad=True)
     with keep:
         y = nn.Linear(16, 16)(F.relu(x.exp())).sum()  # relu and linear save relu's output, exp its own
@@ -206,7 +206,7 @@ def test_a_default_device_does_not_matter(keep):
     assert torch.equal(found[0], expected)
 
 
-def test_gaps_and_repeats_are_not_kept():
+def test_gaps_and_repeats_are_not_saved():
     keep = offload(min_bytes=0)
     puts = watch(keep)
     through(keep, torch.randn(100, 90)[:, :3], torch.randn(1, 7).expand(50, 7))
@@ -407,8 +407,8 @@ def test_what_stays_on_the_device_is_counted_around_a_store(keep, expected):
     x = torch.randn(16, 32)
     x[8:] = 0.0  # half of the elements: what "relu" has room for
     x.requires_grad_()
-    with kept_tensors() as kept, keep():
+    with saved_tensors() as saved, keep():
         y = x.sin()
 
-    assert kept.bytes == expected
+    assert saved.bytes == expected
     y.sum().backward()

@@ -48,7 +48,7 @@ def tiny(**changes):
 def test_end_to_end(tmp_path, capsys):
     assert run_demo(tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    for text in ("train", "held-out", "kept", "peak", "ms per", "ratio", "of 6", *config.WAYS):
+    for text in ("train", "held-out", "saved", "peak", "ms per", "ratio", "of 6", *config.WAYS):
         assert text in printed
 
     losses = losses_by_way(tmp_path / "out")
@@ -64,8 +64,8 @@ def test_end_to_end(tmp_path, capsys):
     assert [row["way"] for row in written["table"]] == list(config.WAYS)
     assert all(agreement["limited"] for agreement in written["agreement"])
     plain, checkpointed, ours = written["table"]
-    # ckptkern at "full" keeps the inputs of its blocks, as checkpoint does, and what is kept outside of them
-    assert ours["kept_mib"] <= checkpointed["kept_mib"] < plain["kept_mib"] / 2
+    # ckptkern at "full" keeps the inputs of its blocks, as checkpoint does, and what is saved outside of them
+    assert ours["saved_mib"] <= checkpointed["saved_mib"] < plain["saved_mib"] / 2
     assert ours["peak_mib"] < plain["peak_mib"]
     assert plain["ratio"] == 1.0
 
@@ -77,7 +77,7 @@ def test_end_to_end(tmp_path, capsys):
 def test_selective_keeps_a_third_at_most(tmp_path):
     assert run_demo(tmp_path, "--recompute", "selective", "--layers", "4", "--ways", "torch", "ckptkern") == 0
     plain, ours = json.loads((tmp_path / "results.json").read_text())["table"]
-    assert ours["kept_mib"] <= plain["kept_mib"] / 3
+    assert ours["saved_mib"] <= plain["saved_mib"] / 3
 
 
 def test_curves_that_disagree_fail(tmp_path, capsys, monkeypatch):
@@ -123,14 +123,14 @@ def test_activations_agree(tmp_path, activation):
 
 def test_the_fused_head_trains_alike_and_keeps_no_logits(tmp_path):
     """Of 256 classes logits and their log-softmax are 2 KiB a token: the curves agree as those of any two ways must."""
-    kept = {}
+    saved = {}
     for head in config.HEADS:
         assert run_demo(tmp_path / head, "--head", head) == 0
         losses = losses_by_way(tmp_path / head)
         torch.testing.assert_close(losses["ckptkern"], losses["torch"], rtol=results.AGREEMENT, atol=0.0)
         written = json.loads((tmp_path / head / "results.json").read_text())
-        kept[head] = {row["way"]: row["kept_mib"] for row in written["table"]}["ckptkern"]
-    assert kept["fused"] < kept["stock"] / 2
+        saved[head] = {row["way"]: row["saved_mib"] for row in written["table"]}["ckptkern"]
+    assert saved["fused"] < saved["stock"] / 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_mixture_of_experts_trains_alike(tmp_path, capsys, arguments):
     assert written["settings"]["experts"] == 4
     assert written["settings"]["lr"] == pytest.approx(1e-3)
     plain, _, ours = written["table"]
-    assert ours["kept_mib"] < plain["kept_mib"] * (0.6 if "selective" in arguments else 0.4)
+    assert ours["saved_mib"] < plain["saved_mib"] * (0.6 if "selective" in arguments else 0.4)
     assert ours["peak_mib"] < plain["peak_mib"]
 
 

@@ -6,7 +6,7 @@ import torch
 from ckptkern import __main__
 from ckptkern.tools import examples
 
-AT_MOST = {  # of the plain run's kept bytes
+AT_MOST = {  # of the plain run's saved bytes
     "deep-net": 0.8, "blocks": 0.15, "transformer-encoder": 0.15, "resnet": 0.6, "unet": 0.5, "nested": 0.05,
 }  # fmt: skip
 

@@ -38,9 +38,9 @@ def test_the_report_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.
     assert main(given) == 0
     text = capsys.readouterr().out
     assert "stock PyTorch" in text
-    assert "kept: 128 B of a budget of 256 B" in text
+    assert "saved: 128 B of a budget of 256 B" in text
     rows = list(csv.DictReader(out.open()))
-    assert [(row["level"], row["kept"]) for row in rows][-1] == ("full", "128")
+    assert [(row["level"], row["saved"]) for row in rows][-1] == ("full", "128")
     assert figure.stat().st_size > 1000
 
 
@@ -49,7 +49,7 @@ def test_the_report_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.
     [
         ("model.py", [], "wanted FILE:FUNCTION but got 'model.py'"),
         ("{file}:alone", [], "must return (model, inputs), to measure with"),
-        ("{file}:build", ["--budget", "1B"], "wanted at most 1 B (1 bytes) kept for backward, but the least"),
+        ("{file}:build", ["--budget", "1B"], "wanted at most 1 B (1 bytes) saved for backward, but the least"),
         ("{file}:build", ["--budget", "some"], "budget must be a number of bytes, or a size such as"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_backend_that_there_is_not_fails(monkeypatch, capsys):
     assert run(capsys)[0] == 0
 
 
-def test_kept_bytes_are_compared_with_the_table():
+def test_saved_bytes_are_compared_with_the_table():
     op = verify.OPS["mlp"]
     assert not faults(verify.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
     with pytest.MonkeyPatch.context() as patch:

@@ -113,7 +113,7 @@ def results_of(backend, tensors: dict, core: AttentionCore, **tiles) -> dict[str
     q, k, v, do = tensors.values()
     own = {"tile": tiles["tile"]} if tiles else {}
     o, lse, delta = backend.attn_fwd(q, k, v, core, do=do, **own)
-    kept = backend.attn_delta(o, do, core)
+    saved = backend.attn_delta(o, do, core)
     both = {"tiles": (tiles["tile"], tiles["tile"])} if tiles else {}
     dq, dk, dv = backend.attn_bwd(q, k, v, do, lse, delta, core, **both)
     empty = lse == -math.inf
@@ -121,7 +121,7 @@ def results_of(backend, tensors: dict, core: AttentionCore, **tiles) -> dict[str
         "o": o,
         "lse": lse.masked_fill(empty, 0),
         "delta": delta,
-        "kept delta": kept,
+        "saved delta": saved,
         "dq": dq,
         "dk": dk,
         "dv": dv,
@@ -316,7 +316,7 @@ def test_rows_that_see_nothing_give_zeros(kind, device):
     ours = results_of(triton_kernels, tensors, core)
     assert torch.equal(ours["empty"].bool(), hidden)
     assert hidden.any()
-    for name in ("o", "dq", "delta", "kept delta"):
+    for name in ("o", "dq", "delta", "saved delta"):
         assert not ours[name][hidden].any(), name
     assert_accurate(ours, results_of(eager, tensors, core), results_of(eager, wide(tensors), core))
     louder = tensors | {
@@ -385,7 +385,7 @@ def test_causal_with_more_rows_than_columns(dtype, device):
 def test_masks_are_those_of_keep_mask(tile, packed, planes, device):
     """Bit for bit, at every tile size, in forward, dv, dq and dk alike.
 
-    With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were kept. planes: of a
+    With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were saved. planes: of a
     sample, where q has a shard of the heads.
     """
     B, H, Sq, Sk, D, plane_base = 2, 2, 34, 48, 48, 7
@@ -395,7 +395,7 @@ def test_masks_are_those_of_keep_mask(tile, packed, planes, device):
         whole = state.keep_mask(seed, threshold / 65536, Sq, Sk, planes=B * (planes or H) + plane_base, total_rows=Sq)
         return whole[plane_base:].view(B, -1, Sq, Sk)[:, :H]
 
-    # the first threshold on which an element's value lies: that one is kept
+    # the first threshold on which an element's value lies: that one is saved
     threshold = next(t for t in range(26214, 65536) if not torch.equal(mask(t), mask(t + 1)))
     expected = mask(threshold)
     core = AttentionCore(

@@ -194,8 +194,8 @@ def test_masks_of_products_are_those_of_the_generator(architecture):
         kernel(LAUNCHERS["linear_fwd"], tensors, "identity", **options)["h"]
         for options in ({"dropout": dropout_of(0.5)}, {})
     )
-    kept = state.keep_mask(dropout_of(0.5)[0], 0.5, 72, 144)
-    assert torch.equal(with_it != 0, kept & (without != 0))
+    saved = state.keep_mask(dropout_of(0.5)[0], 0.5, 72, 144)
+    assert torch.equal(with_it != 0, saved & (without != 0))
 
 
 def inside(x: torch.Tensor, rows: int = 2, columns: int = 16) -> torch.Tensor:

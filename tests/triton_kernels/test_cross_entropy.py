@@ -47,9 +47,11 @@ def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
     out = torch.empty(len(x), len(w) - start, dtype=x.dtype, device=x.device)
     part = [None if t is None else t[start:] for t in (w, b, weights)]
     if keep:
-        _, z_t, _, kept, parts = backend.cross_entropy_fwd(*tensors, head._replace(first=head.first - start), keep=True)
-        given = kept[:, start:], parts, z_t, start, target, part[2], lse, dstats, head
-        total = backend.cross_entropy_kept_bwd(*given, out, db=db)
+        _, z_t, _, saved, parts = backend.cross_entropy_fwd(
+            *tensors, head._replace(first=head.first - start), keep=True
+        )
+        given = saved[:, start:], parts, z_t, start, target, part[2], lse, dstats, head
+        total = backend.cross_entropy_saved_bwd(*given, out, db=db)
     else:
         total = backend.cross_entropy_bwd(x, part[0], part[1], target, part[2], lse, dstats, head, out, db=db)
     return {"dz": out} | ({"db": total} if db else {})
@@ -104,17 +106,17 @@ def test_backward_rebuilds_the_logits_of_forward(dtype, device):
         assert (slipped[rows, target[rows]] != 0).all()
 
 
-def test_softcapped_logits_that_are_kept_give_the_bits_of_rebuilt_ones(device):
+def test_softcapped_logits_that_are_saved_give_the_bits_of_rebuilt_ones(device):
     """In float32 nothing is rounded between."""
     tensors = inputs_of(torch.float32, device, weights=True)
     head = eager.Head(0.7, 3.0, IGNORED)
     lse = triton_kernels.cross_entropy_fwd(*tensors, head)[0]
     dstats = dstats_of(37, device)
-    rebuilt, kept = (gradient(triton_kernels, tensors, lse, dstats, head, keep=keep)["dz"] for keep in (False, True))
+    rebuilt, saved = (gradient(triton_kernels, tensors, lse, dstats, head, keep=keep)["dz"] for keep in (False, True))
     target = tensors[3]
     here = (target >= 0) & (target < 75)
-    kept[here, target[here]] = rebuilt[here, target[here]]  # of z_t less lse, in another order
-    torch.testing.assert_close(kept, rebuilt, rtol=0, atol=0)
+    saved[here, target[here]] = rebuilt[here, target[here]]  # of z_t less lse, in another order
+    torch.testing.assert_close(saved, rebuilt, rtol=0, atol=0)
 
 
 @each_dtype
@@ -196,13 +198,13 @@ def test_the_same_bits_again(device, repeats):
     head = eager.Head(1.0, 5.0, IGNORED)
 
     def run():
-        lse, z_t, wz, kept, _ = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
+        lse, z_t, wz, saved, _ = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
         counted = tensors[3] != IGNORED
         return [
             lse[counted],
             z_t,
             wz[counted],
-            kept,
+            saved,
             *gradient(triton_kernels, tensors, lse, dstats_of(37, device), head).values(),
         ]
 

@@ -76,9 +76,9 @@ def test_whole_range(activation, dtype, device, interpreted):
     z = values(dtype, device)
     nothing, dh = (z.new_empty(1, 0), z.new_empty(z.numel(), 0)), torch.ones_like(z)
     tile = {"tile": Tile(1, 65536, 1, 4, 1)} if interpreted else {}
-    h, kept, bits = triton_kernels.linear_fwd(*nothing, z, activation, "ieee", keep_z=True, keep_bits=True, **tile)
+    h, saved, bits = triton_kernels.linear_fwd(*nothing, z, activation, "ieee", save_z=True, save_bits=True, **tile)
     dz, _ = triton_kernels.linear_bwd(*nothing, z, dh[None], activation, "ieee", **tile)
-    assert same(kept[0], z).all()
+    assert same(saved[0], z).all()
     assert torch.equal(bits, eager.pack_bits(~(z <= 0)[None]))
     wide = z.double().requires_grad_()
     exact = EXACT[activation](wide)
@@ -166,8 +166,8 @@ SPECIAL = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0, 1e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kept", ["z", "y", "bits"])
-def test_relu_backward_of_special_values(dtype, kept, device):
+@pytest.mark.parametrize("saved", ["z", "y", "bits"])
+def test_relu_backward_of_special_values(dtype, saved, device):
     """Every dy meets every z: dy passes, NaN and infinities included, exactly where torch lets it pass.
 
     From z, from relu's own output (the tensor that the next layer keeps) and from the 1-bit mask alike.
@@ -176,8 +176,8 @@ def test_relu_backward_of_special_values(dtype, kept, device):
     dy, z = (t.contiguous() for t in torch.meshgrid(special, special, indexing="ij"))
     expected = torch.autograd.grad(torch.relu(z.requires_grad_()), z, dy)[0]
     z = z.detach()
-    given = {"z": z, "y": torch.relu(z), "bits": eager.pack_bits(~(z <= 0))}[kept]
-    dz, db = triton_kernels.act_bwd(dy, given, "relu", bits=kept == "bits", db=True)
+    given = {"z": z, "y": torch.relu(z), "bits": eager.pack_bits(~(z <= 0))}[saved]
+    dz, db = triton_kernels.act_bwd(dy, given, "relu", bits=saved == "bits", db=True)
     assert torch.equal(dz.isnan(), expected.isnan())
     assert torch.equal(dz.nan_to_num(7), expected.nan_to_num(7))
     assert torch.equal(db.isnan(), expected.float().sum(0).isnan())
@@ -244,10 +244,10 @@ def test_bias_gradient_is_a_float32_sum_of_the_stored_rows(dtype, device):
 def test_h_of_a_stored_z_has_the_bits_of_forward(forward, activation, dtype, device):
     """act_fwd, then dropout, is the epilogue that forward ran."""
     launcher, dropped = LAUNCHERS[forward], {"dropout": dropout_of(0.3, device), "row_base": 128}
-    kept = kernel(launcher, inputs_of(launcher, dtype, device, N=23), activation, **dropped)
-    z, u = (kept["z"], None) if forward == "linear_fwd" else (kept["g"], kept["u"])
+    saved = kernel(launcher, inputs_of(launcher, dtype, device, N=23), activation, **dropped)
+    z, u = (saved["z"], None) if forward == "linear_fwd" else (saved["g"], saved["u"])
     h = triton_kernels.act_fwd(z, u, activation)
-    assert torch.equal(triton_kernels.dropout(h, *dropped["dropout"], row_base=128), kept["h"])
+    assert torch.equal(triton_kernels.dropout(h, *dropped["dropout"], row_base=128), saved["h"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -43,16 +43,16 @@ class Given:
     def results(self, backend, activation: str = "silu") -> dict[str, Tensor]:
         """Every output of every launcher, of rows that an expert has."""
         g, how, live = self.groups, (activation, "ieee"), slice(self.live)
-        h, gu = backend.experts_fwd(self.x, self.w, self.b, g, *how, keep_gu=True)
+        h, gu = backend.experts_fwd(self.x, self.w, self.b, g, *how, save_gu=True)
         full = backend.experts_bwd(self.x, self.w, self.b, self.dy, self.wd, self.s, g, *how)
-        kept = backend.experts_act_grad(self.gu, self.dy, self.wd, self.s, g, *how)
+        saved = backend.experts_act_grad(self.gu, self.dy, self.wd, self.s, g, *how)
         down = backend.experts_product(self.h, self.wd, self.bd, g, "ieee", transposed=True)
         rows = backend.experts_product(self.gu, self.w, None, g, "ieee", transposed=False)
         dw, dwd = torch.full_like(self.w, float("nan")), self.wd.to(eager.wide_of(self.wd.dtype), copy=True)
         backend.experts_dw(self.gu, self.x, g, "ieee", dw, gathered="b")
         backend.experts_dw(self.dy, self.h, g, "ieee", dwd, gathered="a", add=True)
         found = {"h": h[live], "gu": gu[live], "down": down[live], "rows": rows[live], "dw": dw, "dwd": dwd}
-        for name, (hs, dgu, ds) in (("full", full), ("kept", kept)):
+        for name, (hs, dgu, ds) in (("full", full), ("saved", saved)):
             found |= {f"hs {name}": hs[live], f"dgu {name}": dgu[live], f"ds {name}": ds}
         found["out"] = backend.experts_combine(self.h, self.s, g)
         found["dx"] = backend.experts_combine(self.h, None, g)
@@ -86,18 +86,18 @@ def test_activations(activation, device):
 @each_dtype
 @each_kind
 def test_recompute_equals_forward(kind, dtype, device):
-    """What backward rebuilds is what forward kept, bit for bit: from x or from g and u, one result."""
+    """What backward rebuilds is what forward saved, bit for bit: from x or from g and u, one result."""
     given = Given(kind, dtype, device)
     how = given.groups, "gelu", "ieee"
-    h, gu = triton_kernels.experts_fwd(given.x, given.w, given.b, *how, keep_gu=True)
+    h, gu = triton_kernels.experts_fwd(given.x, given.w, given.b, *how, save_gu=True)
     ones = torch.ones_like(given.s)
     full = triton_kernels.experts_bwd(given.x, given.w, given.b, given.dy, given.wd, ones, *how)
-    kept = triton_kernels.experts_act_grad(gu, given.dy, given.wd, ones, *how)
+    saved = triton_kernels.experts_act_grad(gu, given.dy, given.wd, ones, *how)
     live = slice(given.live)
     assert torch.equal(full[0][live], h[live])
-    for name, a, b in zip(("hs", "dgu"), full, kept, strict=False):
+    for name, a, b in zip(("hs", "dgu"), full, saved, strict=False):
         assert torch.equal(a[live], b[live]), name
-    assert_equal({"ds": full[2]}, {"ds": kept[2]}, {"ds"})
+    assert_equal({"ds": full[2]}, {"ds": saved[2]}, {"ds"})
 
 
 @pytest.mark.parametrize("level", ["none", "selective"])
@@ -237,7 +237,7 @@ def test_views_and_strides(device):
     for name in ("x", "w", "b", "wd", "bd", "dy", "gu", "h", "s"):
         setattr(given, name, inside(getattr(given, name)))
     given.groups = eager.Groups(*(torch.stack((t, t), 1)[:, 0] for t in given.groups[:3]), given.groups.top_k)
-    assert_equal(given.results(triton_kernels), expected, {"ds full", "ds kept", "db", "dbd"})
+    assert_equal(given.results(triton_kernels), expected, {"ds full", "ds saved", "db", "dbd"})
 
 
 def test_rows_that_start_beyond_2_to_the_31(device):

@@ -70,7 +70,7 @@ def test_what_is_dropped_has_no_gradient_whatever_dy_is(launcher, device):
     """The gradients are 0 where eager PyTorch's are, also in the rows of an infinite dy, and nowhere else."""
     tensors = inputs_of(launcher, torch.bfloat16, device)
     tensors["dy"][::2] = float("inf")
-    options = {"dropout": dropout_of(0.3, device), "row_base": 16, "keep_h": False}
+    options = {"dropout": dropout_of(0.3, device), "row_base": 16, "save_h": False}
     ours, eagers = (call(launcher, backend, tensors, "identity", **options) for backend in (triton_kernels, eager))
     for name in ours.keys() & {"dz", "dg", "du"}:
         assert torch.equal(ours[name] == 0, eagers[name] == 0), name
@@ -225,7 +225,7 @@ def test_ten_runs_are_equal(launcher, device):
 
 @pytest.mark.parametrize(
     ("name", "spread_inputs"),
-    [("linear_fwd", ["x", "w"]), ("linear_bwd", ["dh"]), ("act_grad", ["dy", "w", "z"]), ("act_bwd", ["dy", "kept"])],
+    [("linear_fwd", ["x", "w"]), ("linear_bwd", ["dh"]), ("act_grad", ["dy", "w", "z"]), ("act_bwd", ["dy", "saved"])],
 )
 def test_offsets_beyond_int32(name, spread_inputs, device):
     """Rows that start more than 2**31 elements after the first, and BLOCK_K rows as far apart."""

@@ -55,8 +55,8 @@ def test_relu_gradient_from_its_output_and_from_its_bits(dtype, special, device)
     assert forward["h"].isnan().any() == special
     dy = inputs_of(LAUNCHERS["act_bwd"], dtype, device, N=23)["dy"]
     expected = torch.where(forward["z"] <= 0, 0, dy)
-    for kept, bits in ((forward["z"], False), (forward["h"], False), (forward["bits"], True)):
-        assert torch.equal(triton_kernels.act_bwd(dy, kept, "relu", bits=bits)[0], expected)
+    for saved, bits in ((forward["z"], False), (forward["h"], False), (forward["bits"], True)):
+        assert torch.equal(triton_kernels.act_bwd(dy, saved, "relu", bits=bits)[0], expected)
     assert torch.equal(triton_kernels.linear_bwd(x["x"], x["w"], x["b"], dy, "relu", "ieee")[0], expected)
 
 

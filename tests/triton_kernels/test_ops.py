@@ -135,7 +135,7 @@ def test_views_of_one_tensor(setup):
 # --- one result at every level and in every chunking
 
 
-# One activation for each set of kept tensors in bf16, whose rounding shows most, and one in each other dtype.
+# One activation for each set of saved tensors in bf16, whose rounding shows most, and one in each other dtype.
 LEVELS_AND_DTYPES = [
     pytest.param(*setup.values, dtype, id=f"{setup.id}-{dtype}")
     for activation, dtype in (
@@ -278,12 +278,12 @@ def test_both_routes_give_the_same_bits(setup, monkeypatch, device):
     )
     tensors = make(setup, Sizes((140,), 96, 8, 5), torch.bfloat16, device=device)
     setup = setup.with_(workspace=MANY_CHUNKS)
-    kept = gradients(setup.fused, tensors)
+    saved = gradients(setup.fused, tensors)
     for route, expected in (("triton", []), ("dual", [one_kernel])):
         with _choices.forced_route(route):
             results = gradients(setup.with_(recompute="full").fused, tensors)
         assert calls == 2 * expected
-        assert_same(results, kept, BIASES)
+        assert_same(results, saved, BIASES)
 
 
 # --- masks
@@ -344,10 +344,10 @@ def test_nothing_saved_or_given_is_overwritten(setup, device):
     tensors = make(setup, sizes_of(setup), device=device)
     before = cases.clone(tensors)
     y = setup.fused(tensors)
-    kept, dy = y.detach().clone(), cases.output_gradient(y)
+    saved, dy = y.detach().clone(), cases.output_gradient(y)
     first, second = (torch.autograd.grad(y, list(tensors.values()), dy, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert torch.equal(y, kept)
+    assert torch.equal(y, saved)
     assert_same(tensors, before)
 
 

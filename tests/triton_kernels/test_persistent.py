@@ -88,7 +88,7 @@ def test_bits(name, dropout, programs, architecture, device, launched, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_of_few_results_and_views(name, dtype, architecture, device):
-    """One row, no bias, nothing kept, operands with rows far apart and another start."""
+    """One row, no bias, nothing saved, operands with rows far apart and another start."""
     tensors = given(name, device, dtype, M=1) | dict.fromkeys(LAUNCHERS[name].biases)
     both(name, architecture, device, tensors, "relu", **dict.fromkeys(LAUNCHERS[name].wants, False))
     tensors = given(name, device, dtype)
@@ -115,8 +115,8 @@ def test_masks_are_those_of_the_generator(architecture, device):
     with_it, without = (
         kernel(LAUNCHERS["linear_fwd"], tensors, "identity", tile=held, **options)["h"] for options in (dropout, {})
     )
-    kept = state.keep_mask(dropout_of(0.5)[0], 0.5, 232, 208)[32:].to(device)
-    assert torch.equal(with_it != 0, kept & (without != 0))
+    saved = state.keep_mask(dropout_of(0.5)[0], 0.5, 232, 208)[32:].to(device)
+    assert torch.equal(with_it != 0, saved & (without != 0))
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:

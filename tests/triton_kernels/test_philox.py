@@ -82,7 +82,7 @@ def test_one_mask_for_every_block_of_the_dropout_kernel(blocks, row_base, col_ba
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("word", range(4))
 def test_known_answer(word, half, device):
-    """The eight 16-bit values of counter 0 under key 0: each is kept at its own value as threshold, dropped above."""
+    """The eight 16-bit values of counter 0 under key 0: each is saved at its own value as threshold, dropped above."""
     value = KNOWN_ANSWER[word] >> (16 * half) & 0xFFFF
     seed = torch.zeros(2, dtype=torch.int64, device=device)
     x, eye = torch.ones(16, 1, device=device), torch.ones(32, 1, device=device)
@@ -112,10 +112,10 @@ def test_keep_rate_and_correlations(device):
     for p in (0.1, 0.5):
         ones = torch.ones(side, side, device=device)
         y = triton_kernels.dropout(ones, *dropout_of(p, device), blocks=blocks).cpu()
-        kept = (y != 0).double() - (1 - p)
+        saved = (y != 0).double() - (1 - p)
         variance = p * (1 - p)
-        assert abs(kept.sum()) <= sigmas * (kept.numel() * variance) ** 0.5
+        assert abs(saved.sum()) <= sigmas * (saved.numel() * variance) ** 0.5
         for dim in (0, 1):
             for lag in (1, 8, 16, 32):
-                products = kept.narrow(dim, lag, side - lag) * kept.narrow(dim, 0, side - lag)
+                products = saved.narrow(dim, lag, side - lag) * saved.narrow(dim, 0, side - lag)
                 assert abs(products.sum()) <= sigmas * products.numel() ** 0.5 * variance, (p, dim, lag)

@@ -59,7 +59,7 @@ def test_gradients_are_as_exact_as_torchs(route, setup, dtype):
 @pytest.mark.parametrize("route", _routes.OF_KERNELS)
 def test_masks_do_not_depend_on_the_route(route, level):
     """The second weight I spells the hidden layer; dy = I makes its gradient spell it as backward rebuilt it; dy = 1 makes the
-    bias's count the units that backward kept."""
+    bias's count the units that backward saved."""
     N = 160  # two chunks
     x, eye = torch.randn(N, 7), torch.eye(N, requires_grad=True)
     w, b = torch.randn(N, 7), torch.randn(N, requires_grad=True)
@@ -69,10 +69,10 @@ def test_masks_do_not_depend_on_the_route(route, level):
         (h,) = torch.autograd.grad(y, eye, torch.eye(N), retain_graph=True)
         (db,) = torch.autograd.grad(y, b, torch.ones(N, N))
     torch.manual_seed(3)
-    kept = expected_mask(P, N, N, seed=3)
-    assert torch.equal(y != 0, kept)
-    assert torch.equal(h != 0, kept)
-    assert torch.equal((db * (1 - P)).round(), kept.sum(0).float())
+    saved = expected_mask(P, N, N, seed=3)
+    assert torch.equal(y != 0, saved)
+    assert torch.equal(h != 0, saved)
+    assert torch.equal((db * (1 - P)).round(), saved.sum(0).float())
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), (P,), ops=("mlp", "gated_mlp", "mlp_block")))
@@ -231,18 +231,20 @@ def test_a_graph_for_any_number_of_rows_has_the_route_of_many(monkeypatch):
     _choices._route.cache_clear()
     module, found = ckptkern.nn.MLP(32, 48, dtype=torch.bfloat16).eval(), []
 
-    def kept(graph, inputs):
+    def saved(graph, inputs):
         found.append([route for route in ("dual", "triton") if route in graph.print_readable(print_output=False)])
         return graph
 
     try:
         with ckptkern.backend("triton"):
-            compiled = torch.compile(module, backend=kept, fullgraph=True, dynamic=True)
+            compiled = torch.compile(module, backend=saved, fullgraph=True, dynamic=True)
             for rows in (8, 40):
                 compiled(torch.randn(rows, 32, dtype=torch.bfloat16))
             assert found == [["triton"]]
             torch._dynamo.reset()
-            torch.compile(module, backend=kept, fullgraph=True, dynamic=False)(torch.randn(8, 32, dtype=torch.bfloat16))
+            torch.compile(module, backend=saved, fullgraph=True, dynamic=False)(
+                torch.randn(8, 32, dtype=torch.bfloat16)
+            )
             assert found[1:] == [["dual"]]
             batch, x = torch.export.Dim("batch", min=1), torch.randn(8, 32, dtype=torch.bfloat16)
             program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},))

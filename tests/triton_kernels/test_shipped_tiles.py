@@ -137,7 +137,7 @@ def of_others() -> list[Case]:
         heavy, *others = ("",) if op == "dropout" else VARIANTS.get(op, ("silu", "relu"))
         ways = list(itertools.product(("bfloat16", "float32"), (False, True)))
         cases += [Case(op, 80, *way, heavy, op == "dropout", True) for way in ways]
-        if not op.startswith("heads_") and op != "cross_entropy_kept_bwd":
+        if not op.startswith("heads_") and op != "cross_entropy_saved_bwd":
             cases.append(Case(op, 80, "bfloat16", False, heavy, op == "dropout", True, "16B"))
         for variant in others:
             chosen = [("bfloat16", False), ("bfloat16" if "autocast" in variant else "float32", True)]

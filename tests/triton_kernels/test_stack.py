@@ -31,7 +31,7 @@ def chain(backend, x, weights, biases, dy, activation, *, block_m=None, programs
     packed = backend.pack_stack(weights, biases, width, x.dtype)
     relu = activation == "relu"
     fwd = {"block_m": block_m} if backend is triton_kernels else {}
-    y, bits = backend.stack_fwd(x, *packed, dy.shape[1], activation, "ieee", keep_bits=relu, **fwd)
+    y, bits = backend.stack_fwd(x, *packed, dy.shape[1], activation, "ieee", save_bits=relu, **fwd)
     bwd = {**fwd, "programs": programs} if fwd else {}
     dx, dw, db = backend.stack_bwd(x, *packed, dy, bits, activation, "ieee", **bwd)
     results = {"y": y, "dx": dx, **({"bits": bits} if relu else {})}
@@ -141,7 +141,7 @@ def test_dx_is_made_only_where_wanted(activation, device, interpreted):
     weights, biases = chain_of(WIDTHS, torch.float32, device)
     x, dy = torch.randn(20, 29, device=device), torch.randn(20, 21, device=device)
     packed = pack_stack(weights, biases, 32 if interpreted else stack_width(x, WIDTHS), x.dtype)
-    _, bits = stack_fwd(x, *packed, 21, activation, "ieee", keep_bits=activation == "relu")
+    _, bits = stack_fwd(x, *packed, 21, activation, "ieee", save_bits=activation == "relu")
     _, dw, db = stack_bwd(x, *packed, dy, bits, activation, "ieee")
     none, dw_alone, db_alone = stack_bwd(x, *packed, dy, bits, activation, "ieee", dx=False)
     assert none is None

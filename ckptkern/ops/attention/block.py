@@ -88,14 +88,14 @@ def attention_block(
         rotary_interleaved=True  (GPT-J)   elements 2i and 2i + 1
 
     A pair's angle stands in both of its columns of the tables. ckptkern.nn.rotary_tables makes tables of either kind. Tables
-    that are given are kept for backward, so layers should share one pair. A theta stands for
+    that are given are saved for backward, so layers should share one pair. A theta stands for
     rotary_tables(positions, D, theta), with positions 0, 1, ... that start again in each packed sequence; these tables are
-    not kept but made again in backward.
+    not saved but made again in backward.
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
     to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or
     additive. An additive attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may not.
     A pair of attn_masks both apply, such as a trained bias [1, H, S, S] and a mask [B, 1, S, S]; the first may be trained.
-    The masks are kept for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap: as
+    The masks are saved for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap: as
     in scaled_dot_product_attention.
     cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
     tokens in no sequence and for those beyond max_seqlen, and does not see them.
@@ -103,7 +103,7 @@ def attention_block(
     depth; x [S, d] and [tokens, d] is one sample): replayed from 16 bytes each.
     lora: low-rank updates, a ckptkern.LoRA each, of the layers "q", "k", "v" or "qkv", and "out". What passes through them is
     rebuilt in backward, and a frozen weight gets no gradient.
-    recompute: what is kept for backward besides parameters (x itself, not a copy):
+    recompute: what is saved for backward besides parameters (x itself, not a copy):
 
         "none"       x, q, k, v, o, lse
         "selective"  x, o, lse: the core is not run again

@@ -58,7 +58,7 @@ def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) 
 
 
 class AttentionHalf(Half):
-    """What an attention half computes, for one input: every quantity once, from x and what was kept."""
+    """What an attention half computes, for one input: every quantity once, from x and what was saved."""
 
     def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions, *, shares: bool = False):
         super().__init__(x, t, o, shares=shares)
@@ -124,9 +124,9 @@ class AttentionHalf(Half):
         """Is there a norm or a rotation between the projections and the core?"""
         return self.t.q_norm is not None or self.angles[0] is not None
 
-    def turned(self, raw: Tensor, weight: Tensor | None, bias: Tensor | None, keep_raw: bool) -> Tensor:
+    def turned(self, raw: Tensor, weight: Tensor | None, bias: Tensor | None, save_raw: bool) -> Tensor:
         """q or k [B, S, heads, D], norm and rotation done."""
-        o, out = self.o, None if keep_raw else raw
+        o, out = self.o, None if save_raw else raw
         if over_all_heads(weight, self.D):
             normed = self.p.norm_fwd(self.in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype)
             raw, weight, bias = normed.view(raw.shape), None, None
@@ -153,23 +153,23 @@ class AttentionHalf(Half):
         """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
         return heads.reshape(heads.shape[0] * heads.shape[1], heads.shape[2] * self.D)
 
-    def heads(self, qkv: Tensor, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `keep_raw`.
+    def heads(self, qkv: Tensor, save_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `save_raw`.
 
         Not in place for torch's own core either: another layout may select another algorithm, and recompute must match
         forward.
         """
         t = self.t
-        keep_raw = keep_raw or bool(self.o.fused)
+        save_raw = save_raw or bool(self.o.fused)
         q, k, v = self.split(qkv)
         if self.turns():
-            q, k = self.turned(q, t.q_norm, t.q_norm_bias, keep_raw), self.turned(k, t.k_norm, t.k_norm_bias, keep_raw)
+            q, k = self.turned(q, t.q_norm, t.q_norm_bias, save_raw), self.turned(k, t.k_norm, t.k_norm_bias, save_raw)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, keep_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, qkv): o and lse of the core, and the projections, raw if `keep_raw`."""
+    def attend(self, save_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, qkv): o and lse of the core, and the projections, raw if `save_raw`."""
         qkv = self.project(self.inputs())
-        out, lse, _ = attend(self.p, *self.heads(qkv, keep_raw), self.core)
+        out, lse, _ = attend(self.p, *self.heads(qkv, save_raw), self.core)
         return out, lse, qkv
 
     def out_rows(self, out: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ def attention_half_backward(
     if inner or rebuilt:
         h = half.inputs()
         raw = half.project(h) if qkv is None else qkv
-        heads = half.heads(raw, keep_raw=qkv is not None or t.q_norm is not None)
+        heads = half.heads(raw, save_raw=qkv is not None or t.q_norm is not None)
     if reads and f is None:
         if out is None:  # what a norm after the branch read comes before the gradient that delta is made of
             out, lse, _ = attend(half.p, *heads, half.core)

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention and varlen_attn: flash attention that keeps q, k, v, o and the logsumexp."""
+"""scaled_dot_product_attention and varlen_attn: flash attention that saves q, k, v, o and the logsumexp."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ def scaled_dot_product_attention(
     """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
 
     query [B, H, Sq, D], key and value [B, H or H_kv, Sk, D] -> [B, H, Sq, D]; fewer dimensions and more batch
-    dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Kept for backward:
+    dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Saved for backward:
     q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
 
     attn_mask: bool (True = keep) or additive (float64 only with float64 inputs), broadcastable to [B, H, Sq, Sk]. Additive
-    ones may be trained (T5's and Swin's biases), which costs two more products in backward and keeps nothing but the mask.
+    ones may be trained (T5's and Swin's biases), which costs two more products in backward and saves nothing but the mask.
     torch.nn.attention.bias.causal_lower_right(Sq, Sk) and causal_upper_left(Sq, Sk) set a bound and are not read.
     window_size = (left, right): row i sees i - left <= j <= i + right, and -1 is no bound. is_causal is (-1, 0); with an
     attn_mask pass the window instead. Both align top-left.
@@ -284,7 +284,7 @@ def varlen_attn(
     no sequence, and those of a sequence beyond max_q or max_k, are not seen; they give zeros and zero gradients.
     window_size = (left, right) is as in scaled_dot_product_attention, but aligned bottom-right, as in torch's varlen_attn:
     the last query of a sequence sees its last key. is_causal is (-1, 0).
-    Kept for backward: q, k, v, the output, and the logsumexp. Paged caches (torch's cu_seq_k=None, block_table) are not
+    Saved for backward: q, k, v, the output, and the logsumexp. Paged caches (torch's cu_seq_k=None, block_table) are not
     supported.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (window_size),
     RuntimeError (backend).

@@ -46,7 +46,7 @@ def backend(name: str) -> Iterator[None]:
 
     "auto" (also the default of the environment variable CKPTKERN_BACKEND) takes Triton kernels for CUDA tensors that
     they cover and PyTorch ops for the rest; "triton" raises where a kernel does not cover the case. The choice is made
-    in forward and kept for backward. Raises ValueError for another name.
+    in forward and saved for backward. Raises ValueError for another name.
     """
     check_choice("backend", "name", name, BACKENDS)
     outer, _choice.backend = _choice.backend, name
@@ -231,7 +231,7 @@ def compose_of(op: str, kind: type) -> None:
     """`compose`, because `kind` has operations of its own."""
     if kind.__name__ == "CausalBias":
         raise TypeError(f"{op}: a CausalBias does not hold numbers; it can only be an attn_mask")
-    compose(op, f"{kind.__name__} has operations of its own, so PyTorch ops run, and backward keeps what they save")
+    compose(op, f"{kind.__name__} has operations of its own, so PyTorch ops run, and backward saves what they save")
 
 
 def log_composed(kind: type) -> None:

@@ -14,7 +14,7 @@ Zen 4 kind [2048, 512] x [512, 512] takes 57 to 377 ms in float16 and 12 in floa
 A route of kernels may name other tiles than the shipped ones behind a colon, "triton:128x128": every kernel of the op that has
 a tile of this name takes it (`VARIANTS`).
 
-A route is one of the ops' static arguments, chosen in forward and kept for backward. On "triton", "persistent" and "dual",
+A route is one of the ops' static arguments, chosen in forward and saved for backward. On "triton", "persistent" and "dual",
 recompute equals forward bit for bit, whatever the tiles (all add in the same order). On "library" cuBLAS may choose another
 algorithm for the rows of a chunk: the same rounding points and masks, and the 2x rule.
 """
@@ -55,11 +55,11 @@ class Separate(Dual):
     """The kernels, with one launch for each product."""
 
     def mlp_bwd(
-        self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_h=True, db=False
+        self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, db=False
     ):
         z = self.linear_fwd(x, w1, b1, "identity", precision)[0]
         return self.act_grad(
-            dy, w2, z, activation, precision, dropout=dropout, row_base=row_base, keep_h=keep_h, h_over_z=True, db=db
+            dy, w2, z, activation, precision, dropout=dropout, row_base=row_base, save_h=save_h, h_over_z=True, db=db
         )
 
     def gated_bwd(self, x, wg, bg, wu, bu, dy, wd, activation, precision, **wanted):
@@ -80,51 +80,51 @@ class Library(Separate):
     """cuBLAS's products, and elementwise kernels between them."""
 
     def linear_fwd(
-        self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_z=False, keep_bits=False
+        self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_z=False, save_bits=False
     ):
-        if keep_bits:  # no elementwise kernel packs them
+        if save_bits:  # no elementwise kernel packs them
             return self.kernels.linear_fwd(
-                x, w, b, activation, precision, dropout=dropout, row_base=row_base, keep_z=keep_z, keep_bits=True
+                x, w, b, activation, precision, dropout=dropout, row_base=row_base, save_z=save_z, save_bits=True
             )
         z = self.product(x, w, b)
         h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
-        return self.dropped(h, dropout, row_base), z if keep_z else None, None
+        return self.dropped(h, dropout, row_base), z if save_z else None, None
 
     def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
         return self.kernels.act_bwd(dh, self.product(x, w, b), activation, db=db)
 
     def act_grad(
-        self, dy, w, z, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_h=False, h_over_z=False,
+        self, dy, w, z, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
         db=False,
     ):  # fmt: skip
         dh = self.dropped(self.mm(dy, w), dropout, row_base)
-        dz, h, sums = self.kernels.hidden_grad(dh, z, activation, keep_h=keep_h, db=db)
+        dz, h, sums = self.kernels.hidden_grad(dh, z, activation, save_h=save_h, db=db)
         del dh
-        return dz, self.dropped(h, dropout, row_base) if keep_h else None, sums
+        return dz, self.dropped(h, dropout, row_base) if save_h else None, sums
 
     def gated_fwd(
-        self, x, wg, bg, wu, bu, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_gu=False
+        self, x, wg, bg, wu, bu, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_gu=False
     ):
         g, u = self.product(x, wg, bg), self.product(x, wu, bu)
         h = self.dropped(self.kernels.act_fwd(g, u, activation), dropout, row_base)
-        return (h, g, u) if keep_gu else (h, None, None)
+        return (h, g, u) if save_gu else (h, None, None)
 
     def gated_act_grad(
-        self, dy, wd, g, u, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, keep_h=True, dbg=False,
+        self, dy, wd, g, u, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, dbg=False,
         dbu=False,
     ):  # fmt: skip
         dh = self.dropped(self.mm(dy, wd), dropout, row_base)
-        dg, du, h, *sums = self.kernels.gated_hidden_grad(dh, g, u, activation, keep_h=keep_h, dbg=dbg, dbu=dbu)
+        dg, du, h, *sums = self.kernels.gated_hidden_grad(dh, g, u, activation, save_h=save_h, dbg=dbg, dbu=dbu)
         del dh
-        return dg, du, self.dropped(h, dropout, row_base) if keep_h else None, *sums
+        return dg, du, self.dropped(h, dropout, row_base) if save_h else None, *sums
 
 
 class Wide(Library):
     """PyTorch ops whose products have float32 copies of their operands, and are rounded once."""
 
-    def linear_fwd(self, x, w, b, activation, precision, *, keep_z=False, keep_bits=False, **dropout):
-        h, z, _ = super().linear_fwd(x, w, b, activation, precision, keep_z=True, **dropout)
-        return h, z if keep_z else None, eager.pack_bits(~(z <= 0)) if keep_bits else None
+    def linear_fwd(self, x, w, b, activation, precision, *, save_z=False, save_bits=False, **dropout):
+        h, z, _ = super().linear_fwd(x, w, b, activation, precision, save_z=True, **dropout)
+        return h, z if save_z else None, eager.pack_bits(~(z <= 0)) if save_bits else None
 
     @staticmethod
     def product(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:

@@ -94,10 +94,10 @@ class MLPBranch:
         options = dict(dropout=self.dropout, row_base=start)
         if self.gated:
             h, *before = self.p.gated_fwd(
-                x, *self.parameters(self.first), o.activation, o.precision, keep_gu=save, **options
+                x, *self.parameters(self.first), o.activation, o.precision, save_gu=save, **options
             )
             return h, before
-        h, z, _ = self.p.linear_fwd(x, *self.parameters(self.first), o.activation, o.precision, keep_z=save, **options)
+        h, z, _ = self.p.linear_fwd(x, *self.parameters(self.first), o.activation, o.precision, save_z=save, **options)
         return h, [z]
 
     def activated(self, before: list[Tensor], start: int) -> Tensor:
@@ -169,7 +169,7 @@ class MLPBranch:
         """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
         kernel. before: empty if it is recomputed."""
         p, o = self.p, self.o
-        options = dict(dropout=self.dropout, row_base=start, keep_h=h is None and sums.read("down"))
+        options = dict(dropout=self.dropout, row_base=start, save_h=h is None and sums.read("down"))
         if self.gated:
             options |= dict(dbg=sums.bias_part("gate"), dbu=sums.bias_part("up"))
         else:

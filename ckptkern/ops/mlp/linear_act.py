@@ -51,7 +51,7 @@ class LinearAct(Op):
         if o.activation == "identity":  # without an epilogue our kernel has nothing to gain
             y, z, bits = p.product(rows, w, b), None, None
         else:
-            keep = dict(keep_z="z" in saves, keep_bits="bits" in saves)
+            keep = dict(save_z="z" in saves, save_bits="bits" in saves)
             y, z, bits = p.linear_fwd(rows, w, b, o.activation, o.precision, **keep)
         return unflattened(y, x.shape[:-1]), {"z": z, "bits": bits}
 
@@ -103,7 +103,7 @@ def linear_act(
     float16, bfloat16, float32; float64 in PyTorch ops.
 
     activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
-    recompute: what is kept for backward besides parameters, and the products run, forward + backward (identity keeps x
+    recompute: what is saved for backward besides parameters, and the products run, forward + backward (identity saves x
     at every level):
 
                      relu                                     others    products
@@ -112,7 +112,7 @@ def linear_act(
         "full"       x                                        x         4
 
     A sparse weight (COO, CSR, CSC), or any that is not strided, goes to torch's own ops, with their errors and gradients.
-    torch then chooses what is kept.
+    torch then chooses what is saved.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level),
     RuntimeError (backend).
     """

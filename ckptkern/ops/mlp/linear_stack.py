@@ -85,20 +85,20 @@ class LinearStack(Op):
         x, weights, biases = _split(tensors)
         p, rows, saves, saved = primitives(o.backend), rows_2d(x), LinearStack.saves(o), {}
         width = _narrow_width(o, x, weights)
-        keep_bits = "bits" in saves
+        save_bits = "bits" in saves
         if width is not None:
             packed = p.pack_stack(weights, [b for b in biases if b is not None], width, x.dtype)
             last = weights[-1].shape[0]
-            y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, keep_bits=keep_bits)
+            y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, save_bits=save_bits)
             return unflattened(y, x.shape[:-1]), saved
-        y, keep_z = rows, o.recompute in ("none", "selective") and o.activation != "relu"
+        y, save_z = rows, o.recompute in ("none", "selective") and o.activation != "relu"
         for i, (w, b) in enumerate(zip(_cast_all(weights, x.dtype), _cast_all(biases, x.dtype), strict=True)):
             last = i == o.layers - 1
             y, z, saved["bits"] = p.linear_fwd(
-                y, w, b, o.activation, o.precision, keep_z=keep_z, keep_bits=keep_bits and last
+                y, w, b, o.activation, o.precision, save_z=save_z, save_bits=save_bits and last
             )
             if f"hidden{i}" in saves:
-                saved[f"hidden{i}"] = z.clone() if z is y else z if keep_z else y
+                saved[f"hidden{i}"] = z.clone() if z is y else z if save_z else y
         return unflattened(y, x.shape[:-1]), saved
 
     @staticmethod
@@ -131,16 +131,17 @@ class LinearStack(Op):
         def add(start: int, stop: int) -> None:
             part = slice(start, stop)
             dy_rows = dy[part]
-            # kept[i]: layer i's h (relu) or z (others) for i < L - 1; layer L - 1 is recomputed in its tile, or read from bits
+            # stored_rows[i]: layer i's h (relu) or z (others) for i < L - 1; the last layer is recomputed in its tile, or read
+            # from bits
             if stored:
-                kept = [h[part] for h in stored]
-                h_last = kept[L - 2] if relu and L > 1 else None
-                dz, db = p.act_bwd(dy_rows, kept[L - 1], activation, db=sums[L - 1])
+                stored_rows = [h[part] for h in stored]
+                h_last = stored_rows[L - 2] if relu and L > 1 else None
+                dz, db = p.act_bwd(dy_rows, stored_rows[L - 1], activation, db=sums[L - 1])
             else:
-                kept, h = [], rows[part]
+                stored_rows, h = [], rows[part]
                 for w, b in zip(ws[:-1], bs[:-1], strict=True):
-                    h, z, _ = p.linear_fwd(h, w, b, activation, precision, keep_z=not relu)
-                    kept.append(h if relu else z)
+                    h, z, _ = p.linear_fwd(h, w, b, activation, precision, save_z=not relu)
+                    stored_rows.append(h if relu else z)
                 h_last = h
                 if bits is not None:
                     dz, db = p.act_bwd(dy_rows, bits[part], activation, bits=True, db=sums[L - 1])
@@ -155,13 +156,13 @@ class LinearStack(Op):
                     if needed(needs, X):
                         torch.mm(dz, ws[0], out=dx[part])
                     break
-                h = kept[i - 1] if relu else h_last if i == L - 1 else None
+                h = stored_rows[i - 1] if relu else h_last if i == L - 1 else None
                 dz_below = None
                 if i == lowest and h is None and need_dw[i]:
-                    h = p.act_fwd(kept[i - 1], None, activation)
+                    h = p.act_fwd(stored_rows[i - 1], None, activation)
                 elif i > lowest:
                     dz_below, made, db = p.act_grad(
-                        dz, ws[i], kept[i - 1], activation, precision, keep_h=h is None and need_dw[i],
+                        dz, ws[i], stored_rows[i - 1], activation, precision, save_h=h is None and need_dw[i],
                         h_over_z=not stored, db=sums[i - 1],
                     )  # fmt: skip
                     h = made if h is None else h
@@ -205,7 +206,7 @@ def linear_stack(
     separate layers would not.
 
     activation: a name in ckptkern.ACTIVATIONS, after every layer, the last included.
-    recompute: what is kept for backward besides parameters, and the products run, forward + backward:
+    recompute: what is saved for backward besides parameters, and the products run, forward + backward:
 
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit per element of y (relu) / x (others)     4k - 1 / 4k

@@ -20,7 +20,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
 
         y = reduced(f(gathered(x))),   dx = reduced(f'(gathered(dy)))
 
-    What is kept of x is x itself, not what was gathered of it."""
+    What is saved of x is x itself, not what was gathered of it."""
     registered, gradients = apply.parts
     op = registered.op
 

@@ -1,4 +1,4 @@
-"""dropout: keeps 16 bytes of state for backward, and draws the mask again there."""
+"""dropout: saves 16 bytes of state for backward, and draws the mask again there."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _apply = build(Dropout)
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Zeroes each element with probability p and scales the others by 1/(1-p), as torch.nn.functional.dropout.
 
-    x [..., n], any floating dtype. p is rounded to k/65536. Kept for backward: 16 bytes, drawn from torch's generator
+    x [..., n], any floating dtype. p is rounded to k/65536. Saved for backward: 16 bytes, drawn from torch's generator
     (torch.manual_seed reproduces them). Returns x itself where p is 0 or training is false.
     Raises ValueError for p outside [0, 1], DtypeError for an input that is not floating point,
     LayoutError for one that is not dense (ckptkern.errors).

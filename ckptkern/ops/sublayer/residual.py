@@ -101,8 +101,8 @@ class Half:
         if self.t.path_rng is None:
             return z
         state, threshold, scale, _ = dropout_arguments(self.t.path_rng, self.o.path_p)
-        kept = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
-        return torch.where(kept, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
+        saved = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
+        return torch.where(saved, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
 
     def total(self, f: Tensor) -> Tensor:
         """The half's output before a trailing norm, from the branch's result f."""

@@ -32,7 +32,7 @@ def draw_figure(
     _draw_losses(figure.add_subplot(grid[0, 0]), runs)
     _draw_differences(figure.add_subplot(grid[1, 0]), differences, limit)
     names = [row.way for row in summaries]
-    memory = {"kept for backward": [row.kept_mib for row in summaries], "peak": [row.peak_mib for row in summaries]}
+    memory = {"saved for backward": [row.saved_mib for row in summaries], "peak": [row.peak_mib for row in summaries]}
     _draw_bars(figure.add_subplot(grid[0, 1]), "memory of one step, MiB", names, memory)
     time = {"": [row.ms_per_step for row in summaries]}
     _draw_bars(figure.add_subplot(grid[1, 1]), "time of one step, ms (median)", names, time)

@@ -31,7 +31,7 @@ class Summary:
     way: str
     train_loss: float
     held_out_loss: float
-    kept_mib: float
+    saved_mib: float
     peak_mib: float
     ms_per_step: float
     ratio: float
@@ -65,7 +65,7 @@ def summarize(config: Config, runs: list[Run]) -> list[Summary]:
             run.way,
             statistics.fmean(run.losses[-tail_steps(config) :]),
             run.held_out[config.steps],
-            run.kept_bytes / 2**20,
+            run.saved_bytes / 2**20,
             run.peak_bytes / 2**20,
             median,
             median / medians[0],
@@ -104,21 +104,21 @@ def print_summary(config: Config, summaries: list[Summary], agreed: list[Agreeme
         box=box.SIMPLE_HEAD,
     )
     table.add_column("way", vertical="bottom")
-    for heading in ("train\nloss", "held-out\nloss", "kept\nMiB", "peak\nMiB", "ms per\nstep", "ratio"):
+    for heading in ("train\nloss", "held-out\nloss", "saved\nMiB", "peak\nMiB", "ms per\nstep", "ratio"):
         table.add_column(heading, justify="right", vertical="bottom")
     for row in summaries:
         table.add_row(
             row.way,
             f"{row.train_loss:.4f}",
             f"{row.held_out_loss:.4f}",
-            f"{row.kept_mib:.1f}",
+            f"{row.saved_mib:.1f}",
             f"{row.peak_mib:.1f}",
             f"{row.ms_per_step:.1f}",
             f"{row.ratio:.2f}",
         )
     console.print(table)
     console.print(
-        f"Losses in nats per byte, the training loss over the last {tail_steps(config)} steps. Kept: what forward "
+        f"Losses in nats per byte, the training loss over the last {tail_steps(config)} steps. Saved: what forward "
         "keeps for backward. Peak: of forward and backward, above what was allocated before."
     )
     for one in agreed:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...memory import kept_tensors, peak_memory
+from ...memory import peak_memory, saved_tensors
 from .config import DTYPES, Config
 from .data import Corpus, held_out_batches, training_batches
 from .mixture import Mixture
@@ -39,7 +39,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
-    kept_bytes: int = -1
+    saved_bytes: int = -1
     peak_bytes: int = -1
 
 
@@ -98,10 +98,10 @@ def train_step(config: Config, run: Run, batch: tuple[Tensor, Tensor], step: int
     begin = time.perf_counter()
     if measure:
         with peak_memory(config.device) as peak:
-            with kept_tensors(exclude=run.model.parameters()) as kept:
+            with saved_tensors(exclude=run.model.parameters()) as saved:
                 loss, total = losses_of(config, run.model, batch)
             run.scaler.scale(total).backward()
-        run.kept_bytes, run.peak_bytes = kept.bytes, peak.bytes
+        run.saved_bytes, run.peak_bytes = saved.bytes, peak.bytes
     else:
         loss, total = losses_of(config, run.model, batch)
         run.scaler.scale(total).backward()
