@@ -234,7 +234,7 @@ def quack_mlp(activation: str, model: MLP, x: Tensor) -> Function:
 
 
 def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
-    """Liger's SwiGLU: torch's products around one kernel that rebuilds silu(g) in backward."""
+    """Liger's SwiGLU: torch's products around one kernel that recomputes silu(g) in backward."""
     function = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     return lambda x: model.down(function.apply(model.gate(x), model.up(x)))
 

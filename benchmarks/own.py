@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.proof import unmoved
-from ..conversion.trace import leaves_of, rebuilt
+from ..conversion.trace import leaves_of, recomputed
 from ..planning.plan import found_segments
 from ..planning.segments import Segment, Way
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
@@ -57,7 +57,7 @@ class Called(nn.Module):
         """The module's call."""
         leaves = enumerate(leaves_of(self.call))
         values = (x if i == self.place else getattr(self, f"input_{i}", one) for i, one in leaves)
-        args, kwargs = rebuilt(self.call, values)
+        args, kwargs = recomputed(self.call, values)
         return tuple(args), kwargs
 
     def forward(self, x: Tensor) -> Tensor:

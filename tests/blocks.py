@@ -173,10 +173,10 @@ class Half:
             name: tuple(self.share(name) * shapes[f"{name}_lora_{one}"] for one in "ab") for name in self.lora
         }  # fmt: skip
 
-    def lora_multiply_adds(self, rebuilt: Iterable[str]) -> tuple[int, int]:
-        """(forward's, backward's) of the updates, per token; rebuilt: the layers that backward runs again."""
+    def lora_multiply_adds(self, recomputed: Iterable[str]) -> tuple[int, int]:
+        """(forward's, backward's) of the updates, per token; recomputed: the layers that backward runs again."""
         products = self.lora_products()
-        again = sum(sum(products.get(name, ())) for name in rebuilt)
+        again = sum(sum(products.get(name, ())) for name in recomputed)
         return sum(map(sum, products.values())), sum(3 * a + 2 * b for a, b in products.values()) + again
 
     def share(self, name: str) -> Fraction | int:
@@ -360,8 +360,8 @@ class Attention(Half):
         qkv, out, core = self.products().values()
         backward = 2 * (qkv + out) + (7 if self.mask else 5) * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
-        rebuilt = [name for name in ("q", "k", "v", "qkv") if level != "none"] + ["out"] * self.reads_branch()
-        lora = self.lora_multiply_adds(rebuilt)
+        recomputed = [name for name in ("q", "k", "v", "qkv") if level != "none"] + ["out"] * self.reads_branch()
+        lora = self.lora_multiply_adds(recomputed)
         return qkv + out + 2 * core + lora[0], backward + (out if self.reads_branch() else 0) + lora[1]
 
 
@@ -406,11 +406,11 @@ class MLP(Half):
         """(forward's, backward's) per token, everything trained."""
         up, down = self.products().values()
         backward = 2 * (up + down) + (up if level == "full" else 0)
-        rebuilt = down + (up if level == "full" or self.lora else 0)  # what the branch gave
+        recomputed = down + (up if level == "full" or self.lora else 0)  # what the branch gave
         first = ("gate", "up")
         again = first * (level == "full") + (*first, "down") * self.reads_branch()
         lora = self.lora_multiply_adds(again)
-        return up + down + lora[0], backward + (rebuilt if self.reads_branch() else 0) + lora[1]
+        return up + down + lora[0], backward + (recomputed if self.reads_branch() else 0) + lora[1]
 
 
 # -- the ops ----------------------------------------------------------------------------------------------------------
@@ -501,7 +501,7 @@ class Block:
         return total
 
     def multiply_adds(self) -> int:
-        """A step, per token. A layer rebuilds what passes between its halves: by one product from o, or all of it.
+        """A step, per token. A layer recomputes what passes between its halves: by one product from o, or all of it.
 
         That product gives a norm after the branch its input too.
         """

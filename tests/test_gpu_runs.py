@@ -45,7 +45,7 @@ import os, pytest
 def device(request): return request.param
 
 def test_other(device): pass
-def test_is_rebuilt(device): pass
+def test_is_recomputed(device): pass
 def test_fails(device): assert os.path.exists("mended"), "not\\nyet"
 def test_is_skipped(device): pytest.skip("for a reason")
 def test_on_cpu_alone(): raise SystemExit
@@ -85,12 +85,12 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(workers, tmp_path):
     found = {row["test"].removeprefix("test_suite.py::test_"): (row["outcome"], row["message"]) for row in rows}
     assert status == 1
     assert {name: outcome for name, (outcome, _) in found.items()} == {
-        "is_rebuilt[cpu]": "passed", "other[cpu]": "passed", "fails[cpu]": "failed", "is_skipped[cpu]": "skipped"
+        "is_recomputed[cpu]": "passed", "other[cpu]": "passed", "fails[cpu]": "failed", "is_skipped[cpu]": "skipped"
     }  # fmt: skip
     assert found["fails[cpu]"][1].startswith("AssertionError: not yet")
     assert "for a reason" in found["is_skipped[cpu]"][1]
     if not workers:
-        assert rows[0]["test"] == "test_suite.py::test_is_rebuilt[cpu]"  # most likely to fail
+        assert rows[0]["test"] == "test_suite.py::test_is_recomputed[cpu]"  # most likely to fail
     (tmp_path / "mended").touch()
     status, rows = run()
     assert status == 0

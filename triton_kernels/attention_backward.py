@@ -1,7 +1,7 @@
 """Attention's backward kernels; the mathematics, the tiles and the launcher are in attention.py.
 
 `_attn_dkdv_kernel` walks the rows that see its columns, `_attn_dq_kernel` the columns that its rows see, `_attn_dmask_kernel`
-the samples, heads, rows and columns in which the mask is broadcast. All rebuild p from q, k and lse.
+the samples, heads, rows and columns in which the mask is broadcast. All recompute p from q, k and lse.
 """
 
 from __future__ import annotations

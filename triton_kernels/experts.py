@@ -7,7 +7,7 @@
 
 A tile of rows is of one expert. How many tiles there are only the device knows, but never more than cdiv(R, BLOCK_M) + min(E,
 R): so many programs are launched, and those that are left over leave at once. Rows beyond offs[E] are neither written nor read.
-Sums over j ascend, in float32; forward and recompute add up a product in one order, so that a rebuilt g has the bits of the
+Sums over j ascend, in float32; forward and recompute add up a product in one order, so that a recomputed g has the bits of the
 first.
 """
 

@@ -2,10 +2,10 @@
 
     z = x w^T + b  [M, N], rounded to the storage type;  h = dropout(round(act(z)))
     linear_fwd      x -> h [, z] [, relu's 1-bit mask]
-    linear_bwd      x, dh -> dz = dh * act'(z), db: z is rebuilt in the tile where it is consumed
+    linear_bwd      x, dh -> dz = dh * act'(z), db: z is recomputed in the tile where it is consumed
     act_grad        dy, w, (z or h) -> dz = (dy w) * act'(z), db [, h]: the step back through one layer of a chain
 
-Forward and recompute share `preact_tile`, which ends in the cast, so a rebuilt z has the bits of the first.
+Forward and recompute share `preact_tile`, which ends in the cast, so a recomputed z has the bits of the first.
 """
 
 from __future__ import annotations

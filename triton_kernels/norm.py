@@ -6,8 +6,8 @@
                 layer: dx = r (g - mean(g) - h mean(g h))                       rms: dx = r (g - h mean(g h))
                 dweight = sum_m dxn h, dbias = sum_m dxn
 
-All in float32 with one rounding at the end. mu and r are rebuilt from x and never saved: forward and backward share
-`normalized_tile` and the shape of its tile, so the rebuilt h has the bits of the first. A program holds whole rows in
+All in float32 with one rounding at the end. mu and r are recomputed from x and never saved: forward and backward share
+`normalized_tile` and the shape of its tile, so the recomputed h has the bits of the first. A program holds whole rows in
 registers, so that x is read once. Rows of up to 16384 elements do not spill (8192 in float32, 4096 where the length is
 no multiple of 16 bytes); longer ones work, slowly.
 """
@@ -51,7 +51,7 @@ class RowTile(NamedTuple):
             "BLOCK_M": self.BLOCK_M,
             "BLOCK_D": self.BLOCK_D,
             "num_warps": self.num_warps,
-            "enable_fp_fusion": False,  # as for every tile: the rebuilt h has the bits of the first
+            "enable_fp_fusion": False,  # as for every tile: the recomputed h has the bits of the first
         }
 
 

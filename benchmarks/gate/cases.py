@@ -200,7 +200,8 @@ def all_cases() -> list[Case | AttentionCase]:
         for (dtype, kind), ragged, activation, full in itertools.product(
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
-        if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no product to rebuild
+        if (op, activation)
+        != ("linear_bwd", "identity")  # its gradient reads no z, so there is no product to recompute
         # any number of rows; a contradiction; no such kernel; no such tile
         and not (ragged and (kind in ("few", "16B", "persistent") or ":" in kind))
     ] + [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .proof import unmoved
-from .trace import PLAIN_VALUES, leaves_of, mapped, rebuilt, trace
+from .trace import PLAIN_VALUES, leaves_of, mapped, recomputed, trace
 
 Call = tuple[tuple, dict[str, Any]]
 
@@ -82,7 +82,7 @@ def not_looked_at(module: nn.Module, args: tuple, kwargs: dict[str, Any], names:
     names, flat = set(names), leaves_of((args, kwargs))
 
     def log(blind: Iterable[str]) -> list[tuple]:
-        hidden = {name: rebuilt(kwargs.get(name), itertools.repeat(Untouched(name))) for name in blind}
+        hidden = {name: recomputed(kwargs.get(name), itertools.repeat(Untouched(name))) for name in blind}
         return trace(module, args, kwargs | hidden).log
 
     def same(blind: Iterable[str]) -> bool:
@@ -162,7 +162,7 @@ class Form:
         for args, kwargs in calls:
             names &= not_looked_at(self.module, args, kwargs, names & kwargs.keys())
         args, kwargs = self.example
-        self.fixed = {name: rebuilt(kwargs.get(name), itertools.repeat(None)) for name in names}
+        self.fixed = {name: recomputed(kwargs.get(name), itertools.repeat(None)) for name in names}
 
     def complete(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         """The call by keywords, with the defaults of what is not given."""
@@ -181,7 +181,7 @@ class Form:
 
     def call_of(self, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> Call:
         """A complete call with these leaves in place of the values that count."""
-        values = rebuilt(self.counting(args, kwargs), iter(flat))
+        values = recomputed(self.counting(args, kwargs), iter(flat))
         named = dict(zip(self.keywords, values[len(args) :], strict=True))
         return tuple(values[: len(args)]), kwargs | {n: v for n, v in named.items() if n not in self.fixed}
 
@@ -202,7 +202,7 @@ class Form:
             dtype = parameter.dtype if value.dtype.is_floating_point else value.dtype
             return torch.zeros(value.shape, dtype=dtype, device=parameter.device)
 
-        return rebuilt(self.example, map(zeros, leaves_of(self.example)))
+        return recomputed(self.example, map(zeros, leaves_of(self.example)))
 
     def learns(self, kwargs: dict[str, Any]) -> bool:
         """Tries new names once, on the example: does it not look at them, or do the same with these plain values?"""

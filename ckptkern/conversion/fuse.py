@@ -25,7 +25,7 @@ from .guard import Watch
 from .leaves import Probability
 from .proof import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide
 from .reading import Argument, Reading
-from .trace import Unreadable, is_leaf, leaves_of, mapped, rebuilt, trace
+from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 
 
 def check_candidate(module: nn.Module) -> None:
@@ -372,7 +372,7 @@ def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str,
     """What one training call of `run`, a forward of `module`, keeps, besides parameters and the arguments other than x."""
     given = leaves_of((args, kwargs))
     wanted = x.detach().requires_grad_()
-    args, kwargs = rebuilt((args, kwargs), iter([wanted if value is x else value for value in given]))
+    args, kwargs = recomputed((args, kwargs), iter([wanted if value is x else value for value in given]))
     shared = [value for value in given if isinstance(value, Tensor) and value is not x]
     with unmoved(module), torch.enable_grad():
         module.train()

@@ -73,18 +73,18 @@ def leaves_of(values: Any) -> list[Any]:
     return [values]
 
 
-def rebuilt(values: Any, leaves: Iterator[Any]) -> Any:
+def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
     """The same nesting with other leaves."""
     if type(values) in (tuple, list):
-        return type(values)([rebuilt(one, leaves) for one in values])
+        return type(values)([recomputed(one, leaves) for one in values])
     if type(values) is dict:
-        return {name: rebuilt(one, leaves) for name, one in values.items()}
+        return {name: recomputed(one, leaves) for name, one in values.items()}
     return next(leaves)
 
 
 def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
     """The same nesting with function(tensor) in place of each tensor."""
-    return rebuilt(values, (function(one) if isinstance(one, Tensor) else one for one in leaves_of(values)))
+    return recomputed(values, (function(one) if isinstance(one, Tensor) else one for one in leaves_of(values)))
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

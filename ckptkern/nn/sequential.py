@@ -27,7 +27,7 @@ def _check_options(what: str, options: dict[str, Any]) -> None:
 
 
 class Sequential(torch.nn.Sequential):
-    """torch.nn.Sequential, run in segments whose insides are rebuilt in backward.
+    """torch.nn.Sequential, run in segments whose insides are recomputed in backward.
 
     segments: as in `ckptkern.segments.sequential.split`: a number, "sqrt", "every 2", "2GiB", a name pattern or a callable.
     options: those of `ckptkern.checkpoint`. A bound in bytes is measured on fake tensors at the first forward pass for

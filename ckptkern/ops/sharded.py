@@ -9,7 +9,7 @@ A half's branch f ends in a linear layer, so what the ranks compute of it adds u
     sequence parallel  all-gather  reduce-scatter  each rank's rows of every sequence
 
 A norm before the branch is inside f, so that backward saves x alone: at its gradient's place in f', which is linear, a norm's
-parameters get parts of their gradients, which add up too. G belongs to what backward rebuilds, so that a rank keeps its own
+parameters get parts of their gradients, which add up too. G belongs to what backward recomputes, so that a rank keeps its own
 rows of x (Korthikanti et al. 2022, arXiv 2205.05198). Dropout's masks are those of the unsharded block: by index in it.
 """
 
@@ -123,7 +123,7 @@ class Shard:
         self, x: Tensor, halves: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
         recompute: str, workspace: int | str | None,
     ) -> Tensor:  # fmt: skip
-        """Half by half: what passes between them is saved, because to rebuild it would take another collective."""
+        """Half by half: what passes between them is saved, because to recompute it would take another collective."""
         mid = x
         for arguments in halves:
             mid = self.attention_block(mid, training, {"residual": True, **arguments, "recompute": recompute})

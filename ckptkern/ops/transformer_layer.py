@@ -1,5 +1,5 @@
-"""transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE segment; what passes between them is rebuilt, not
-saved."""
+"""transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE segment; what passes between them is recomputed,
+not saved."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def transformer_layer(
     recompute: what is saved for backward besides parameters:
 
         "none"       what the two blocks keep at "none", and what passes between them, if it does
-        "selective"  x, o, lse: the MLP's input, if it is not x, is rebuilt by one product from o
+        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one product from o
         "full"       x
 
     and key_value itself. "none" and "selective" keep these of both attentions. A pair of levels, of the attentions and of the

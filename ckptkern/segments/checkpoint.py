@@ -368,7 +368,7 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs,
 ):
-    """function(*args, **kwargs), keeping its arguments and rebuilding everything else in backward.
+    """function(*args, **kwargs), keeping its arguments and recomputing everything else in backward.
 
     A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``. Arguments may be nested in tuples,
     named tuples, lists and dicts; anything may be returned. Saved from forward to backward: the tensors among the
@@ -386,7 +386,7 @@ def checkpoint(
     parameter that autograd saves and those of the module that `function` is, is bound to or takes as `self`, except for
     what forward itself changes. A change through ``.data`` moves no version counter and is not seen. Recompute does not
     update buffers (running statistics) a second time, in these modules and in those among the arguments, defaults, closure
-    and globals that `function` names. A forward that reads a buffer which it updates is rebuilt from the updated value.
+    and globals that `function` names. A forward that reads a buffer which it updates is recomputed from the updated value.
     Inside a segment ckptkern's own layers run at recompute="none". Under torch.compile, torch.utils.checkpoint runs.
 
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the

@@ -221,7 +221,7 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     **options,
 ):
-    """Runs a list of layers in segments whose insides are rebuilt in backward.
+    """Runs a list of layers in segments whose insides are recomputed in backward.
 
     Like ``torch.utils.checkpoint.checkpoint_sequential``, but `segments` may also be a strategy, as in `split`. `split`
     chooses anew at every call; `ckptkern.nn.Sequential` remembers the choice. options: those of `checkpoint`, such as

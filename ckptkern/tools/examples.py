@@ -57,7 +57,7 @@ class Block(nn.Module):
         return x + self.drop(self.fc2(F.gelu(self.fc1(self.norm(x)))))
 
     @checkpointed
-    def rebuilt(self, x: Tensor) -> Tensor:
+    def recomputed(self, x: Tensor) -> Tensor:
         return self.forward(x)
 
 
@@ -67,7 +67,7 @@ def blocks() -> Example:
 
     def segmented(model: nn.Module, x: Tensor) -> Tensor:
         for block in model:
-            x = block.rebuilt(x)
+            x = block.recomputed(x)
         return x
 
     return Example(nn.Sequential(*(Block(64) for _ in range(8))), segmented, torch.randn(256, 64))
@@ -136,7 +136,7 @@ class UNet(nn.Module):
 
 @example
 def unet() -> Example:
-    """A U-Net: each decoder stage takes its skip as a second argument, and the concatenation is rebuilt too."""
+    """A U-Net: each decoder stage takes its skip as a second argument, and the concatenation is recomputed too."""
     return Example(UNet(), lambda model, x: model(x, checkpoint), torch.randn(2, 3, 32, 32))
 
 

@@ -422,7 +422,7 @@ def outcome(tmp_path_factory):
 
 
 def test_launches_of_ours(outcome):
-    """By hand: mlp at "full" rebuilds z with a kernel of ours, and forms dz with another; the rest is cuBLAS's."""
+    """By hand: mlp at "full" recomputes z with a kernel of ours, and forms dz with another; the rest is cuBLAS's."""
     launched, *_ = outcome
     full = launched["h200 mlp-gelu/d2048x16384 ckptkern full"]
     assert [name.split()[0] for name in full["forward"]] == ["linear_fwd", "addmm"]

@@ -259,7 +259,7 @@ WITHOUT_DROPOUT = [one.without_dropout().with_(name=f"{one.name} without dropout
 
 @pytest.mark.parametrize("block", blocks() + variants() + in_turn(WITHOUT_DROPOUT))
 def test_number_of_products(block):
-    """No product that the level does not rebuild; the registered FLOPs are those that run, and torch's counter's."""
+    """No product that the level does not recompute; the registered FLOPs are those that run, and torch's counter's."""
     seen = watched(block, block.make())
     assert seen.flops == 2 * BATCH * LENGTH * block.multiply_adds()
     with FlopCounterMode(display=False) as counter:
@@ -984,8 +984,8 @@ def test_whole_ops_on_the_kernels(block):
 
 
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",))[:1])
-def test_rebuilt_output_of_the_core_is_that_of_forward(block):
-    """If y's gradient is one in a single place, out_weight's gradient is a row of the rebuilt o, bit for bit."""
+def test_recomputed_output_of_the_core_is_that_of_forward(block):
+    """If y's gradient is one in a single place, out_weight's gradient is a row of the recomputed o, bit for bit."""
     block = block.without_dropout()
     tensors = block.make(torch.bfloat16)
     for token in (0, LENGTH - 1):

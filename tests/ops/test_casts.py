@@ -58,8 +58,8 @@ def test_an_mlp_casts_what_its_products_read(monkeypatch, level, needs_dx):
     t = parameters(**PLAIN)
     x = torch.randn(6, D, requires_grad=needs_dx)
     made = casts(monkeypatch, lambda x: ckptkern.mlp(x, *t.values(), recompute=level), t, x)
-    rebuilt = ("up_weight", "up_bias") if level == "full" else ()
-    read = {"down_weight", *rebuilt, *["up_weight"] * needs_dx}
+    recomputed = ("up_weight", "up_bias") if level == "full" else ()
+    read = {"down_weight", *recomputed, *["up_weight"] * needs_dx}
     assert made == (once(*t), once(*read))
 
 
@@ -71,8 +71,8 @@ def test_a_gated_mlp_casts_what_its_products_read(monkeypatch, level, needs_dx):
     weights = [t[f"{layer}_weight"] for layer in ("gate", "up", "down")]
     biases = {name: one for name, one in t.items() if name.endswith("bias")}
     made = casts(monkeypatch, lambda x: ckptkern.gated_mlp(x, *weights, **biases, recompute=level), t, x)
-    rebuilt = ("gate_weight", "gate_bias", "up_weight", "up_bias") if level == "full" else ()
-    read = {"down_weight", *rebuilt, *("gate_weight", "up_weight") * needs_dx}
+    recomputed = ("gate_weight", "gate_bias", "up_weight", "up_bias") if level == "full" else ()
+    read = {"down_weight", *recomputed, *("gate_weight", "up_weight") * needs_dx}
     assert made == (once(*t), once(*read))
 
 

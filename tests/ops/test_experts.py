@@ -264,7 +264,7 @@ def test_grouped_rows_equal_a_mixture_of_one():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_routing_does_not_depend_on_the_level(level):
-    """Counts are made once, in forward: backward rebuilds g and u, and never the routing (torchtitan#1593)."""
+    """Counts are made once, in forward: backward recomputes g and u, and never the routing (torchtitan#1593)."""
     index = routing("dropped", 33, 2, 3)
     t = tensors_of(index, 3, 8, 8, torch.float32)
     y = ours_of(index, recompute=level)(t)

@@ -202,7 +202,7 @@ def test_gradcheck(setup):
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_every_level_gives_the_same_bits(setup):
-    """The levels differ in what they keep, not in any result: what is rebuilt equals what forward computed."""
+    """The levels differ in what they keep, not in any result: what is recomputed equals what forward computed."""
     tensors = make(setup, dtype=torch.bfloat16)
     assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
 
@@ -253,7 +253,7 @@ def test_every_subset_of_frozen_inputs(setup):
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
 def test_products_of_every_subset_of_frozen_inputs(setup):
-    """No products run besides autograd's own and the rebuilt ones, and the registered FLOPs are those that run."""
+    """No products run besides autograd's own and the recomputed ones, and the registered FLOPs are those that run."""
     names = list(make(setup))
     forward = products(setup.fused, make(setup, frozen=names)).flops
     assert forward == products(setup.plain, make(setup, frozen=names)).flops
@@ -261,14 +261,16 @@ def test_products_of_every_subset_of_frozen_inputs(setup):
     last_layer = 2 * Sizes().tokens * Sizes().out * (Sizes().hidden + (setup.op.name == "linear_stack"))
     if setup.op.name == "linear_act" or (setup.op.name == "linear_stack" and setup.activation != "relu"):
         last_layer = 0
-    rebuild = forward - last_layer if setup.recompute == "full" else 0
+    recompute = forward - last_layer if setup.recompute == "full" else 0
     if setup.op.name in ("dropout", "linear_act") and setup.activation == "identity":
-        rebuild = 0
+        recompute = 0
     for frozen in subsets(names):
         tensors = make(setup, frozen=frozen)
         seen, plain = products(setup.fused, tensors), products(setup.plain, tensors)
         extra = seen.flops - plain.flops
-        assert extra in (0, rebuild), f"{frozen} frozen: {extra} FLOPs more than autograd, {rebuild} would rebuild"
+        assert extra in (0, recompute), (
+            f"{frozen} frozen: {extra} FLOPs more than autograd, {recompute} would recompute"
+        )
         if plain.flops == forward and setup.op.name in ("mlp", "gated_mlp"):
             assert extra == 0, "the last bias alone needs no hidden layer"
         assert seen.registered == seen.flops, frozen
@@ -540,7 +542,7 @@ def levels_of(watch: Watch) -> list[str]:
 @pytest.mark.parametrize("reentrant", [False, True, None], ids=["non-reentrant", "reentrant", "ours"])
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_inside_a_checkpoint(setup, reentrant):
-    """Gradients and masks are the same, and nothing is rebuilt twice: no more products than in plain PyTorch."""
+    """Gradients and masks are the same, and nothing is recomputed twice: no more products than in plain PyTorch."""
     tensors = make(setup)
 
     def checkpointed(function):

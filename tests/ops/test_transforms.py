@@ -164,7 +164,7 @@ def test_two_masks_of_one_graph_differ(setup):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
 def test_compiled_checkpoint(setup):
-    """A compiled torch.utils.checkpoint rebuilds the op in backward, and its mask with it."""
+    """A compiled torch.utils.checkpoint recomputes the op in backward, and its mask with it."""
     tensors = make(setup)
 
     def checkpointed(t):

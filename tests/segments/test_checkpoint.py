@@ -648,7 +648,7 @@ def test_parameter_changed_in_place(given):
 
 
 def test_a_parameter_that_autograd_does_not_save():
-    """A bias is in no saved tensor, but changing it changes what is rebuilt."""
+    """A bias is in no saved tensor, but changing it changes what is recomputed."""
     model, x = mlp(), torch.randn(5, 8, requires_grad=True)
     y = checkpoint(model, x)
     with torch.no_grad():
@@ -893,7 +893,7 @@ def test_checksum_sees_every_bit_and_place(dtype, monkeypatch):
 
 
 def test_selective_policies():
-    """torch's policies: the products are saved, everything else is rebuilt."""
+    """torch's policies: the products are saved, everything else is recomputed."""
     model, x = mlp(p=0.5), torch.randn(5, 8)
     policy = functools.partial(
         torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]

@@ -239,7 +239,7 @@ def test_peaks_of_the_docs():
 
 
 @pytest.mark.parametrize(("kind", "most"), [("relu", 0.3), ("masks of forward", 0.03), ("gelu", 0.03)])
-def test_masks_rebuilt_from_a_compressed_input_are_what_costs_a_checkpointed_relu(kind, most):
+def test_masks_recomputed_from_a_compressed_input_are_what_costs_a_checkpointed_relu(kind, most):
     """The figures of docs/concepts/storage.md, in small: int8 around segments is as good as plain if no mask changes."""
     torch.manual_seed(0)
     masks = {}
@@ -269,9 +269,9 @@ def test_masks_rebuilt_from_a_compressed_input_are_what_costs_a_checkpointed_rel
         return ((flat - reference).norm() / reference.norm()).item()
 
     plain = error(lambda: model(x))
-    rebuilt = error(lambda: ckptkern.checkpoint_sequential(model, 4, x))
-    assert rebuilt < most
+    recomputed = error(lambda: ckptkern.checkpoint_sequential(model, 4, x))
+    assert recomputed < most
     if kind == "relu":
-        assert rebuilt > 2 * plain
+        assert recomputed > 2 * plain
     else:
-        assert rebuilt < 2 * plain
+        assert recomputed < 2 * plain

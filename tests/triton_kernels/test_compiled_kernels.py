@@ -78,7 +78,7 @@ def test_tiles_and_architectures_give_equal_bits(name, once, request):
 
 @pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
 def test_tiles_by_hand_change_no_mask_and_no_bit(op, architecture, monkeypatch, request):
-    """Every route of kernels, with every tile that it may name: forward, and what backward rebuilds."""
+    """Every route of kernels, with every tile that it may name: forward, and what backward recomputes."""
     if request.config.option.sample and op != "mlp":
         pytest.skip("in the sample one op")
     monkeypatch.setitem(MULTIPROCESSORS, architecture, 1)  # a card that is never idle
@@ -122,7 +122,7 @@ def test_rows_of_16_bytes_take_copies_and_give_the_bits_of_the_ragged_tile(name,
     ("backward", "forward"), [("mlp_bwd", "linear_fwd"), ("gated_bwd", "gated_fwd"), ("act_grad", "linear_fwd")]
 )
 def test_recompute_equals_forward_between_architectures(backward, forward, once):
-    """h that backward rebuilds on one architecture is forward's on the other, dropout included."""
+    """h that backward recomputes on one architecture is forward's on the other, dropout included."""
     tensors = inputs_of(LAUNCHERS[backward], BF16, M=72, K=128, N=144, D=128)
     options = {"dropout": dropout_of(0.3)}
     given = dict(zip(LAUNCHERS[forward].inputs, tensors.values(), strict=False))

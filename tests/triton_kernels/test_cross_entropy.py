@@ -1,4 +1,4 @@
-"""The kernels of a loss head against their definition, and the bits that backward rebuilds."""
+"""The kernels of a loss head against their definition, and the bits that backward recomputes."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def statistics(backend, tensors, head, **options):
 
 
 def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
-    """(dz, db) of the rows of w from `start` on, rebuilt or from what forward keeps."""
+    """(dz, db) of the rows of w from `start` on, recomputed or from what forward keeps."""
     x, w, b, target, weights = tensors
     head = head._replace(first=head.first + start)
     out = torch.empty(len(x), len(w) - start, dtype=x.dtype, device=x.device)
@@ -89,7 +89,7 @@ def test_like_eager(case, device):
 
 
 @each_dtype
-def test_backward_rebuilds_the_logits_of_forward(dtype, device):
+def test_backward_recomputes_the_logits_of_forward(dtype, device):
     """With lse = z_t, which forward gives in float32, exp(z - lse) - 1 is 0 at the target if, and only if, z has equal bits."""
     target = (tensors := inputs_of(dtype, device))[3]
     for softcap in (0.0, 3.0):
@@ -106,17 +106,19 @@ def test_backward_rebuilds_the_logits_of_forward(dtype, device):
         assert (slipped[rows, target[rows]] != 0).all()
 
 
-def test_softcapped_logits_that_are_saved_give_the_bits_of_rebuilt_ones(device):
+def test_softcapped_logits_that_are_saved_give_the_bits_of_recomputed_ones(device):
     """In float32 nothing is rounded between."""
     tensors = inputs_of(torch.float32, device, weights=True)
     head = eager.Head(0.7, 3.0, IGNORED)
     lse = triton_kernels.cross_entropy_fwd(*tensors, head)[0]
     dstats = dstats_of(37, device)
-    rebuilt, saved = (gradient(triton_kernels, tensors, lse, dstats, head, keep=keep)["dz"] for keep in (False, True))
+    recomputed, saved = (
+        gradient(triton_kernels, tensors, lse, dstats, head, keep=keep)["dz"] for keep in (False, True)
+    )
     target = tensors[3]
     here = (target >= 0) & (target < 75)
-    saved[here, target[here]] = rebuilt[here, target[here]]  # of z_t less lse, in another order
-    torch.testing.assert_close(saved, rebuilt, rtol=0, atol=0)
+    saved[here, target[here]] = recomputed[here, target[here]]  # of z_t less lse, in another order
+    torch.testing.assert_close(saved, recomputed, rtol=0, atol=0)
 
 
 @each_dtype

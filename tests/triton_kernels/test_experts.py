@@ -86,7 +86,7 @@ def test_activations(activation, device):
 @each_dtype
 @each_kind
 def test_recompute_equals_forward(kind, dtype, device):
-    """What backward rebuilds is what forward saved, bit for bit: from x or from g and u, one result."""
+    """What backward recomputes is what forward saved, bit for bit: from x or from g and u, one result."""
     given = Given(kind, dtype, device)
     how = given.groups, "gelu", "ieee"
     h, gu = triton_kernels.experts_fwd(given.x, given.w, given.b, *how, save_gu=True)

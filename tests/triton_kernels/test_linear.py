@@ -1,4 +1,4 @@
-"""Linear + activation: what is rebuilt in backward has the bits of forward, whatever it is rebuilt from."""
+"""Linear + activation: what is recomputed in backward has the bits of forward, whatever it is recomputed from."""
 
 import pytest
 import torch
@@ -13,19 +13,19 @@ each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 @each_activation
 @each_dtype
-def test_backward_rebuilds_the_z_of_forward(activation, dtype, device):
+def test_backward_recomputes_the_z_of_forward(activation, dtype, device):
     """dz from x alone is dz from forward's stored z, bit for bit; db within a float32 sum."""
     tensors = inputs_of(BACKWARD, dtype, device, N=23)
     forward = kernel(FORWARD, {name: tensors[name] for name in ("x", "w", "b")}, activation)
-    rebuilt = kernel(BACKWARD, tensors, activation)
+    recomputed = kernel(BACKWARD, tensors, activation)
     dz, db = triton_kernels.act_bwd(tensors["dh"], forward["z"], activation, db=True)
-    assert torch.equal(rebuilt["dz"], dz)
-    torch.testing.assert_close(rebuilt["db"], db, rtol=1e-6, atol=1e-5)
+    assert torch.equal(recomputed["dz"], dz)
+    torch.testing.assert_close(recomputed["db"], db, rtol=1e-6, atol=1e-5)
 
 
 @each_activation
 @each_dtype
-def test_h_is_rebuilt_from_z(activation, dtype, device):
+def test_h_is_recomputed_from_z(activation, dtype, device):
     """act_grad's h is linear_fwd's, dropout included: act sees the rounded z in both.
 
     Written over z where z is workspace, it is the same, and so is dz.

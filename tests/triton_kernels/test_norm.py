@@ -160,7 +160,7 @@ def test_one_rounding(backend, dtype, kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("M", "D"), [(150, 40), (5, 1000), (4, 9000)])
-def test_backward_rebuilds_the_bits_of_forward(M, D, dtype, kind, device):
+def test_backward_recomputes_the_bits_of_forward(M, D, dtype, kind, device):
     """With dxn one in row m and zero elsewhere dweight is h[m], which forward gives without weight and bias."""
     t = inputs(M, D, dtype, device)
     h = norm.norm_fwd(t["x"], None, None, EPS, kind, torch.float32)

@@ -1,7 +1,7 @@
 """Whole ops on the Triton backend, interpreted: what forward and backward must agree on, seen from outside.
 
 Probes that make a hidden quantity visible, bit for bit, through the public functions alone:
-    the second weight [I; 0] makes y begin with h;  dy = I makes that weight's gradient spell h, as backward rebuilt it
+    the second weight [I; 0] makes y begin with h;  dy = I makes that weight's gradient spell h, as backward recomputed it
     dh = 1 makes relu's bias gradient count the units that are alive
 """
 
@@ -147,7 +147,7 @@ LEVELS_AND_DTYPES = [
 
 @pytest.mark.parametrize(("setup", "dtype"), LEVELS_AND_DTYPES)
 def test_every_level_gives_the_same_bits(setup, dtype, device):
-    """y and all gradients are those of level "none", which rebuilds nothing."""
+    """y and all gradients are those of level "none", which recomputes nothing."""
     tensors = make(setup, sizes_of(setup), dtype, device=device)
     expected = gradients(setup.fused, tensors)
     for level in ("selective", "full"):
@@ -171,7 +171,7 @@ def spelling(hidden, rows, like):
 @pytest.mark.parametrize(
     "case", pairwise(op=(ckptkern.mlp, gated), chunks=(False, True), kind=tuple(ACTIVATIONS_AND_DTYPES))
 )
-def test_hidden_layer_is_rebuilt_bitwise(case, device):
+def test_hidden_layer_is_recomputed_bitwise(case, device):
     """Forward's h and backward's have the same bits, dropout included, in every dtype and chunk."""
     op, (activation, dtype), workspace = case["op"], case["kind"], MANY_CHUNKS if case["chunks"] else ONE_CHUNK
     rows, features, hidden = 40 if workspace is ONE_CHUNK else 140, 9, 24
@@ -193,8 +193,8 @@ def test_hidden_layer_is_rebuilt_bitwise(case, device):
     ],
     ids=lambda one: {140: "wide", 40: "narrow"}.get(one, str(one)),
 )
-def test_chain_is_rebuilt_bitwise(rows, activation, dtype, device):
-    """The last layer's weight gradient spells the h that backward rebuilt; y of the chain without it is h.
+def test_chain_is_recomputed_bitwise(rows, activation, dtype, device):
+    """The last layer's weight gradient spells the h that backward recomputed; y of the chain without it is h.
 
     The last weight is 0 and its bias a point where act' is exactly 1. The wide chain runs layer by layer in two chunks,
     the narrow one in one kernel, padded to 64 features: so is the chain that gives h.

@@ -359,7 +359,7 @@ def test_offsets_beyond_int32(far_dim):
 @pytest.mark.parametrize(
     ("dtype", "R"), [(torch.bfloat16, 0), (torch.bfloat16, 40), *((dtype, 24) for dtype in DTYPES)], ids=str
 )
-def test_backward_rebuilds_the_bits_of_forward(dtype, R, device):
+def test_backward_recomputes_the_bits_of_forward(dtype, R, device):
     """With dz one in one row and zero elsewhere dweight is h of that row, which forward gives with a weight of ones."""
     t = inputs(2, 19, 11, 40, R, dtype, device)
     no_turn = {"cos": torch.ones_like(t["cos"]), "sin": torch.zeros_like(t["sin"])} if R else {}

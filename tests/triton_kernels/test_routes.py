@@ -58,8 +58,8 @@ def test_gradients_are_as_exact_as_torchs(route, setup, dtype):
 @pytest.mark.parametrize("level", ["none", "full"])
 @pytest.mark.parametrize("route", _routes.OF_KERNELS)
 def test_masks_do_not_depend_on_the_route(route, level):
-    """The second weight I spells the hidden layer; dy = I makes its gradient spell it as backward rebuilt it; dy = 1 makes the
-    bias's count the units that backward saved."""
+    """The second weight I spells the hidden layer; dy = I makes its gradient spell it as backward recomputed it; dy = 1 makes
+    the bias's count the units that backward saved."""
     N = 160  # two chunks
     x, eye = torch.randn(N, 7), torch.eye(N, requires_grad=True)
     w, b = torch.randn(N, 7), torch.randn(N, requires_grad=True)

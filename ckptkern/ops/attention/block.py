@@ -77,12 +77,12 @@ def attention_block(
     qkv_layout, of one tensor's rows: "qkv", all heads of q, then of k, then of v; or "heads", [H_kv, H / H_kv + 2, D], which
     is for each head of k its heads of q, itself, and its head of v (GPT-NeoX, BLOOM, Falcon).
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. post_norm alike, of what the branch gives
-    (Gemma 2, OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2). Backward rebuilds
-    what the branch gives for a norm behind it and a trained vector: by one product from o.
-    qk_norm: q's and k's weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head
-    (Cohere); or [H D] and [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer".
-    rotary: a pair (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta.
-    The first R <= D dimensions of every q and k are rotated in pairs, for i < R/2; the others stay:
+    (Gemma 2, OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2). Backward
+    recomputes what the branch gives for a norm behind it and a trained vector: by one product from o. qk_norm: q's and k's
+    weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head (Cohere); or [H D] and
+    [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer". rotary: a pair (cos, sin), each [S, R],
+    [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta. The first R <= D dimensions of every q and k are
+    rotated in pairs, for i < R/2; the others stay:
 
         rotary_interleaved=False (Llama)   elements i and i + R/2
         rotary_interleaved=True  (GPT-J)   elements 2i and 2i + 1
@@ -90,7 +90,7 @@ def attention_block(
     A pair's angle stands in both of its columns of the tables. ckptkern.nn.rotary_tables makes tables of either kind. Tables
     that are given are saved for backward, so layers should share one pair. A theta stands for
     rotary_tables(positions, D, theta), with positions 0, 1, ... that start again in each packed sequence; these tables are
-    not saved but made again in backward.
+    not saved but recomputed in backward.
     attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
     to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or
     additive. An additive attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may not.
@@ -102,7 +102,7 @@ def attention_block(
     dropout_p of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic
     depth; x [S, d] and [tokens, d] is one sample): replayed from 16 bytes each.
     lora: low-rank updates, a ckptkern.LoRA each, of the layers "q", "k", "v" or "qkv", and "out". What passes through them is
-    rebuilt in backward, and a frozen weight gets no gradient.
+    recomputed in backward, and a frozen weight gets no gradient.
     recompute: what is saved for backward besides parameters (x itself, not a copy):
 
         "none"       x, q, k, v, o, lse

@@ -315,8 +315,8 @@ def attention_half_backward(
     t, o, need = half.t, half.o, needed_names(AttentionTensors, needs)
     out, lse, qkv = (saved.get(name) for name in ("out", "lse", "qkv"))
     inner, reads = behind_core(need, o), reads_branch(o, need)
-    rebuilt = out is None and (bool(inner) or reads or reads_core(need))
-    if inner or rebuilt:
+    recomputed = out is None and (bool(inner) or reads or reads_core(need))
+    if inner or recomputed:
         h = half.inputs()
         raw = half.project(h) if qkv is None else qkv
         heads = half.heads(raw, save_raw=qkv is not None or t.q_norm is not None)
@@ -331,7 +331,7 @@ def attention_half_backward(
     if inner:
         do = half.add_input_gradient(last, df, du, None)
         do = do.view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
-    if rebuilt and not reads:
+    if recomputed and not reads:
         out, lse, delta = attend(half.p, *heads, half.core, do)
     grads |= half.weight_gradients(last, df, du, half.out_rows(out) if reads_core(need) else None, need)
     if inner:

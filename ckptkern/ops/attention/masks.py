@@ -76,7 +76,7 @@ def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = 
     """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides) or a second
     attn_mask.
 
-    It is made again in backward. Saved are the masks that were given, which all layers of a model share.
+    It is recomputed in backward. Saved are the masks that were given, which all layers of a model share.
     """
     pads = padding is not None and padding.dim() < 4
     padding = torch.atleast_2d(padding)[:, None, None] if pads else padding

@@ -22,7 +22,8 @@ def check_level(op: str, recompute: str) -> None:
 
 
 def levels_of_halves(op: str, recompute: str | tuple[str, str]) -> tuple[str, str]:
-    """The levels of a layer's attentions and of its MLP, from one for both ("selective" rebuilds all of the MLP) or a pair."""
+    """The levels of a layer's attentions and of its MLP, from one for both ("selective" recomputes all of the MLP) or a
+    pair."""
     if isinstance(recompute, (tuple, list)) and len(recompute) == 2:
         attention, mlp = recompute
     else:

@@ -299,7 +299,7 @@ _NESTED = _Nested()
 
 @contextmanager
 def own_levels() -> Iterator[None]:
-    """Inside a segment of several layers: what its recompute rebuilds at once is then what they keep at their levels."""
+    """Inside a segment of several layers: what its recompute recomputes at once is then what they keep at their levels."""
     before, _NESTED.levels = _NESTED.levels, True
     try:
         yield

@@ -77,7 +77,7 @@ class MLPHalf(Half):
     def branch(self, *, last: bool = True) -> MLPBranch:
         return MLPBranch(self.t, self.o, self.x.shape[0], self.o.dtype, self.casting(last=last))
 
-    def rebuilt(self, h: Tensor, saved: dict[str, Tensor]) -> Tensor:
+    def recomputed(self, h: Tensor, saved: dict[str, Tensor]) -> Tensor:
         """The branch's result, which no level keeps: by one product from the hidden layer if that was saved, or all of it."""
         branch = self.branch(last=False)
         if branch.updates or not saved:
@@ -99,7 +99,7 @@ def mlp_half_backward(
     """Gradients by name ("x" and MLPTensors' fields) from dy [tokens, e]."""
     half, need = MLPHalf(x, t, o, shares=True), needed_names(MLPTensors, needs)
     h = half.inputs()
-    f = half.rebuilt(h, saved) if reads_branch(o, need) else None
+    f = half.recomputed(h, saved) if reads_branch(o, need) else None
     dy, df, grads = half.branch_gradients(dy, f, need)
     f = None
     inner = need.intersection(OF_BRANCH) | ({"x"} if half.needs_dh(need) else set())

@@ -2,7 +2,7 @@
 
     y = x W^T + b + u B^T,  u = scale * dropout(x) A^T          A [r, d], B [n, r]
 
-Only x is saved: dropout(x) and u are made again in backward, and a frozen W gets no gradient. The updates of a half share one
+Only x is saved: dropout(x) and u are recomputed in backward, and a frozen W gets no gradient. The updates of a half share one
 random state, of which each has rows of its own.
 """
 
