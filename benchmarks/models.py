@@ -270,7 +270,7 @@ class LlamaLayer(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotates x [B, H, S, D] by halves, as Hugging Face does."""
+        """Rotates x [B, H, S, D] by sublayers, as Hugging Face does."""
         S, half = x.shape[2], self.head_dim // 2
         return x * self.cos[:S] + torch.cat((-x[..., half:], x[..., :half]), -1) * self.sin[:S]
 

@@ -108,9 +108,9 @@ def plain_attention(
 
 
 @dataclass(frozen=True)
-class Half:
-    """What both halves have: a norm before or after, dropout of the branch, a norm of it, a factor or a vector that scales it,
-    dropout of whole samples of it, a residual."""
+class Sublayer:
+    """What both sublayers have: a norm before or after, dropout of the branch, a norm of it, a factor or a vector that scales
+    it, dropout of whole samples of it, a residual."""
 
     norm: str | None = "layer"
     norm_first: bool = True
@@ -153,7 +153,7 @@ class Half:
         return next(drawn) if self.lora_p else None
 
     def linear(self, name: str, x: Tensor, t: Tensors, drawn: Tensor | None, more_rows: int = 0) -> Tensor:
-        """more_rows: of the half's other input."""
+        """more_rows: of the sublayer's other input."""
         y = F.linear(x, t[f"{name}_weight"], t.get(f"{name}_bias"))
         if name not in self.lora:
             return y
@@ -214,7 +214,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Attention(Half):
+class Attention(Sublayer):
     kv_heads: int = HEADS
     packed: bool = True  # one qkv weight; else three
     layout: str = "qkv"
@@ -237,7 +237,7 @@ class Attention(Half):
         return "cross_" if self.key_features else ""
 
     def own(self, t: Tensors) -> Tensors:
-        """The half's tensors by its own names."""
+        """The sublayer's tensors by its own names."""
         return {name.removeprefix(self.prefix): value for name, value in t.items() if name.startswith(self.prefix)}
 
     def share(self, name: str) -> Fraction | int:
@@ -366,7 +366,7 @@ class Attention(Half):
 
 
 @dataclass(frozen=True)
-class MLP(Half):
+class MLP(Sublayer):
     activation: str = "gelu"
     gated: bool = False
     dropout_p: float = P
@@ -418,7 +418,7 @@ class MLP(Half):
 
 @dataclass(frozen=True)
 class Block:
-    """One op with its options: a half, or both as a layer, with cross-attention between them if there is `cross`."""
+    """One op with its options: a sublayer, or both as a layer, with cross-attention between them if there is `cross`."""
 
     name: str
     attention: Attention | None = None
@@ -432,11 +432,11 @@ class Block:
 
     @property
     def op(self) -> str:
-        return "transformer_layer" if len(self.halves) > 1 else "attention_block" if self.attention else "mlp_block"
+        return "transformer_layer" if len(self.sublayers) > 1 else "attention_block" if self.attention else "mlp_block"
 
     @property
-    def halves(self) -> list[Half]:
-        return [half for half in (self.attention, self.cross, self.mlp) if half is not None]
+    def sublayers(self) -> list[Sublayer]:
+        return [sublayer for sublayer in (self.attention, self.cross, self.mlp) if sublayer is not None]
 
     def with_(self, **options) -> Block:
         return replace(self, **options)
@@ -449,8 +449,8 @@ class Block:
     def make(self, dtype: torch.dtype = torch.float32, *, lead=(BATCH, LENGTH), frozen=(), seed: int = 0) -> Tensors:
         generator = torch.Generator().manual_seed(seed)
         shapes = {"x": (*lead, FEATURES)}
-        for half in self.halves:
-            shapes |= half.shapes()
+        for sublayer in self.sublayers:
+            shapes |= sublayer.shapes()
         if "key_value" in shapes:
             shapes["key_value"] = (*lead[:-1], *shapes["key_value"][1:])
         tensors = {}
@@ -482,42 +482,42 @@ class Block:
         drawn, y = draws(), t["x"]
         if self.parallel:
             return self.attention.plain(y, t, drawn) + replace(self.mlp, residual=False).plain(y, t, drawn)
-        for half in self.halves:
-            y = half.plain(y, t, drawn)
+        for sublayer in self.sublayers:
+            y = sublayer.plain(y, t, drawn)
         return y
 
     def saved_bytes(self, x_itemsize: int, itemsize: int) -> int:
         """The table of transformer_layer's and the blocks' docstrings, and 16 bytes for each dropout."""
-        tokens, states = BATCH * LENGTH, 16 * sum(half.states() for half in self.halves)
+        tokens, states = BATCH * LENGTH, 16 * sum(sublayer.states() for sublayer in self.sublayers)
         total = tokens * FEATURES * x_itemsize + states
-        for half in self.halves:
+        for sublayer in self.sublayers:
             level = self.recompute
-            if half is self.mlp and self.op == "transformer_layer" and level == "selective":
+            if sublayer is self.mlp and self.op == "transformer_layer" and level == "selective":
                 level = "full"
-            elements, more = half.saved(level)
+            elements, more = sublayer.saved(level)
             total += tokens * (elements * itemsize + more)
         if self.op == "transformer_layer" and self.recompute == "none" and not self.parallel:
-            total += (len(self.halves) - 1) * tokens * FEATURES * x_itemsize  # what passes between the halves
+            total += (len(self.sublayers) - 1) * tokens * FEATURES * x_itemsize  # what passes between the sublayers
         return total
 
     def multiply_adds(self) -> int:
-        """A step, per token. A layer recomputes what passes between its halves: by one product from o, or all of it.
+        """A step, per token. A layer recomputes what passes between its sublayers: by one product from o, or all of it.
 
         That product gives a norm after the branch its input too.
         """
         if self.op != "transformer_layer":
-            return sum(self.halves[0].multiply_adds(self.recompute))
+            return sum(self.sublayers[0].multiply_adds(self.recompute))
         level = self.recompute
         if self.parallel:
             return sum(self.attention.multiply_adds(level)) + sum(
                 self.mlp.multiply_adds("none" if level == "none" else "full")
             )
         total = sum(self.mlp.multiply_adds("none" if level == "none" else "full"))
-        for half in self.halves[:-1]:
-            forward, backward = half.multiply_adds("none" if level == "full" else level)
-            out = half.products()["out"] + sum(half.lora_products().get("out", ()))
+        for sublayer in self.sublayers[:-1]:
+            forward, backward = sublayer.multiply_adds("none" if level == "full" else level)
+            out = sublayer.products()["out"] + sum(sublayer.lora_products().get("out", ()))
             between = {"none": 0, "selective": out, "full": forward}[level]
-            total += forward + backward + between - (out if level != "none" and half.reads_branch() else 0)
+            total += forward + backward + between - (out if level != "none" and sublayer.reads_branch() else 0)
         return total
 
 
@@ -538,7 +538,7 @@ BLOCKS = (
 )  # fmt: skip
 
 
-# Fewer tests run these than BLOCKS: one for each way that models differ around and inside the halves.
+# Fewer tests run these than BLOCKS: one for each way that models differ around and inside the sublayers.
 VARIANTS = (
     Block("normed branch", Attention(norm=None, post_norm="layer", branch_scale=0.3, path_p=PATH_P, layout="heads",
                                      dropout_p=0.0)),

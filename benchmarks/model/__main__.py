@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...ops.dispatch import choices as _choices
 from ...ops.dispatch import routes as _routes
-from ..cases import BY_HALF, LEVELS, Item
+from ..cases import BY_SUBLAYER, LEVELS, Item
 from ..run import DEFAULT_RESULTS, say, select
 from . import __doc__ as description
 from . import calibrate, published, rates, sheet
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.model", description=description.split("\n")[0])
     made.add_argument("--gpu", choices=rates.GPUS, default="h200", help="whose rates (default: %(default)s)")
     made.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
-    made.add_argument("--levels", default="", help=f"of ours: some of {','.join(LEVELS + BY_HALF)} (default: all)")
+    made.add_argument("--levels", default="", help=f"of ours: some of {','.join(LEVELS + BY_SUBLAYER)} (default: all)")
     made.add_argument(
         "--explain", nargs="?", const="", metavar="REGEX",
         help="print every launch, its price and what bounds it; of all steps, or of those whose 'CASE, WAY' matches",
@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     levels = [level for level in args.levels.split(",") if level]
     gpu = rates.GPUS[args.gpu]
     try:
-        if unknown := set(levels) - {*LEVELS, *BY_HALF}:
-            raise ValueError(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS + BY_HALF)}")
+        if unknown := set(levels) - {*LEVELS, *BY_SUBLAYER}:
+            raise ValueError(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS + BY_SUBLAYER)}")
         if args.workers < 1:
             raise ValueError(f"--workers: wanted at least 1 but got {args.workers}")
         re.compile(args.explain or "")

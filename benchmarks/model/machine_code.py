@@ -34,7 +34,7 @@ REGISTERS, THREADS, RESERVED = (
 
 def issue_cycles(mnemonics: Iterable[str]) -> int:
     """Cycles in which a scheduler issues these for a warp: one each, but special functions, integers and conversions to 16 bit
-    have a quarter, a half and a half of the lanes (the CUDA programming guide's table of arithmetic throughput)."""
+    have a quarter, a sublayer and a half of the lanes (the CUDA programming guide's table of arithmetic throughput)."""
     count = Counter(mnemonic.split(".")[0] for mnemonic in mnemonics)
     special, narrowing = count["MUFU"], count["F2FP"] + count["F2F"]
     return max(sum(count.values()), 8 * special, 2 * sum(count[name] for name in INTEGER), 2 * narrowing)

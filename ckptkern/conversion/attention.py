@@ -241,7 +241,7 @@ def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     if not all(map(_from_first_row, [*q.tables, *k.tables])):
         raise Unreadable("rotary tables of which other rows than the first are taken")
     kinds = [Argument if one.kind == "argument" else Table for one in q.outside]
-    forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("halves", True))
+    forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
     choices = [
         {
             "rotary": tuple(kind(one.source, form) for kind, one in zip(kinds, q.outside, strict=True)),

@@ -173,7 +173,7 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
 
     A mask: "columns", of which the first `length` count; "keys" [B, S] and "rows" [B, S, S], without an axis of heads. The
     others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more: "table", and
-    "twice", "each twice" and "halves", whose columns stand once, or in another order than the op's.
+    "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's.
     """
     if not form:
         return tensor
@@ -188,7 +188,7 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
         return torch.cat((tensor, tensor), -1)
     if form == "each twice":
         return tensor.repeat_interleave(2, -1)
-    if form == "halves":
+    if form == "sublayers":
         return tensor[..., : tensor.shape[-1] // 2].repeat_interleave(2, -1)
     return tensor
 
@@ -232,7 +232,7 @@ def templates(template: Any, kind: type) -> Iterator[Any]:
 
 
 def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:
-    """What an op, or each of its halves, is given under this name."""
+    """What an op, or each of its sublayers, is given under this name."""
     for key, value in template.items():
         if isinstance(value, dict):
             yield from values_of(value, name)
@@ -241,7 +241,7 @@ def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:
 
 
 def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
-    """The call's arguments that an op, or each of its halves, is given under one of these names."""
+    """The call's arguments that an op, or each of its sublayers, is given under one of these names."""
     for name in names:
         for value in values_of(template, name):
             yield from templates(value, Argument)
@@ -258,7 +258,7 @@ class Forward:
     """What convert sets as a module's `forward`.
 
     It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the level, or one for each
-    half of a transformer_layer. store: where what is saved goes; a copy of the module has none.
+    sublayer of a transformer_layer. store: where what is saved goes; a copy of the module has none.
     """
 
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):

@@ -1,8 +1,8 @@
 """Reads a traced graph backwards as one fused op.
 
-    branch  = [drop path] [scale] [norm] core         core = attention | MLP | gated MLP
-    half    = [norm] branch of [norm] x [+ x]
-    layer   = MLP half of [cross-attention half of] attention half | x + attention branch + MLP branch
+    branch   = [drop path] [scale] [norm] core         core = attention | MLP | gated MLP
+    sublayer = [norm] branch of [norm] x [+ x]
+    layer    = MLP sublayer of [cross-attention sublayer of] attention sublayer | x + attention branch + MLP branch
 
 Views and casts are passed over, and so is what rotates q and k: this is a guess at what the module computes, and proof.py
 decides. Where the graph does not tell, for example which half of a fused weight is the gate, a reading lists all choices.
@@ -73,7 +73,7 @@ class Grammar(Steps):
     def attention(self, node: Node) -> Part:
         return read_attention(self, node)
 
-    # -- halves
+    # -- sublayers
 
     def branch(self, node: Node, core) -> Part:
         """[drop path] [scale] [norm] core."""
@@ -96,7 +96,7 @@ class Grammar(Steps):
         """Of two tensors, and not a linear layer with its update."""
         return node.is_function(*ADD) and len(node.inputs) == 2 and self.linear_of(node) is None
 
-    def half(self, node: Node, core) -> Part:
+    def sublayer(self, node: Node, core) -> Part:
         node, trailing = self.strip(node), None
         if self.leaves.norm(node) is not None:
             trailing, node = node, self.strip(node.inputs[0])
@@ -169,18 +169,18 @@ class Grammar(Steps):
         raise Unreadable(max(reasons, key=len))
 
     def layer(self, node: Node) -> Reading:
-        mlp = self.half(node, self.mlp)
+        mlp = self.sublayer(node, self.mlp)
         if mlp.input.kind == "argument":
             return Reading("mlp_block", mlp.arguments, mlp.input.source, mlp.at())
-        attention, cross = self.half(mlp.input, self.attention), None
+        attention, cross = self.sublayer(mlp.input, self.attention), None
         if attention.input.kind != "argument" and "key_value" in attention.arguments:
-            attention, cross = self.half(attention.input, self.attention), attention
+            attention, cross = self.sublayer(attention.input, self.attention), attention
         if attention.input.kind != "argument":
-            raise self.refuse("the attention half reads", attention.input)
+            raise self.refuse("the attention sublayer reads", attention.input)
         return layer_of(attention, mlp, attention.input, cross)
 
     def attention_alone(self, node: Node) -> Reading:
-        part = self.half(node, self.attention)
+        part = self.sublayer(node, self.attention)
         if part.input.kind != "argument":
             raise self.refuse("attention reads", part.input)
         return Reading("attention_block", part.arguments, part.input.source, part.at())

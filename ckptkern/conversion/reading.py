@@ -108,7 +108,7 @@ def _changed(arguments: dict[str, Any], path: tuple[str, ...], value: Any) -> di
 
 @dataclass
 class Part:
-    """What was read of a half: its op's arguments, the node that it reads, and the open choices."""
+    """What was read of a sublayer: its op's arguments, the node that it reads, and the open choices."""
 
     arguments: dict[str, Any]
     input: Node

@@ -12,7 +12,14 @@ from .. import ops
 from ..errors import ShapeError
 from ..ops.attention.masks import diagonal_of, merged_mask
 from ..ops.attention.rotary import check_theta, composite_rotary, positions_of, rotary_tables
-from ..ops.dispatch.checks import check_count, check_input, check_number, check_statics, check_tensor, levels_of_halves
+from ..ops.dispatch.checks import (
+    check_count,
+    check_input,
+    check_number,
+    check_statics,
+    check_tensor,
+    modes_of_sublayers,
+)
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .mlp import GatedMLP
@@ -279,7 +286,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         super().__init__()
         op = type(self).__name__
         activation = activation_of(op, activation)
-        of_attention, _ = levels_of_halves(op, recompute)
+        of_attention, _ = modes_of_sublayers(op, recompute)
         check_statics(op, activation, of_attention, resid_dropout)
         parse_bytes(op, workspace)
         check_count(op, "hidden_size", hidden_size)
@@ -314,7 +321,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
         check_parts(cls, module, names)
         first, attention, second, mlp = (module._modules[name] for name in names)
-        of_attention, _ = levels_of_halves(cls.__name__, recompute)
+        of_attention, _ = modes_of_sublayers(cls.__name__, recompute)
         parts = {
             "input_layernorm": rms_norm(cls, module, first),
             "self_attn": LlamaAttention.from_torch(attention, rope_theta, of_attention),
@@ -352,11 +359,11 @@ class LlamaDecoderLayer(torch.nn.Module):
         attention, mlp = self._attention_arguments(x, rotary, masks), self._mlp_arguments(x)
         if attention is not None and mlp is not None:
             return ops.transformer_layer(x, attention, mlp, recompute=self.recompute, workspace=self.workspace)
-        return composed(self._halves, x, rotary, masks, attention, mlp)
+        return composed(self._sublayers, x, rotary, masks, attention, mlp)
 
-    def _halves(self, x: Tensor, rotary, masks: dict, attention: dict | None, mlp: dict | None) -> Tensor:
-        """forward, by calling the submodules of a half that is not plain, whose arguments are None."""
-        of_attention, of_mlp = levels_of_halves(type(self).__name__, self.recompute)
+    def _sublayers(self, x: Tensor, rotary, masks: dict, attention: dict | None, mlp: dict | None) -> Tensor:
+        """forward, by calling the submodules of a sublayer that is not plain, whose arguments are None."""
+        of_attention, of_mlp = modes_of_sublayers(type(self).__name__, self.recompute)
         if attention is None:
             branch = self.self_attn(self.input_layernorm(x), rotary, **masks)
             x = x + ops.dropout(branch, self.resid_dropout, self.training)
@@ -368,7 +375,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         return ops.mlp_block(x, **mlp, recompute=of_mlp, workspace=self.workspace)
 
     def _half(self, norm: torch.nn.RMSNorm, x: Tensor) -> dict[str, Any]:
-        """What both halves have: a norm before, dropout of the branch, a residual."""
+        """What both sublayers have: a norm before, dropout of the branch, a residual."""
         return {
             "norm": "rms",
             "norm_weight": norm.weight,

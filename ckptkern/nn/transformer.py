@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
-from ..ops.dispatch.checks import levels_of_halves
+from ..ops.dispatch.checks import modes_of_sublayers
 from ..subclasses import PLAIN
 from .activations import named
 from .attention import MultiheadAttention, without_bias
@@ -39,7 +39,7 @@ def _norm_arguments(norm: torch.nn.LayerNorm, norm_first: bool) -> dict[str, Any
 
 
 class _Layer:
-    """What the encoder's and the decoder's layer share: each half as the arguments of its op, or None if its modules have
+    """What the encoder's and the decoder's layer share: each sublayer as the arguments of its op, or None if its modules have
     to be called."""
 
     torch_class: type[torch.nn.Module]
@@ -47,7 +47,7 @@ class _Layer:
     def _adopt(self, recompute: str | tuple[str, str]) -> None:
         """Replaces attention and dropout in a layer of torch's, after torch has drawn its initial weights. What the layer
         cannot stand for, such as a forward of the instance's own, stays as it is and is called."""
-        of_attention, _ = levels_of_halves(type(self).__name__, recompute)
+        of_attention, _ = modes_of_sublayers(type(self).__name__, recompute)
         self.recompute = recompute
         for name, module in self._modules.items():
             if type(module) is torch.nn.MultiheadAttention and "forward" not in module.__dict__:
@@ -136,21 +136,21 @@ class _Layer:
         }
 
     def _half(self, x: Tensor, norm: torch.nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """A half of the layer, by calling its modules."""
+        """A sublayer of the layer, by calling its modules."""
         return x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
 
-    def _attention_half(self, x: Tensor, arguments: dict[str, Any] | None, *masks) -> Tensor:
+    def _attention_sublayer(self, x: Tensor, arguments: dict[str, Any] | None, *masks) -> Tensor:
         if arguments is None:
             return self._half(x, self.norm1, lambda h: self._sa_block(h, *masks))
         swapped = x.dim() == 3 and not self.self_attn.batch_first
-        level, _ = levels_of_halves(type(self).__name__, self.recompute)
+        level, _ = modes_of_sublayers(type(self).__name__, self.recompute)
         y = ops.attention_block(x.transpose(0, 1) if swapped else x, **arguments, recompute=level)
         return y.transpose(0, 1) if swapped else y
 
-    def _mlp_half(self, x: Tensor, norm: torch.nn.Module, arguments: dict[str, Any] | None) -> Tensor:
+    def _mlp_sublayer(self, x: Tensor, norm: torch.nn.Module, arguments: dict[str, Any] | None) -> Tensor:
         if arguments is None:
             return self._half(x, norm, self._ff_block)
-        _, level = levels_of_halves(type(self).__name__, self.recompute)
+        _, level = modes_of_sublayers(type(self).__name__, self.recompute)
         return ops.mlp_block(x, **arguments, recompute=level)
 
 
@@ -220,14 +220,14 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             masks = (*_canonical(src, src_mask, src_key_padding_mask), is_causal)
         mlp = self._mlp_arguments(self.norm2, self.dropout2)
         if attention is None or mlp is None:
-            return composed(self._halves, src, masks, attention, mlp)
+            return composed(self._sublayers, src, masks, attention, mlp)
         swapped = src.dim() == 3 and not self.self_attn.batch_first
         x = src.transpose(0, 1) if swapped else src
         y = ops.transformer_layer(x, attention, mlp, recompute=self.recompute)
         return y.transpose(0, 1) if swapped else y
 
-    def _halves(self, src: Tensor, masks: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
-        return self._mlp_half(self._attention_half(src, attention, *masks), self.norm2, mlp)
+    def _sublayers(self, src: Tensor, masks: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
+        return self._mlp_sublayer(self._attention_sublayer(src, attention, *masks), self.norm2, mlp)
 
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
@@ -282,7 +282,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         attention, mlp = self._attention_arguments(tgt, *masks), self._mlp_arguments(self.norm3, self.dropout3)
         crossing = self._cross_arguments(tgt, *cross)
         if attention is None or mlp is None or crossing is None:
-            return composed(self._halves, tgt, masks, cross, attention, mlp)
+            return composed(self._sublayers, tgt, masks, cross, attention, mlp)
         swapped = tgt.dim() == 3 and not self.self_attn.batch_first
         x = tgt.transpose(0, 1) if swapped else tgt
         y = ops.transformer_layer(x, attention, mlp, cross_attention_arguments=crossing, recompute=self.recompute)
@@ -303,6 +303,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
             )
         return self._attended(attention, self.norm2, self.dropout2, x, memory, key_padding_mask, attn_mask, is_causal)
 
-    def _halves(self, tgt: Tensor, masks: tuple, cross: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
-        x = self._half(self._attention_half(tgt, attention, *masks), self.norm2, lambda h: self._mha_block(h, *cross))
-        return self._mlp_half(x, self.norm3, mlp)
+    def _sublayers(self, tgt: Tensor, masks: tuple, cross: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
+        x = self._half(
+            self._attention_sublayer(tgt, attention, *masks), self.norm2, lambda h: self._mha_block(h, *cross)
+        )
+        return self._mlp_sublayer(x, self.norm3, mlp)

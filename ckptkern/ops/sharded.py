@@ -1,6 +1,6 @@
 """Blocks on a tensor-parallel group: each rank's op computes a part of the heads or of the hidden units.
 
-A half's branch f ends in a linear layer, so what the ranks compute of it adds up to the whole:
+A sublayer's branch f ends in a linear layer, so what the ranks compute of it adds up to the whole:
 
     y = around(x, R f(G x)),   dx = R f'(G dy) + ...        around: bias, dropout, norm after the branch, residual
 
@@ -100,7 +100,7 @@ class Shard:
         """This rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
         return tensor if tensor.shape[dim] == count else tensor.narrow(dim, self.rank * count, count)
 
-    # -- halves
+    # -- sublayers
 
     def attention_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any]) -> Tensor:
         t, o = gather_attention(
@@ -108,7 +108,7 @@ class Shard:
         )
         t = self.drawn(t, o, x, training)
         heads = dict(first_plane=self.rank * o.num_heads, planes=self.size * o.num_heads)
-        return self.half(attention_across, x, t, o, "bo", **heads)
+        return self.sublayer(attention_across, x, t, o, "bo", **heads)
 
     def mlp_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any]) -> Tensor:
         arguments = self.mlp_arguments(arguments)
@@ -117,15 +117,15 @@ class Shard:
         if t.rng is not None and hidden % 32:
             reason = f"the kernels draw masks of shards of 32 n hidden units, not of {hidden}"
             o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
-        return self.half(mlp_across, x, t, o, "down_bias", first_column=self.rank * hidden)
+        return self.sublayer(mlp_across, x, t, o, "down_bias", first_column=self.rank * hidden)
 
     def transformer_layer(
-        self, x: Tensor, halves: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
+        self, x: Tensor, sublayers: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
         recompute: str, workspace: int | str | None,
     ) -> Tensor:  # fmt: skip
-        """Half by half: what passes between them is saved, because to recompute it would take another collective."""
+        """Sublayer by sublayer: what passes between them is saved, because to recompute it would take another collective."""
         mid = x
-        for arguments in halves:
+        for arguments in sublayers:
             mid = self.attention_block(mid, training, {"residual": True, **arguments, "recompute": recompute})
         inner = {"recompute": "none" if recompute == "none" else "full", "workspace": workspace}
         y = self.mlp_block(x if parallel else mid, training, {**mlp, **inner})
@@ -153,8 +153,8 @@ class Shard:
         elif not alike:
             raise RuntimeError(message)
 
-    def half(self, across, x: Tensor, t: Any, o: Any, bias: str, **place: int) -> Tensor:
-        """around(x, R f(G x)) of a half."""
+    def sublayer(self, across, x: Tensor, t: Any, o: Any, bias: str, **place: int) -> Tensor:
+        """around(x, R f(G x)) of a sublayer."""
         inner = dict(NOTHING_AROUND, **{bias: None})
         options = dict(PLAIN_AROUND, **place)
         if has_trailing_norm(o):

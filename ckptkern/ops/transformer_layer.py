@@ -14,15 +14,15 @@ from torch import Tensor
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import attention_block
-from .attention.half import AttentionHalf, attention_composite, attention_half, attention_half_backward
-from .attention.half import saves as attention_saves
+from .attention.sublayer import AttentionSublayer, attention_composite, attention_sublayer, attention_sublayer_backward
+from .attention.sublayer import saves as attention_saves
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
-from .dispatch.checks import check_flags, levels_of_halves
+from .dispatch.checks import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE
 from .mlp.block import gather as gather_mlp
 from .mlp.block import mlp_block
 from .mlp.branch import saves as branch_saves
-from .mlp.half import MLPOptions, MLPTensors, mlp_half, mlp_half_backward, mlp_reference
+from .mlp.sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
 from .registration.functions import build
 from .registration.needs import in_order, needed_names
 from .registration.op import Op
@@ -33,21 +33,21 @@ A = len(AttentionTensors._fields)
 
 
 class LayerOptions(NamedTuple):
-    """attention: of the attention halves in their order, of which a second one is cross-attention; parallel: do all halves read
-    x?"""
+    """attention: of the attention sublayers in their order, of which a second one is cross-attention; parallel: do all
+    sublayers read x?"""
 
     attention: tuple[AttentionOptions, ...]
     mlp: MLPOptions
     parallel: bool
 
     def saves_middle(self) -> bool:
-        """Is what passes between the halves saved?"""
+        """Is what passes between the sublayers saved?"""
         return self.attention[0].recompute == "none" and not self.parallel
 
 
 class LayerNeeds(NamedTuple):
-    """What each half's backward forms. A half whose input is not x returns that input's gradient if anything before it needs
-    one."""
+    """What each sublayer's backward forms. A sublayer whose input is not x returns that input's gradient if anything before it
+    needs one."""
 
     attention: list[int]
     mlp: int
@@ -66,10 +66,10 @@ class LayerNeeds(NamedTuple):
 def _split(
     tensors: Sequence[Tensor | None], o: LayerOptions
 ) -> tuple[Tensor, list[tuple[AttentionTensors, AttentionOptions]], MLPTensors]:
-    """(x, each attention half's tensors and options, the MLP half's tensors)"""
+    """(x, each attention sublayer's tensors and options, the MLP sublayer's tensors)"""
     x, *others = tensors
-    halves = [(AttentionTensors(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
-    return x, halves, MLPTensors(*others[len(halves) * A :])
+    sublayers = [(AttentionTensors(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
+    return x, sublayers, MLPTensors(*others[len(sublayers) * A :])
 
 
 class TransformerLayer(Op):
@@ -86,30 +86,30 @@ class TransformerLayer(Op):
 
     @staticmethod
     def forward(tensors, o):
-        (x, halves, t_mlp), saved = _split(tensors, o), {}
+        (x, sublayers, t_mlp), saved = _split(tensors, o), {}
         mid = x
-        for i, (t, one) in enumerate(halves):
-            mid, made = attention_half(mid, t, one)
+        for i, (t, one) in enumerate(sublayers):
+            mid, made = attention_sublayer(mid, t, one)
             mid = made["mid"] = unflattened(mid, x.shape[:-1])
             saved |= {f"{name}{i}": made[name] for name in _saved_of(one, o)}
             made = None
-        y, made = mlp_half(x if o.parallel else mid, t_mlp, o.mlp)
+        y, made = mlp_sublayer(x if o.parallel else mid, t_mlp, o.mlp)
         y = rows_2d(mid) + y if o.parallel else y
         return unflattened(y, x.shape[:-1]), saved | made
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
-        (x, halves, t_mlp), (of_attention, of_mlp) = _split(tensors, o), LayerNeeds.of(needs, o)
+        (x, sublayers, t_mlp), (of_attention, of_mlp) = _split(tensors, o), LayerNeeds.of(needs, o)
         parts = [{name: saved.pop(f"{name}{i}") for name in _saved_of(one, o)} for i, one in enumerate(o.attention)]
-        mid, cores = _recomputed(x, halves, parts, o, of_attention)
-        grads = mlp_half_backward(rows_2d(dy), mid, t_mlp, o.mlp, saved, of_mlp) if of_mlp else {}
+        mid, cores = _recomputed(x, sublayers, parts, o, of_attention)
+        grads = mlp_sublayer_backward(rows_2d(dy), mid, t_mlp, o.mlp, saved, of_mlp) if of_mlp else {}
         mid = None
         results = in_order(grads, MLPTensors, of_mlp)[1:]
         dx_mlp = grads.get("x")
         d = dy if o.parallel else dx_mlp
         while cores:
-            (half, core, f), own = cores.pop(), of_attention.pop()
-            grads = attention_half_backward(rows_2d(d), half, core, own, f) if own else {}
+            (sublayer, core, f), own = cores.pop(), of_attention.pop()
+            grads = attention_sublayer_backward(rows_2d(d), sublayer, core, own, f) if own else {}
             d = grads.get("x")
             results = in_order(grads, AttentionTensors, own)[1:] + results
         if o.parallel and needs & 1:
@@ -118,36 +118,36 @@ class TransformerLayer(Op):
 
     @staticmethod
     def reference(tensors, o):
-        x, halves, t_mlp = _split(tensors, o)
+        x, sublayers, t_mlp = _split(tensors, o)
         mid = x
-        for t, one in halves:
+        for t, one in sublayers:
             mid = attention_composite(mid, t, one)
         return mid + mlp_reference(x, t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
 
 
 def _saved_of(attention: AttentionOptions, o: LayerOptions) -> tuple[str, ...]:
-    """What an attention half saves: its core, and what it passes on."""
+    """What an attention sublayer saves: its core, and what it passes on."""
     return (*attention_saves(attention), "mid") if o.saves_middle() else attention_saves(attention)
 
 
 def _recomputed(
-    x: Tensor, halves: Sequence[tuple], saved: Sequence[dict[str, Tensor]], o: LayerOptions, needs: Sequence[int]
-) -> tuple[Tensor, list[tuple[AttentionHalf, dict[str, Tensor], Tensor | None]]]:
-    """(the MLP half's input; of each attention half itself, its core, and what its branch gave where backward reads that). What
-    was not saved of a core is recomputed if the next half's input is made of it."""
+    x: Tensor, sublayers: Sequence[tuple], saved: Sequence[dict[str, Tensor]], o: LayerOptions, needs: Sequence[int]
+) -> tuple[Tensor, list[tuple[AttentionSublayer, dict[str, Tensor], Tensor | None]]]:
+    """(the MLP sublayer's input; of each attention sublayer itself, its core, and what its branch gave where backward reads
+    that). What was not saved of a core is recomputed if the next sublayer's input is made of it."""
     mid, cores = x, []
-    for (t, one), core, own in zip(halves, saved, needs, strict=True):
-        half, f = AttentionHalf(mid, t, one, shares=True), None
+    for (t, one), core, own in zip(sublayers, saved, needs, strict=True):
+        sublayer, f = AttentionSublayer(mid, t, one, shares=True), None
         mid = core.pop("mid", None)
         if o.parallel:
             mid = x
         elif mid is None:
-            if not core:  # the projections raw, as the attention half's backward reads them
-                core = dict(zip(("out", "lse", "qkv"), half.attend(save_raw=True), strict=True))
-            f = half.branch(core["out"])
-            mid = unflattened(half.output(f), x.shape[:-1])
+            if not core:  # the projections raw, as the attention sublayer's backward reads them
+                core = dict(zip(("out", "lse", "qkv"), sublayer.attend(save_raw=True), strict=True))
+            f = sublayer.branch(core["out"])
+            mid = unflattened(sublayer.output(f), x.shape[:-1])
             f = f if reads_branch(one, needed_names(AttentionTensors, own)) else None
-        cores.append((half, core, f))
+        cores.append((sublayer, core, f))
     return mid, cores
 
 
@@ -185,22 +185,24 @@ def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool) -> None:
     if arguments.get("key_value") is None:
         raise TypeError(f"{op}: cross_attention_arguments must have key_value")
     if parallel:
-        raise ValueError(f"{op}: parallel halves take no cross_attention_arguments")
+        raise ValueError(f"{op}: parallel sublayers take no cross_attention_arguments")
 
 
 def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
     for name, given in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
         if given.get("norm") is not None and given.get("norm_first", True) is False:
-            raise ValueError(f"{op}: parallel halves have no norm after the residual, but {name} has norm_first=False")
+            raise ValueError(
+                f"{op}: parallel sublayers have no norm after the residual, but {name} has norm_first=False"
+            )
     if mlp_arguments.get("residual", True) is not True:
-        raise ValueError(f"{op}: the MLP of parallel halves is added, but mlp_arguments has residual=False")
+        raise ValueError(f"{op}: the MLP of parallel sublayers is added, but mlp_arguments has residual=False")
 
 
-def _by_halves(
+def _by_sublayers(
     x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
     parallel: bool, *, training: bool, workspace: int | str | None,
 ) -> Tensor:  # fmt: skip
-    """Each half as a segment of its own."""
+    """Each sublayer as a segment of its own."""
     mid = x
     for arguments in attentions:
         mid = attention_block(mid, training=training, recompute=recompute[0], **{"residual": True} | dict(arguments))
@@ -225,17 +227,17 @@ def transformer_layer(
 
     x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments,
     cross_attention_arguments and mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training,
-    recompute, workspace; `residual` is true in all unless given. parallel: both halves read x and are added (GPT-NeoX, GPT-J,
-    Phi, Cohere, Falcon); one norm is shared by giving both its tensors.
-    recompute: what is saved for backward besides parameters:
+    recompute, workspace; `residual` is true in all unless given. parallel: both sublayers read x and are added (GPT-NeoX,
+    GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for backward besides
+    parameters:
 
         "none"       what the two blocks keep at "none", and what passes between them, if it does
         "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one product from o
         "full"       x
 
     and key_value itself. "none" and "selective" keep these of both attentions. A pair of levels, of the attentions and of the
-    MLP, makes each half a segment of its own, which saves its input: ("selective", "full") is "selective" with what passes
-    between the halves saved, ("full", "none") recomputes attention alone.
+    MLP, makes each sublayer a segment of its own, which saves its input: ("selective", "full") is "selective" with what passes
+    between the sublayers saved, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
     """
     op = "transformer_layer"
@@ -243,33 +245,33 @@ def transformer_layer(
     check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
     if cross_attention_arguments is not None:
         check_cross(op, cross_attention_arguments, parallel)
-    levels = levels_of_halves(op, recompute)
+    levels = modes_of_sublayers(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
         check_parallel(op, attention_arguments, mlp_arguments)
         mlp_arguments = dict(mlp_arguments) | {"residual": False}
     given = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
     if not isinstance(recompute, str):
-        return _by_halves(x, given, mlp_arguments, levels, parallel, training=training, workspace=workspace)
+        return _by_sublayers(x, given, mlp_arguments, levels, parallel, training=training, workspace=workspace)
     if ACTIVE.shard is not None:
         return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
-    halves = [
+    sublayers = [
         gather_attention(op, x, training=training, recompute=recompute, **{"residual": True} | dict(arguments))
         for arguments in given
     ]
-    for t, _ in halves:
+    for t, _ in sublayers:
         if t.wo.shape[0] != x.shape[-1]:
             raise ShapeError(
                 f"{op}: out_weight must have {x.shape[-1]} rows, one for each feature of the input, but it has {t.wo.shape[0]}"
             )
-    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for _, o in halves))
-    inner = "none" if halves[0][1].recompute == "none" else "full"
+    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for _, o in sublayers))
+    inner = "none" if sublayers[0][1].recompute == "none" else "full"
     tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
     if parallel and tm.down_weight.shape[0] != x.shape[-1]:
         raise ShapeError(
-            f"{op}: parallel halves are added, so down_weight must have {x.shape[-1]} rows, but it has "
+            f"{op}: parallel sublayers are added, so down_weight must have {x.shape[-1]} rows, but it has "
             f"{tm.down_weight.shape[0]}"
         )
-    attention = [tensor for t, o in halves for tensor in drawn(t, o, x, training)]
-    options = LayerOptions(tuple(o._replace(lora_dtype=lora_dtype) for _, o in halves), om, parallel)
+    attention = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
+    options = LayerOptions(tuple(o._replace(lora_dtype=lora_dtype) for _, o in sublayers), om, parallel)
     return _apply(options, x, *attention, *drawn(tm, om, x, training))

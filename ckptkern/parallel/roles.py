@@ -60,8 +60,8 @@ def _gated_mlp(module: ours.GatedMLP, prefix: str = "") -> Template:
 
 def _llama_layer(module: ours.LlamaDecoderLayer) -> Template:
     norms = (Weight(f"{name}.weight") for name in ("input_layernorm", "post_attention_layernorm"))
-    halves = _llama_attention(module.self_attn, "self_attn."), _gated_mlp(module.mlp, "mlp.")
-    attention, mlp = (half | {"norm_weight": norm} for half, norm in zip(halves, norms, strict=True))
+    sublayers = _llama_attention(module.self_attn, "self_attn."), _gated_mlp(module.mlp, "mlp.")
+    attention, mlp = (sublayer | {"norm_weight": norm} for sublayer, norm in zip(sublayers, norms, strict=True))
     return {"attention_arguments": attention, "mlp_arguments": mlp}
 
 
@@ -79,9 +79,9 @@ def _torch_attention(module: ours.MultiheadAttention, prefix: str = "") -> Templ
 
 
 def _torch_layer(module: ours.TransformerEncoderLayer | ours.TransformerDecoderLayer) -> Template:
-    def normed(half: Template, name: str) -> Template:
+    def normed(sublayer: Template, name: str) -> Template:
         weight, bias = _linear("", module, name)
-        return half | {"norm_weight": weight, "norm_bias": bias, "norm_first": module.norm_first}
+        return sublayer | {"norm_weight": weight, "norm_bias": bias, "norm_first": module.norm_first}
 
     crosses = isinstance(module, ours.TransformerDecoderLayer)
     mlp = normed(_pairs("", module, up="linear1", down="linear2"), "norm3" if crosses else "norm2")
@@ -140,9 +140,9 @@ def weights_in(value: Any) -> Iterator[tuple[Weight, bool]]:
             yield from weights_in(one)
 
 
-def halves_of(template: Template) -> Iterator[Template]:
+def sublayers_of(template: Template) -> Iterator[Template]:
     inner = [template.get(name) for name in ("attention_arguments", "cross_attention_arguments", "mlp_arguments")]
-    yield from (half for half in inner if half is not None) if any(inner) else (template,)
+    yield from (sublayer for sublayer in inner if sublayer is not None) if any(inner) else (template,)
 
 
 SPLIT = {
@@ -155,15 +155,15 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
     """By name, the places of all parameters on `size` ranks. What no role names is on every rank."""
     found: dict[int, Place] = {}
     for template in templates_of(module):
-        for half in halves_of(template):
-            check_half(type(module).__name__, half, size)
-            if sequence and half.get("key_value") is not None:
+        for sublayer in sublayers_of(template):
+            check_sublayer(type(module).__name__, sublayer, size)
+            if sequence and sublayer.get("key_value") is not None:
                 raise ValueError(
                     f"TensorParallel: {type(module).__name__} has cross-attention, with which sequence_parallel does not go"
                 )
-            for role, value in half.items():
+            for role, value in sublayer.items():
                 for weight, in_one in weights_in(value):
-                    place, tensor = place_of(module, half, role, weight, in_one), parameter(module, weight)
+                    place, tensor = place_of(module, sublayer, role, weight, in_one), parameter(module, weight)
                     if found.setdefault(id(tensor), place) != place:
                         raise ValueError(f"TensorParallel: {weight.path} has two roles, which are split in two ways")
                     check_divides(weight.path, tensor, place, size)
@@ -180,18 +180,20 @@ def is_transposed(module: nn.Module, weight: Weight) -> bool:
     return weight.form == "t" and parameter(module, weight).dim() == 2
 
 
-def place_of(module: nn.Module, half: Template, role: str, weight: Weight, in_one: bool) -> Place:
+def place_of(module: nn.Module, sublayer: Template, role: str, weight: Weight, in_one: bool) -> Place:
     """in_one: the parameter holds several of the op's weights."""
     if role == "qk_norm":
-        return place_of_qk_norm(module, half, weight)
+        return place_of_qk_norm(module, sublayer, weight)
     if role in ("norm_weight", "norm_bias"):
-        return INSIDE if half.get("norm_first", True) else AROUND
+        return INSIDE if sublayer.get("norm_first", True) else AROUND
     if role == "attn_mask":  # the op sums its gradient
         return Place(None)
     if role not in SPLIT:
         return AROUND
     packed = (
-        role.startswith("qkv") and isinstance(half["qkv_weight"], Weight) and half.get("qkv_layout", "qkv") == "qkv"
+        role.startswith("qkv")
+        and isinstance(sublayer["qkv_weight"], Weight)
+        and sublayer.get("qkv_layout", "qkv") == "qkv"
     )
     if in_one or packed:
         return INSIDE
@@ -199,22 +201,22 @@ def place_of(module: nn.Module, half: Template, role: str, weight: Weight, in_on
     return Place(1 - place.dim) if is_transposed(module, weight) else place
 
 
-def place_of_qk_norm(module: nn.Module, half: Template, weight: Weight) -> Place:
-    tensor, out = parameter(module, weight), half["out_weight"]
+def place_of_qk_norm(module: nn.Module, sublayer: Template, weight: Weight) -> Place:
+    tensor, out = parameter(module, weight), sublayer["out_weight"]
     if tensor.dim() == 2:  # a row for each head
         return ROWS
-    if tensor.numel() != parameter(module, out).shape[0 if is_transposed(module, out) else 1] // half["num_heads"]:
+    if tensor.numel() != parameter(module, out).shape[0 if is_transposed(module, out) else 1] // sublayer["num_heads"]:
         raise ValueError(
             f"TensorParallel: {weight.path} is of a norm over all heads at once, of which a rank has only some: not supported"
         )
     return INSIDE
 
 
-def check_half(block: str, half: Template, size: int) -> None:
-    if half.get("lora"):
+def check_sublayer(block: str, sublayer: Template, size: int) -> None:
+    if sublayer.get("lora"):
         raise ValueError(f"TensorParallel: {block} has low-rank updates (LoRA), which are not split; merge them first")
     for name in ("num_heads", "num_kv_heads"):
-        heads = half.get(name)
+        heads = sublayer.get(name)
         if heads is not None and heads % size:
             raise ValueError(
                 f"TensorParallel: {block} has {name}={heads}, which must be a multiple of the mesh's size, {size}: every rank "

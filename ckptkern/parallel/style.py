@@ -20,7 +20,7 @@ class TensorParallel(ParallelStyle):
 
     The block is a module of ckptkern.nn (MLP, GatedMLP, LlamaAttention, LlamaDecoderLayer, MultiheadAttention,
     TransformerEncoderLayer, TransformerDecoderLayer) or one that ckptkern.convert fused whole as attention, MLP or layer. Each
-    rank's op computes a part of the heads and of the hidden units; one all-reduce a half adds them up, in forward and in
+    rank's op computes a part of the heads and of the hidden units; one all-reduce a sublayer adds them up, in forward and in
     backward.
 
     Parameters become DTensors: the rows of q, k, v, gate and up are Shard(0), the columns of the output and the down projection
@@ -31,7 +31,7 @@ class TensorParallel(ParallelStyle):
     [..., S/n, d], as many on each, and every other argument is that of all rows; an all-gather and a reduce-scatter take the
     all-reduce's place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and levels are the block's.
 
-    Saved for backward: of each half its x (this rank's rows under sequence_parallel), 1/n of what else the level saves, 16
+    Saved for backward: of each sublayer its x (this rank's rows under sequence_parallel), 1/n of what else the level saves, 16
     bytes for each dropout, and the input of a norm behind the branch. Dropout draws the masks of the unsharded block if the
     ranks of the group are seeded alike; their first states are compared.
 

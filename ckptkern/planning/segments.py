@@ -92,7 +92,7 @@ class Segment(NamedTuple):
         return forward
 
     def levels(self) -> list[str | tuple[str, str]]:
-        """Its levels; for a layer of two halves, those of each half too."""
+        """Its levels; for a layer of two sublayers, those of each sublayer too."""
         if self.served_by == "checkpoint":
             return ["none", "full"]
         if self.served_by != "transformer_layer":

@@ -152,9 +152,9 @@ def measured(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def changed_after_a_copy(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
-    half = logits / 2
+    sublayer = logits / 2
     logits[:, 0] = 0.0
-    return flat(model, half, targets) + flat(model, logits, targets)
+    return flat(model, sublayer, targets) + flat(model, logits, targets)
 
 
 class Doubled(torch.autograd.Function):

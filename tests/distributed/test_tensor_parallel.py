@@ -110,11 +110,11 @@ def step(model: nn.Module, x: torch.Tensor, weight: torch.Tensor, seed: int = 1)
 
 
 def check_saved(name: str, plain, ours, n: int, sequence: bool) -> None:
-    """The inputs of both halves, whole or this rank's rows; a part of everything else."""
+    """The inputs of both sublayers, whole or this rank's rows; a part of everything else."""
     inputs = [size for shape, _, size in plain.tensors if shape == (B, S, WIDTH)]
     states = [size for shape, dtype, size in plain.tensors if dtype == torch.int64]
-    halves = 1 if "mlp" in name or name == "attention" else 2
-    expected = halves * inputs[0] // (n if sequence else 1) + sum(states)
+    sublayers = 1 if "mlp" in name or name == "attention" else 2
+    expected = sublayers * inputs[0] // (n if sequence else 1) + sum(states)
     expected += (plain.bytes - sum(inputs) - sum(states)) // n
     if name in TAIL:
         rows = (ours.bytes - expected) * (n if sequence else 1)
@@ -304,7 +304,7 @@ def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 def test_converted_models_on_two_ranks_train_as_on_one(sequence, ranks):
-    """Three steps each; packed and transposed weights, masks of all heads, norms after the branch, parallel halves."""
+    """Three steps each; packed and transposed weights, masks of all heads, norms after the branch, parallel sublayers."""
     names = ("llama", "gpt", "gemma", "qwen", "phi3", "bert", "relative bias", "vision", "parallel, one norm")
     on_mesh(ranks, 2, _check_converted, sequence, names)
 
@@ -412,7 +412,7 @@ def _check_torchs_styles(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(dz, dx)
     check_gradients(plain, ours, "torch's styles")
     assert saved.bytes == saved_plain.bytes == x.nbytes
-    ours.dropout = P  # drawn by a rank's own columns: both ranks have the mask of the first half
+    ours.dropout = P  # drawn by a rank's own columns: both ranks have the mask of the first sublayer
     torch.manual_seed(1)
     mask = state.keep_mask(state.draw(x), P, B * S, HIDDEN // 2).repeat(1, 2).view(B, S, HIDDEN)
     scale = state.threshold_scale(P)[1]

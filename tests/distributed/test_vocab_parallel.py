@@ -17,7 +17,7 @@ M, WIDTH, IGNORED = 21, 9, -100
 lce = ckptkern.linear_cross_entropy
 SPLITS = {
     "one": (40,),
-    "halves": (20, 20),
+    "sublayers": (20, 20),
     "uneven": (7, 33),
     "three": (300, 13, 27),
     "an empty one": (25, 0, 15),

@@ -65,4 +65,4 @@ def test_two_of_one_model_differ():
     first = model[0](x)
     assert not torch.equal(first, model[1](x))
     both = model(x)
-    assert 0.15 < (both != 0).double().mean() < 0.35  # two independent masks of one half
+    assert 0.15 < (both != 0).double().mean() < 0.35  # two independent masks of one sublayer

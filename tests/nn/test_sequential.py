@@ -119,8 +119,8 @@ def test_a_stack_keeps_the_inputs_of_groups(level, every):
 def test_in_a_stack_layers_keep_to_their_levels(level, monkeypatch):
     """In a segment of one's own they do not: there they run at "none"."""
     module = importlib.import_module("ckptkern.ops.transformer_layer")
-    half, seen = module.attention_half, []
-    monkeypatch.setattr(module, "attention_half", lambda x, t, o: seen.append(o.recompute) or half(x, t, o))
+    sublayer, seen = module.attention_sublayer, []
+    monkeypatch.setattr(module, "attention_sublayer", lambda x, t, o: seen.append(o.recompute) or sublayer(x, t, o))
     stack, x = LayerStack(llama(level, 4)), torch.randn(B, S, D, requires_grad=True)
     stack(x).sum().backward()
     assert seen == [level] * (4 + 2), "forward, and the first group again"

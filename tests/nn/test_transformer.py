@@ -478,10 +478,10 @@ def test_a_half_of_the_instances_own_is_called(kind, name, norm_first, masked):
     for module in (ours, theirs):
         own = getattr(module, name)
 
-        def half(*args, own=own, **kwargs):
+        def sublayer(*args, own=own, **kwargs):
             return 2 * own(*args, **kwargs)
 
-        setattr(module, name, half)
+        setattr(module, name, sublayer)
     inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
     masks = {("tgt_mask" if kind == "decoder" else "src_mask"): bool_mask(T, T)} if masked else {}
     assert_twins(ours, theirs, lambda m, **inputs: m(*inputs.values(), **masks), inputs)

@@ -33,7 +33,7 @@ from ckptkern import eager, state, triton_kernels
 from ckptkern.memory import saved_tensors
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
-from ckptkern.ops.attention.half import AttentionHalf, attention_half, attention_half_backward, saves
+from ckptkern.ops.attention.sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward, saves
 from ckptkern.ops.dispatch.choices import primitives
 
 P = 0.3
@@ -1030,15 +1030,15 @@ def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
             )  # fmt: skip
         o = o._replace(fused=fused)
         with Calls() as forward:
-            y, made = attention_half(x, t, o)
-        _, promised = attention_half(x, t, o._replace(fused=""))  # as fakes do
+            y, made = attention_sublayer(x, t, o)
+        _, promised = attention_sublayer(x, t, o._replace(fused=""))  # as fakes do
         saved = {name: made[name] for name in saves(o)}
         for name, tensor in saved.items():
             promise = promised[name]
             assert (tensor.shape, tensor.dtype, tensor.stride()) == (promise.shape, promise.dtype, promise.stride())
         needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
         with Calls() as backward:
-            grads = attention_half_backward(torch.empty_like(y), AttentionHalf(x, t, o), saved, needs)
+            grads = attention_sublayer_backward(torch.empty_like(y), AttentionSublayer(x, t, o), saved, needs)
     assert {name: grads[name].shape for name in ("x", "wq", "wo", "bo")} == {
         "x": x.shape, "wq": weights[0].shape, "wo": weights[2].shape, "bo": weights[3].shape
     }  # fmt: skip

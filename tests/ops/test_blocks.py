@@ -76,8 +76,8 @@ def saved_by(block, tensors) -> int:
     extra = 0
     if block.attention is not None:
         extra += sum(t.numel() * t.element_size() for t in given(block))
-        halves = [half for half in (block.attention, block.cross) if half]
-        extra += sum(BATCH * half.columns() for half in halves if half.padded)  # the mask, inverted
+        sublayers = [sublayer for sublayer in (block.attention, block.cross) if sublayer]
+        extra += sum(BATCH * sublayer.columns() for sublayer in sublayers if sublayer.padded)  # the mask, inverted
     return saved.bytes - extra
 
 
@@ -124,7 +124,7 @@ def test_autocast(block):
 
     draws = [block.make(seed=seed) for seed in range(DRAWS)]
     ours, theirs, exact = over_draws(under_autocast(block.fused), under_autocast(block.plain), draws)
-    residual = all(half.residual for half in block.halves)
+    residual = all(sublayer.residual for sublayer in block.sublayers)
     assert ours["y"].dtype == (torch.float32 if residual else torch.bfloat16)
     assert all(ours[name].dtype == torch.float32 for name in draws[0])
     ours, theirs = ({name: t.to(torch.bfloat16) for name, t in results.items()} for results in (ours, theirs))
@@ -228,8 +228,8 @@ def test_gradcheck(block):
     assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
 
 
-# A layer's composite is that of its halves, which come alone: of layers, one for each way in which halves are joined.
-TWICE = [one for one in ALL if len(one.halves) == 1 or one.name in ("post-norm padded", "decoder", "parallel")]
+# A layer's composite is that of its sublayers, which come alone: of layers, one for each way in which sublayers are joined.
+TWICE = [one for one in ALL if len(one.sublayers) == 1 or one.name in ("post-norm padded", "decoder", "parallel")]
 
 
 @pytest.mark.parametrize("block", in_turn(TWICE, ("full",)))
@@ -370,8 +370,8 @@ def test_a_bias_alone(backend):
 
 @pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
 def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
-    """Their gradients read what the last half's branch gave, one product from what is saved."""
-    last = block.halves[-1]
+    """Their gradients read what the last sublayer's branch gave, one product from what is saved."""
+    last = block.sublayers[-1]
     after = [name for name in last.parameters_after() if name in block.make()]
     seen = watched(block, block.make(frozen=set(block.make()) - set(after)))
     with torch.no_grad():
@@ -402,7 +402,7 @@ def test_compiled_equals_eager(block):
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
-    """A compiled graph of CUDA tensors carries "auto", which no kernel knows; a layer has one for each half."""
+    """A compiled graph of CUDA tensors carries "auto", which no kernel knows; a layer has one for each sublayer."""
     (block,) = (one.values[0] for one in variants(("selective",), ("parallel",)))
     op, args = op_samples(block, block.make())[way == "backward"]
     body, seen = getattr(TransformerLayer, way), []
@@ -485,7 +485,7 @@ def test_compiled_autocast_keeps_no_cast_weight(block):
 
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",))[2:])
 def test_two_masks_of_one_graph_differ(block):
-    """AOT's CSE merges what looks alike: two draws in one graph are two draws. A layer's are those of both halves."""
+    """AOT's CSE merges what looks alike: two draws in one graph are two draws. A layer's are those of both sublayers."""
     torch._dynamo.reset()
     tensors = block.make()
 
@@ -657,7 +657,7 @@ def test_forward_mode_is_refused_and_nodes_are_named(block):
 
 
 def test_parallel_halves_run_no_backward_of_each_other():
-    """With one weight of the attention half trained, its own product is all that backward runs."""
+    """With one weight of the attention sublayer trained, its own product is all that backward runs."""
     (block,) = (one.values[0] for one in variants(("none",), ("parallel",)))
     with torch.no_grad():
         forward = watched(block, block.make(frozen=block.make()))
@@ -667,10 +667,10 @@ def test_parallel_halves_run_no_backward_of_each_other():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_parallel_halves_share_a_norm(compiled):
-    """Its tensors are given twice: autograd adds what the two halves return for them."""
+    """Its tensors are given twice: autograd adds what the two sublayers return for them."""
     torch._dynamo.reset()
-    half = dict(norm="rms", bias=False, dropout_p=0.0, resid_p=0.0)
-    block = Block("", Attention(**half), MLP(**half), parallel=True)
+    sublayer = dict(norm="rms", bias=False, dropout_p=0.0, resid_p=0.0)
+    block = Block("", Attention(**sublayer), MLP(**sublayer), parallel=True)
     tensors = block.make()
     del tensors["mlp_norm_weight"]
 
@@ -883,8 +883,8 @@ def test_errors_of_the_mlp_block(error, message, changes):
         ckptkern.mlp_block(**arguments | changes)
 
 
-ATTENTION_HALF = dict(qkv_weight=QKV, qkv_bias=None, out_weight=OUT, out_bias=None, num_heads=4, dropout_p=0.5)
-MLP_HALF = dict(up_weight=UP, up_bias=None, down_weight=DOWN, down_bias=None)
+ATTENTION_SUBLAYER = dict(qkv_weight=QKV, qkv_bias=None, out_weight=OUT, out_bias=None, num_heads=4, dropout_p=0.5)
+MLP_SUBLAYER = dict(up_weight=UP, up_bias=None, down_weight=DOWN, down_bias=None)
 LAYER_ERRORS = {
     "its own arguments": (ValueError, "recompute is an argument of transformer_layer, not of", {"recompute": "full"}, {}),
     "unknown": (TypeError, "attention_arguments has 'heads', but its arguments are qkv_weight,", {"heads": 4}, {}),
@@ -901,7 +901,7 @@ LAYER_ERRORS = {
     "no memory": (TypeError, "cross_attention_arguments must have key_value", {"cross": {}}, {}),
     "unknown to the cross-attention": (TypeError, "cross_attention_arguments has 'heads'", {"cross": {"heads": 1}}, {}),
     "parallel memory": (
-        ValueError, "parallel halves take no cross_attention_arguments", {"parallel": True, "cross": {"key_value": X}}, {}),
+        ValueError, "parallel sublayers take no cross_attention_arguments", {"parallel": True, "cross": {"key_value": X}}, {}),
     "rows of the cross-attention": (
         ValueError, "out_weight must have 10 rows", {"cross": {"key_value": X, "out_weight": OUT[:5], "residual": False}}, {}),
     "half a dtype": (TypeError, "use one dtype, or torch.autocast", {}, {"up_weight": UP.bfloat16()}),
@@ -913,15 +913,15 @@ LAYER_ERRORS = {
 
 @pytest.mark.parametrize(("error", "message", "attention", "mlp"), LAYER_ERRORS.values(), ids=LAYER_ERRORS)
 def test_errors_of_the_layer(error, message, attention, mlp):
-    """No error moves the generator, even if the attention half, which is checked first, has dropout."""
-    attention = ATTENTION_HALF | attention if isinstance(attention, dict) else attention
+    """No error moves the generator, even if the attention sublayer, which is checked first, has dropout."""
+    attention = ATTENTION_SUBLAYER | attention if isinstance(attention, dict) else attention
     options = {"parallel": attention.pop("parallel")} if "parallel" in attention else {}
     if "cross" in attention:
-        own = {name: value for name, value in ATTENTION_HALF.items() if name in attention}
+        own = {name: value for name, value in ATTENTION_SUBLAYER.items() if name in attention}
         options["cross_attention_arguments"] = own | attention.pop("cross")
     before = torch.get_rng_state()
     with pytest.raises(error, match=f"transformer_layer: .*{message}"):
-        ckptkern.transformer_layer(X, attention, {} if mlp is None else MLP_HALF | mlp, **options)
+        ckptkern.transformer_layer(X, attention, {} if mlp is None else MLP_SUBLAYER | mlp, **options)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -943,7 +943,7 @@ def test_slopes_get_no_wrong_gradient(compiled):
 
 @pytest.mark.parametrize("call", [
     lambda: ckptkern.mlp_block(X, UP, None, DOWN, None, dropout_p=0.5, workspace="a"),
-    lambda: ckptkern.attention_block(**ATTENTION_HALF, x=X, norm_eps="a"),
+    lambda: ckptkern.attention_block(**ATTENTION_SUBLAYER, x=X, norm_eps="a"),
     lambda: ckptkern.scaled_dot_product_attention(X, X, X, dropout_p=0.5, scale="a"),
 ])  # fmt: skip
 def test_errors_leave_the_generator_alone(call):
@@ -961,7 +961,7 @@ KERNEL_BLOCKS = [
 ]  # fmt: skip
 
 
-# An MLP half after its branch, an attention half alone, and all three halves.
+# An MLP sublayer after its branch, an attention sublayer alone, and all three sublayers.
 KERNEL_VARIANTS = [one for one in VARIANTS if one.name in ("normed heads in groups", "learned bias") and not one.mlp]
 KERNEL_VARIANTS += [
     one for one in VARIANTS if one.name in ("normed branch", "post-norm decoder", "low-rank llama") and one.mlp

@@ -1,4 +1,4 @@
-"""transformer_layer with a level for each half: other bytes, the same results."""
+"""transformer_layer with a level for each sublayer: other bytes, the same results."""
 
 import itertools
 
@@ -64,7 +64,7 @@ def test_a_level_for_each_half(name: str) -> None:
         found[level] = run(layer, x, memory)
         torch.testing.assert_close(found[level][0], found["none"][0], rtol=1e-4, atol=1e-5)
     bytes_ = {level: saved for level, (_, saved) in found.items()}
-    between = 0 if name == "parallel" else 2 * ROW if name == "decoder" else ROW  # what each half is given
+    between = 0 if name == "parallel" else 2 * ROW if name == "decoder" else ROW  # what each sublayer is given
     small = 64 * 5  # states of dropout
     assert bytes_["full", "full"] == pytest.approx(bytes_["full"] + between, abs=small)
     assert bytes_["selective", "full"] == pytest.approx(bytes_["selective"] + between, abs=small)
@@ -100,7 +100,7 @@ def test_a_wrong_pair(wrong: object) -> None:
 @pytest.mark.parametrize("name", ["llama", "encoder", "decoder"])
 @pytest.mark.parametrize("called", ["attention", "mlp"])
 def test_a_pair_where_submodules_are_called(name: str, called: str) -> None:
-    """One half by its modules, which have a hook; the layer is a general segment then."""
+    """One sublayer by its modules, which have a hook; the layer is a general segment then."""
     layer, memory = LAYERS[name]()
     x = torch.randn(B, S, D, requires_grad=True)
     place = {"llama": ("self_attn", "mlp")}.get(name, ("self_attn", "linear1"))[called == "mlp"]

@@ -1,4 +1,4 @@
-"""What low-rank updates have besides what test_blocks.py holds of every variant of the halves."""
+"""What low-rank updates have besides what test_blocks.py holds of every variant of the sublayers."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_a_frozen_layer_has_gradients_of_its_updates_alone():
     assert_same(grads, {name: everything[name] for name in grads})
 
 
-HALVES = {
+SUBLAYERS = {
     "mlp": GATED.without_dropout(),
     "attention": Block("attention", Attention(packed=False, lora=("q", "v", "out"))).without_dropout(),
     "decoder": Block("decoder", Attention(), MLP(), Attention(key_features=8, causal=False, packed=False, lora=("k", "out")))
@@ -67,10 +67,10 @@ HALVES = {
 
 @pytest.mark.parametrize("level", ["none", "full"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", SUBLAYERS)
 def test_float32_updates_of_a_16_bit_layer(name, dtype, level):
     """As peft makes them: what is summed for A and B has float32's range and precision."""
-    block, ours, eager, exact = HALVES[name].with_(recompute=level), [], [], []
+    block, ours, eager, exact = SUBLAYERS[name].with_(recompute=level), [], [], []
     for seed in range(DRAWS):
         tensors = {
             key: t.detach().float().requires_grad_() if "lora" in key else t
@@ -88,11 +88,11 @@ def test_float32_updates_of_a_16_bit_layer(name, dtype, level):
 
 
 def test_small_gradients_do_not_vanish_in_float16():
-    x, w = torch.randn(16, 64).half(), (torch.randn(64, 64) / 8).half()
+    x, w = torch.randn(16, 64).sublayer(), (torch.randn(64, 64) / 8).sublayer()
     a, b = (torch.randn(8, 64) / 8).requires_grad_(), (torch.randn(64, 8) * 1e-4).requires_grad_()
     y = ckptkern.mlp_block(x, w, None, w, None, "identity", lora={"up": LoRA(a, b, 1e-3)}, residual=False)
     y.backward(torch.full_like(y, 1e-4))
-    z = (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 1e-3).half()
+    z = (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 1e-3).sublayer()
     (expected,) = torch.autograd.grad(F.linear(z, w), a, torch.full_like(y, 1e-4))
     assert expected.norm() > 0
     assert (a.grad - expected).norm() < 0.01 * expected.norm()

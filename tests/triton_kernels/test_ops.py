@@ -223,7 +223,7 @@ def has_chunks(case: dict) -> bool:
     pairwise(has_chunks, op=("mlp", "gated_mlp", "linear_stack", "linear_act"), chunks=(False, True), dtype=DTYPES),
 )
 def test_bias_gradient_counts_the_live_units(case, device):
-    """db under dh = 1 is the column sum of (h > 0), with dropout of one half twice that, exactly; h is read from y."""
+    """db under dh = 1 is the column sum of (h > 0), with dropout of one sublayer twice that, exactly; h is read from y."""
     op, dtype, workspace = case["op"], case["dtype"], MANY_CHUNKS if case["chunks"] else ONE_CHUNK
     rows, features, hidden = 140, 9, 24
     x, w1 = torch.randn(rows, features).to(device, dtype), torch.randn(hidden, features).to(device, dtype)

@@ -1,4 +1,4 @@
-"""The arguments of attention_block, checked one by one in their order, as the tensors and options of an attention half."""
+"""The arguments of attention_block, checked one by one in their order, as the tensors and options of an attention sublayer."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def gather(
     scale=None, softcap=None, dropout_p=0.0, lora=None, residual=False, training=True,
     recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
-    """Checks everything; returns the half's tensors, still without random states, and its options."""
+    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
     check_whole_sequence(op)
     check_level(op, recompute)
     check_probability(op, dropout_p)

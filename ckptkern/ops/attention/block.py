@@ -16,7 +16,7 @@ from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
-from .half import AttentionHalf, attention_composite, attention_half, attention_half_backward, saves
+from .sublayer import AttentionSublayer, attention_composite, attention_sublayer, attention_sublayer_backward, saves
 from .tensors import CONSTANTS, AttentionOptions, AttentionTensors
 
 
@@ -29,14 +29,14 @@ class AttentionBlock(Op):
     @staticmethod
     def forward(tensors, o):
         x, *others = tensors
-        y, saved = attention_half(x, AttentionTensors(*others), o)
+        y, saved = attention_sublayer(x, AttentionTensors(*others), o)
         return unflattened(y, x.shape[:-1]), saved
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         x, *others = tensors
-        half = AttentionHalf(x, AttentionTensors(*others), o, shares=True)
-        return in_order(attention_half_backward(rows_2d(dy), half, saved, needs), AttentionTensors, needs)
+        sublayer = AttentionSublayer(x, AttentionTensors(*others), o, shares=True)
+        return in_order(attention_sublayer_backward(rows_2d(dy), sublayer, saved, needs), AttentionTensors, needs)
 
     @staticmethod
     def reference(tensors, o):

@@ -50,10 +50,10 @@ def composite_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     cos, sin = (c.to(x.dtype)[..., None, :] for c in (cos, sin))
     turned, rest = x[..., :R], x[..., R:]
     if interleaved:
-        half = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+        crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
     else:
-        half = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), -1)
-    return torch.cat((turned * cos + half * sin, rest), -1)
+        crossed = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), -1)
+    return torch.cat((turned * cos + crossed * sin, rest), -1)
 
 
 def check_theta(op: str, name: str, theta: float) -> None:

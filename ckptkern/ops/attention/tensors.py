@@ -1,4 +1,4 @@
-"""What an attention half is made of: its tensors, its options, and its projections."""
+"""What an attention sublayer is made of: its tensors, its options, and its projections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.types import IntLikeType
 
 
 class AttentionTensors(NamedTuple):
-    """The tensors of an attention half. wq is the packed q, k, v weight where wk and wv are None; biases alike.
+    """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 
     key_value: what k and v are projected from, None where it is what q is projected from.
     padding: key_padding_mask [B, S_k], or a second attn_mask, which has four dimensions.
@@ -57,9 +57,9 @@ class AttentionTensors(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The half's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none; left,
-    right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's, where
-    the heads are a shard; lora: scale and dropout_p of the low-rank update of each of q, k, v and o."""
+    """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
+    left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
+    where the heads are a shard; lora: scale and dropout_p of the low-rank update of each of q, k, v and o."""
 
     num_heads: int
     num_kv_heads: int

@@ -21,7 +21,7 @@ def check_level(op: str, recompute: str) -> None:
     check_choice(op, "recompute", recompute, LEVELS)
 
 
-def levels_of_halves(op: str, recompute: str | tuple[str, str]) -> tuple[str, str]:
+def modes_of_sublayers(op: str, recompute: str | tuple[str, str]) -> tuple[str, str]:
     """The levels of a layer's attentions and of its MLP, from one for both ("selective" recomputes all of the MLP) or a
     pair."""
     if isinstance(recompute, (tuple, list)) and len(recompute) == 2:

@@ -18,7 +18,7 @@ from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA, gather_lora, update_dtype
 from ..sublayer.residual import around, drawn
 from .branch import LAYERS, saves
-from .half import MLPOptions, MLPTensors, mlp_half, mlp_half_backward, mlp_reference
+from .sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
 
 
 class MLPBlock(Op):
@@ -32,13 +32,13 @@ class MLPBlock(Op):
     @staticmethod
     def forward(tensors, o):
         x, *others = tensors
-        y, saved = mlp_half(x, MLPTensors(*others), o)
+        y, saved = mlp_sublayer(x, MLPTensors(*others), o)
         return unflattened(y, x.shape[:-1]), saved
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         x, *others = tensors
-        grads = mlp_half_backward(rows_2d(dy), x, MLPTensors(*others), o, saved, needs)
+        grads = mlp_sublayer_backward(rows_2d(dy), x, MLPTensors(*others), o, saved, needs)
         return in_order(grads, MLPTensors, needs)
 
     @staticmethod
@@ -55,7 +55,7 @@ def gather(
     op, x, up_weight, up_bias, down_weight, down_bias, activation="gelu", dropout_p=0.0, *, gate_weight=None,
     gate_bias=None, lora=None, residual=True, training=True, recompute="full", workspace=None, **others,
 ) -> tuple[MLPTensors, MLPOptions]:  # fmt: skip
-    """Checks everything; returns the half's tensors, still without random states, and its options."""
+    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
     check_statics(op, activation, recompute, dropout_p)
     check_flags(op, residual=residual, training=training)
     check_input(op, x)

@@ -1,4 +1,4 @@
-"""The MLP that `mlp`, `gated_mlp` and the MLP half of a layer share: forward, backward and reference implementation.
+"""The MLP that `mlp`, `gated_mlp` and the MLP sublayer of a layer share: forward, backward and reference implementation.
 
     h = dropout(act(x up^T + b))            y = h down^T + b
     h = dropout(act(x gate^T + b) * (x up^T + b))                         gated

@@ -1,9 +1,9 @@
-"""Low-rank updates of a half's linear layers (LoRA: Hu et al. 2021, arXiv 2106.09685).
+"""Low-rank updates of a sublayer's linear layers (LoRA: Hu et al. 2021, arXiv 2106.09685).
 
     y = x W^T + b + u B^T,  u = scale * dropout(x) A^T          A [r, d], B [n, r]
 
-Only x is saved: dropout(x) and u are recomputed in backward, and a frozen W gets no gradient. The updates of a half share one
-random state, of which each has rows of its own.
+Only x is saved: dropout(x) and u are recomputed in backward, and a frozen W gets no gradient. The updates of a sublayer share
+one random state, of which each has rows of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoRA(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """One layer's update. first_row: of its dropout, in the rows that the half's state is for.
+    """One layer's update. first_row: of its dropout, in the rows that the sublayer's state is for.
 
     a and b are in the dtype in which u, du and the sums of their gradients are formed (`update_dtype`); what is added to the
     layer's own result, or to its input's gradient, has the dtype of these.
@@ -102,14 +102,14 @@ class LowRank(NamedTuple):
 
 
 def names_of(layer: str) -> tuple[str, str]:
-    """The fields of a half's tensors that hold a layer's A and B."""
+    """The fields of a sublayer's tensors that hold a layer's A and B."""
     return f"{layer}_lora_a", f"{layer}_lora_b"
 
 
 def low_rank(
     t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int, cast: Callable = cast_parameter
 ) -> LowRank | None:
-    """A layer's update, among those of a half whose inputs have at most `rows` rows."""
+    """A layer's update, among those of a sublayer whose inputs have at most `rows` rows."""
     if not o.lora:
         return None
     a, b = (getattr(t, name) for name in names_of(layer))
@@ -122,7 +122,7 @@ def low_rank(
 
 
 def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> torch.dtype:
-    """In which dtype a half's updates are formed: autocast's inside autocast, else the widest of the given.
+    """In which dtype a sublayer's updates are formed: autocast's inside autocast, else the widest of the given.
 
     A float32 update of a 16-bit layer, as peft makes it, keeps its gradients' range and precision so.
     """
@@ -132,7 +132,7 @@ def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]
 
 
 def drops(o: Any) -> bool:
-    """Has any update of a half dropout?"""
+    """Has any update of a sublayer dropout?"""
     return any(o.lora[1::2])
 
 

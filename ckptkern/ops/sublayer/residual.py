@@ -1,4 +1,4 @@
-"""What the two halves of a transformer layer share: what is around the branch f, in forward and backward.
+"""What the two sublayers of a transformer layer share: what is around the branch f, in forward and backward.
 
 z = drop_path(branch_scale * post_norm(dropout(f(norm(x)))));  y = [x +] z, or norm([x +] z) for f(x)
 """
@@ -39,8 +39,8 @@ def sample_shape(x: Tensor) -> tuple[int, ...]:
     return (x.shape[0] if x.dim() > 2 else 1, *(1,) * (x.dim() - 1))
 
 
-class Half:
-    """What a half computes around its branch, for one input x [..., d]. t: its tensors, o: its options.
+class Sublayer:
+    """What a sublayer computes around its branch, for one input x [..., d]. t: its tensors, o: its options.
 
     shares: a parameter's copy in the compute dtype serves every product until its `last`, as a backward asks for.
     """
@@ -105,12 +105,12 @@ class Half:
         return torch.where(saved, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
 
     def total(self, f: Tensor) -> Tensor:
-        """The half's output before a trailing norm, from the branch's result f."""
+        """The sublayer's output before a trailing norm, from the branch's result f."""
         z = self.drop_path(self.scaled(self.post_normed(f)))
         return self.x + z if self.o.residual else z
 
     def output(self, f: Tensor) -> Tensor:
-        """The half's output from the branch's result f."""
+        """The sublayer's output from the branch's result f."""
         y = self.total(f)
         return self.norm(y, y.dtype) if self.trailing else y
 
@@ -172,7 +172,7 @@ def has_trailing_norm(o: Any) -> bool:
 
 
 def after_branch(o: Any) -> frozenset[str]:
-    """The half's parameters that lie after its branch's last product."""
+    """The sublayer's parameters that lie after its branch's last product."""
     return AFTER_BRANCH | LAST if has_trailing_norm(o) else AFTER_BRANCH
 
 
@@ -199,7 +199,7 @@ def composite_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
 
 
 def composite_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
-    """The half's output from its branch's last product f, in differentiable PyTorch ops."""
+    """The sublayer's output from its branch's last product f, in differentiable PyTorch ops."""
     z = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p)).to(output_dtype(x, o))
     if o.post_norm:
         z = composite_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
@@ -248,7 +248,7 @@ def around(
     post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0, branch_scale=None,
     drop_path_p=0.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Checks a half's arguments around its branch, whose result has `features`; returns them as tensors and options."""
+    """Checks a sublayer's arguments around its branch, whose result has `features`; returns them as tensors and options."""
     check_probability(op, resid_dropout_p)
     check_probability(op, drop_path_p)
     check_flags(op, norm_first=norm_first, residual=residual)

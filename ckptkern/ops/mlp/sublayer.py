@@ -1,5 +1,5 @@
-"""The MLP half of a layer: MLP or gated MLP and what is around it (`_half`). `mlp_block` and `transformer_layer` are made of
-it."""
+"""The MLP sublayer of a layer: MLP or gated MLP and what is around it (`residual`). `mlp_block` and `transformer_layer` are
+made of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..registration.needs import needed_names
 from ..sublayer.lora import names_of
-from ..sublayer.residual import Half, composite_inputs, composite_output, reads_branch
+from ..sublayer.residual import Sublayer, composite_inputs, composite_output, reads_branch
 from .branch import LAYERS, MLPBranch, reference
 
 OF_BRANCH = frozenset(
@@ -19,8 +19,8 @@ OF_BRANCH = frozenset(
 
 
 class MLPTensors(NamedTuple):
-    """The tensors of an MLP half. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`. LAYER_lora_a, LAYER_lora_b:
-    low-rank updates (`low_rank`)."""
+    """The tensors of an MLP sublayer. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`. LAYER_lora_a,
+    LAYER_lora_b: low-rank updates (`low_rank`)."""
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -46,8 +46,8 @@ class MLPTensors(NamedTuple):
 
 
 class MLPOptions(NamedTuple):
-    """The half's other arguments. gated: is there a gate_weight? norm, post_norm "" is none; first_column: of the hidden layer,
-    where it is a shard; lora: scale and dropout_p of the low-rank update of each of gate, up and down."""
+    """The sublayer's other arguments. gated: is there a gate_weight? norm, post_norm "" is none; first_column: of the hidden
+    layer, where it is a shard; lora: scale and dropout_p of the low-rank update of each of gate, up and down."""
 
     gated: bool
     norm: str
@@ -71,8 +71,8 @@ class MLPOptions(NamedTuple):
     dtype: torch.dtype
 
 
-class MLPHalf(Half):
-    """What an MLP half computes, for one input."""
+class MLPSublayer(Sublayer):
+    """What an MLP sublayer computes, for one input."""
 
     def branch(self, *, last: bool = True) -> MLPBranch:
         return MLPBranch(self.t, self.o, self.x.shape[0], self.o.dtype, self.casting(last=last))
@@ -86,29 +86,29 @@ class MLPHalf(Half):
         return self.drop(branch.linear("down", hidden, 0))
 
 
-def mlp_half(x: Tensor, t: MLPTensors, o: MLPOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def mlp_sublayer(x: Tensor, t: MLPTensors, o: MLPOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [tokens, e], what the branch saves)."""
-    half = MLPHalf(x, t, o)
-    f, saved = half.branch().forward(half.inputs())
-    return half.output(half.drop(f)), saved
+    sublayer = MLPSublayer(x, t, o)
+    f, saved = sublayer.branch().forward(sublayer.inputs())
+    return sublayer.output(sublayer.drop(f)), saved
 
 
-def mlp_half_backward(
+def mlp_sublayer_backward(
     dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, saved: dict[str, Tensor], needs: int
 ) -> dict:
     """Gradients by name ("x" and MLPTensors' fields) from dy [tokens, e]."""
-    half, need = MLPHalf(x, t, o, shares=True), needed_names(MLPTensors, needs)
-    h = half.inputs()
-    f = half.recomputed(h, saved) if reads_branch(o, need) else None
-    dy, df, grads = half.branch_gradients(dy, f, need)
+    sublayer, need = MLPSublayer(x, t, o, shares=True), needed_names(MLPTensors, needs)
+    h = sublayer.inputs()
+    f = sublayer.recomputed(h, saved) if reads_branch(o, need) else None
+    dy, df, grads = sublayer.branch_gradients(dy, f, need)
     f = None
-    inner = need.intersection(OF_BRANCH) | ({"x"} if half.needs_dh(need) else set())
-    grads |= half.branch().backward(df, h, saved, inner)
-    if half.needs_dh(need):
-        grads |= half.input_gradients(grads.pop("x"), dy, need)
-    return half.finished(grads, need)
+    inner = need.intersection(OF_BRANCH) | ({"x"} if sublayer.needs_dh(need) else set())
+    grads |= sublayer.branch().backward(df, h, saved, inner)
+    if sublayer.needs_dh(need):
+        grads |= sublayer.input_gradients(grads.pop("x"), dy, need)
+    return sublayer.finished(grads, need)
 
 
 def mlp_reference(x: Tensor, t: MLPTensors, o: MLPOptions) -> Tensor:
-    """The half in differentiable PyTorch ops."""
+    """The sublayer in differentiable PyTorch ops."""
     return composite_output(x, reference(composite_inputs(x, t, o), t, o), t, o)

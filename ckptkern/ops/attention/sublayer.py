@@ -1,4 +1,4 @@
-"""The attention half of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
+"""The attention sublayer of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
 and what is around it (`_half`). `attention_block` and `transformer_layer` are made of it."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..registration.gradients import WeightGrad, weight_grad
 from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter, rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of
-from ..sublayer.residual import Half, after_branch, composite_inputs, composite_norm, composite_output, reads_branch
+from ..sublayer.residual import Sublayer, after_branch, composite_inputs, composite_norm, composite_output, reads_branch
 from .core import CoreOptions, CoreTensors, attend, attention_grads, core_of
 from .masks import merged_mask
 from .rotary import composite_rotary, positions_of, rotary_tables
@@ -43,7 +43,7 @@ def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor 
     return rotary_tables(positions, head_dim(t, o), o.theta, interleaved=o.interleaved)
 
 
-def half_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
+def sublayer_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
     mask = merged_mask(t.mask, t.padding, o.mask_hides)
     options = CoreOptions(
         o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused, o.softcap, o.first_plane,
@@ -57,8 +57,8 @@ def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) 
     return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
 
 
-class AttentionHalf(Half):
-    """What an attention half computes, for one input: every quantity once, from x and what was saved."""
+class AttentionSublayer(Sublayer):
+    """What an attention sublayer computes, for one input: every quantity once, from x and what was saved."""
 
     def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions, *, shares: bool = False):
         super().__init__(x, t, o, shares=shares)
@@ -76,7 +76,7 @@ class AttentionHalf(Half):
 
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
-        return half_core(self.t, self.o)
+        return sublayer_core(self.t, self.o)
 
     @functools.cached_property
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
@@ -273,11 +273,11 @@ def saves(o: AttentionOptions) -> tuple[str, ...]:
     return {"none": ("out", "lse", "qkv"), "selective": ("out", "lse"), "full": ()}[o.recompute]
 
 
-def attention_half(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def attention_sublayer(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [tokens, d], what `saves` names)."""
-    half = AttentionHalf(x, t, o)
-    out, lse, qkv = half.attend(o.recompute == "none")
-    return half.output(half.branch(out)), {"out": out, "lse": lse, "qkv": qkv}
+    sublayer = AttentionSublayer(x, t, o)
+    out, lse, qkv = sublayer.attend(o.recompute == "none")
+    return sublayer.output(sublayer.branch(out)), {"out": out, "lse": lse, "qkv": qkv}
 
 
 OF_OUTPUT = frozenset(("wo", "bo", *names_of("o")))
@@ -305,43 +305,43 @@ def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]
     return bool(behind_q & inner), bool(inner - behind_q)
 
 
-def attention_half_backward(
-    dy: Tensor, half: AttentionHalf, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
+def attention_sublayer_backward(
+    dy: Tensor, sublayer: AttentionSublayer, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
 ) -> dict[str, Tensor | None]:
     """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d]; what is not among the saved is recomputed.
 
-    half: shares copies. f: the branch's result, if it is at hand.
+    sublayer: shares copies. f: the branch's result, if it is at hand.
     """
-    t, o, need = half.t, half.o, needed_names(AttentionTensors, needs)
+    t, o, need = sublayer.t, sublayer.o, needed_names(AttentionTensors, needs)
     out, lse, qkv = (saved.get(name) for name in ("out", "lse", "qkv"))
     inner, reads = behind_core(need, o), reads_branch(o, need)
     recomputed = out is None and (bool(inner) or reads or reads_core(need))
     if inner or recomputed:
-        h = half.inputs()
-        raw = half.project(h) if qkv is None else qkv
-        heads = half.heads(raw, save_raw=qkv is not None or t.q_norm is not None)
+        h = sublayer.inputs()
+        raw = sublayer.project(h) if qkv is None else qkv
+        heads = sublayer.heads(raw, save_raw=qkv is not None or t.q_norm is not None)
     if reads and f is None:
         if out is None:  # what a norm after the branch read comes before the gradient that delta is made of
-            out, lse, _ = attend(half.p, *heads, half.core)
-        f = half.branch(out)
-    dy, df, grads = half.branch_gradients(dy, f, need)
+            out, lse, _ = attend(sublayer.p, *heads, sublayer.core)
+        f = sublayer.branch(out)
+    dy, df, grads = sublayer.branch_gradients(dy, f, need)
     f = do = delta = None
     last = out_projection(t)
-    du = half.inner_gradient(last, df, need, bool(inner))
+    du = sublayer.inner_gradient(last, df, need, bool(inner))
     if inner:
-        do = half.add_input_gradient(last, df, du, None)
-        do = do.view(half.B, half.S, o.num_heads, half.D).transpose(1, 2)
+        do = sublayer.add_input_gradient(last, df, du, None)
+        do = do.view(sublayer.B, sublayer.S, o.num_heads, sublayer.D).transpose(1, 2)
     if recomputed and not reads:
-        out, lse, delta = attend(half.p, *heads, half.core, do)
-    grads |= half.weight_gradients(last, df, du, half.out_rows(out) if reads_core(need) else None, need)
+        out, lse, delta = attend(sublayer.p, *heads, sublayer.core, do)
+    grads |= sublayer.weight_gradients(last, df, du, sublayer.out_rows(out) if reads_core(need) else None, need)
     if inner:
-        dqkv, made = half.core_gradients(heads, do, out, lse, delta, raw, inner)
+        dqkv, made = sublayer.core_gradients(heads, do, out, lse, delta, raw, inner)
         grads |= made
-        dh, made = half.projection_gradients(dqkv, h, need)
+        dh, made = sublayer.projection_gradients(dqkv, h, need)
         grads |= made
         if dh is not None:
-            grads |= half.input_gradients(dh, dy, need)
-    return half.finished(grads, need)
+            grads |= sublayer.input_gradients(dh, dy, need)
+    return sublayer.finished(grads, need)
 
 
 def composite_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
@@ -355,7 +355,7 @@ def composite_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: Att
 
 
 def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
-    """The half in differentiable PyTorch ops."""
+    """The sublayer in differentiable PyTorch ops."""
     B, S = batch_and_rows(x)
     D, H = head_dim(t, o), o.num_heads
     h = composite_inputs(x, t, o)
@@ -377,7 +377,7 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     cos, sin = rotary_of(S, t, o)
     if cos is not None:
         q, k = (composite_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
-    core = half_core(t, o)
+    core = sublayer_core(t, o)
     out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), out_projection(t))
     return composite_output(x, f, t, o)
