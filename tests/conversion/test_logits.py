@@ -94,14 +94,14 @@ def masked_array(z: Tensor) -> Tensor:
 
 
 def copied_before(z: Tensor) -> Tensor:
-    sublayer = z.float() * 0.5
+    half = z.float() * 0.5
     with torch.no_grad():
         z.detach()[..., 5] = -1e4
     return loss_of(half) + loss_of(z)
 
 
 def changed_after(z: Tensor) -> Tensor:
-    sublayer = z.float() * 0.5
+    half = z.float() * 0.5
     z.exp_()
     return loss_of(half) + loss_of(z)
 
