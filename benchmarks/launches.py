@@ -1,6 +1,6 @@
 """What a launch of a kernel costs the host, without a GPU: the second half of `make bench-host`.
 
-The launches of a step are caught on meta tensors (`model.trace`) and recomputed, by Triton's own `JITFunction.run` with its
+The launches of a step are caught on meta tensors (`model.trace`) and launched again, by Triton's own `JITFunction.run` with its
 own binder, its specialisation of every argument, its cache key, its hooks and its launch metadata, on a card that is not
 there: the driver's launcher does nothing. So a figure leaves out what the launcher does with each argument in C++, and
 cuLaunchKernel; the Python before `tile.launch`, such as the choice of a tile; and that a step's code leaves the processor's
@@ -60,7 +60,8 @@ def no_card(arch: int = 90) -> Iterator[None]:
             return GPUTarget("cuda", arch, 32)
 
     active = mock.patch.object(type(triton.runtime.driver), "active", Driver())
-    with active, mock.patch.object(triton.compiler, "compile", Nothing):
+    ours = mock.patch.object(triton, "compile", Nothing)  # which `fences` calls
+    with active, ours, mock.patch.object(triton.compiler, "compile", Nothing):
         yield
 
 
