@@ -115,7 +115,7 @@ class Sublayer:
     norm: str | None = "layer"
     norm_first: bool = True
     post_norm: str | None = None
-    branch_scale: float | str | None = None
+    layer_scale: float | str | None = None
     path_p: float = 0.0
     resid_p: float = RESID_P
     residual: bool = True
@@ -129,12 +129,12 @@ class Sublayer:
         kinds = {f"{self.prefix}norm": self.norm, f"{self.prefix}post_norm": self.post_norm}
         shapes = {f"{name}_weight": (FEATURES,) for name, kind in kinds.items() if kind}
         shapes |= {f"{name}_bias": (FEATURES,) for name, kind in kinds.items() if kind == "layer"}
-        return shapes | ({f"{self.prefix}branch_scale": (FEATURES,)} if self.branch_scale == "vector" else {})
+        return shapes | ({f"{self.prefix}layer_scale": (FEATURES,)} if self.layer_scale == "vector" else {})
 
     def options(self, t: Tensors) -> dict:
         own = {name.removeprefix(self.prefix): value for name, value in t.items() if name in self.norm_shapes()}
         return dict(
-            norm=self.norm, norm_first=self.norm_first, post_norm=self.post_norm, branch_scale=self.branch_scale,
+            norm=self.norm, norm_first=self.norm_first, post_norm=self.post_norm, layer_scale=self.layer_scale,
             resid_dropout_p=self.resid_p, drop_path_p=self.path_p, residual=self.residual,
         ) | own  # fmt: skip
 
@@ -195,7 +195,7 @@ class Sublayer:
 
     def reads_branch(self) -> bool:
         """Does backward read what the branch gave?"""
-        return bool(self.post_norm or self.branch_scale == "vector" or (self.norm and not self.norm_first))
+        return bool(self.post_norm or self.layer_scale == "vector" or (self.norm and not self.norm_first))
 
     def plain(self, x: Tensor, t: Tensors, drawn: Draws) -> Tensor:
         def norm(h, name="norm"):
@@ -204,8 +204,8 @@ class Sublayer:
 
         y = dropped(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
         y = norm(y, "post_norm")
-        if self.branch_scale:
-            y = y * (t[f"{self.prefix}branch_scale"] if self.branch_scale == "vector" else self.branch_scale)
+        if self.layer_scale:
+            y = y * (t[f"{self.prefix}layer_scale"] if self.layer_scale == "vector" else self.layer_scale)
         if self.path_p:
             saved = state.keep_mask(next(drawn), self.path_p, len(y), 1).view(-1, 1, 1)
             y = y * state.threshold_scale(self.path_p)[1] * saved
@@ -540,11 +540,11 @@ BLOCKS = (
 
 # Fewer tests run these than BLOCKS: one for each way that models differ around and inside the sublayers.
 VARIANTS = (
-    Block("normed branch", Attention(norm=None, post_norm="layer", branch_scale=0.3, path_p=PATH_P, layout="heads",
+    Block("normed branch", Attention(norm=None, post_norm="layer", layer_scale=0.3, path_p=PATH_P, layout="heads",
                                      dropout_p=0.0)),
-    Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", branch_scale="vector", path_p=PATH_P, resid_p=0.0)),
-    Block("scaled branch", Attention(branch_scale="vector", path_p=PATH_P, dropout_p=0.0),
-          MLP(branch_scale="vector", path_p=PATH_P)),
+    Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", layer_scale="vector", path_p=PATH_P, resid_p=0.0)),
+    Block("scaled branch", Attention(layer_scale="vector", path_p=PATH_P, dropout_p=0.0),
+          MLP(layer_scale="vector", path_p=PATH_P)),
     Block("parallel", Attention(layout="heads", rotary=True, dropout_p=0.0), MLP(post_norm="rms"), parallel=True),
     Block("normed heads", Attention(norm=None, kv_heads=2, packed=False, qk_norm="layer all", rotary=True)),
     Block("normed heads in groups", Attention(norm=None, kv_heads=2, layout="heads", qk_norm="layer rows", rotary=True)),
@@ -552,7 +552,7 @@ VARIANTS = (
           MLP(**LLAMA, gated=True, activation="silu", post_norm="rms", resid_p=0.0)),
     Block("crossing", Attention(causal=False, key_features=FEATURES, norm_first=False, kv_heads=2)),
     Block("crossing padded", Attention(causal=False, key_features=8, packed=False, padded=True, qk_norm="rms all",
-                                       branch_scale="vector", resid_p=0.0)),
+                                       layer_scale="vector", resid_p=0.0)),
     Block("decoder", Attention(dropout_p=0.0), MLP(), Attention(causal=False, padded=True, key_features=8, packed=False,
                                                                 mask=(HEADS, LENGTH, KEY_LENGTH))),
     Block("post-norm decoder", Attention(norm_first=False), MLP(norm_first=False, dropout_p=0.0),

@@ -350,7 +350,7 @@ def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
     arguments = {
         "qkv_weight": Weight(f"{path}.in_proj_weight"), "qkv_bias": Weight(f"{path}.in_proj_bias") if bias else None,
         "out_weight": Weight(f"{path}.out_proj.weight"), "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
-        "num_heads": module.num_heads, "scale": 1 / math.sqrt(module.head_dim), "mask_hides": True,
+        "num_heads": module.num_heads, "scale": 1 / math.sqrt(module.head_dim), "mask_is_exclusion": True,
         "is_causal": bool(call.get("is_causal", False)), "dropout_p": in_training(module.dropout),
         "resid_dropout_p": resid_dropout_p, **masks, **crossing,
     }  # fmt: skip

@@ -83,7 +83,7 @@ class Grammar(Steps):
             around["drop_path_p"] = p
             node = self.strip(node.inputs[0])
         if (scale := self.leaves.scale(node)) is not None:
-            around["branch_scale"] = scale
+            around["layer_scale"] = scale
             node = self.strip(next(one for one in node.inputs if one.kind != "parameter"))
         if self.leaves.norm(node) is not None:
             around |= self.norm_arguments(node, "post_norm")

@@ -224,7 +224,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             "num_heads": self.num_heads,
             "is_causal": is_causal,
             "attn_mask": None if is_causal or attn_mask is None else by_head(attn_mask, self.num_heads),
-            "mask_hides": True,
+            "mask_is_exclusion": True,
             "key_padding_mask": key_padding_mask,
             "dropout_p": self.dropout_p,
         }

@@ -31,7 +31,7 @@ from .registration.rows import cast_parameter
 from .sublayer.dropout import replayed_dropout
 from .sublayer.residual import composite_output, drawn, has_trailing_norm
 
-NOTHING_AROUND = dict(post_norm_weight=None, post_norm_bias=None, branch_scale=None, resid_rng=None, path_rng=None)
+NOTHING_AROUND = dict(post_norm_weight=None, post_norm_bias=None, layer_scale=None, resid_rng=None, path_rng=None)
 PLAIN_AROUND = dict(residual=False, resid_p=0.0, path_p=0.0, post_norm="", branch_factor=1.0)
 
 

@@ -329,7 +329,7 @@ def test_a_pair_of_masks(level, hides):
     seen[..., 0] = True
 
     def call(t, mask):
-        arguments = block.attention.arguments(t) | {"attn_mask": mask, "mask_hides": hides}
+        arguments = block.attention.arguments(t) | {"attn_mask": mask, "mask_is_exclusion": hides}
         return ckptkern.attention_block(t["x"], **arguments, recompute=level)
 
     def pair(t):
@@ -816,9 +816,9 @@ ERRORS = {
     "post norm": (ValueError, "post_norm must be one of 'layer', 'rms'", {"post_norm": "batch"}),
     "post norm's features": (ValueError, r"post_norm_bias must have shape \(10,\), but has \(9,\)", {
         "post_norm": "layer", "post_norm_bias": X[0, 0, :9]}),
-    "branch scale": (ValueError, r"branch_scale must be a number or have shape \(10,\), but has \(9,\)", {
-        "branch_scale": X[0, 0, :9]}),
-    "no branch scale": (TypeError, "branch_scale must be a number, not 'a'", {"branch_scale": "a"}),
+    "branch scale": (ValueError, r"layer_scale must be a number or have shape \(10,\), but has \(9,\)", {
+        "layer_scale": X[0, 0, :9]}),
+    "no branch scale": (TypeError, "layer_scale must be a number, not 'a'", {"layer_scale": "a"}),
     "path's probability": (ValueError, "dropout probability has to be", {"drop_path_p": 1.5}),
     "another probability": (ValueError, "dropout probability has to be", {"resid_dropout_p": "0.1"}),
     "three masks": (TypeError, "attn_mask must be one mask or a pair of them, not 3", {"attn_mask": [X[0, :, :7]] * 3}),

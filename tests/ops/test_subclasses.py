@@ -149,16 +149,16 @@ def test_a_causal_bias_has_one_place():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("mask_hides", [False, True])
+@pytest.mark.parametrize("mask_is_exclusion", [False, True])
 @pytest.mark.parametrize("make_bias", [bias.causal_upper_left, bias.causal_lower_right])
-def test_a_causal_bias_of_a_block_is_is_causal(make_bias, mask_hides):
+def test_a_causal_bias_of_a_block_is_is_causal(make_bias, mask_is_exclusion):
     t = {"x": (2, 5, 6), "qkv": (18, 6), "out": (6, 6)}
     t = {name: torch.randn(shape).requires_grad_() for name, shape in t.items()}
 
     def block(t, **options):
         return ckptkern.attention_block(t["x"], t["qkv"], None, t["out"], None, 2, **options)
 
-    made = gradients(lambda t: block(t, attn_mask=make_bias(5, 5), mask_hides=mask_hides), t)
+    made = gradients(lambda t: block(t, attn_mask=make_bias(5, 5), mask_is_exclusion=mask_is_exclusion), t)
     assert_same(made, gradients(lambda t: block(t, is_causal=True), t))
     with pytest.raises(ValueError, match=r"causal_lower_right\(5, 6\), but query has 5 rows and key 5"):
         block(t, attn_mask=bias.causal_lower_right(5, 6))

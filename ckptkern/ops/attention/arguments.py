@@ -193,7 +193,7 @@ def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int
 def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
     qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
-    mask_hides=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
+    mask_is_exclusion=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
     scale=None, softcap=None, dropout_p=0.0, lora=None, residual=False, training=True,
     recompute="selective", **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
@@ -202,7 +202,7 @@ def gather(
     check_level(op, recompute)
     check_probability(op, dropout_p)
     check_flags(
-        op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_hides=mask_hides, residual=residual,
+        op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion, residual=residual,
         training=training,
     )  # fmt: skip
     check_number(op, "qk_norm_eps", qk_norm_eps)
@@ -252,10 +252,9 @@ def gather(
     )  # fmt: skip
     o = AttentionOptions(
         num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
-        theta=theta, interleaved=rotary_interleaved, mask_hides=mask_hides, left=left, right=right, max_len=max_len,
-        scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
-        recompute=choose_level(recompute), backend=backend,
-        precision=matmul_precision(probe), fused=fused, lora=lora_numbers,
+        theta=theta, interleaved=rotary_interleaved, mask_is_exclusion=mask_is_exclusion, left=left, right=right,
+        max_len=max_len, scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
+        recompute=choose_level(recompute), backend=backend, precision=matmul_precision(probe), fused=fused, lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip
     return t, o

@@ -56,17 +56,16 @@ def attention_block(
     post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None, post_norm_eps: float = 1e-5,
     qk_norm: tuple | None = None, qk_norm_kind: str = "rms", qk_norm_eps: float = 1e-6,
     rotary: tuple[Tensor, Tensor] | float | None = None, rotary_interleaved: bool = False, is_causal: bool = False,
-    attn_mask: Tensor | tuple[Tensor, Tensor] | None = None, mask_hides: bool = False, key_padding_mask: Tensor | None = None,
-    window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, dropout_p: float = 0.0,
-    lora: Mapping[str, LoRA] | None = None,
-    branch_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
-    residual: bool = False, training: bool = True, recompute: str = "selective",
+    attn_mask: Tensor | tuple[Tensor, Tensor] | None = None, mask_is_exclusion: bool = False, key_padding_mask: Tensor | None =
+    None, window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, dropout_p: float = 0.0, lora:
+    Mapping[str, LoRA] | None = None, layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p:
+    float = 0.0, residual: bool = False, training: bool = True, recompute: str = "selective",
 ) -> Tensor:  # fmt: skip
     """Self-attention or cross-attention with everything around it, as one segment.
 
         h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
-        z = drop_path(branch_scale * post_norm(dropout(o Wo^T + bo)))
+        z = drop_path(layer_scale * post_norm(dropout(o Wo^T + bo)))
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
@@ -77,7 +76,7 @@ def attention_block(
     qkv_layout, of one tensor's rows: "qkv", all heads of q, then of k, then of v; or "heads", [H_kv, H / H_kv + 2, D], which
     is for each head of k its heads of q, itself, and its head of v (GPT-NeoX, BLOOM, Falcon).
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. post_norm alike, of what the branch gives
-    (Gemma 2, OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2). Backward
+    (Gemma 2, OLMo 2, Swin v2). layer_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2). Backward
     recomputes what the branch gives for a norm behind it and a trained vector: by one product from o. qk_norm: q's and k's
     weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head (Cohere); or [H D] and
     [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer". rotary: a pair (cos, sin), each [S, R],
@@ -91,18 +90,16 @@ def attention_block(
     that are given are saved for backward, so layers should share one pair. A theta stands for
     rotary_tables(positions, D, theta), with positions 0, 1, ... that start again in each packed sequence; these tables are
     not saved but recomputed in backward.
-    attn_mask: bool (True = keep; with mask_hides True = masked out, as in nn.MultiheadAttention) or additive, broadcastable
-    to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or
-    additive. An additive attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may not.
-    A pair of attn_masks both apply, such as a trained bias [1, H, S, S] and a mask [B, 1, S, S]; the first may be trained.
+    attn_mask: bool (True = keep; with mask_is_exclusion True = masked out, as in nn.MultiheadAttention) or additive,
+    broadcastable to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked
+    out, or additive. An additive attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may
+    not. A pair of attn_masks both apply, such as a trained bias [1, H, S, S] and a mask [B, 1, S, S]; the first may be trained.
     The masks are saved for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap: as
-    in scaled_dot_product_attention.
-    cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
-    tokens in no sequence and for those beyond max_seqlen, and does not see them.
-    dropout_p of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic
-    depth; x [S, d] and [tokens, d] is one sample): replayed from 16 bytes each.
-    lora: low-rank updates, a ckptkern.LoRA each, of the layers "q", "k", "v" or "qkv", and "out". What passes through them is
-    recomputed in backward, and a frozen weight gets no gradient.
+    in scaled_dot_product_attention. cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all
+    tokens). Attention gives zeros for tokens in no sequence and for those beyond max_seqlen, and does not see them. dropout_p
+    of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [S,
+    d] and [tokens, d] is one sample): replayed from 16 bytes each. lora: low-rank updates, a ckptkern.LoRA each, of the layers
+    "q", "k", "v" or "qkv", and "out". What passes through them is recomputed in backward, and a frozen weight gets no gradient.
     recompute: what is saved for backward besides parameters (x itself, not a copy):
 
         "none"       x, q, k, v, o, lse
@@ -119,9 +116,9 @@ def attention_block(
         key_value=key_value, qkv_layout=qkv_layout, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
         norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
         post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
-        rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_hides=mask_hides,
+        rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_is_exclusion=mask_is_exclusion,
         key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, lora=lora, branch_scale=branch_scale,
+        max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, lora=lora, layer_scale=layer_scale,
         resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, recompute=recompute,
     )  # fmt: skip
     if ACTIVE.shard is not None:

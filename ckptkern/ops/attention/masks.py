@@ -72,7 +72,7 @@ def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tenso
     return alibi_slopes.float().reshape(-1, H).contiguous()
 
 
-def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = False) -> Tensor | None:
+def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_is_exclusion: bool = False) -> Tensor | None:
     """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides) or a second
     attn_mask.
 
@@ -81,7 +81,7 @@ def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_hides: bool = 
     pads = padding is not None and padding.dim() < 4
     padding = torch.atleast_2d(padding)[:, None, None] if pads else padding
     seen = added = None
-    for one, hides in ((mask, mask_hides), (padding, pads or mask_hides)):
+    for one, hides in ((mask, mask_is_exclusion), (padding, pads or mask_is_exclusion)):
         if one is None:
             continue
         if one.is_floating_point():

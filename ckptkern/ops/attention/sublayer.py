@@ -44,7 +44,7 @@ def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor 
 
 
 def sublayer_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
-    mask = merged_mask(t.mask, t.padding, o.mask_hides)
+    mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
     options = CoreOptions(
         o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused, o.softcap, o.first_plane,
         o.planes,

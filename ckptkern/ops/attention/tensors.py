@@ -23,7 +23,7 @@ class AttentionTensors(NamedTuple):
     norm_bias: Tensor | None
     post_norm_weight: Tensor | None
     post_norm_bias: Tensor | None
-    branch_scale: Tensor | None
+    layer_scale: Tensor | None
     wq: Tensor
     wk: Tensor | None
     wv: Tensor | None
@@ -74,7 +74,7 @@ class AttentionOptions(NamedTuple):
     qk_norm_eps: float
     theta: float
     interleaved: bool
-    mask_hides: bool
+    mask_is_exclusion: bool
     left: IntLikeType | None
     right: IntLikeType | None
     max_len: IntLikeType

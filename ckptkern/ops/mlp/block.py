@@ -115,7 +115,7 @@ def mlp_block(
     post_norm_bias: Tensor | None = None,
     post_norm_eps: float = 1e-5,
     lora: Mapping[str, LoRA] | None = None,
-    branch_scale: Tensor | float | None = None,
+    layer_scale: Tensor | float | None = None,
     resid_dropout_p: float = 0.0,
     drop_path_p: float = 0.0,
     residual: bool = True,
@@ -126,12 +126,12 @@ def mlp_block(
     """An MLP with everything around it, as one segment.
 
         h = norm(x);  f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
-        z = drop_path(branch_scale * post_norm(dropout(f)))
+        z = drop_path(layer_scale * post_norm(dropout(f)))
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
     norm: None, "layer" or "rms", with norm_weight and norm_bias or None. post_norm alike, of what the branch gives (Gemma 2,
-    OLMo 2, Swin v2). branch_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2, ConvNeXt). Backward
+    OLMo 2, Swin v2). layer_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2, ConvNeXt). Backward
     recomputes what the branch gives for a norm behind it and a trained vector: by one product, at "full" by all. dropout_p of
     the hidden layer, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [B, ..., d]
     has B samples, x [tokens, d] is one): replayed from 16 bytes each. lora: as in attention_block, of the layers "gate", "up"
@@ -144,7 +144,7 @@ def mlp_block(
         dropout_p=dropout_p, gate_weight=gate_weight,
         gate_bias=gate_bias, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
         norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps, lora=lora, branch_scale=branch_scale, resid_dropout_p=resid_dropout_p,
+        post_norm_eps=post_norm_eps, lora=lora, layer_scale=layer_scale, resid_dropout_p=resid_dropout_p,
         drop_path_p=drop_path_p, residual=residual, recompute=recompute, workspace=workspace,
     )  # fmt: skip
     if ACTIVE.shard is not None:

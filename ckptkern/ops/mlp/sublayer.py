@@ -26,7 +26,7 @@ class MLPTensors(NamedTuple):
     norm_bias: Tensor | None
     post_norm_weight: Tensor | None
     post_norm_bias: Tensor | None
-    branch_scale: Tensor | None
+    layer_scale: Tensor | None
     gate_weight: Tensor | None
     gate_bias: Tensor | None
     up_weight: Tensor

@@ -1,6 +1,6 @@
 """What the two sublayers of a transformer layer share: what is around the branch f, in forward and backward.
 
-z = drop_path(branch_scale * post_norm(dropout(f(norm(x)))));  y = [x +] z, or norm([x +] z) for f(x)
+z = drop_path(layer_scale * post_norm(dropout(f(norm(x)))));  y = [x +] z, or norm([x +] z) for f(x)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .dropout import draw_state, dropout_arguments
 from .lora import drops
 
 NORMS = ("layer", "rms")
-AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "branch_scale"))
+AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "layer_scale"))
 LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 
 
@@ -91,10 +91,10 @@ class Sublayer:
         return self.p.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, dtype)
 
     def scaled(self, z: Tensor) -> Tensor:
-        """branch_scale * z."""
+        """layer_scale * z."""
         z = z.to(output_dtype(self.x, self.o))
         z = z if self.o.branch_factor == 1.0 else z * self.o.branch_factor
-        return z if self.t.branch_scale is None else z * cast_parameter(self.t.branch_scale, z.dtype)
+        return z if self.t.layer_scale is None else z * cast_parameter(self.t.layer_scale, z.dtype)
 
     def drop_path(self, z: Tensor) -> Tensor:
         """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
@@ -130,8 +130,8 @@ class Sublayer:
         if self.trailing:
             dy, grads["norm_weight"], grads["norm_bias"] = self.norm_gradients(dy, self.total(f), need)
         df = self.drop_path(dy)
-        if "branch_scale" in need:
-            grads["branch_scale"] = eager.column_sum(df * self.post_normed(f), self.t.branch_scale.dtype)
+        if "layer_scale" in need:
+            grads["layer_scale"] = eager.column_sum(df * self.post_normed(f), self.t.layer_scale.dtype)
         df = self.scaled(df)
         if o.post_norm:
             df, grads["post_norm_weight"], grads["post_norm_bias"] = self.p.norm_bwd(
@@ -178,7 +178,7 @@ def after_branch(o: Any) -> frozenset[str]:
 
 def reads_branch(o: Any, need: Collection[str]) -> bool:
     """Does backward read the branch's result, which no level keeps?"""
-    return has_trailing_norm(o) or bool(o.post_norm) or "branch_scale" in need
+    return has_trailing_norm(o) or bool(o.post_norm) or "layer_scale" in need
 
 
 def composite_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -204,7 +204,7 @@ def composite_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     if o.post_norm:
         z = composite_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
     z = z if o.branch_factor == 1.0 else z * o.branch_factor
-    z = z if t.branch_scale is None else z * cast_parameter(t.branch_scale, z.dtype)
+    z = z if t.layer_scale is None else z * cast_parameter(t.layer_scale, z.dtype)
     if t.path_rng is not None:
         samples = sample_shape(x)
         ones = eager.composite_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
@@ -228,24 +228,24 @@ def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, fe
             raise ShapeError(f"{op}: {parameter_name} must have shape ({features},), but has {tuple(parameter.shape)}")
 
 
-def check_branch_scale(op: str, x: Tensor, branch_scale, features: int) -> tuple[float, Tensor | None]:
+def check_layer_scale(op: str, x: Tensor, layer_scale, features: int) -> tuple[float, Tensor | None]:
     """(the number, the vector) that the branch is multiplied by."""
-    if branch_scale is None:
+    if layer_scale is None:
         return 1.0, None
-    if not isinstance(branch_scale, Tensor):
-        check_number(op, "branch_scale", branch_scale)
-        return float(branch_scale), None
-    check_tensor(op, "branch_scale", branch_scale, x)
-    if branch_scale.shape != (features,):
+    if not isinstance(layer_scale, Tensor):
+        check_number(op, "layer_scale", layer_scale)
+        return float(layer_scale), None
+    check_tensor(op, "layer_scale", layer_scale, x)
+    if layer_scale.shape != (features,):
         raise ShapeError(
-            f"{op}: branch_scale must be a number or have shape ({features},), but has {tuple(branch_scale.shape)}"
+            f"{op}: layer_scale must be a number or have shape ({features},), but has {tuple(layer_scale.shape)}"
         )
-    return 1.0, branch_scale
+    return 1.0, layer_scale
 
 
 def around(
     op, x, features, *, residual, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True,
-    post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0, branch_scale=None,
+    post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0, layer_scale=None,
     drop_path_p=0.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Checks a sublayer's arguments around its branch, whose result has `features`; returns them as tensors and options."""
@@ -256,10 +256,10 @@ def around(
     check_norm(op, x, "post_norm", post_norm, post_norm_weight, post_norm_bias, features)
     check_number(op, "norm_eps", norm_eps)
     check_number(op, "post_norm_eps", post_norm_eps)
-    branch_factor, branch_scale = check_branch_scale(op, x, branch_scale, features)
+    branch_factor, layer_scale = check_layer_scale(op, x, layer_scale, features)
     tensors = dict(
         norm_weight=norm_weight, norm_bias=norm_bias, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
-        branch_scale=branch_scale,
+        layer_scale=layer_scale,
     )  # fmt: skip
     options = dict(
         norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, post_norm=post_norm or "",
