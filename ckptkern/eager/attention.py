@@ -126,12 +126,12 @@ def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
     return p if keep is None else torch.where(keep, p * core.dropout[2], 0.0)
 
 
-def attention_composite(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """o in differentiable PyTorch ops."""
     if kind := foreign((q, k, v, core.mask)):
         return _attention_of(kind, q, k, v, core)
     if _is_packed(q, core):
-        return _packed(lambda q, k, v, c: (attention_composite(q, k, v, c),), core, (q,), (k, v))[0]
+        return _packed(lambda q, k, v, c: (attention_reference(q, k, v, c),), core, (q,), (k, v))[0]
     return torch.matmul(attention_weights(q, k, core).to(v.dtype), _heads(v, q.shape[1]))
 
 

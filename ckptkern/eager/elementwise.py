@@ -155,7 +155,7 @@ def act_bwd(dy, saved, activation, *, bits=False, db=False):
     return dz, column_sum_if(dz, db)
 
 
-def composite_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor:
+def reference_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor:
     """Differentiable dropout(h) for h [..., N]: the same mask, for second-order gradients."""
     state, threshold, scale, col_base = dropout_
     if state is None:

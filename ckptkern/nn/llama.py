@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import ShapeError
 from ..ops.attention.masks import diagonal_of, merged_mask
-from ..ops.attention.rotary import check_theta, composite_rotary, positions_of, rotary_tables
+from ..ops.attention.rotary import check_theta, positions_of, reference_rotary, rotary_tables
 from ..ops.dispatch.checks import (
     check_count,
     check_input,
@@ -223,7 +223,7 @@ class LlamaAttention(torch.nn.Module):
             rotary = rotary_tables(positions, self.head_dim, rotary)
         if rotary is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
-            q, k = (composite_rotary(one.to(wide), *rotary, False).to(one.dtype) for one in (q, k))
+            q, k = (reference_rotary(one.to(wide), *rotary, False).to(one.dtype) for one in (q, k))
         left, right = options["window_size"] or (-1, -1)
         window = (left, 0 if options["is_causal"] else right)
         cu, longest = options["cu_seqlens"], options["max_seqlen"] or x.shape[-2]

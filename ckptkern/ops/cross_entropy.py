@@ -247,7 +247,7 @@ class LinearCrossEntropy(Op):
         if o.group:
             raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
         wide, target = eager.wide_of(x.dtype), target.reshape(-1)
-        z = composite_logits(rows_2d(x), w, b, o.logit_scale, o.softcap)
+        z = reference_logits(rows_2d(x), w, b, o.logit_scale, o.softcap)
         ignored, weights = (target == o.ignore_index)[:, None], cast_parameter(class_weight, wide)
         z = z.masked_fill(ignored, 0)  # where an ignored token's logits are infinite, derivatives would be NaN
         z_t = z.gather(1, target[:, None].masked_fill(ignored, 0)).squeeze(1)
@@ -257,7 +257,7 @@ class LinearCrossEntropy(Op):
         )
 
 
-def composite_logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float) -> Tensor:
+def reference_logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float) -> Tensor:
     """[..., V] in the wide type, differentiable, of operands that are rounded to x's type."""
     w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
     wide = eager.wide_of(x.dtype)
@@ -338,7 +338,7 @@ def linear_cross_entropy(
             raise ValueError(f"{NAME}: probabilities of classes are not split over a process group")
         compose(NAME, "a target of probabilities needs all logits at once")
         with autocast_off(x):
-            z = composite_logits(x, linear_weight, linear_bias, logit_scale, softcap)
+            z = reference_logits(x, linear_weight, linear_bias, logit_scale, softcap)
             loss, lse = loss_of_logits(z, target, weight, reduction, ignore_index, label_smoothing, z_loss)
         return (loss, lse) if return_lse else loss
     options = LinearCrossEntropyOptions(

@@ -29,7 +29,7 @@ from .mlp.block import across as mlp_across
 from .mlp.block import gather as gather_mlp
 from .registration.rows import cast_parameter
 from .sublayer.dropout import replayed_dropout
-from .sublayer.residual import composite_output, drawn, has_trailing_norm
+from .sublayer.residual import drawn, has_trailing_norm, reference_output
 
 NOTHING_AROUND = dict(post_norm_weight=None, post_norm_bias=None, layer_scale=None, resid_rng=None, path_rng=None)
 PLAIN_AROUND = dict(residual=False, resid_p=0.0, path_p=0.0, post_norm="", branch_factor=1.0)
@@ -165,7 +165,7 @@ class Shard:
             b = cast_parameter(getattr(t, bias), f.dtype)
             f = f if b is None else f + b
             f = replayed_dropout(f, t.resid_rng, o.resid_p, *self.first_row(x))
-            return composite_output(x, f, t._replace(resid_rng=None), o)
+            return reference_output(x, f, t._replace(resid_rng=None), o)
 
     # -- what the ops' arguments are on this rank
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import attention_block
-from .attention.sublayer import AttentionSublayer, attention_composite, attention_sublayer, attention_sublayer_backward
+from .attention.sublayer import AttentionSublayer, attention_reference, attention_sublayer, attention_sublayer_backward
 from .attention.sublayer import saves as attention_saves
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
@@ -121,7 +121,7 @@ class TransformerLayer(Op):
         x, sublayers, t_mlp = _split(tensors, o)
         mid = x
         for t, one in sublayers:
-            mid = attention_composite(mid, t, one)
+            mid = attention_reference(mid, t, one)
         return mid + mlp_reference(x, t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
 
 

@@ -228,7 +228,7 @@ def test_gradcheck(block):
     assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
 
 
-# A layer's composite is that of its sublayers, which come alone: of layers, one for each way in which sublayers are joined.
+# A layer's reference is that of its sublayers, which come alone: of layers, one for each way in which sublayers are joined.
 TWICE = [one for one in ALL if len(one.sublayers) == 1 or one.name in ("post-norm padded", "decoder", "parallel")]
 
 

@@ -415,7 +415,7 @@ def test_second_backward_through_a_retained_graph():
 
 
 def test_second_order():
-    """Hessian-vector products through the composite; where x is not saved, an error and no silent zero."""
+    """Hessian-vector products through the reference; where x is not saved, an error and no silent zero."""
     tensors, target = make(dtype=torch.float64)
     found = []
     for run in (ours, plain):

@@ -185,5 +185,5 @@ def test_rows_of_every_sample_get_their_part_of_the_mask():
         dy = torch.randn_like(part).requires_grad_()
         (dx,) = torch.autograd.grad(drop(part), part, dy, create_graph=True)
         assert torch.equal(dx, drop(dy))
-        (ddy,) = torch.autograd.grad(dx, dy, part)  # by the composite
+        (ddy,) = torch.autograd.grad(dx, dy, part)  # by the reference
         assert torch.equal(ddy, drop(part))

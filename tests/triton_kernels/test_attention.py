@@ -237,7 +237,7 @@ def trained(tensors: dict, core: AttentionCore, shape: tuple[int, ...]) -> torch
     """The same by autograd, in float64: of zeros that are added to core's mask."""
     added = torch.zeros(shape, dtype=torch.float64, device=core.mask.device, requires_grad=True)
     q, k, v, do = wide(tensors).values()
-    eager.attention_composite(q, k, v, core._replace(mask=core.mask.double() + added)).backward(do)
+    eager.attention_reference(q, k, v, core._replace(mask=core.mask.double() + added)).backward(do)
     return added.grad
 
 

@@ -16,7 +16,7 @@ from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
-from .sublayer import AttentionSublayer, attention_composite, attention_sublayer, attention_sublayer_backward, saves
+from .sublayer import AttentionSublayer, attention_reference, attention_sublayer, attention_sublayer_backward, saves
 from .tensors import CONSTANTS, AttentionOptions, AttentionTensors
 
 
@@ -41,7 +41,7 @@ class AttentionBlock(Op):
     @staticmethod
     def reference(tensors, o):
         x, *others = tensors
-        return attention_composite(x, AttentionTensors(*others), o)
+        return attention_reference(x, AttentionTensors(*others), o)
 
 
 _apply = build(AttentionBlock)

@@ -44,7 +44,7 @@ def positions_of(S: int, device: torch.device, cu_seqlens: Tensor | None) -> Ten
     return rows - cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
 
 
-def composite_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def reference_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [B, S, H, D], cos and sin [S, R], [1, S, R] or [B, S, R]: the first R dimensions are rotated."""
     R = cos.shape[-1]
     cos, sin = (c.to(x.dtype)[..., None, :] for c in (cos, sin))

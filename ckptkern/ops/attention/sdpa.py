@@ -71,7 +71,7 @@ class Attention(Op):
     def reference(tensors, o):
         q, k, v, *others = tensors
         core = core_of(CoreTensors(*others), o._replace(precision="ieee", fused=""))
-        return eager.attention_composite(q, k, v, core)
+        return eager.attention_reference(q, k, v, core)
 
 
 _apply = build(Attention)

@@ -15,10 +15,10 @@ from ..registration.gradients import WeightGrad, weight_grad
 from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter, rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of
-from ..sublayer.residual import Sublayer, after_branch, composite_inputs, composite_norm, composite_output, reads_branch
+from ..sublayer.residual import Sublayer, after_branch, reads_branch, reference_inputs, reference_norm, reference_output
 from .core import CoreOptions, CoreTensors, attend, attention_grads, core_of
 from .masks import merged_mask
-from .rotary import composite_rotary, positions_of, rotary_tables
+from .rotary import positions_of, reference_rotary, rotary_tables
 from .tensors import (
     LAYERS,
     AttentionOptions,
@@ -344,26 +344,26 @@ def attention_sublayer_backward(
     return sublayer.finished(grads, need)
 
 
-def composite_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
+def reference_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
     """The norm of q or k [B, S, heads, D] in differentiable PyTorch ops."""
     if over_all_heads(weight, heads.shape[-1]):
-        return composite_norm(heads.flatten(-2), o.qk_norm, weight, bias, o.qk_norm_eps).view(heads.shape)
+        return reference_norm(heads.flatten(-2), o.qk_norm, weight, bias, o.qk_norm_eps).view(heads.shape)
     if weight.dim() == 1:
-        return composite_norm(heads, o.qk_norm, weight, bias, o.qk_norm_eps)
-    h = composite_norm(heads, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
+        return reference_norm(heads, o.qk_norm, weight, bias, o.qk_norm_eps)
+    h = reference_norm(heads, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
     return h if bias is None else h + cast_parameter(bias, heads.dtype)
 
 
-def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
+def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
     """The sublayer in differentiable PyTorch ops."""
     B, S = batch_and_rows(x)
     D, H = head_dim(t, o), o.num_heads
-    h = composite_inputs(x, t, o)
+    h = reference_inputs(x, t, o)
 
     def linear(rows: Tensor, part: Projection) -> Tensor:
         y = F.linear(rows, cast_parameter(part.weight, o.dtype), cast_parameter(part.bias, o.dtype))
         pair = update_of(part.letter, B * S, t, o)
-        return y if pair is None else y + pair.composite(rows)
+        return y if pair is None else y + pair.reference(rows)
 
     sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
     qkv = [linear(sources[part.of_key_value], part) for part in projections(t, o)]
@@ -373,11 +373,11 @@ def attention_composite(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         q, kv = qkv[0].view(B, S, H, D), torch.cat(qkv[1:], -1).view(B, key_rows(S, t), 2 * o.num_kv_heads, D)
         k, v = kv.split(o.num_kv_heads, 2)
     if t.q_norm is not None:
-        q, k = composite_qk_norm(q, t.q_norm, t.q_norm_bias, o), composite_qk_norm(k, t.k_norm, t.k_norm_bias, o)
+        q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
     cos, sin = rotary_of(S, t, o)
     if cos is not None:
-        q, k = (composite_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
+        q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
     core = sublayer_core(t, o)
-    out = eager.attention_composite(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
+    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), out_projection(t))
-    return composite_output(x, f, t, o)
+    return reference_output(x, f, t, o)

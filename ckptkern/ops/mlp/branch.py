@@ -307,8 +307,8 @@ def reference(x: Tensor, t: Any, o: Any) -> Tensor:
         w, b = (cast_parameter(getattr(t, f"{layer}_{part}"), x.dtype) for part in ("weight", "bias"))
         update = low_rank(t, o, LAYERS, layer, row_count(x))
         y = F.linear(rows, w, b)
-        return y if update is None else y + update.composite(rows)
+        return y if update is None else y + update.reference(rows)
 
     h = eager.act(linear("up" if t.gate_weight is None else "gate", x), o.activation)
     h = h if t.gate_weight is None else h * linear("up", x)
-    return linear("down", eager.composite_dropout(h, dropout_arguments(t.rng, o.dropout_p, o.first_column)))
+    return linear("down", eager.reference_dropout(h, dropout_arguments(t.rng, o.dropout_p, o.first_column)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..registration.needs import needed_names
 from ..sublayer.lora import names_of
-from ..sublayer.residual import Sublayer, composite_inputs, composite_output, reads_branch
+from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
 from .branch import LAYERS, MLPBranch, reference
 
 OF_BRANCH = frozenset(
@@ -111,4 +111,4 @@ def mlp_sublayer_backward(
 
 def mlp_reference(x: Tensor, t: MLPTensors, o: MLPOptions) -> Tensor:
     """The sublayer in differentiable PyTorch ops."""
-    return composite_output(x, reference(composite_inputs(x, t, o), t, o), t, o)
+    return reference_output(x, reference(reference_inputs(x, t, o), t, o), t, o)

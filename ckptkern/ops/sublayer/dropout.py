@@ -66,9 +66,9 @@ class Dropout(Op):
     def reference(tensors, o):
         x, arguments = tensors[0], dropout_arguments(tensors[1], o.p)
         if not o.row_step:
-            return eager.composite_dropout(x, arguments, o.row_base)
+            return eager.reference_dropout(x, arguments, o.row_base)
         return torch.stack(
-            [eager.composite_dropout(one, arguments, o.row_base + i * o.row_step) for i, one in enumerate(x)]
+            [eager.reference_dropout(one, arguments, o.row_base + i * o.row_step) for i, one in enumerate(x)]
         )
 
     @classmethod

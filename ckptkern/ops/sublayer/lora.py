@@ -95,9 +95,9 @@ class LowRank(NamedTuple):
         if da is not None:
             da.add(du, x)
 
-    def composite(self, x: Tensor) -> Tensor:
+    def reference(self, x: Tensor) -> Tensor:
         """u B^T in differentiable PyTorch ops, of x [..., d]."""
-        rows = eager.composite_dropout(x.to(self.a.dtype), self.dropout, self.first_row)
+        rows = eager.reference_dropout(x.to(self.a.dtype), self.dropout, self.first_row)
         return F.linear(F.linear(rows, self.a) * self.scale, self.b).to(x.dtype)
 
 

@@ -181,7 +181,7 @@ def reads_branch(o: Any, need: Collection[str]) -> bool:
     return has_trailing_norm(o) or bool(o.post_norm) or "layer_scale" in need
 
 
-def composite_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def reference_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """A norm in differentiable PyTorch ops."""
     weight = cast_parameter(weight, x.dtype)
     if kind == "layer":
@@ -192,25 +192,25 @@ def composite_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | N
     return y if bias is None else y + cast_parameter(bias, x.dtype)
 
 
-def composite_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
+def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
     """What the branch reads, in differentiable PyTorch ops."""
     leading = o.norm and o.norm_first
-    return (composite_norm(x, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if leading else x).to(o.dtype)
+    return (reference_norm(x, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if leading else x).to(o.dtype)
 
 
-def composite_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
+def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     """The sublayer's output from its branch's last product f, in differentiable PyTorch ops."""
-    z = eager.composite_dropout(f, dropout_arguments(t.resid_rng, o.resid_p)).to(output_dtype(x, o))
+    z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p)).to(output_dtype(x, o))
     if o.post_norm:
-        z = composite_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
+        z = reference_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
     z = z if o.branch_factor == 1.0 else z * o.branch_factor
     z = z if t.layer_scale is None else z * cast_parameter(t.layer_scale, z.dtype)
     if t.path_rng is not None:
         samples = sample_shape(x)
-        ones = eager.composite_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
+        ones = eager.reference_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
         z = z * ones.view(samples)
     y = x + z if o.residual else z
-    return composite_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if has_trailing_norm(o) else y
+    return reference_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if has_trailing_norm(o) else y
 
 
 def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, features: int) -> None:
