@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.dispatch.checks import check_count, check_statics
+from ..ops.dispatch.checks import check_count, check_options
 from ..ops.experts import check_experts
 from .activations import Activation, activation_of
 from .share import refuse, share
@@ -78,7 +78,7 @@ class Experts(torch.nn.Module):
     ):
         super().__init__()
         activation = activation_of(type(self).__name__, activation)
-        check_statics(type(self).__name__, activation, recompute)
+        check_options(type(self).__name__, activation, recompute)
         for name, count in (
             ("num_experts", num_experts),
             ("in_features", in_features),
@@ -118,7 +118,7 @@ class Experts(torch.nn.Module):
         check_parts(cls, module, (), ("act_fn",), parameters=True)
         check_layout(cls, module)
         name = activation_in(cls, module, activation)
-        check_statics(cls.__name__, name, recompute)
+        check_options(cls.__name__, name, recompute)
         own = {"activation": name, "recompute": recompute, "_modules": {}}
         one = share(cls, module, _parameters=dict.fromkeys(BIASES) | module._parameters, **own)
         if module._parameters["gate_up_proj"].is_meta or not _agree(module, one):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import eager, ops
-from ..ops.dispatch.checks import check_count, check_statics
+from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .plain import composed, dense, plain
@@ -39,7 +39,7 @@ class Linear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = "identity" if activation is None else activation_of(type(self).__name__, activation)
         self.recompute = recompute
-        check_statics(type(self).__name__, self.activation, recompute)
+        check_options(type(self).__name__, self.activation, recompute)
 
     @classmethod
     def from_torch(
@@ -48,7 +48,7 @@ class Linear(torch.nn.Linear):
         """A twin of `module`, with an activation after it, that shares its parameters and hooks."""
         check_kind(cls, module, torch.nn.Linear)
         name = "identity" if activation is None else activation_of(cls.__name__, activation)
-        check_statics(cls.__name__, name, recompute)
+        check_options(cls.__name__, name, recompute)
         return share(cls, module, activation=name, recompute=recompute)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class LinearStack(torch.nn.Module):
         for i, width in enumerate(features):
             check_count("LinearStack", f"features[{i}]", width, least=0)
         activation = activation_of("LinearStack", activation)
-        check_statics("LinearStack", activation, recompute)
+        check_options("LinearStack", activation, recompute)
         parse_bytes("LinearStack", workspace)
         self.layers = torch.nn.ModuleList(
             torch.nn.Linear(k, n, bias, device, dtype) for k, n in itertools.pairwise(features)
@@ -112,7 +112,7 @@ class LinearStack(torch.nn.Module):
             refuse(cls, module, "is not Linear, activation, Linear, activation, ...")
         layers = check_linear(cls, module, *list(module._modules)[::2])
         name = same_activation(cls, [*module][1::2])
-        check_statics(cls.__name__, name, recompute)
+        check_options(cls.__name__, name, recompute)
         parse_bytes(cls.__name__, workspace)
         parts = {"layers": torch.nn.ModuleList(layers).train(module.training)}
         return share(cls, module, _modules=parts, activation=name, recompute=recompute, workspace=workspace)

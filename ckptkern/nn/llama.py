@@ -16,7 +16,7 @@ from ..ops.dispatch.checks import (
     check_count,
     check_input,
     check_number,
-    check_statics,
+    check_options,
     check_tensor,
     modes_of_sublayers,
 )
@@ -78,7 +78,7 @@ class LlamaAttention(torch.nn.Module):
     ):
         super().__init__()
         op = type(self).__name__
-        check_statics(op, "identity", recompute, dropout)
+        check_options(op, "identity", recompute, dropout)
         check_count(op, "hidden_size", hidden_size)
         check_count(op, "num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -128,7 +128,7 @@ class LlamaAttention(torch.nn.Module):
         if k.out_features != v.out_features or o.in_features != q.out_features:
             refuse(cls, module, "has projections of other sizes")
         dropout = getattr(module, "attention_dropout", getattr(module, "dropout", 0.0))
-        check_statics(cls.__name__, "identity", recompute, dropout)
+        check_options(cls.__name__, "identity", recompute, dropout)
         if rope_theta is None and isinstance(module, LlamaAttention):
             rope_theta = module.rope_theta
         norms = {name: getattr(module, name, None) for name in ("q_norm", "k_norm")}
@@ -287,7 +287,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         op = type(self).__name__
         activation = activation_of(op, activation)
         of_attention, _ = modes_of_sublayers(op, recompute)
-        check_statics(op, activation, of_attention, resid_dropout)
+        check_options(op, activation, of_attention, resid_dropout)
         parse_bytes(op, workspace)
         check_count(op, "hidden_size", hidden_size)
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
@@ -329,7 +329,7 @@ class LlamaDecoderLayer(torch.nn.Module):
             "mlp": GatedMLP.from_torch(mlp, workspace=workspace),
         }
         resid_dropout = getattr(module, "resid_dropout", 0.0)
-        check_statics(cls.__name__, "identity", of_attention, resid_dropout)
+        check_options(cls.__name__, "identity", of_attention, resid_dropout)
         return share(cls, module, _modules=parts, resid_dropout=resid_dropout, recompute=recompute, workspace=workspace)
 
     def forward(

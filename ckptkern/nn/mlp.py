@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import eager, ops
-from ..ops.dispatch.checks import check_count, check_statics
+from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .plain import composed, plain
@@ -39,7 +39,7 @@ class MLP(torch.nn.Module):
     ):
         super().__init__()
         activation = activation_of(type(self).__name__, activation)
-        check_statics(type(self).__name__, activation, recompute, dropout)
+        check_options(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
         check_count(type(self).__name__, "in_features", in_features, least=0)
         hidden_features = 4 * in_features if hidden_features is None else hidden_features
@@ -64,7 +64,7 @@ class MLP(torch.nn.Module):
         names = list(module._modules)
         fc1, fc2 = check_linear(cls, module, names[0], names[-1])
         name, p = same_activation(cls, [module[1]]), dropout_in(cls, module, module[2]) if len(module) == 4 else 0.0
-        check_statics(cls.__name__, name, recompute, p)
+        check_options(cls.__name__, name, recompute, p)
         parse_bytes(cls.__name__, workspace)
         parts = {"fc1": fc1, "fc2": fc2}
         return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
@@ -109,7 +109,7 @@ class GatedMLP(torch.nn.Module):
     ):
         super().__init__()
         activation = activation_of(type(self).__name__, activation)
-        check_statics(type(self).__name__, activation, recompute, dropout)
+        check_options(type(self).__name__, activation, recompute, dropout)
         parse_bytes(type(self).__name__, workspace)
         out_features = in_features if out_features is None else out_features
         widths = {"in_features": in_features, "hidden_features": hidden_features, "out_features": out_features}
@@ -136,7 +136,7 @@ class GatedMLP(torch.nn.Module):
         check_parts(cls, module, names, ("act_fn", "activation", "activation_fn"))
         parts = dict(zip(names, check_linear(cls, module, *names), strict=True))
         name, p = activation_in(cls, module, activation), getattr(module, "dropout", 0.0)
-        check_statics(cls.__name__, name, recompute, p)
+        check_options(cls.__name__, name, recompute, p)
         parse_bytes(cls.__name__, workspace)
         return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .. import eager
 from ..errors import DtypeError, ShapeError
-from .dispatch.checks import check_input, check_statics, check_tensor
+from .dispatch.checks import check_input, check_options, check_tensor
 from .dispatch.choices import cast_input, choose_backend, choose_level, matmul_precision, primitives
 from .registration.functions import build
 from .registration.gradients import main_grad_of
@@ -208,7 +208,7 @@ def moe_mlp(
     RuntimeError (backend).
     """
     op = "moe_mlp"
-    check_statics(op, activation, recompute)
+    check_options(op, activation, recompute)
     check_input(op, x)
     _check_integers(op, "top_k_index", top_k_index, x)
     check_tensor(op, "top_k_weights", top_k_weights, x)
@@ -248,7 +248,7 @@ def grouped_gated_mlp(
     Dtypes, levels and errors: see moe_mlp, which runs.
     """
     op = "grouped_gated_mlp"
-    check_statics(op, activation, recompute)
+    check_options(op, activation, recompute)
     check_input(op, x)
     _check_integers(op, "offs", offs, x)
     if x.dim() != 2:

@@ -33,7 +33,7 @@ def modes_of_sublayers(op: str, recompute: str | tuple[str, str]) -> tuple[str, 
     return attention, mlp
 
 
-def check_statics(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
+def check_options(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
     check_choice(op, "activation", activation, ACTIVATIONS)
     check_level(op, recompute)
     check_probability(op, dropout_p)

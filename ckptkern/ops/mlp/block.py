@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.checks import check_flags, check_input, check_statics, check_weight
+from ..dispatch.checks import check_flags, check_input, check_options, check_weight
 from ..dispatch.choices import choose_level, choose_route, choose_workspace, compute_dtype, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
@@ -56,7 +56,7 @@ def gather(
     gate_bias=None, lora=None, residual=True, training=True, recompute="full", workspace=None, **others,
 ) -> tuple[MLPTensors, MLPOptions]:  # fmt: skip
     """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
-    check_statics(op, activation, recompute, dropout_p)
+    check_options(op, activation, recompute, dropout_p)
     check_flags(op, residual=residual, training=training)
     check_input(op, x)
     features = x.shape[-1]

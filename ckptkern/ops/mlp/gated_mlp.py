@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.checks import check_input, check_statics, check_weight
+from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
@@ -76,7 +76,7 @@ def gated_mlp(
             workspace=workspace,
         )  # fmt: skip
         return ACTIVE.shard.mlp_block(x, training, arguments)
-    check_statics(op, activation, recompute, dropout_p)
+    check_options(op, activation, recompute, dropout_p)
     check_input(op, x, jagged=True)
     check_weight(op, "gate_weight", gate_weight, gate_bias, x, x.shape[-1], "input")
     check_weight(op, "up_weight", up_weight, up_bias, x, x.shape[-1], "input")

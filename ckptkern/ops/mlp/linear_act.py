@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ..dispatch.checks import check_input, check_statics, check_weight
+from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_level, choose_route, compose, matmul_precision, primitives
 from ..registration.functions import build
 from ..registration.gradients import WeightGrad
@@ -116,7 +116,7 @@ def linear_act(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level),
     RuntimeError (backend).
     """
-    check_statics("linear_act", activation, recompute)
+    check_options("linear_act", activation, recompute)
     check_input("linear_act", x, jagged=True)
     if isinstance(weight, Tensor) and weight.layout is not torch.strided:
         compose("linear_act", f"the kernels cover dense weights, not {weight.layout}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ..dispatch.checks import check_input, check_statics, check_weight
+from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
 from ..registration.functions import build
 from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
@@ -218,7 +218,7 @@ def linear_stack(
     workspace), RuntimeError (backend).
     """
     op = "linear_stack"
-    check_statics(op, activation, recompute)
+    check_options(op, activation, recompute)
     check_input(op, x, jagged=True)
     for name, given in (("weights", weights), ("biases", () if biases is None else biases)):
         if isinstance(given, Tensor) or not isinstance(given, Iterable):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..dispatch.checks import check_input, check_statics, check_weight
+from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
@@ -109,7 +109,7 @@ def mlp(
             dropout_p=dropout_p, residual=False, recompute=recompute, workspace=workspace,
         )  # fmt: skip
         return ACTIVE.shard.mlp_block(x, training, arguments)
-    check_statics("mlp", activation, recompute, dropout_p)
+    check_options("mlp", activation, recompute, dropout_p)
     check_input("mlp", x, jagged=True)
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
