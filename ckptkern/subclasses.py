@@ -48,7 +48,7 @@ def _constant_has_own_operations(kind: type) -> bool:
 _constant_has_own_operations._dynamo_marked_constant = True  # as in ops/_choices: called, not traced
 
 
-def foreign(tensors: Iterable[Tensor | None]) -> type | None:
+def own_dispatch(tensors: Iterable[Tensor | None]) -> type | None:
     """The first class among them that has operations of its own; None if all are plain memory."""
     if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, tensors)):
         return None

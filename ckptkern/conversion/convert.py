@@ -16,7 +16,7 @@ from .. import nn as twins
 from ..extras import missing
 from ..nn.plain import untouched
 from ..ops.dispatch.checks import check_level
-from ..subclasses import foreign
+from ..subclasses import own_dispatch
 from .alike import Proven
 from .binding import Forward, General, Runs
 from .calls import Call, pattern_of
@@ -231,7 +231,7 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
 
 def why_general(module: nn.Module) -> str:
     """Why a layer that is no fused op is run as a general segment; "" for one that is only unknown."""
-    kind = foreign(list(module.parameters()))
+    kind = own_dispatch(list(module.parameters()))
     if kind is not None:
         return f"a parameter is a {kind.__name__}"
     if any(parametrize.is_parametrized(m) for m in module.modules()):

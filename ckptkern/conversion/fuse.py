@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from .. import memory
 from ..nn.plain import runs_class_forward, untouched
-from ..subclasses import foreign
+from ..subclasses import own_dispatch
 from .alike import Proven, call_kinds
 from .binding import Fused, Segment, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
@@ -36,7 +36,7 @@ def check_candidate(module: nn.Module) -> None:
         raise Unreadable("it holds several layers of one class")
     if not (runs_class_forward(module) and all(map(untouched, inner))):
         raise Unreadable("there are hooks inside, or a forward that is not its class's")
-    kind = foreign(list(module.parameters()))
+    kind = own_dispatch(list(module.parameters()))
     if kind is not None:
         raise Unreadable(f"a parameter is a {kind.__name__}")
 

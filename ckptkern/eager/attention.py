@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..subclasses import foreign
+from ..subclasses import own_dispatch
 from .elementwise import NO_DROPOUT, Dropout, where_keep
 
 _aten = torch.ops.aten
@@ -128,7 +128,7 @@ def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """o in differentiable PyTorch ops."""
-    if kind := foreign((q, k, v, core.mask)):
+    if kind := own_dispatch((q, k, v, core.mask)):
         return _attention_of(kind, q, k, v, core)
     if _is_packed(q, core):
         return _packed(lambda q, k, v, c: (attention_reference(q, k, v, c),), core, (q,), (k, v))[0]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .. import state as _state  # noqa: F401  (loads the extension that defines ckptkern::keep_mask)
 from ..bits import unpack_bits
-from ..subclasses import foreign
+from ..subclasses import own_dispatch
 
 _aten = torch.ops.aten
 _gelu = _aten.gelu_backward.grad_input._op  # called without OpOverload's Python frame, which costs 2 us of a tiny step
@@ -160,7 +160,7 @@ def reference_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor
     state, threshold, scale, col_base = dropout_
     if state is None:
         return h
-    if foreign((h,)):  # only the subclass knows where its elements lie
+    if own_dispatch((h,)):  # only the subclass knows where its elements lie
         return F.dropout(h, threshold / 65536)
     M, N = math.prod(h.shape[:-1]), h.shape[-1]
     mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, col_base, row_base + M)

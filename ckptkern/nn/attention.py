@@ -14,7 +14,7 @@ from ..ops.attention.sdpa import attention_with_weights
 from ..ops.dispatch.checks import check_level
 from ..ops.dispatch.choices import autocast_dtype
 from ..ops.dispatch.shard import refuse_shard
-from ..subclasses import PLAIN, foreign
+from ..subclasses import PLAIN, own_dispatch
 from .plain import composed, dense, strided
 from .share import check_kind, share
 
@@ -65,7 +65,7 @@ def _goes_with(added: torch.dtype, query: Tensor, need_weights: bool) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if foreign((weight, bias)):
+    if own_dispatch((weight, bias)):
         return torch.nn.functional.linear(x, weight, bias)
     return ops.linear_act(x, weight, bias, "identity")
 
@@ -149,7 +149,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return False
         if (query.shape[-1], key.shape[-1], value.shape[-1]) != (self.embed_dim, self.kdim, self.vdim):
             return False
-        if foreign((*tensors, key_padding_mask, attn_mask)):
+        if own_dispatch((*tensors, key_padding_mask, attn_mask)):
             return False
         batched, rows = query.dim() == 3, 1 if self.batch_first and query.dim() == 3 else 0
         B = query.shape[1 - rows] if batched else 1

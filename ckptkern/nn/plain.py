@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from ..ops.dispatch.choices import choose_level, log_composed
 from ..ops.dispatch.shard import refuse_shard
 from ..segments.checkpoint import checkpoint
-from ..subclasses import foreign
+from ..subclasses import own_dispatch
 from .dropout import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
@@ -45,7 +45,7 @@ def strided(module: torch.nn.Module) -> bool:
 def dense(module: torch.nn.Module) -> bool:
     """Are the module's own parameters plain memory? Not if one is sparse, parametrised, or of a tensor subclass with
     operations of its own."""
-    kind = foreign(module._parameters.values())
+    kind = own_dispatch(module._parameters.values())
     if kind is not None:
         log_composed(kind)
     return kind is None and strided(module) and "parametrizations" not in module._modules
@@ -62,7 +62,7 @@ def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
 def _holding(parameters: list[tuple[dict, dict]]) -> Iterator[None]:
     """Puts the parameters of forward back into their modules: torch.func.functional_call has taken its own out by then.
 
-    FSDP2 exchanges a sharded parameter, which is foreign, for the whole one; FSDP1 a part, of another shape. Both have put
+    FSDP2 exchanges a sharded parameter, which is own_dispatch, for the whole one; FSDP1 a part, of another shape. Both have put
     the right one there.
     """
     moved = []
@@ -71,7 +71,7 @@ def _holding(parameters: list[tuple[dict, dict]]) -> Iterator[None]:
             other = now.get(name)
             if parameter is None or other is None or other is parameter:
                 continue
-            if parameter.shape == other.shape and foreign((parameter, other)) is None:
+            if parameter.shape == other.shape and own_dispatch((parameter, other)) is None:
                 moved.append((now, name, other))
                 now[name] = parameter
     try:

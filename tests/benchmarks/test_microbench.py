@@ -164,7 +164,7 @@ def build():
 def plain():
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(4, 8)
 
-def foreign():
+def own_dispatch():
     return nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)), torch.randn(4, 2, 3)
 """
 
@@ -192,7 +192,7 @@ def test_a_module_of_ones_own(file, tmp_path):
 
 
 def test_a_module_in_which_nothing_is_fused(file, tmp_path, capsys):
-    status, rows = bench(tmp_path / "out", "--case", f"{file}:foreign")
+    status, rows = bench(tmp_path / "out", "--case", f"{file}:own_dispatch")
     assert status == 0
     assert [way for way in rows if way.startswith("ckptkern")] == ["ckptkern checkpoint"]
     assert "convert fuses nothing of it" in capsys.readouterr().err

@@ -270,12 +270,14 @@ def test_who_has_operations_of_its_own():
 
     with FakeTensorMode():
         fake = torch.randn(3)
-        assert subclasses.foreign((fake, torch.nn.Parameter(fake))) is None
+        assert subclasses.own_dispatch((fake, torch.nn.Parameter(fake))) is None
     plain = torch.randn(3)
     own = type("Own", (torch.nn.Parameter,), {})
-    assert subclasses.foreign((plain, None, torch.nn.Parameter(plain), plain.as_subclass(Named), own(plain))) is None
-    assert subclasses.foreign((plain, plain.as_subclass(Logged))) is Logged
-    assert subclasses.foreign([bias.causal_upper_left(2, 2)]) is bias.CausalBias
+    assert (
+        subclasses.own_dispatch((plain, None, torch.nn.Parameter(plain), plain.as_subclass(Named), own(plain))) is None
+    )
+    assert subclasses.own_dispatch((plain, plain.as_subclass(Logged))) is Logged
+    assert subclasses.own_dispatch([bias.causal_upper_left(2, 2)]) is bias.CausalBias
 
 
 def test_attention_of_a_subclass_is_torchs():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ...errors import DeviceError, DtypeError, ShapeError
-from ...subclasses import foreign
+from ...subclasses import own_dispatch
 from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_tensor
 from ..dispatch.choices import (
     autocast_dtype,
@@ -143,7 +143,7 @@ def scaled_dot_product_attention(
             f"{op}: Explicit attn_mask should not be set when is_causal=True; pass window_size=(-1, 0) with attn_mask, "
             f"which hides what is_causal hides, or attn_mask alone with the causal triangle in it"
         )
-    if kind := foreign((query, key, value, attn_mask if diagonal is None else None, alibi_slopes)):
+    if kind := own_dispatch((query, key, value, attn_mask if diagonal is None else None, alibi_slopes)):
         if (
             left is not None
             or right not in (None, 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
 from ... import state
-from ...subclasses import PLAIN, foreign
+from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from . import codec as _codec
 from .gradients import having_main_grad, into_main_grad
@@ -270,7 +270,7 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
 
     def apply(options, *tensors) -> Tensor:
         compiling = torch.compiler.is_compiling()
-        if (compiling or not PLAIN.issuperset(map(type, tensors))) and (kind := foreign(tensors)):
+        if (compiling or not PLAIN.issuperset(map(type, tensors))) and (kind := own_dispatch(tensors)):
             compose_of(op.name, kind)
             with autocast_off(tensors[0]):
                 return op.reference(tensors, options)
