@@ -264,7 +264,7 @@ def _mixture(model: Mixture, level: str) -> Function:
 
 def experts_by_turns(model: Mixture, x: Tensor) -> Function:
     """A loop over experts. The host knows their rows, which it would have to read from a router's device."""
-    return model.by_turns
+    return model.interleaved
 
 
 def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
@@ -377,7 +377,7 @@ CASES = [
     ),
     Case(
         "moe_mlp-silu", Mixture, _mixture, _sizes(cuda=(1024, 4096, 2048), cpu=(64,), cuda_rows=8192), priority=0,
-        rivals={"torch, experts by turns": experts_by_turns},
+        rivals={"torch, experts interleaved": experts_by_turns},
     ),
     Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=2),
     _attention_case("attention", 2),

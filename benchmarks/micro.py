@@ -243,7 +243,7 @@ OPS = {
     "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, rivals=_gated_rivals),
     "moe_mlp": Op(
         {**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _mixture, _run_mixture,
-        rivals=lambda v: {"torch, experts by turns": cases.experts_by_turns},
+        rivals=lambda v: {"torch, experts interleaved": cases.experts_by_turns},
     ),
     "grouped_gated_mlp": Op({**_ROWS, **_EXPERTS}, _grouped_rows, _run_grouped_rows),
     "mlp_block": Op(

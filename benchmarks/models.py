@@ -71,8 +71,8 @@ class Mixture(nn.Module):
     Which they are depends on the row's place alone: the choice of a router would change with the rounding. By default the
     sizes of Mixtral-8x7B (width 4096) and Qwen3-30B-A3B (2048), and smaller ones for narrow models.
 
-    As transformers runs it: torch's grouped products. `by_turns`, one expert after another, takes what these do not: float64,
-    and rows of no whole 16 bytes.
+    As transformers runs it: torch's grouped products. `interleaved`, one expert after another, takes what these do not:
+    float64, and rows of no whole 16 bytes.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64 or any(side * x.itemsize % 16 for side in self.gate_up.shape[1:]):
-            return self.by_turns(x)
+            return self.interleaved(x)
         return grouped_experts(x, *self.routing(x), self.gate_up, self.down, self.act)
 
-    def by_turns(self, x: Tensor) -> Tensor:
+    def interleaved(self, x: Tensor) -> Tensor:
         index, (_, weights) = self.chosen(x.shape[0], "cpu"), self.routing(x)
         total = torch.zeros_like(x)
         for e in range(self.experts):

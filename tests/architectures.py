@@ -67,7 +67,7 @@ class Attention(nn.Module):
     def heads(self, y: Tensor) -> Tensor:
         return y.view(*y.shape[:-1], -1, D).transpose(1, 2)
 
-    def turned(self, q: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    def rotated(self, q: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         if tables is None:
             return q
         cos, sin = (table.to(q.dtype).unsqueeze(1) for table in tables)
@@ -76,8 +76,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, tables: tuple[Tensor, Tensor] | None = None, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        q = self.turned(self.q_norm(self.heads(self.q_proj(x))), tables)
-        k = self.turned(self.k_norm(self.heads(self.k_proj(x))), tables)
+        q = self.rotated(self.q_norm(self.heads(self.q_proj(x))), tables)
+        k = self.rotated(self.k_norm(self.heads(self.k_proj(x))), tables)
         o = F.scaled_dot_product_attention(
             q, k, self.heads(self.v_proj(x)), attention_mask, self.dropout if self.training else 0.0,
             is_causal=attention_mask is None, scale=self.scaling, enable_gqa=True,
@@ -264,7 +264,7 @@ class Sandwich(Llama):
 class NormedOverHeads(Attention):
     def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
         q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
-        q, k = (self.turned(self.heads(one), tables) for one in (q, k))
+        q, k = (self.rotated(self.heads(one), tables) for one in (q, k))
         o = F.scaled_dot_product_attention(
             q, k, self.heads(self.v_proj(x)), attention_mask, is_causal=attention_mask is None, enable_gqa=True
         )

@@ -61,14 +61,14 @@ def plain_norm(x: Tensor, kind: str | None, weight: Tensor | None, bias: Tensor 
 def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Llama's rotation, on [B, S, H, D]; dimensions beyond those of cos are left as they are."""
     R = cos.shape[-1]
-    turned, rest = x[..., :R], x[..., R:]
-    swapped = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), -1)
+    rotated, rest = x[..., :R], x[..., R:]
+    swapped = torch.cat((-rotated[..., R // 2 :], rotated[..., : R // 2]), -1)
     cos, sin = (c.to(x.dtype).unsqueeze(-2) for c in (cos, sin))
-    return torch.cat((turned * cos + swapped * sin, rest), -1)
+    return torch.cat((rotated * cos + swapped * sin, rest), -1)
 
 
 def plain_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """GPT-J's rotation, on [B, S, H, D]: neighbours as complex numbers, turned by an angle that the table holds twice."""
+    """GPT-J's rotation, on [B, S, H, D]: neighbours as complex numbers, rotated by an angle that the table holds twice."""
     R = cos.shape[-1]
     turns = torch.complex(*(c.to(x.dtype)[..., ::2].contiguous() for c in (cos, sin))).unsqueeze(-2)
     pairs = torch.view_as_complex(x[..., :R].unflatten(-1, (-1, 2)).contiguous())

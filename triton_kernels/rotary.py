@@ -2,7 +2,7 @@
 
     rms: h = x rsqrt(mean(x^2) + eps)       layer: h = (x - mean(x)) rsqrt(mean((x - mean(x))^2) + eps)
     z = h * weight + bias, both [D], or [H, D] for heads with a row of their own       (without weight z = x)
-    y = z, of which the first R elements are turned in pairs (a, b):
+    y = z, of which the first R elements are rotated in pairs (a, b):
         y_a = z_a cos_a - z_b sin_a,  y_b = z_b cos_b + z_a sin_b
     b = a + R/2 (Llama, GPT-NeoX), or b = a + 1 for even a (interleaved: GPT-J)
     heads_fwd   x [B, S, H, D] -> y

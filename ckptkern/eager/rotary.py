@@ -15,8 +15,8 @@ def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """x [B, S, H, D], the first R dimensions turned by the angles cos, sin [S, R] or [B, S, R], or turned back."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """x [B, S, H, D], the first R dimensions rotated by the angles cos, sin [S, R] or [B, S, R], or rotated back."""
     R = cos.shape[-1]
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = (
         _pairs(one, R, interleaved) for one in (x, widened(cos, x).unsqueeze(-2), widened(sin, x).unsqueeze(-2))
@@ -39,7 +39,7 @@ def heads_fwd(x, weight, eps, cos, sin, interleaved=False, *, bias=None, kind="r
         y = normed(y, x.shape[-1:], weight, eps=eps) if weight.dim() == 1 else normed(y, x.shape[-1:], eps=eps) * weight
         y = y if bias is None else y + widened(bias, x)
     if cos is not None:
-        y = _turned(y, cos, sin, interleaved, back=False)
+        y = _rotated(y, cos, sin, interleaved, back=False)
     return y.to(x.dtype, copy=y is x) if out is None else out.copy_(y)
 
 
@@ -48,7 +48,7 @@ def heads_bwd(
 ):
     g, dweight, dbias = widened(dy, dy), None, None
     if cos is not None:
-        g = _turned(g, cos, sin, interleaved, back=True)
+        g = _rotated(g, cos, sin, interleaved, back=True)
     if weight is not None:
         dbias = g.flatten(0, -1 - weight.dim()).sum(0) if need_dbias else None
         backward = layer_bwd if kind == "layer" else rms_bwd

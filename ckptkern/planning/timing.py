@@ -80,11 +80,11 @@ def captured(step: Step, warm_up: Step | None = None, pool: Any = None) -> Step:
 
 
 def copies(nbytes: int, cache: int) -> int:
-    """How many sets of operands of `nbytes` to take by turns, so that none is still in a cache of that many bytes when its turn
-    comes again: the others fill it."""
+    """How many sets of operands of `nbytes` to take interleaved, so that none is still in a cache of that many bytes when its
+    turn comes again: the others fill it."""
     return min(1 + -(-cache // max(1, nbytes)), MOST_COPIES)
 
 
 def cache_of(device: torch.device) -> int:
-    """Bytes of a GPU's L2; 0 elsewhere, where operands are not taken by turns."""
+    """Bytes of a GPU's L2; 0 elsewhere, where operands are not taken interleaved."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0

@@ -163,7 +163,7 @@ def operands_of(problem: Problem, device: torch.device) -> Operands:
 
 @dataclass
 class Timed:
-    """Forward and backward by a route, on its operands by turns. It runs once when it is made; calling it gives ms."""
+    """Forward and backward by a route, on its operands interleaved. It runs once when it is made; calling it gives ms."""
 
     problem: Problem
     route: str

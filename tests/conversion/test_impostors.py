@@ -33,7 +33,7 @@ class Layer(nn.Module):
         self.register_buffer("cos", cos[0])
         self.register_buffer("sin", sin[0])
 
-    def turned(self, q: Tensor, **kwargs: Any) -> Tensor:
+    def rotated(self, q: Tensor, **kwargs: Any) -> Tensor:
         return q
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
@@ -44,23 +44,23 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         q, k, v = self.split(self.norm1(x))
-        o = self.core(self.turned(q, **kwargs), self.turned(k, **kwargs), v, **kwargs)
+        o = self.core(self.rotated(q, **kwargs), self.rotated(k, **kwargs), v, **kwargs)
         x = x + self.proj(o.transpose(1, 2).reshape(x.shape)) * self.config.factor
         return x + self.down(self.act(self.up(self.norm2(x)))) * self.scales[0]
 
 
 class Indexed(Layer):
-    def turned(self, q: Tensor, positions: Tensor) -> Tensor:
+    def rotated(self, q: Tensor, positions: Tensor) -> Tensor:
         return q * self.cos[positions][:, None] + rotated(q) * self.sin[positions][:, None]
 
 
 class Shifted(Layer):
-    def turned(self, q: Tensor) -> Tensor:
+    def rotated(self, q: Tensor) -> Tensor:
         return q * self.cos[2 : 2 + q.shape[2]] + rotated(q) * self.sin[2 : 2 + q.shape[2]]
 
 
 class Clamped(Layer):
-    def turned(self, q: Tensor) -> Tensor:
+    def rotated(self, q: Tensor) -> Tensor:
         return q.clamp(-8, 8)
 
 
@@ -105,7 +105,7 @@ class Padded(Layer):
 class Sliced(Layer):
     """Rotary tables for more tokens than there are."""
 
-    def turned(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return q * cos[: q.shape[2]] + rotated(q) * sin[: q.shape[2]]
 
 

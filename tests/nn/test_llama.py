@@ -27,8 +27,8 @@ def layer(**kwargs):
     return module
 
 
-def turned(x, positions, theta):
-    """x [B, S, H, D]: (x_i, x_(i + D/2)) as a complex number, turned by position · theta^(-2i/D)."""
+def rotated(x, positions, theta):
+    """x [B, S, H, D]: (x_i, x_(i + D/2)) as a complex number, rotated by position · theta^(-2i/D)."""
     D = x.shape[-1]
     angles = positions.double()[:, None] * theta ** (-torch.arange(0, D, 2).double() / D)
     z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -43,7 +43,7 @@ def plain(module, x, visible=None, positions=None):
     q, k = (one if norm is None else norm(one) for one, norm in ((q, attention.q_norm), (k, attention.k_norm)))
     if attention.rope_theta is not None:
         positions = torch.arange(x.shape[1]) if positions is None else positions
-        q, k = (turned(one.double(), positions, attention.rope_theta).to(one.dtype) for one in (q, k))
+        q, k = (rotated(one.double(), positions, attention.rope_theta).to(one.dtype) for one in (q, k))
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     visible = causal if visible is None else visible
@@ -249,7 +249,7 @@ def test_what_stands_for_a_submodule_is_called(name, how):
         attention, mlp = module.self_attn, module.mlp
         q, k, v = (getattr(attention, f"{one}_proj")(h).unflatten(-1, (-1, HEAD)) for one in "qkv")
         q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = (turned(one, torch.arange(S), 100.0) for one in (q, k))
+        q, k = (rotated(one, torch.arange(S), 100.0) for one in (q, k))
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + factor.get("self_attn", 1.0) * attention.o_proj(o.transpose(1, 2).flatten(2))

@@ -728,7 +728,7 @@ def test_options_of_a_block(options, level, backend):
 ENDS = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
 
 
-def turned_block(rotary, level="selective", **options):
+def rotated_block(rotary, level="selective", **options):
     def run(t):
         return ckptkern.attention_block(
             t["x"], t["qkv_weight"], t["qkv_bias"], t["out_weight"], t["out_bias"], 4, rotary=rotary, recompute=level,
@@ -747,7 +747,7 @@ def test_tables_of_one_row_serve_a_batch(backend, interleaved):
     tensors = block.make()
     with ckptkern.backend(backend):
         ours, expected = (
-            gradients(turned_block(pair, rotary_interleaved=interleaved), tensors)
+            gradients(rotated_block(pair, rotary_interleaved=interleaved), tensors)
             for pair in (tuple(table[None] for table in tables), tables)
         )
     assert_same(ours, expected)
@@ -764,7 +764,7 @@ def test_theta_stands_for_its_tables(level, backend, interleaved, cu):
     positions = torch.arange(7) if cu is None else torch.tensor([*range(4), *range(7)])
     tables = ckptkern.nn.rotary_tables(positions, 6, 10.0, interleaved=interleaved)
     by_theta, by_tables = (
-        turned_block(rotary, level, rotary_interleaved=interleaved, cu_seqlens=cu) for rotary in (10.0, tables)
+        rotated_block(rotary, level, rotary_interleaved=interleaved, cu_seqlens=cu) for rotary in (10.0, tables)
     )
     with ckptkern.backend(backend):
         assert_same(gradients(by_theta, tensors), gradients(by_tables, tensors))

@@ -111,7 +111,7 @@ ERRORS = {
     "another layer": (ValueError, "lora has 'q', but the layers are 'up', 'down'", {"q": LoRA(A, B)}),
     "a alone": (TypeError, r"lora\['up'\] must be ckptkern.LoRA", {"up": (A,)}),
     "a tensor": (TypeError, r"lora\['up'\] must be ckptkern.LoRA\(a, b, scale, dropout_p\), not Tensor", {"up": A}),
-    "a turned": (ShapeError, r"must be \[r, 8\] and \[12, r\], but have shapes \(8, 2\)", {"up": LoRA(A.t(), B)}),
+    "a rotated": (ShapeError, r"must be \[r, 8\] and \[12, r\], but have shapes \(8, 2\)", {"up": LoRA(A.t(), B)}),
     "another rank": (ShapeError, r"must be \[r, 8\] and \[12, r\]", {"up": LoRA(A, B[:, :1])}),
     "a vector": (ShapeError, r"must be \[r, 8\] and \[12, r\]", {"up": LoRA(A[0], B)}),
     "integers": (DtypeError, r"b of lora\['up'\] must be floating point", {"up": LoRA(A, B.int())}),

@@ -144,14 +144,14 @@ def llama(x, cos, sin):
 
 def gptj(x, cos, sin):
     """transformers' GPT-J: rotate_every_two."""
-    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    return x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)
+    rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos.unsqueeze(2) + rotated * sin.unsqueeze(2)
 
 
 @pytest.mark.parametrize(("formula", "interleaved"), [(llama, False), (gptj, True)])
 @pytest.mark.parametrize("R", [40, 24])
 def test_eager_is_the_models_formula(R, formula, interleaved):
-    """Qwen3's order, RMSNorm and then the first R elements turned: forward and autograd's backward in float64."""
+    """Qwen3's order, RMSNorm and then the first R elements rotated: forward and autograd's backward in float64."""
     t = widened(inputs(2, 5, 3, 40, R, torch.float32))
     x, weight = t["x"].requires_grad_(), t["weight"].requires_grad_()
     z = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
@@ -194,7 +194,7 @@ def model_angles(S, R, interleaved, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", [rotary, eager], ids=["triton", "eager"])
 def test_backward_turns_back(backend, dtype, interleaved, device):
-    """Turned and turned back, a pair is off by the roundings of its length: y's, dx's and a few in float32."""
+    """Turned and rotated back, a pair is off by the roundings of its length: y's, dx's and a few in float32."""
     x = torch.randn(2, 37, 3, 40).to(device, dtype)
     cos, sin = model_angles(37, 24, interleaved, device)
     y = backend.heads_fwd(x, None, EPS, cos, sin, interleaved)

@@ -48,12 +48,12 @@ def reference_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     """x [B, S, H, D], cos and sin [S, R], [1, S, R] or [B, S, R]: the first R dimensions are rotated."""
     R = cos.shape[-1]
     cos, sin = (c.to(x.dtype)[..., None, :] for c in (cos, sin))
-    turned, rest = x[..., :R], x[..., R:]
+    rotated, rest = x[..., :R], x[..., R:]
     if interleaved:
-        crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+        crossed = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
     else:
-        crossed = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), -1)
-    return torch.cat((turned * cos + crossed * sin, rest), -1)
+        crossed = torch.cat((-rotated[..., R // 2 :], rotated[..., : R // 2]), -1)
+    return torch.cat((rotated * cos + crossed * sin, rest), -1)
 
 
 def check_theta(op: str, name: str, theta: float) -> None:

@@ -120,11 +120,11 @@ class AttentionSublayer(Sublayer):
         kv = kv.view(self.B, key_rows(self.S, self.t), 2 * self.o.num_kv_heads, self.D)
         return q.view(self.B, self.S, self.o.num_heads, self.D), *kv.split(self.o.num_kv_heads, 2)
 
-    def turns(self) -> bool:
+    def rotates(self) -> bool:
         """Is there a norm or a rotation between the projections and the core?"""
         return self.t.q_norm is not None or self.angles[0] is not None
 
-    def turned(self, raw: Tensor, weight: Tensor | None, bias: Tensor | None, save_raw: bool) -> Tensor:
+    def rotated(self, raw: Tensor, weight: Tensor | None, bias: Tensor | None, save_raw: bool) -> Tensor:
         """q or k [B, S, heads, D], norm and rotation done."""
         o, out = self.o, None if save_raw else raw
         if over_all_heads(weight, self.D):
@@ -137,7 +137,7 @@ class AttentionSublayer(Sublayer):
             raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, bias=bias, kind=o.qk_norm, out=out
         )
 
-    def turned_back(self, dy: Tensor, raw: Tensor, name: str, place: Tensor, need: Collection[str]) -> tuple:
+    def rotation_backward(self, dy: Tensor, raw: Tensor, name: str, place: Tensor, need: Collection[str]) -> tuple:
         """Gradients of raw (q or k; in `place`, if that is where dy is or can be), of its norm's weight and of its bias."""
         o, weight = self.o, getattr(self.t, name)
         needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=self.dtype_of(f"{name}_bias", need))
@@ -162,8 +162,11 @@ class AttentionSublayer(Sublayer):
         t = self.t
         save_raw = save_raw or bool(self.o.fused)
         q, k, v = self.split(qkv)
-        if self.turns():
-            q, k = self.turned(q, t.q_norm, t.q_norm_bias, save_raw), self.turned(k, t.k_norm, t.k_norm_bias, save_raw)
+        if self.rotates():
+            q, k = (
+                self.rotated(q, t.q_norm, t.q_norm_bias, save_raw),
+                self.rotated(k, t.k_norm, t.k_norm_bias, save_raw),
+            )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, save_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,12 +234,12 @@ class AttentionSublayer(Sublayer):
             for grad, view, place in zip(made, outs, places, strict=True)
         ]
         grads = {"mask": dmask}
-        if self.turns():
+        if self.rotates():
             raw_q, raw_k, _ = self.split(raw)
             formed = (("q_norm", raw_q, need_dq), ("k_norm", raw_k, need_dkv))
             for i, (name, raw_heads, is_formed) in enumerate(formed):
                 if is_formed:
-                    made[i], grads[name], grads[f"{name}_bias"] = self.turned_back(
+                    made[i], grads[name], grads[f"{name}_bias"] = self.rotation_backward(
                         made[i], raw_heads, name, places[i], inner
                     )
         for place, grad in zip(places, made, strict=True):
