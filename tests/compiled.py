@@ -74,8 +74,8 @@ PLANTED = {
 }
 
 
-def planted() -> dict[str, list[str]]:
-    """The faults of each planted launch, judged as aligned, and of a launch as shipped."""
+def injected() -> dict[str, list[str]]:
+    """The faults of each injected launch, judged as aligned, and of a launch as shipped."""
     faults = {}
     for name, (arch, dtype, launch) in {**PLANTED, "none": (90, "bfloat16", act_grad)}.items():
         cases.OPS[name] = lambda case, given, launch=launch: launch()
@@ -252,8 +252,8 @@ def pruned() -> dict[str, str]:
 
     with trace.as_on(gpu), mock.patch.object(race.Race, "shared_memory", gpu.block_shared):
         found = {route: said(route) for route in ("triton:128x128", "triton:128x256", "triton:128x64")}
-        planted = {"spill": Tile(64, 256, 64, 4, 3, 1), "shared": Tile(64, 128, 64, 8, 10, 4)}
-        for name, tile in planted.items():
+        injected = {"spill": Tile(64, 256, 64, 4, 3, 1), "shared": Tile(64, 128, 64, 8, 10, 4)}
+        for name, tile in injected.items():
             with mock.patch.dict(table, {"16:128x256": tile}):
                 found[name] = said("triton:128x256")
     return found
@@ -331,6 +331,6 @@ def philox_words() -> dict[str, list[bool]]:
 if __name__ == "__main__":
     answers = {
         answer.__name__: answer
-        for answer in (planted, specialized, widths, uneven, maxima, pruned, cached, philox_words)
+        for answer in (injected, specialized, widths, uneven, maxima, pruned, cached, philox_words)
     }
     json.dump(answers[sys.argv[1]](), sys.stdout)

@@ -42,7 +42,7 @@ def emulated(
 ) -> Iterator[list[Launch]]:
     """Kernels are compiled for compute capability `arch` and emulated, whatever the device of their tensors; for tests.
 
-    change: what is run in place of a kernel's PTX, to plant a fault. programs: of a grid of n, which CTAs run, in which
+    change: what is run in place of a kernel's PTX, to inject a fault. programs: of a grid of n, which CTAs run, in which
     order. Yields the list of launches. Raises emulator.Fault for what a kernel does wrong, and RuntimeError where
     Triton interprets.
     """

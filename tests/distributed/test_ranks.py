@@ -17,7 +17,7 @@ def _sum(rank, factor):
 
 def _raises(rank, at):
     if rank == at:
-        raise ValueError(f"planted at {at}")
+        raise ValueError(f"injected at {at}")
     dist.all_reduce(torch.ones(1))
 
 
@@ -52,7 +52,7 @@ def test_a_rank_that_raises_ends_the_others(at):
     with Ranks(patience=120) as ranks:
         processes = ranks.run(4, _pid) and [process for process, _ in ranks.started]
         start = time.monotonic()
-        with pytest.raises(RankError, match=f"planted at {at}") as error:
+        with pytest.raises(RankError, match=f"injected at {at}") as error:
             ranks.run(4, _raises, at)
         assert time.monotonic() - start < ranks.patience / 2, "the test has waited for ranks that wait for each other"
         assert f"rank {at} of 4: Traceback" in str(error.value)

@@ -1,4 +1,4 @@
-"""TMA, mbarriers and warps of their own: what hand-written PTX does, what planted bugs are found as, and whole kernels."""
+"""TMA, mbarriers and warps of their own: what hand-written PTX does, what injected faults are found as, and whole kernels."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_registers_change_hands():
         run(tuple(part.replace("40", "136") for part in body))
 
 
-# --- planted bugs
+# --- injected faults
 
 
 def without(parts: tuple[str, ...], *dropped: str) -> tuple[str, ...]:
@@ -329,13 +329,13 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted(name):
+def test_injected(name):
     parts, found = PLANTED[name]
     with pytest.raises(Fault, match=found):
         run(parts)
 
 
-def test_what_is_planted_into_is_right():
+def test_what_is_injected_into_is_right():
     assert (run(LOADED) == np.arange(256)).all()
     tensor = np.zeros((8, 32), np.uint32)
     run(STORED, tensor)
@@ -566,7 +566,7 @@ KERNEL_BUGS = {
 
 
 @pytest.mark.parametrize("name", KERNEL_BUGS)
-def test_planted_in_a_kernel(kernels, name):
+def test_injected_in_a_kernel(kernels, name):
     of, pattern, replacement, kind = KERNEL_BUGS[name]
     with pytest.raises(Fault) as found:
         multiply(changed(kernels[f"{of} bf16"], pattern, replacement), "bf16", (4, 2) if of == "described" else (1,))

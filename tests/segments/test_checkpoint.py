@@ -424,7 +424,7 @@ def test_memory_is_flat_without_the_garbage_collector(raises):
 
     def function(x):
         if failing:
-            raise KeyError("planted")
+            raise KeyError("injected")
         return model(x)
 
     def step(i):
@@ -569,7 +569,7 @@ def test_state_after_an_error_in_recompute():
     def function(x):
         h = model(x)
         if failing:
-            raise KeyError("planted")
+            raise KeyError("injected")
         return h.sin()
 
     torch.manual_seed(SEED)
@@ -581,7 +581,7 @@ def test_state_after_an_error_in_recompute():
 
     state, before = torch.get_rng_state(), hidden()
     failing.append(1)
-    with pytest.raises(KeyError, match="planted"):
+    with pytest.raises(KeyError, match="injected"):
         y.backward(retain_graph=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.is_autocast_enabled("cpu")
@@ -603,8 +603,8 @@ def test_grad_mode_of_backward_is_given_back():
 
 
 def test_error_in_forward():
-    with pytest.raises(KeyError, match="planted"):
-        checkpoint(lambda x: {}["planted"], torch.randn(3, requires_grad=True))
+    with pytest.raises(KeyError, match="injected"):
+        checkpoint(lambda x: {}["injected"], torch.randn(3, requires_grad=True))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

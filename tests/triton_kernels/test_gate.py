@@ -1,4 +1,4 @@
-"""The compile gate: the shipped tiles pass it, planted faults do not, and no value compiles a kernel again."""
+"""The compile gate: the shipped tiles pass it, injected faults do not, and no value compiles a kernel again."""
 
 import itertools
 import json
@@ -109,20 +109,20 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def planted() -> dict[str, list[str]]:
-    return learned("planted")
+def injected() -> dict[str, list[str]]:
+    return learned("injected")
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_found(name, planted):
+def test_injected_fault_is_found(name, injected):
     if name == "spill" and spills.compiler(metadata.version("triton")) is None:
         pytest.skip("the spills of this compiler are not named")
-    assert any(re.match(FAULTS[name], fault) for fault in planted[name]), planted[name]
+    assert any(re.match(FAULTS[name], fault) for fault in injected[name]), injected[name]
 
 
-def test_nothing_is_found_where_nothing_is_planted(planted):
-    assert planted.keys() == {*FAULTS, "none"}
-    assert planted["none"] == []
+def test_nothing_is_found_where_nothing_is_injected(injected):
+    assert injected.keys() == {*FAULTS, "none"}
+    assert injected["none"] == []
 
 
 @pytest.fixture(scope="module")

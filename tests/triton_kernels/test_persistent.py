@@ -167,7 +167,7 @@ def test_the_order_of_ctas_changes_no_bit(name, architecture):
     ],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_planted(name, bug, fault, architecture, monkeypatch):
+def test_injected(name, bug, fault, architecture, monkeypatch):
     """What only a second tile of one program can show, too."""
     if architecture is None:
         pytest.skip("asks the emulator: --device emulated")

@@ -1,4 +1,4 @@
-"""Bugs in compiled kernels (tests/planted.py) are found, each as what it is."""
+"""Bugs in compiled kernels (tests/injected.py) are found, each as what it is."""
 
 import json
 import subprocess
@@ -42,8 +42,8 @@ def wrong(bug: str, kernel: str, arch: int, seen: Counter) -> str | None:
 
 
 @pytest.mark.long
-def test_planted_bugs_are_found_as_what_they_are():
-    process = outside.start(str(outside.ROOT / "tests" / "planted.py"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_injected_faults_are_found_as_what_they_are():
+    process = outside.start(str(outside.ROOT / "tests" / "injected.py"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, error = process.communicate()
     assert process.returncode == 0, error
     found = {name: Counter(kinds) for name, kinds in json.loads(out).items()}

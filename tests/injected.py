@@ -1,6 +1,6 @@
-"""Bugs planted in compiled kernels, and what the emulator says of them, as JSON: planted.py
+"""Bugs injected in compiled kernels, and what the emulator says of them, as JSON: injected.py
 
-For tests/emulated/test_planted.py, in a process of its own, without TRITON_INTERPRET, because a kernel that was decorated
+For tests/emulated/test_injected.py, in a process of its own, without TRITON_INTERPRET, because a kernel that was decorated
 under that cannot be compiled.
 """
 
