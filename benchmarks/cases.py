@@ -1,4 +1,4 @@
-"""The benchmark cases, declared once: a model in PyTorch, ours on the same parameters, and the rivals.
+"""The benchmark cases, declared once: a model in PyTorch, ours on the same parameters, and the baselines.
 
 A way is a name and a maker `(model, x) -> function`, whose function takes x to y with the model's own parameters. So
 all ways are checked against one float64 copy of the model and share its weights. To add a case, append to CASES.
@@ -64,7 +64,7 @@ class Case:
     ours     (model, level) -> the same function by ckptkern, on the model's parameters
     sizes    device type -> sizes, the most important first
     priority lower runs first, up to HEADLINE apart from the others; a case's second size counts one more, and so on
-    rivals   further ways; a maker that raises ImportError is reported as missing
+    baselines   further ways; a maker that raises ImportError is reported as missing
     drops    has dropout: checked with the model in evaluation, timed in training
     exact    (float64 model, float64 x, a way's y) -> float64 y; None: the model itself
     host     time the host alone: tiny tensors, one thread, no device synchronisation between steps
@@ -78,7 +78,7 @@ class Case:
     sizes: dict[str, Sequence[Size]]
     priority: int
     levels: Sequence[str] = LEVELS
-    rivals: dict[str, Maker] = field(default_factory=dict)
+    baselines: dict[str, Maker] = field(default_factory=dict)
     drops: bool = False
     exact: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     host: bool = False
@@ -147,7 +147,7 @@ def ways(case: Case) -> dict[str, Maker]:
     for level in case.levels:
         found[f"ckptkern {level}".strip()] = lambda model, x, level=level: case.ours(model, level)
     # last, because a run may end within a case
-    return {**found, **case.rivals, REENTRANT: functools.partial(_checkpoint, True)}
+    return {**found, **case.baselines, REENTRANT: functools.partial(_checkpoint, True)}
 
 
 def compiled_ways(case: Case) -> dict[str, Maker]:
@@ -155,7 +155,7 @@ def compiled_ways(case: Case) -> dict[str, Maker]:
     return {} if case.host else {EAGER: _eager, **COMPILED}
 
 
-# -- ours, and the rivals that have the same thing ---------------------------------------------------------------------
+# -- ours, and the baselines that have the same thing ---------------------------------------------------------------------
 
 
 def _mlp(activation: str, model: MLP, level: str) -> Function:
@@ -318,14 +318,14 @@ class SelectiveCheckpoint:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-ATTENTION_RIVALS: dict[str, Maker] = {
+ATTENTION_BASELINES: dict[str, Maker] = {
     f"{CHECKPOINT}, SDPA saved": SelectiveCheckpoint,
     "SDPA flash": sdpa_flash,
 }
 
 
 def with_own_core(ours: Callable[[nn.Module, str], Function]) -> dict[str, Maker]:
-    return ATTENTION_RIVALS | {"own core, selective": functools.partial(_own_core, ours)}
+    return ATTENTION_BASELINES | {"own core, selective": functools.partial(_own_core, ours)}
 
 
 def _sizes(cuda: Sequence[int], cpu: Sequence[int], cuda_rows: int = TOKENS["cuda"]) -> dict[str, list[Size]]:
@@ -351,7 +351,7 @@ _SEQUENCE_SIZES = {
 def _attention_case(name: str, priority: int, **options) -> Case:
     return Case(
         name, lambda d: Attention(d, **options), _attention, _SEQUENCE_SIZES, priority, drops="dropout_p" in options,
-        rivals=ATTENTION_RIVALS if "dropout_p" in options else with_own_core(_attention),
+        baselines=ATTENTION_BASELINES if "dropout_p" in options else with_own_core(_attention),
     )  # fmt: skip
 
 
@@ -361,23 +361,23 @@ CASES = [
     Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=0),
     Case(
         "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=3,
-        rivals={"flash-attn FusedMLP": functools.partial(flash_attn_mlp, "relu")},
+        baselines={"flash-attn FusedMLP": functools.partial(flash_attn_mlp, "relu")},
     ),
     Case(
         "mlp-gelu_tanh-nobias", lambda d: MLP(d, nn.GELU("tanh"), bias=False), functools.partial(_mlp, "gelu_tanh"),
         _sizes(cuda=(1024, 4096), cpu=(128,)), priority=3,
-        rivals={
+        baselines={
             "QuACK mlp_func": functools.partial(quack_mlp, "gelu_tanh_approx"),
             "flash-attn FusedMLP": functools.partial(flash_attn_mlp, "gelu_approx"),
         },
     ),
     Case(
         "gated_mlp-silu", GatedMLP, _gated_mlp, _sizes(cuda=(1024, 4096, 2048), cpu=(128, 256)), priority=0,
-        rivals={"liger-kernel SwiGLU": liger_swiglu},
+        baselines={"liger-kernel SwiGLU": liger_swiglu},
     ),
     Case(
         "moe_mlp-silu", Mixture, _mixture, _sizes(cuda=(1024, 4096, 2048), cpu=(64,), cuda_rows=8192), priority=0,
-        rivals={"torch, experts interleaved": experts_by_turns},
+        baselines={"torch, experts interleaved": experts_by_turns},
     ),
     Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=2),
     _attention_case("attention", 2),
@@ -388,7 +388,7 @@ CASES = [
         "linear_cross_entropy", lambda d: LossHead(d, {64: 1000, 1024: 50257}.get(d, 128256)), loss_head,
         {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, 8192), Size(2048, 8192)], "cpu": [Size(64, TOKENS["cpu"])]},
         priority=0, levels=("none", "full"),
-        rivals={"torch chunks": torch_chunks, "cut-cross-entropy, no filter": cut_cross_entropy},
+        baselines={"torch chunks": torch_chunks, "cut-cross-entropy, no filter": cut_cross_entropy},
     ),
     Case(
         "linear_act-relu", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()), _linear_act,

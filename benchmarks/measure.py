@@ -26,8 +26,8 @@ from .cases import CHECKPOINTS, EAGER, Function, Item, Maker, build
 # Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.
 HOST_BATCH, CPU_BATCH = 20, 3
 GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matter
-# Limits, in units of eager's error. Rivals round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
-OURS_AT_MOST, RIVALS_AT_MOST = 2.0, 8.0
+# Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
+OURS_AT_MOST, BASELINES_AT_MOST = 2.0, 8.0
 ENOUGH = 7  # rounds at least, whatever time they take
 DROPS = "timed with dropout, judged without it: every way draws its own masks"
 
@@ -295,7 +295,7 @@ def _ready(
         if ours:
             with poisoned():
                 row.error_ratio, worst = max((row.error_ratio, worst), judge.ratio(function))
-        if not row.error_ratio <= (OURS_AT_MOST if ours else RIVALS_AT_MOST):
+        if not row.error_ratio <= (OURS_AT_MOST if ours else BASELINES_AT_MOST):
             row.status, row.note = "wrong", f"error of {worst} is {row.error_ratio:.3g} times eager's"
             return None
         model.train()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import eager, memory, ops
 from . import cases
-from .cases import ATTENTION_RIVALS, LEVELS, TOKENS, Case, Function, Item, Maker, Size
+from .cases import ATTENTION_BASELINES, LEVELS, TOKENS, Case, Function, Item, Maker, Size
 from .models import MLP, Attention, Core, GatedMLP, GroupedRows, Layer, LossHead, Mixture, MLPBlock
 
 FEATURES = {"cuda": 1024, "cpu": 128}
@@ -177,10 +177,10 @@ def _run_varlen(v: SimpleNamespace, model: Core, level: str) -> Function:
     return function
 
 
-# -- rivals
+# -- baselines
 
 
-def _mlp_rivals(v: SimpleNamespace) -> dict[str, Maker]:
+def _mlp_baselines(v: SimpleNamespace) -> dict[str, Maker]:
     found: dict[str, Maker] = {}
     name = {"relu": "relu", "gelu_tanh": "gelu_approx"}.get(v.activation)
     if name and not v.dropout:
@@ -190,18 +190,18 @@ def _mlp_rivals(v: SimpleNamespace) -> dict[str, Maker]:
     return found
 
 
-def _gated_rivals(v: SimpleNamespace) -> dict[str, Maker]:
+def _gated_baselines(v: SimpleNamespace) -> dict[str, Maker]:
     plain = v.activation == "silu" and not v.dropout
     return {"liger-kernel SwiGLU": cases.liger_swiglu} if plain else {}
 
 
-def _attention_rivals(run: Callable, v: SimpleNamespace) -> dict[str, Maker]:
-    return ATTENTION_RIVALS if v.dropout else cases.with_own_core(functools.partial(run, v))
+def _attention_baselines(run: Callable, v: SimpleNamespace) -> dict[str, Maker]:
+    return ATTENTION_BASELINES if v.dropout else cases.with_own_core(functools.partial(run, v))
 
 
-def _head_rivals(v: SimpleNamespace) -> dict[str, Maker]:
-    rivals = {"cut-cross-entropy, no filter": cases.cut_cross_entropy}
-    return rivals if v.softcap else {"torch chunks": cases.torch_chunks, **rivals}
+def _head_baselines(v: SimpleNamespace) -> dict[str, Maker]:
+    baselines = {"cut-cross-entropy, no filter": cases.cut_cross_entropy}
+    return baselines if v.softcap else {"torch chunks": cases.torch_chunks, **baselines}
 
 
 # -- the table
@@ -224,7 +224,7 @@ class Op:
     model: Make
     run: Callable[[SimpleNamespace, Any, str], Function]
     levels: tuple[str, ...] = LEVELS
-    rivals: Callable[[SimpleNamespace], dict[str, Maker]] = field(default=lambda v: {})
+    baselines: Callable[[SimpleNamespace], dict[str, Maker]] = field(default=lambda v: {})
 
 
 _CORE = {"head_dim": {"cuda": 128, "cpu": 16}, "tokens": TOKENS, **_HEADS, "heads": 8}
@@ -235,15 +235,15 @@ OPS = {
         {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "softcap": 0.0, "bias": False},
         lambda v: LossHead(v.features, v.classes, v.bias, v.softcap or None),
         lambda v, model, level: cases.loss_head(model, level), ("none", "full"),
-        _head_rivals,
+        _head_baselines,
     ),
     "mlp": Op(
-        {**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, rivals=_mlp_rivals
+        {**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, baselines=_mlp_baselines
     ),
-    "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, rivals=_gated_rivals),
+    "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, baselines=_gated_baselines),
     "moe_mlp": Op(
         {**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _mixture, _run_mixture,
-        rivals=lambda v: {"torch, experts interleaved": cases.experts_by_turns},
+        baselines=lambda v: {"torch, experts interleaved": cases.experts_by_turns},
     ),
     "grouped_gated_mlp": Op({**_ROWS, **_EXPERTS}, _grouped_rows, _run_grouped_rows),
     "mlp_block": Op(
@@ -251,11 +251,12 @@ OPS = {
     ),
     "attention_block": Op(
         {**_ROWS, **_HEADS, "norm": "layer", "bias": True, "dropout": 0.0}, _attention, _run_attention,
-        rivals=functools.partial(_attention_rivals, _run_attention),
+        baselines=functools.partial(_attention_baselines, _run_attention),
     ),
     "transformer_layer": Op(
         {**_ROWS, **_HIDDEN, **_HEADS, "activation": "gelu", "gated": False, "norm": "layer", "bias": True},
-        lambda v: Layer(_attention(v), _mlp_block(v)), _run_layer, rivals=functools.partial(_attention_rivals, _run_layer),
+        lambda v: Layer(_attention(v), _mlp_block(v)), _run_layer, baselines=functools.partial(_attention_baselines,
+        _run_layer),
     ),
     "scaled_dot_product_attention": Op(
         {**_CORE, "dropout": 0.0}, _core, _run_core, ("",), lambda v: {"SDPA flash": cases.sdpa_flash}
@@ -370,7 +371,7 @@ def item_of(args: argparse.Namespace, kind: str, levels: tuple[str, ...] | None,
     size = Size(v.features, v.tokens, getattr(v, "length", None))
     case = Case(
         _name(args.op, v), lambda width: entry.model(v), functools.partial(entry.run, v), {kind: [size]}, priority=0,
-        levels=levels or entry.levels, rivals=entry.rivals(v), dtype=dtype,
+        levels=levels or entry.levels, baselines=entry.baselines(v), dtype=dtype,
         drops=v.dropout > 0 and args.op != "dropout",
         exact=functools.partial(cases.dropout_exact, v.dropout) if args.op == "dropout" else None,
     )  # fmt: skip

@@ -130,7 +130,7 @@ def item_of(target: str, device: torch.device, levels: tuple[str, ...] | None, d
     file = name.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
     case = Case(
         f"{file}.{function}", lambda width: model, at_level, {}, 0, LEVELS if levels is None else levels, drops=draws(model),
-        rivals={"ckptkern checkpoint": lambda model, x: functools.partial(ckptkern_checkpoint, model)}, dtype=dtype,
+        baselines={"ckptkern checkpoint": lambda model, x: functools.partial(ckptkern_checkpoint, model)}, dtype=dtype,
         given=functools.partial(_given, model),
     )  # fmt: skip
     return Item(case, Given(tuple(x.shape)), 0)

@@ -28,8 +28,8 @@ TINY = cases.Case(
 )
 
 
-def with_ways(**rivals) -> cases.Case:
-    return cases.Case(TINY.name, TINY.model, TINY.ours, TINY.sizes, TINY.priority, rivals=rivals)
+def with_ways(**baselines) -> cases.Case:
+    return cases.Case(TINY.name, TINY.model, TINY.ours, TINY.sizes, TINY.priority, baselines=baselines)
 
 
 def bench(monkeypatch, out: Path, *arguments: str, case: cases.Case = TINY) -> tuple[int, dict[str, dict[str, str]]]:
@@ -85,12 +85,12 @@ def test_a_wrong_way_is_not_timed(monkeypatch, tmp_path, capsys):
 
     case = with_ways(output=wrong_output, gradient=wrong_gradient)
     status, rows = bench(monkeypatch, tmp_path, case=case)
-    assert status == 0  # a rival's error is not ours
+    assert status == 0  # a baseline's error is not ours
     for way, tensor in (("output", ""), ("gradient", "x")):
         assert rows[way]["status"] == "wrong"
         assert f"error of {tensor}" in rows[way]["note"]
         assert rows[way]["ms"] == rows[way]["ratio"] == ""
-        assert float(rows[way]["error_ratio"]) > measure.RIVALS_AT_MOST
+        assert float(rows[way]["error_ratio"]) > measure.BASELINES_AT_MOST
     assert rows["ckptkern full"]["status"] == "ok"
     assert "output: wrong" in (tmp_path / "report.md").read_text()
 
@@ -99,7 +99,7 @@ def test_a_wrong_way_is_not_timed(monkeypatch, tmp_path, capsys):
     assert "NOT RIGHT: tiny/d16x24 ckptkern mine: wrong" in capsys.readouterr().err
 
 
-def test_ours_may_err_twice_as_much_as_eager_and_rivals_eight_times(monkeypatch, tmp_path):
+def test_ours_may_err_twice_as_much_as_eager_and_baselines_eight_times(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "error_ratio", lambda *_: (3.0, "x"))
     _, rows = bench(monkeypatch, tmp_path)
     assert {way: row["status"] for way, row in rows.items()} == {
@@ -162,10 +162,10 @@ def test_what_cannot_be_imported_is_named_as_missing(monkeypatch, tmp_path):
     def missing(model, x):
         import no_such_package  # noqa: F401
 
-    _, rows = bench(monkeypatch, tmp_path, case=with_ways(rival=missing))
-    assert (rows["rival"]["status"], rows["rival"]["ms"]) == ("missing", "")
-    assert "no_such_package" in rows["rival"]["note"]
-    assert "- rival: missing: ModuleNotFoundError" in (tmp_path / "report.md").read_text()
+    _, rows = bench(monkeypatch, tmp_path, case=with_ways(baseline=missing))
+    assert (rows["baseline"]["status"], rows["baseline"]["ms"]) == ("missing", "")
+    assert "no_such_package" in rows["baseline"]["note"]
+    assert "- baseline: missing: ModuleNotFoundError" in (tmp_path / "report.md").read_text()
 
 
 def test_what_torch_compiles_is_measured_after_everything_else_and_eager_once(monkeypatch, tmp_path):
@@ -244,7 +244,7 @@ def test_a_row_and_the_report_are_on_the_disk_before_the_run_ends(monkeypatch, t
         raise KeyboardInterrupt
 
     statuses = {}
-    status, _ = bench(monkeypatch, tmp_path, case=with_ways(rival=ends))
+    status, _ = bench(monkeypatch, tmp_path, case=with_ways(baseline=ends))
     assert status == 1
     assert statuses == dict.fromkeys(
         ("eager", "torch checkpoint", *(f"ckptkern {one}" for one in cases.LEVELS)), "checked"
