@@ -302,7 +302,7 @@ def test_a_product_of_ours_by_hand():
 def test_few_tiles_of_ours_by_hand():
     """Programs that share a multiprocessor where there are many are alone on it here; 133 on 132 share one, whatever fits."""
 
-    def rotates(tiles: int) -> tuple[float, float]:
+    def turns(tiles: int) -> tuple[float, float]:
         launch = of_ours(M=128 * tiles, N=128)
         return priced(launch, registers=200).parts["kernels"], priced(launch).parts["kernels"]
 
