@@ -32,7 +32,7 @@ Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
 
 LEVELS = ("none", "selective", "full")
-BY_HALF = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
+BY_SUBLAYER = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
 TOKENS = {"cuda": 16384, "cpu": 1024}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 HEADLINE = 1  # the last priority of the first figures: the most important segments at d = 1024 and 4096
@@ -187,7 +187,7 @@ def _attention(model: Attention, level: str) -> Function:
 
 
 def _layer(model: Layer | LlamaLayer, level: str) -> Function:
-    """level: one for both halves, or "attention's/MLP's"."""
+    """level: one for both sublayers, or "attention's/MLP's"."""
     recompute = tuple(level.split("/")) if "/" in level else level
     return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=recompute)
 
@@ -356,8 +356,8 @@ def _attention_case(name: str, priority: int, **options) -> Case:
 
 
 CASES = [
-    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, 0, LEVELS + BY_HALF, with_own_core(_layer)),
-    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 0, LEVELS + BY_HALF, with_own_core(_layer)),
+    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, 0, LEVELS + BY_SUBLAYER, with_own_core(_layer)),
+    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 0, LEVELS + BY_SUBLAYER, with_own_core(_layer)),
     Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=0),
     Case(
         "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=3,

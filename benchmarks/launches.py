@@ -1,7 +1,7 @@
 """What a launch of a kernel costs the host, without a GPU: the second half of `make bench-host`.
 
 The launches of a step are caught on meta tensors (`model.trace`) and launched again, by Triton's own `JITFunction.run` with its
-own binder, its specialisation of every argument, its cache key, its hooks and its launch metadata, on a card that is not
+own binder, its specialisation of every argument, its cache key, its hooks and its launch metadata, on a GPU that is not
 there: the driver's launcher does nothing. So a figure leaves out what the launcher does with each argument in C++, and
 cuLaunchKernel; the Python before `tile.launch`, such as the choice of a tile; and that a step's code leaves the processor's
 caches, while a loop's does not.
@@ -31,12 +31,12 @@ STEPS = {
     "attention-dropout": "full", "gpt_layer": "full", "llama_layer": "full",
 }  # fmt: skip
 MOST = 12.5
-NOWHERE = -1  # the card's index: no key of Triton's caches of real ones
+NOWHERE = -1  # the GPU's index: no key of Triton's caches of real ones
 
 
 @contextlib.contextmanager
-def no_card(arch: int = 90) -> Iterator[None]:
-    """Inside, Triton launches on a card of this architecture that does nothing; nothing is compiled."""
+def no_gpu(arch: int = 90) -> Iterator[None]:
+    """Inside, Triton launches on a GPU of this architecture that does nothing; nothing is compiled."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
@@ -111,7 +111,7 @@ def costs(launches: list[trace.Caught], rounds: int = 300) -> list[Cost]:
 
     a = torch.zeros(4)
     made = []
-    with no_card():
+    with no_gpu():
         for one in launches:
             kernel, compiler = one.kernel, vars(one.kernel).get("compile")
 

@@ -128,7 +128,7 @@ def standing(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
 def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
     """What the arguments ask for: built-in cases, an op, or a user's module. Raises ValueError with what is wrong with them."""
     levels = tuple(filter(None, args.levels.split(","))) if args.levels is not None else None
-    known = cases.LEVELS if args.op or args.case else cases.LEVELS + cases.BY_HALF
+    known = cases.LEVELS if args.op or args.case else cases.LEVELS + cases.BY_SUBLAYER
     if levels is not None and (not levels or set(levels) - {*known}):
         raise ValueError(f"--levels: wanted some of {', '.join(known)}, with commas, but got {args.levels!r}")
     dtype = FLOATS.get(args.dtype)

@@ -93,7 +93,7 @@ TILES = {
                     ("32", 64): (128, 32, 8, 2), ("32", 128): (64, 32, 4, 2), ("32", 256): (16, 32, 4, 2),
                     ("32 ieee", 64): (32, 32, 8, 1), ("32 ieee", 128): (32, 32, 8, 1), ("32 ieee", 256): (32, 32, 8, 1)},
 }  # fmt: skip
-# Cards that take the rows of sm_80 with less shared memory than its 163 KiB (99 KiB: sm_86, sm_89, sm_120):
+# GPUs that take the rows of sm_80 with less shared memory than its 163 KiB (99 KiB: sm_86, sm_89, sm_120):
 # (kernel, class, padded head dim) -> (KiB that the row above needs, the tile instead if there is one).
 LARGE_TILES = {
     ("fwd", "16", 256): (112, (64, 32, 8, 2)), ("dkdv", "16", 256): (100, (32, 32, 8, 1)),

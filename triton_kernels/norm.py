@@ -68,9 +68,9 @@ def row_tile(x: torch.Tensor) -> RowTile:
 
 
 def programs(arch: int, num_warps: int) -> int:
-    """Programs of a backward launch, each with a row of partial weight gradients: 16 warps a multiprocessor.
+    """Programs of a backward launch, each with a row of partial weight gradients: 16 warps an SM.
 
-    By architecture and not by device, so that sums are the same on every card of a kind.
+    By architecture and not by device, so that sums are the same on every GPU of a kind.
     """
     return 3 if arch == INTERPRETER else MULTIPROCESSORS[family_of(arch)] * 16 // num_warps
 

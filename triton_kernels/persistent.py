@@ -6,7 +6,7 @@ order: the same bits. Results are written through pointers by the epilogues of t
 
 A kernel's loop over tiles has disable_licm, because an epilogue's addresses, hoisted out of it, would hold registers during the
 products (64 bytes of spills in `gated_act_grad`). flatten=True, which would load the next tile during the epilogue, doubles the
-code and compiles up to a minute. So tiles are as in the other kernels: two programs share a multiprocessor where they fit.
+code and compiles up to a minute. So tiles are as in the other kernels: two programs share an SM where they fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .tile import Tile, dot, launch, matrix, multiprocessors_of
+from .tile import Tile, dot, launch, matrix, sms_of
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def launch_product(
         return
     box = [tile.BLOCK_N, tile.BLOCK_K] if transposed else [tile.BLOCK_K, tile.BLOCK_N]
     launch(
-        persistent, (min(tiles, tile.programs * multiprocessors_of(a)),),
+        persistent, (min(tiles, tile.programs * sms_of(a)),),
         TensorDescriptor.from_tensor(a, [tile.BLOCK_M, tile.BLOCK_K]), TensorDescriptor.from_tensor(b, box), *rest, M, N, K,
         **options,
     )  # fmt: skip

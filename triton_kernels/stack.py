@@ -64,7 +64,7 @@ TILES: dict[tuple[int, int], dict[str, Tiles]] = {
     },
     **{(INTERPRETER, width): dict.fromkeys(("16", "tf32", "ieee"), Tiles(*[(32, 4)] * 3)) for width in (32, 64)},
 }  # fmt: skip
-PROGRAMS = {**MULTIPROCESSORS}  # one a multiprocessor
+PROGRAMS = {**MULTIPROCESSORS}  # one an SM
 
 
 @triton.jit

@@ -25,9 +25,9 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 class Tile(NamedTuple):
     """A launch configuration. SUB splits the epilogue into SUB column slices, which frees accumulator registers.
 
-    maxnreg: the most registers a thread may take. At 128 two programs of eight warps share a multiprocessor, if their shared
+    maxnreg: the most registers a thread may take. At 128 two programs of eight warps share an SM, if their shared
     memory does too (2 x 113 KiB on sm_90), and the epilogue of one runs under the products of the other.
-    programs: 0, or how many programs of a persistent kernel (persistent.py) a multiprocessor has.
+    programs: 0, or how many programs of a persistent kernel (persistent.py) an SM has.
     UNIT: what the compiler is told of the launch's sizes (`unit_of`).
     """
 
@@ -147,7 +147,7 @@ INTERPRETED_VARIANT = Tile(32, 64, 32, 4, 1, 2)
 
 
 def family_of(arch: int) -> int:
-    """What serves an architecture: the tiles of sm_90, of sm_80 for all other cards, or of the interpreter."""
+    """What serves an architecture: the tiles of sm_90, of sm_80 for all other GPUs, or of the interpreter."""
     if arch == INTERPRETER:
         return INTERPRETER
     return 90 if 90 <= arch < 100 else 80
@@ -218,13 +218,13 @@ def arch_of(x: torch.Tensor) -> int:
 
 
 @functools.cache
-def device_multiprocessors(index: int) -> int:
+def device_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def multiprocessors_of(x: torch.Tensor) -> int:
-    """Those of the device of `x`, or of the card that a CPU tensor's launch is compiled for."""
-    return device_multiprocessors(x.device.index) if x.is_cuda else MULTIPROCESSORS[family_of(arch_of(x))]
+def sms_of(x: torch.Tensor) -> int:
+    """Those of the device of `x`, or of the GPU that a CPU tensor's launch is compiled for."""
+    return device_sms(x.device.index) if x.is_cuda else MULTIPROCESSORS[family_of(arch_of(x))]
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:

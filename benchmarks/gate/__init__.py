@@ -1,4 +1,4 @@
-"""The compile gate compiles every kernel to a cubin for sm_80, sm_90 and other cards without a GPU and reads its machine code.
+"""The compile gate compiles every kernel to a cubin for sm_80, sm_90 and other GPUs without a GPU and reads its machine code.
 
     python -m ckptkern.benchmarks.gate            the shipped tiles (what `make test` runs)
     python -m ckptkern.benchmarks.gate --all      every activation and flag too (`make gate`)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 ARCHS = (80, 90)  # with tiles of their own
 OTHER_ARCHS = (89, 100, 103, 120)  # take those of sm_80
 DTYPES = ("float16", "bfloat16")
-SMALL_CARD = 101376  # bytes of shared memory that a block may use on sm_86, sm_89 and sm_120
-SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 103: 232448} | dict.fromkeys((89, 120), SMALL_CARD)
+SMALL_GPU = 101376  # bytes of shared memory that a block may use on sm_86, sm_89 and sm_120
+SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 103: 232448} | dict.fromkeys((89, 120), SMALL_GPU)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def shared(self) -> int:
-        """The card's shared memory, in bytes per block."""
+        """The GPU's shared memory, in bytes per block."""
         return SHARED_LIMIT[self.arch]
 
     def launch(self, given: Inputs | None = None):
@@ -77,7 +77,7 @@ class AttentionCase:
 
     @property
     def shared(self) -> int:
-        return SMALL_CARD if self.kind == "small" else SHARED_LIMIT[self.arch]
+        return SMALL_GPU if self.kind == "small" else SHARED_LIMIT[self.arch]
 
     def launch(self, given: Inputs | None = None):
         return _launch_attention(self, given or Inputs())
@@ -118,7 +118,7 @@ def shipped_attention() -> list[AttentionCase]:
 
 
 def small_cases() -> list[AttentionCase]:
-    """Every tile that only cards with less shared memory take, with an additive mask, which needs some of that memory."""
+    """Every tile that only GPUs with less shared memory take, with an additive mask, which needs some of that memory."""
     cases = [("attn_fwd_delta", "bfloat16", 256), ("attn_bwd", "bfloat16", 256), ("attn_fwd_delta", "float32", 128)]
     cases += [("attn_bwd", "float32", 128), ("attn_fwd_delta", "float32", 256)]
     cases += [("attn_dmask", dtype, head_dim) for dtype, head_dim in SMALL_DMASK]
@@ -145,7 +145,7 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
 
 def shipped_cases() -> list[Case | AttentionCase]:
     """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags; also products at torch's default
-    precision of float32, and narrow chains; and what other cards run.
+    precision of float32, and narrow chains; and what other GPUs run.
 
     All in bfloat16: float16 differs in the names of a few instructions only, and `--all` compiles it.
     """
@@ -160,15 +160,15 @@ def shipped_cases() -> list[Case | AttentionCase]:
         cases += [heaviest(op, arch, "bfloat16", ragged=ragged) for ragged in (False, True)]
         for variant in VARIANTS.get(op, ())[1:]:
             cases.append(Case(op, arch, "bfloat16", False, variant, False, False))
-    return cases + shipped_attention() + other_cards()
+    return cases + shipped_attention() + other_gpus()
 
 
 def heaviest(op: str, arch: int, dtype: str, kind: str = "", ragged: bool = False) -> Case:
     return Case(op, arch, dtype, ragged, VARIANTS.get(op, ("gelu",))[0], op in DROPOUT_OPS, True, kind)
 
 
-def other_cards() -> list[Case | AttentionCase]:
-    """Every kernel in bfloat16 and the products in float32, for the cards without tiles of their own."""
+def other_gpus() -> list[Case | AttentionCase]:
+    """Every kernel in bfloat16 and the products in float32, for the GPUs without tiles of their own."""
     cases: list[Case | AttentionCase] = []
     for arch in OTHER_ARCHS:
         cases += [heaviest(op, arch, "bfloat16") for op in OPS]

@@ -74,7 +74,7 @@ class Report:
         if allowed is not None and (self.stack > allowed or (self.local and not allowed)):
             found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
         if self.shared > case.shared:
-            found.append(f"{self.shared} B of shared memory, the card has {case.shared}")
+            found.append(f"{self.shared} B of shared memory, the GPU has {case.shared}")
         other = self.wrong_tensor_core and ALLOWED_HMMA.match(launch)
         if product and not self.tensor_core and not other:
             found.append("no tensor-core instruction")

@@ -10,7 +10,7 @@ COMPILERS = ("3.7", "3.6")  # Triton's versions whose spills are named: that of 
 # without spills is half as large, and half of its eight warps would repeat the work of the others: for TF32 and heads of 256
 # that is up to twice the products (benchmarks/NOTES.md), while the spills are some ten local instructions of a thousand. The
 # same holds for 64 columns in dkdv for heads of 80 to 128 on sm_90. gated_act_grad's three results want a few registers more
-# than the 128 at which two programs share a multiprocessor.
+# than the 128 at which two programs share an SM.
 SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
     r"attn_bwd/sm_80/b?float16/d(80|96)\+causal\+dropout _attn_dq_kernel": (24, 24),
     r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": (104, 208),

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--published", action="store_true",
-        help="the sizes of figures that others published, on their cards, beside these figures: DIR/published.csv, and the "
+        help="the sizes of figures that others published, on their GPUs, beside these figures: DIR/published.csv, and the "
         f"table in {NOTES} if it is here",
     )  # fmt: skip
     made.add_argument("--rates", type=Path, metavar="FILE", help="rates that --calibrate wrote")
@@ -79,7 +79,7 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
 
 def _published(args: argparse.Namespace) -> None:
     if args.cases or args.levels or args.explain is not None or args.rates or args.calibrate:
-        raise ValueError("--published has cases, levels, cards and rates of its own: give it --out and --workers alone")
+        raise ValueError("--published has cases, levels, GPUs and rates of its own: give it --out and --workers alone")
     path = (args.out or DEFAULT_RESULTS / "model") / "published.csv"
     published.write(published.priced(workers=args.workers), path)
     text = published.table(path)

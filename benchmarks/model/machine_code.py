@@ -1,4 +1,4 @@
-"""What the machine code of a kernel with products says of its time: programs per multiprocessor, and what is issued where."""
+"""What the machine code of a kernel with products says of its time: programs per SM, and what is issued where."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REGISTERS, THREADS, RESERVED = (
     65536,
     2048,
     1024,
-)  # of a multiprocessor; bytes of shared memory per block besides its own
+)  # of an SM; bytes of shared memory per block besides its own
 
 
 def issue_cycles(mnemonics: Iterable[str]) -> int:
@@ -56,7 +56,7 @@ class Code:
     outside: int
 
     def programs(self, shared: int) -> int:
-        """Programs on a multiprocessor with that much shared memory."""
+        """Programs on an SM with that much shared memory."""
         allocated = -(-self.registers // 8) * 8 * 32 * self.warps
         return max(1, min(REGISTERS // allocated, shared // (self.shared + RESERVED), THREADS // (32 * self.warps)))
 

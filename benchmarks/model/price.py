@@ -1,6 +1,6 @@
 """MODEL: seconds of a launch, of what they consist, and what bounds them.
 
-A product of ours is a tile after another on each multiprocessor. Where one program fits there, its main loop, its prologue and
+A product of ours is a tile after another on each SM. Where one program fits there, its main loop, its prologue and
 its epilogue follow one another; where two do, one's epilogue runs beside the other's products, and the larger of both counts.
 A persistent program does the same: its loads of the next tile wait for the epilogue, whose scratch lies where they land.
 A core of attention of ours alternates products and softmax, since no product is in flight while a warp computes its softmax.
@@ -56,7 +56,7 @@ def _products(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, 
     loop = sum(code.loops) / len(code.loops) * steps * code.warps / 4
     epilogue = code.outside * code.warps / 4
     prologue = PROLOGUE * len(code.loops)
-    programs = min(code.programs(gpu.shared), math.ceil(tiles / gpu.multiprocessors))  # few tiles leave some alone
+    programs = min(code.programs(gpu.shared), math.ceil(tiles / gpu.sms))  # few tiles leave some alone
     if programs == 1:
         exposed = epilogue / ISSUE_ALONE
         cycles = tensor + prologue + exposed
@@ -64,10 +64,10 @@ def _products(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, 
         issue = (epilogue + loop) / ISSUE_SHARED
         cycles = max(tensor * 1.04, issue) + (prologue + epilogue / ISSUE_ALONE) * EDGE
         exposed = cycles - tensor
-    turns = math.ceil(tiles / (gpu.multiprocessors * programs)) * programs
+    turns = math.ceil(tiles / (gpu.sms * programs)) * programs
     bound = "tensor cores" if tensor >= cycles / 2 else "epilogue" if exposed > prologue else "prologue"
-    idle = 1 - tiles / gpu.multiprocessors / turns
-    note = f"{block_m}x{block_n}x{given['BLOCK_K']}, {code.registers} registers, {programs} a multiprocessor"
+    idle = 1 - tiles / gpu.sms / turns
+    note = f"{block_m}x{block_n}x{given['BLOCK_K']}, {code.registers} registers, {programs} an SM"
     note += f", {100 * idle:.0f} % idle in the last turn" if idle > 0.1 else ""
     return turns * cycles / gpu.clock, bound, exposed / cycles, note
 
@@ -94,8 +94,8 @@ def _attention(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float,
     cycles = (tensor + issue if programs == 1 else max(tensor * 1.04, issue)) / CORE_EFFICIENCY
     count = math.prod(launch.caught.grid)
     around = count * (PROLOGUE + code.outside * code.warps / 4 / ISSUE_ALONE) / programs
-    total = (B * H * tiles * cycles + around) / gpu.multiprocessors
-    note = f"{rows}x{columns}, {code.registers} registers, {programs} a multiprocessor"
+    total = (B * H * tiles * cycles + around) / gpu.sms
+    note = f"{rows}x{columns}, {code.registers} registers, {programs} an SM"
     return total / gpu.clock, "tensor cores" if tensor >= issue else "issue", issue / (tensor + issue), note
 
 
@@ -107,10 +107,10 @@ def _narrow_chain(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, flo
     tiles = math.ceil(M / rows)
     tensor = launch.flops / tiles / gpu.tensor_core * NARROW
     issue = (sum(code.loops) * layers + code.outside) * code.warps / 4
-    resident = min(code.programs(gpu.shared), math.ceil(math.prod(launch.caught.grid) / gpu.multiprocessors))
+    resident = min(code.programs(gpu.shared), math.ceil(math.prod(launch.caught.grid) / gpu.sms))
     cycles = tensor + issue / ISSUE_ALONE if resident == 1 else max(tensor * 1.04, issue / ISSUE_SHARED)
-    turns = math.ceil(tiles / gpu.multiprocessors)
-    note = f"{rows} rows of {width}, {code.registers} registers, {resident} a multiprocessor"
+    turns = math.ceil(tiles / gpu.sms)
+    note = f"{rows} rows of {width}, {code.registers} registers, {resident} an SM"
     return turns * cycles / gpu.clock, "tensor cores" if tensor >= issue else "issue", issue / (tensor + issue), note
 
 

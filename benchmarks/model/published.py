@@ -1,4 +1,4 @@
-"""MODEL beside what others have published: the same sizes, priced for the card that they measured on.
+"""MODEL beside what others have published: the same sizes, priced for the GPU that they measured on.
 
 What they published was not run here. Where it is eager PyTorch's time, the model's own error shows: the two should be equal.
 """
@@ -23,7 +23,7 @@ from .trace import build, peak, step
 HEADER = ("source", "gpu", "case", "part", "way", "ms", "tflops", "peak_mib", "note")
 BEGIN, END = "<!-- published:begin -->", "<!-- published:end -->"
 STEP, FORWARD, BACKWARD = "forward + backward", "forward", "backward"
-CHUNKED = "ckptkern full, 256 MiB"  # the workspace of backward; otherwise a 32nd of the card's memory
+CHUNKED = "ckptkern full, 256 MiB"  # the workspace of backward; otherwise a 32nd of the GPU's memory
 
 
 class Figure(NamedTuple):
@@ -38,7 +38,7 @@ class Figure(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What was published of one size on one card. flops: what its TFLOP/s count."""
+    """What was published of one size on one GPU. flops: what its TFLOP/s count."""
 
     gpu: str
     item: Item
@@ -85,7 +85,7 @@ GIB = 1024
 
 def _backward(cute: float, triton: float) -> list[Figure]:
     of = functools.partial(
-        Figure, "linkedin/Liger-Kernel#1422", note="three products: two would be above the card's peak"
+        Figure, "linkedin/Liger-Kernel#1422", note="three products: two would be above the GPU's peak"
     )
     return [of("Liger, CuTe", tflops=cute), of("verl, Triton", tflops=triton)]
 

@@ -33,13 +33,13 @@ class GPU:
 
     name: str
     arch: int
-    multiprocessors: int
+    sms: int
     clock: float  # Hz, under a load of products
-    tensor_core: int  # bf16 FLOP per cycle and multiprocessor
+    tensor_core: int  # bf16 FLOP per cycle and SM
     bandwidth: float  # of the memory, as a large copy reaches it
     memory: int  # bytes, as torch reports them: the default workspace is a part of it
     block_shared: int  # bytes of shared memory that a block may have
-    shared: int  # bytes of shared memory of a multiprocessor
+    shared: int  # bytes of shared memory of an SM
     products: float  # cuBLAS, bf16, 8192 x 8192, large K
     main_loop: float  # part of the peak at `clock` that the main loop of a Triton product reaches
     tma_loop: float  # the same of one that loads by TMA
@@ -83,9 +83,9 @@ STREAMS = {"elementwise": 0.85, "norm": 0.75, "reduction": 0.60}
 # tma_loop  assumed, and cautious: cuBLAS's 750 of 838. Over loads through pointers TMA has brought 13 % in persistent kernels
 #           (triton#5461, fp16, K = 4096), and 21 % together with persistence (triton#5726, K = 512); 0.89 / 0.86 is 3.5 %.
 # core      causal, heads of 128, by length: cuDNN 9 on H100 after the figures of arXiv 2407.08608, flash attention 2 on A100
-#           after those of arXiv 2307.08691. An H200's has the same multiprocessors.
+#           after those of arXiv 2307.08691. An H200's has the same SMs.
 _HOPPER = dict(
-    arch=90, multiprocessors=132, clock=1.55e9, tensor_core=4096, block_shared=232448, shared=233472, main_loop=0.86,
+    arch=90, sms=132, clock=1.55e9, tensor_core=4096, block_shared=232448, shared=233472, main_loop=0.86,
     tma_loop=0.89, core="cudnn", core_forward={2048: 484 * TERA, 8192: 529 * TERA},
     core_backward={2048: 316 * TERA, 8192: 480 * TERA},
 )  # fmt: skip
@@ -95,7 +95,7 @@ GPUS = {
         GPU("h200", bandwidth=4.3 * TERA, memory=140 * GIB, products=750 * TERA, **_HOPPER),
         GPU("h100", bandwidth=3.0 * TERA, memory=79 * GIB, products=700 * TERA, **_HOPPER),
         GPU(
-            "a100", arch=80, multiprocessors=108, clock=1.41e9, tensor_core=2048, bandwidth=1.75 * TERA, memory=79 * GIB,
+            "a100", arch=80, sms=108, clock=1.41e9, tensor_core=2048, bandwidth=1.75 * TERA, memory=79 * GIB,
             block_shared=166912, shared=167936, products=270 * TERA, main_loop=0.84, tma_loop=0.0, core="flash",
             core_forward={2048: 175 * TERA, 8192: 190 * TERA}, core_backward={2048: 140 * TERA, 8192: 165 * TERA},
         ),

@@ -327,7 +327,7 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
         mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),
         mock.patch.object(torch.cuda, "get_device_capability", _always(gpu.capability)),
         mock.patch.object(attention, "shared_memory_of", _always(gpu.block_shared)),
-        mock.patch.object(persistent, "multiprocessors_of", _always(gpu.multiprocessors)),
+        mock.patch.object(persistent, "sms_of", _always(gpu.sms)),
         mock.patch.object(_choices, "_device_reason", _always(None)),
         mock.patch.object(_choices, "_device_workspace", _always(gpu.memory // 32)),
         mock.patch.object(attention_core, "_accepts", _always(True)),

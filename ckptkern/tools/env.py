@@ -105,7 +105,7 @@ def _devices() -> dict[str, dict[str, Any]]:
             "name": properties.name,
             "compute capability": f"{properties.major}.{properties.minor}",
             "memory GiB": round(properties.total_memory / GIB, 1),
-            "multiprocessors": properties.multi_processor_count,
+            "SMs": properties.multi_processor_count,
         }
     return devices or {"cuda": {"missing": "torch sees no CUDA device"}}
 

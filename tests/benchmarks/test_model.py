@@ -284,7 +284,7 @@ def priced(launch, **changes) -> price.Price:
 
 
 def test_a_product_of_ours_by_hand():
-    """4096 tiles of 128 x 128 on 132 multiprocessors; 128 wide, so shared memory slows the tensor cores by 1.13."""
+    """4096 tiles of 128 x 128 on 132 SMs; 128 wide, so shared memory slows the tensor cores by 1.13."""
     tensor = 2 * 128 * 128 * 1024 / 4096 / 0.86 * 1.13
     alone = math.ceil(4096 / 132) * (tensor + 800 + 1000 * 2 / 0.80) / 1.55e9
     found = priced(of_ours(), registers=200)
@@ -300,7 +300,7 @@ def test_a_product_of_ours_by_hand():
 
 
 def test_few_tiles_of_ours_by_hand():
-    """Programs that share a multiprocessor where there are many are alone on it here; 133 on 132 share one, whatever fits."""
+    """Programs that share an SM where there are many are alone on it here; 133 on 132 share one, whatever fits."""
 
     def turns(tiles: int) -> tuple[float, float]:
         launch = of_ours(M=128 * tiles, N=128)
@@ -479,7 +479,7 @@ def test_the_gpu_decides_cores_and_chunks(outcome):
     assert [name for name in dropout["backward"] if name.startswith("attn_")] == ["attn_fwd", "attn_dkdv", "attn_dq"]
     full = "mlp-gelu/d2048x16384 ckptkern full"
     chunks = [launched[f"{gpu} {full}"]["backward"].count("act_grad") for gpu in ("h200", "small")]
-    assert chunks == [1, 2]  # z and dz of all rows are 512 MiB; a 32nd of the small card's memory is 256
+    assert chunks == [1, 2]  # z and dz of all rows are 512 MiB; a 32nd of the small GPU's memory is 256
     assert len({launched[f"{gpu} {full}"]["flops"] for gpu in ("h200", "a100", "small")}) == 1
 
 
@@ -602,7 +602,7 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
         (["--levels", "some"], "--levels: some is none of none, selective, full"),
         (["--workers", "0"], "--workers: wanted at least 1 but got 0"),
         (["--explain", "("], "--explain '(': "),
-        (["--published", "--cases", "moe"], "--published has cases, levels, cards and rates of its own"),
+        (["--published", "--cases", "moe"], "--published has cases, levels, GPUs and rates of its own"),
         (["--rates", "none.json"], "No such file"),
         (["--rates", str(CPU_RESULTS)], "is no file of --calibrate"),
     ],
@@ -630,9 +630,9 @@ def test_a_route_instead_of_the_tables(monkeypatch, capsys):
     assert "triton:96x96" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("card", ["h200", "a100"])
-def test_routes_are_those_of_the_card(card):
-    gpu = rates.GPUS[card]
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_routes_are_those_of_the_gpu(gpu):
+    gpu = rates.GPUS[gpu]
     for size, rows in itertools.product((256, 1024, 4096), (128, 16384)):
         x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
         for op in ("linear_act", "mlp", "gated_mlp"):

@@ -571,7 +571,7 @@ def test_autocast_of_any_device(device_type):
 
 
 @pytest.mark.parametrize(("memory", "workspace"), [(4 * 2**30, 2**28), (80 * 2**30, 2.5 * 2**30)])
-def test_default_workspace_is_a_part_of_the_card(memory, workspace, monkeypatch):
+def test_default_workspace_is_a_part_of_the_gpu(memory, workspace, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=memory))
     _choices._device_workspace.cache_clear()

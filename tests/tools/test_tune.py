@@ -543,7 +543,7 @@ def test_rows_that_are_whole():
 
 
 def test_what_is_measured_by_default(monkeypatch):
-    """The most valuable first: bfloat16, many rows, 2048 features; few rows of 16 bits for a card, of a size and op once."""
+    """The most valuable first: bfloat16, many rows, 2048 features; few rows of 16 bits for a GPU, of a size and op once."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(_choices, "choose_backend", lambda op, x: "triton" if op == "tune" else 1 / 0)
     monkeypatch.setattr(torch, "empty", lambda *shape, **given: None)
@@ -602,7 +602,7 @@ def test_a_row_that_does_not_apply_is_passed_over():
         assert route() in _routes.OF_KERNELS
 
 
-def test_a_table_of_a_card(monkeypatch):
+def test_a_table_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))

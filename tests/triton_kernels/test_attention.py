@@ -608,7 +608,7 @@ def test_heads_of_256_take_one_stage_where_two_would_not_fit(kernel):
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_card_of_less_shared_memory_gets_a_smaller_tile_or_a_clear_error(arch, dtype):
+def test_a_gpu_of_less_shared_memory_gets_a_smaller_tile_or_a_clear_error(arch, dtype):
     """A tile that does not fit into shared memory (triton#8182)."""
     q = torch.empty(1, 1, 64, 256, dtype=dtype)
     core, lse = AttentionCore(1.0, "tf32"), torch.empty(1, 1, 64)

@@ -57,7 +57,7 @@ def cancelling(tensors: dict) -> dict:
 
 @pytest.mark.parametrize("name", TILE_NAMES)
 def test_tiles_and_architectures_give_equal_bits(name, once, request):
-    """Many rows of forward and few of a chunk of backward take different tiles, a checkpoint may move between cards, and a
+    """Many rows of forward and few of a chunk of backward take different tiles, a checkpoint may move between GPUs, and a
     route may name others.
 
     Sums of columns are of tiles. Tensor cores round in their own way; the order is that of ascending steps of K in any tile.
@@ -81,8 +81,8 @@ def test_tiles_by_hand_change_no_mask_and_no_bit(op, architecture, monkeypatch, 
     """Every route of kernels, with every tile that it may name: forward, and what backward recomputes."""
     if request.config.option.sample and op != "mlp":
         pytest.skip("in the sample one op")
-    monkeypatch.setitem(MULTIPROCESSORS, architecture, 1)  # a card that is never idle
-    monkeypatch.setattr(_choices, "card_of", lambda *device: (architecture // 10, 0))
+    monkeypatch.setitem(MULTIPROCESSORS, architecture, 1)  # a GPU that is never idle
+    monkeypatch.setattr(_choices, "capability_of", lambda *device: (architecture // 10, 0))
     x, *weights = (torch.randn(n, m).to(BF16).requires_grad_() for n, m in ((72, 64), (144, 64), (144, 64), (64, 144)))
     dy = torch.randn(72, 64).to(BF16)
     run = {

@@ -97,7 +97,7 @@ FAULTS = {
     "spill": r"spills: \d+ B of stack",
     "ragged": r"\d+ two-byte global loads on the aligned path",
     "ragged on sm_80": r"no asynchronous copy in the main loop",
-    "shared memory": r"245760 B of shared memory, the card has 232448",
+    "shared memory": r"245760 B of shared memory, the GPU has 232448",
     "not pipelined": r"no asynchronous copy in the main loop",
     "no tensor core": r"no tensor-core instruction",
     "HMMA on sm_90": r"\d+ other instructions where HGMMA was meant",

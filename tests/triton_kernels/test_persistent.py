@@ -74,7 +74,7 @@ def both(name: str, architecture, device, tensors: dict, activation: str = "gelu
 @pytest.mark.parametrize("name", NAMES)
 def test_bits(name, dropout, programs, architecture, device, launched, monkeypatch):
     """Several tiles a program, and fewer tiles than programs."""
-    monkeypatch.setattr(persistent, "multiprocessors_of", lambda x: programs)
+    monkeypatch.setattr(persistent, "sms_of", lambda x: programs)
     options = {"dropout": dropout_of(0.3, device), "row_base": 48} if dropout else {}
     both(name, architecture, device, given(name, device), **options)
     _, (taken, (grid,)) = launched
@@ -152,7 +152,7 @@ def test_the_order_of_ctas_changes_no_bit(name, architecture):
     results = []
     for order in (range, lambda n: range(n)[::-1], lambda n: random.Random(n).sample(range(n), n)):
         with emulated(architecture, programs=order) as launches, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(persistent, "multiprocessors_of", lambda x: 2)
+            patch.setattr(persistent, "sms_of", lambda x: 2)
             results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=held, dropout=dropout_of(0.3)))
         assert launches[0].counts.ctas == 2 * held.programs  # a launch after it sums the parts of a bias' gradient
         assert_equal(results[-1], results[0])
@@ -174,7 +174,7 @@ def test_injected(name, bug, fault, architecture, monkeypatch):
     from ckptkern.emulator import Fault
     from ckptkern.tools.emulated import emulated
 
-    monkeypatch.setattr(persistent, "multiprocessors_of", lambda x: 1)
+    monkeypatch.setattr(persistent, "sms_of", lambda x: 1)
     held = tiles_of(name, architecture, "cpu")[1]
     lost = emulated(architecture, change=lambda ptx: re.sub(r"(@%p\d+ )?" + bug, "", ptx))
     with lost, pytest.raises(Fault, match=fault):
@@ -219,13 +219,13 @@ def test_a_route_of_its_own(op, level, device, architecture, launched):
 
 
 @pytest.mark.parametrize(
-    ("card", "dtype", "there"),
+    ("gpu", "dtype", "there"),
     [((9, 0), BF16, True), ((9, 0), torch.float16, True), ((9, 0), torch.float32, False), ((8, 0), BF16, False),
      ((10, 0), BF16, False), ((12, 0), BF16, False)],
 )  # fmt: skip
-def test_which_cards_have_the_route(card, dtype, there, monkeypatch):
-    """What a table or `forced_route` says of other cards is passed over."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
+def test_which_gpus_have_the_route(gpu, dtype, there, monkeypatch):
+    """What a table or `forced_route` says of other GPUs is passed over."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
     monkeypatch.setattr(_choices._tuned, "table", lambda *device: {("mlp", str(dtype)[6:], 2, False): "persistent"})
     assert ("persistent" in _choices.candidates("triton", "cuda", 0, dtype)) == there
     assert "persistent" not in _choices.candidates("eager", "cuda", 0, dtype)
@@ -233,6 +233,6 @@ def test_which_cards_have_the_route(card, dtype, there, monkeypatch):
     try:
         found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)[-1]
         assert (found == "persistent") == there
-        assert there or found == _routes.shipped_route("mlp", card, dtype.itemsize, 2)
+        assert there or found == _routes.shipped_route("mlp", gpu, dtype.itemsize, 2)
     finally:
         _choices._route.cache_clear()

@@ -167,12 +167,12 @@ def test_the_table():
     assert sizes == [0, 0, 1, 2, 5, 5]
     assert {len(routes) for routes in _routes.SHIPPED.values()} == {len(_routes.SIZES)}
     assert {len(routes) for routes in _routes.SHIPPED_FEW.values()} == {len(_routes.SIZES)}
-    for (_, card, size), routes in (
+    for (_, gpu, size), routes in (
         *_routes.SHIPPED.items(),
         *(((*key, 2), few) for key, few in _routes.SHIPPED_FEW.items()),
     ):
         dtype = torch.bfloat16 if size == 2 else torch.float32
-        assert set(routes) <= set(_routes.candidates("triton", "cuda", dtype, card))
+        assert set(routes) <= set(_routes.candidates("triton", "cuda", dtype, gpu))
     assert _routes.shipped_route("mlp", (9, 0), 2, 0) == "triton"
     assert _routes.shipped_route("mlp", (9, 0), 4, 0) == "dual"
     assert _routes.shipped_route("gated_mlp", (8, 0), 2, 3) == "triton:128x128"
@@ -187,17 +187,17 @@ def test_the_table():
         _routes.size_class(2**62 + 1)
 
 
-@pytest.mark.parametrize(("card", "family"), [((9, 0), 90), ((8, 0), 80), ((8, 6), 80), ((12, 0), 80)])
+@pytest.mark.parametrize(("gpu", "family"), [((9, 0), 90), ((8, 0), 80), ((8, 6), 80), ((12, 0), 80)])
 @pytest.mark.parametrize("size", range(len(_routes.SIZES)))
-def test_rows_are_few_where_the_tile_table_says_so(card, family, size):
+def test_rows_are_few_where_the_tile_table_says_so(gpu, family, size):
     """In the narrowest layer of the class: up to that row it takes the tiles "few", and one more takes those of many rows. None
     is few in float32."""
-    rows, narrowest = _routes.few_rows(card, 2, size), (0, *_routes.SIZES)[size] + 1
+    rows, narrowest = _routes.few_rows(gpu, 2, size), (0, *_routes.SIZES)[size] + 1
     table, x = TILES["linear", family], torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
     for M, few in ((rows, True), (rows + 1, narrowest == 1)):  # half of a tile's columns are few by themselves
         assert (tile_for("linear", family, M, narrowest, x) == table["few"]) == few
     assert tile_for("linear", family, rows, max(narrowest, 129), x) == table["few"] or size == 0
-    assert _routes.few_rows(card, 4, size) == 0
+    assert _routes.few_rows(gpu, 4, size) == 0
 
 
 @pytest.mark.parametrize("op", ["linear_act", "mlp", "gated_mlp", "mlp_block"])
@@ -257,15 +257,15 @@ def test_a_graph_for_any_number_of_rows_has_the_route_of_many(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("card", "route", "there"),
+    ("gpu", "route", "there"),
     [
         ((9, 0), "triton:256x128", True), ((9, 0), "persistent:256x128", True), ((8, 0), "triton:256x128", True),
         ((8, 0), "persistent:256x128", False), ((12, 0), "dual:64x128", True), ((10, 0), "persistent:256x128", False),
     ],
 )  # fmt: skip
-def test_which_cards_have_which_tiles(card, route, there, monkeypatch):
-    """What is tuned or forced for another card is passed over; so it is for float32."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
+def test_which_gpus_have_which_tiles(gpu, route, there, monkeypatch):
+    """What is tuned or forced for another GPU is passed over; so it is for float32."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
     monkeypatch.setattr(
         _choices._tuned,
         "table",
@@ -275,17 +275,17 @@ def test_which_cards_have_which_tiles(card, route, there, monkeypatch):
         for dtype, taken in ((torch.bfloat16, there), (torch.float32, False)):
             _choices._route.cache_clear()
             found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)[-1]
-            assert found == (route if taken else _routes.shipped_route("mlp", card, dtype.itemsize, 2))
+            assert found == (route if taken else _routes.shipped_route("mlp", gpu, dtype.itemsize, 2))
     finally:
         _choices._route.cache_clear()
 
 
-def chosen(card: tuple[int, int], features: int, backend: str = "auto") -> str:
+def chosen(gpu: tuple[int, int], features: int, backend: str = "auto") -> str:
     x = mock.Mock(spec=torch.Tensor, is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     _choices._route.cache_clear()
     with (
         ckptkern.backend(backend),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=card),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu),
         mock.patch.object(_choices, "_device_reason", return_value=None),
     ):
         try:
@@ -294,7 +294,7 @@ def chosen(card: tuple[int, int], features: int, backend: str = "auto") -> str:
             _choices._route.cache_clear()
 
 
-def test_a_card_that_nobody_measured_takes_cublas():
+def test_a_gpu_that_nobody_measured_takes_cublas():
     assert chosen((9, 0), 2048) == "triton"
     assert chosen((12, 0), 8192) == "library"
     assert chosen((12, 0), 8192, backend="triton") == "triton"  # nothing stands in for a kernel

@@ -204,7 +204,7 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
     if request.config.option.sample and not in_sample(case, family):
         pytest.skip("not in the sample")
     case = dataclasses.replace(case, arch=family)
-    if case.kind != "few":  # a card with one multiprocessor is never idle: the tiles of large launches
+    if case.kind != "few":  # a GPU with one SM is never idle: the tiles of large launches
         monkeypatch.setitem(MULTIPROCESSORS, family, 1)
         monkeypatch.setattr(experts_tiles, "FEW_ROWS", 0)
     given = Small(device)

@@ -206,7 +206,7 @@ def test_units_and_strides_that_the_compiler_is_told():
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_few_rows_or_columns_take_a_smaller_tile(kernel, arch):
-    """Where that of many would leave half of the multiprocessors idle, or half of its own columns empty."""
+    """Where that of many would leave half of the SMs idle, or half of its own columns empty."""
     table, operand = TILES[kernel, arch], meta(64, 64)
     tile = table["16"]
     rows = MULTIPROCESSORS[arch] // 2 * tile.BLOCK_M  # of one column of tiles
@@ -290,7 +290,7 @@ def test_the_routes_name_what_the_table_has(arch):
 
 @pytest.mark.parametrize(("kernel", "arch", "row", "name"), VARIANTS)
 def test_a_variant_stands_in_for_its_class_alone(kernel, arch, row, name):
-    """Few rows, float32 and ragged rows keep the shipped tiles; so do other routes, cards and kernels without such a name."""
+    """Few rows, float32 and ragged rows keep the shipped tiles; so do other routes, GPUs and kernels without such a name."""
     operand, rows = meta(64, 64), TILES[kernel, arch]
     persistent = {"persistent": row == "tma"}
 

@@ -66,7 +66,7 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
 # Compute capability -> torch's own kernel, if it was measured to be faster than Triton kernels, for FUSED_HEAD_DIMS. The
 # figures are from others, since our kernels are not measured yet; a run of benchmarks/ overrules them. H100, heads of 128,
 # TFLOP/s: cuDNN 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100:
-# FlexAttention, in Triton, reaches 90 % of flash attention in forward and 85 % in backward (its authors). Other cards and other
+# FlexAttention, in Triton, reaches 90 % of flash attention in forward and 85 % in backward (its authors). Other GPUs and other
 # head dims, for which our tiles were not chosen or spill, take torch's flash attention.
 FUSED_CORES = {(9, 0): "cudnn", (8, 0): "flash"}
 FUSED_HEAD_DIMS = range(64, 129, 8)

@@ -124,8 +124,8 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     return "eager"
 
 
-def card_of(device_type: str, index: int | None) -> tuple[int, int]:
-    """The compute capability; on a CPU, where kernels are interpreted or emulated, that of the card that they are tuned for."""
+def capability_of(device_type: str, index: int | None) -> tuple[int, int]:
+    """The compute capability; on a CPU, where kernels are interpreted or emulated, that of the GPU that they are tuned for."""
     return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
@@ -135,18 +135,18 @@ def default_route(
     """The route where nothing was tuned."""
     if backend == "eager":
         return backend
-    return _routes.shipped_route(op, card_of(device_type, index), dtype.itemsize, size, few)
+    return _routes.shipped_route(op, capability_of(device_type, index), dtype.itemsize, size, few)
 
 
 def few_rows(backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> int:
     """The most rows that have a route of their own (`_routes.few_rows`); 0 where PyTorch ops run."""
-    return 0 if backend == "eager" else _routes.few_rows(card_of(device_type, index), dtype.itemsize, size)
+    return 0 if backend == "eager" else _routes.few_rows(capability_of(device_type, index), dtype.itemsize, size)
 
 
 def candidates(backend: str, device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
     """The routes that such a call may take on this device."""
-    card = (0, 0) if backend == "eager" else card_of(device_type, index)
-    return _routes.candidates(backend, device_type, dtype, card)
+    capability = (0, 0) if backend == "eager" else capability_of(device_type, index)
+    return _routes.candidates(backend, device_type, dtype, capability)
 
 
 candidates._dynamo_marked_constant = True  # as _constant_device_reason

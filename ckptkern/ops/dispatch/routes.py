@@ -141,7 +141,7 @@ class Wide(Library):
 
 OF_KERNELS = {"triton": Separate, "persistent": Persistent, "dual": Dual, "library": Library}
 OF_EAGER = {"wide": Wide}
-# route -> compute capability whose tiles a card takes (`triton_kernels.tile.family_of`) -> the tiles of 16-bit rows that it may
+# route -> compute capability whose tiles a GPU takes (`triton_kernels.tile.family_of`) -> the tiles of 16-bit rows that it may
 # name. They are in triton_kernels.tile.TILES, which imports Triton.
 _POINTERS = {
     90: ("128x128", "128x256", "256x128", "64x256", "128x64", "64x128"),
@@ -167,20 +167,20 @@ def of_kernels(name: str, kernels: ModuleType) -> Dual:
     return OF_KERNELS[route](kernels, variant)
 
 
-def candidates(backend: str, device_type: str, dtype: torch.dtype, card: tuple[int, int]) -> tuple[str, ...]:
+def candidates(backend: str, device_type: str, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[str, ...]:
     """The routes that such a call may take, those with shipped tiles first. "persistent" wants TMA and rows of 16 bits; these
     have other tiles."""
     if backend == "eager":
         return ("eager", "wide") if device_type == "cpu" and dtype in (torch.float16, torch.bfloat16) else ("eager",)
-    hopper, narrow = card == (9, 0), dtype.itemsize == 2
+    hopper, narrow = capability == (9, 0), dtype.itemsize == 2
     routes = tuple(route for route in OF_KERNELS if route != "persistent" or (hopper and narrow))
     return routes + tuple(name for route in routes if narrow for name in with_tiles(route, 90 if hopper else 80))
 
 
 SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input or output, in features
 
-# (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the cards, not from a
-# measurement: python -m ckptkern.benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a card without a row nothing is
+# (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the GPUs, not from a
+# measurement: python -m ckptkern.benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a GPU without a row nothing is
 # known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less than its own error. Other
 # tiles than the shipped ones have one where it sees more than 3 % in them, with its blind spots guessed at, too (NOTES.md).
 WIDE_BY_LIBRARY = ("triton",) * 4 + ("library",) * 2
@@ -194,7 +194,7 @@ SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
     ("gated_mlp", (9, 0), 4): NARROW_DUAL,
     ("gated_mlp", (8, 0), 2): ("triton",) * 2 + ("triton:128x128",) * 2 + ("library",) * 2,
     ("gated_mlp", (8, 0), 4): NARROW_DUAL,
-} | {("linear_act", card, size): ("triton",) * 6 for card in ((9, 0), (8, 0)) for size in (2, 4)}
+} | {("linear_act", capability, size): ("triton",) * 6 for capability in ((9, 0), (8, 0)) for size in (2, 4)}
 # The same of few rows of 16 bits (`few_rows`): the model's best, where it is 3 % below the route for many rows (NOTES.md).
 DUAL_UP_TO_512 = ("dual",) * 2
 SHIPPED_FEW: dict[tuple[str, tuple[int, int]], tuple[str, ...]] = {
@@ -205,7 +205,7 @@ SHIPPED_FEW: dict[tuple[str, tuple[int, int]], tuple[str, ...]] = {
     ("mlp", (8, 0)): (*DUAL_UP_TO_512, "library", "library", "library", "triton"),
     ("gated_mlp", (8, 0)): (*DUAL_UP_TO_512, "library", "library", "library", "library"),
 }
-UNKNOWN_CARD = ("library",) * len(SIZES)
+UNKNOWN_GPU = ("library",) * len(SIZES)
 
 
 def size_class(features: int) -> int:
@@ -222,17 +222,17 @@ def size_text(place: int, few: bool = False) -> str:
     return f"{text}, few rows" if few else text
 
 
-def few_rows(card: tuple[int, int], itemsize: int, size: int) -> int:
+def few_rows(capability: tuple[int, int], itemsize: int, size: int) -> int:
     """The most rows that are few in this class of sizes: with which its narrowest layer has the tiles of few rows. 0 where the
     table of tiles has none, for float32. Imports Triton."""
     from ...triton_kernels import tile
 
     if itemsize != 2:
         return 0
-    family = tile.family_of(10 * card[0] + card[1])
+    family = tile.family_of(10 * capability[0] + capability[1])
     return tile.few_rows(tile.TILES["linear", family]["16"], family, (0, *SIZES)[size] + 1)
 
 
-def shipped_route(op: str, card: tuple[int, int], itemsize: int, size: int, few: bool = False) -> str:
-    many = SHIPPED.get((op, card, itemsize), UNKNOWN_CARD)
-    return (SHIPPED_FEW.get((op, card), many) if few and itemsize == 2 else many)[size]
+def shipped_route(op: str, capability: tuple[int, int], itemsize: int, size: int, few: bool = False) -> str:
+    many = SHIPPED.get((op, capability, itemsize), UNKNOWN_GPU)
+    return (SHIPPED_FEW.get((op, capability), many) if few and itemsize == 2 else many)[size]
