@@ -234,7 +234,7 @@ def quack_mlp(activation: str, model: MLP, x: Tensor) -> Function:
 
 
 def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
-    """Liger's SwiGLU: torch's products around one kernel that recomputes silu(g) in backward."""
+    """Liger's SwiGLU: torch's matmuls around one kernel that recomputes silu(g) in backward."""
     function = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     return lambda x: model.down(function.apply(model.gate(x), model.up(x)))
 
@@ -338,7 +338,7 @@ _STACK_SIZES = {
     "cpu": [Size(64, 2048), Size(128, TOKENS["cpu"])],
 }
 
-# The first two sizes span the range: launches and glue weigh most in the first, products and the core in the second.
+# The first two sizes span the range: launches and glue weigh most in the first, matmuls and the core in the second.
 _SEQUENCE_SIZES = {
     "cuda": [
         Size(d, TOKENS["cuda"], S)

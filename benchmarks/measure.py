@@ -338,7 +338,7 @@ def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> d
 
 
 def ceilings(device: torch.device, emit: Emit, rounds: int = 30) -> dict[str, float]:
-    """What this GPU can do at most, in this run: a copy of 1 GiB, and a bf16 product of 8192 cubed by cuBLAS."""
+    """What this GPU can do at most, in this run: a copy of 1 GiB, and a bf16 matmul of 8192 cubed by cuBLAS."""
     source, n = torch.randn(2**28, device=device), 8192
     target = torch.empty_like(source)
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))

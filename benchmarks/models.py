@@ -71,7 +71,7 @@ class Mixture(nn.Module):
     Which they are depends on the row's place alone: the choice of a router would change with the rounding. By default the
     sizes of Mixtral-8x7B (width 4096) and Qwen3-30B-A3B (2048), and smaller ones for narrow models.
 
-    As transformers runs it: torch's grouped products. `interleaved`, one expert after another, takes what these do not:
+    As transformers runs it: torch's grouped matmuls. `interleaved`, one expert after another, takes what these do not:
     float64, and rows of no whole 16 bytes.
     """
 

@@ -29,8 +29,8 @@ HEADER = (
     "reason",
 )
 # reason -> the difference that it explains, as a part of the largest value
-TF32 = "operands of products rounded to TF32, which the interpreter does not know", 2.0**-6
-CHAIN = "sums of products in another order, rounded to 16 bits", 2.0**-7
+TF32 = "operands of matmuls rounded to TF32, which the interpreter does not know", 2.0**-6
+CHAIN = "sums of matmuls in another order, rounded to 16 bits", 2.0**-7
 ATTENTION = "the running maximum moves elsewhere in a tile of another width; 16 bits", 2.0**-7
 WIDE = "float32 sums in another order; ex2, rcp, rsqrt and log to two units", 2.0**-18
 NO_PRODUCT = re.compile("(act|norm|heads)_(fwd|bwd)|(gated_)?hidden_grad|dropout")

@@ -166,8 +166,8 @@ class Sublayer:
         update = F.linear(F.linear(x if torch.is_autocast_enabled("cpu") else x.to(a.dtype), a), b) * LORA_SCALE
         return (y + update).to(y.dtype)
 
-    def lora_products(self) -> dict[str, tuple[Fraction, Fraction]]:
-        """Multiply-adds per token of each update's products with A and with B."""
+    def lora_matmuls(self) -> dict[str, tuple[Fraction, Fraction]]:
+        """Multiply-adds per token of each update's matmuls with A and with B."""
         shapes = {name.removeprefix(self.prefix): math.prod(shape) for name, shape in self.shapes().items()}
         return {
             name: tuple(self.share(name) * shapes[f"{name}_lora_{one}"] for one in "ab") for name in self.lora
@@ -175,9 +175,9 @@ class Sublayer:
 
     def lora_multiply_adds(self, recomputed: Iterable[str]) -> tuple[int, int]:
         """(forward's, backward's) of the updates, per token; recomputed: the layers that backward runs again."""
-        products = self.lora_products()
-        again = sum(sum(products.get(name, ())) for name in recomputed)
-        return sum(map(sum, products.values())), sum(3 * a + 2 * b for a, b in products.values()) + again
+        matmuls = self.lora_matmuls()
+        again = sum(sum(matmuls.get(name, ())) for name in recomputed)
+        return sum(map(sum, matmuls.values())), sum(3 * a + 2 * b for a, b in matmuls.values()) + again
 
     def share(self, name: str) -> Fraction | int:
         """The rows that a layer reads, for each token."""
@@ -190,7 +190,7 @@ class Sublayer:
         return sum(p > 0 for p in self.drops())
 
     def parameters_after(self) -> list[str]:
-        """The names of the parameters behind the branch's last product."""
+        """The names of the parameters behind the branch's last matmul."""
         return [name for name in self.norm_shapes() if not name.startswith(f"{self.prefix}norm") or not self.norm_first]
 
     def reads_branch(self) -> bool:
@@ -348,8 +348,8 @@ class Attention(Sublayer):
         elements = {"full": 0, "selective": core, "none": 2 * core + keys}[level]
         return elements, 0 if level == "full" else 4 * HEADS
 
-    def products(self) -> dict[str, int]:
-        """Multiply-adds per token of each product, and of one [S, D] x [D, S] of all heads."""
+    def matmuls(self) -> dict[str, int]:
+        """Multiply-adds per token of each matmul, and of one [S, D] x [D, S] of all heads."""
         core = HEADS * HEAD_DIM
         keys = Fraction(self.columns(), LENGTH) * (self.key_features or FEATURES)
         qkv = FEATURES * core + keys * 2 * self.kv_heads * HEAD_DIM
@@ -357,7 +357,7 @@ class Attention(Sublayer):
 
     def multiply_adds(self, level: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
-        qkv, out, core = self.products().values()
+        qkv, out, core = self.matmuls().values()
         backward = 2 * (qkv + out) + (7 if self.mask else 5) * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
         recomputed = [name for name in ("q", "k", "v", "qkv") if level != "none"] + ["out"] * self.reads_branch()
@@ -398,13 +398,13 @@ class MLP(Sublayer):
             return HIDDEN * {"full": 0, "selective": 2, "none": 3}[level], 0
         return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[level], 0
 
-    def products(self) -> dict[str, int]:
-        """Multiply-adds per token of each product."""
+    def matmuls(self) -> dict[str, int]:
+        """Multiply-adds per token of each matmul."""
         return {"up": HIDDEN * FEATURES * (1 + self.gated), "out": HIDDEN * FEATURES}
 
     def multiply_adds(self, level: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
-        up, down = self.products().values()
+        up, down = self.matmuls().values()
         backward = 2 * (up + down) + (up if level == "full" else 0)
         recomputed = down + (up if level == "full" or self.lora else 0)  # what the branch gave
         first = ("gate", "up")
@@ -501,9 +501,9 @@ class Block:
         return total
 
     def multiply_adds(self) -> int:
-        """A step, per token. A layer recomputes what passes between its sublayers: by one product from o, or all of it.
+        """A step, per token. A layer recomputes what passes between its sublayers: by one matmul from o, or all of it.
 
-        That product gives a norm after the branch its input too.
+        That matmul gives a norm after the branch its input too.
         """
         if self.op != "transformer_layer":
             return sum(self.sublayers[0].multiply_adds(self.recompute))
@@ -515,7 +515,7 @@ class Block:
         total = sum(self.mlp.multiply_adds("none" if level == "none" else "full"))
         for sublayer in self.sublayers[:-1]:
             forward, backward = sublayer.multiply_adds("none" if level == "full" else level)
-            out = sublayer.products()["out"] + sum(sublayer.lora_products().get("out", ()))
+            out = sublayer.matmuls()["out"] + sum(sublayer.lora_matmuls().get("out", ()))
             between = {"none": 0, "selective": out, "full": forward}[level]
             total += forward + backward + between - (out if level != "none" and sublayer.reads_branch() else 0)
         return total

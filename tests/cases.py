@@ -54,7 +54,7 @@ class Op:
     call        (tensors, **options) -> y
     plain       (tensors, act, drop) -> y in PyTorch ops
     saved        (activation, level, features, hidden, out) -> (elements, mask bytes) per token that backward needs
-    products    forward and backward GEMMs by level, all inputs trained
+    matmuls    forward and backward GEMMs by level, all inputs trained
     masked      width of the tensor that dropout acts on, from (features, hidden, out); None: no dropout
     """
 
@@ -63,7 +63,7 @@ class Op:
     call: Callable[..., Tensor]
     plain: Callable[..., Tensor]
     saved: Callable[..., tuple[int, int]]
-    products: dict[str, int]
+    matmuls: dict[str, int]
     options: tuple[str, ...]
     masked: Callable[[int, int, int], int] | None = None
 
@@ -110,7 +110,7 @@ OPS = (
         call=lambda t, **options: ckptkern.linear_act(t["x"], t["weight"], t.get("bias"), **options),
         plain=lambda t, act, drop: act(F.linear(t["x"], t["weight"], t.get("bias"))),
         saved=_linear_act_saved,
-        products={"none": 3, "selective": 3, "full": 4},
+        matmuls={"none": 3, "selective": 3, "full": 4},
         options=("activation", "recompute"),
     ),
     Op(
@@ -122,7 +122,7 @@ OPS = (
         call=lambda t, **options: ckptkern.linear_stack(t["x"], *_stack_lists(t), **options),
         plain=_stack_plain,
         saved=_linear_stack_saved,
-        products={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is saved
+        matmuls={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is saved
         options=("activation", "recompute", "workspace"),
     ),
     Op(
@@ -140,7 +140,7 @@ OPS = (
             drop(act(F.linear(t["x"], t["fc1_weight"], t.get("fc1_bias")))), t["fc2_weight"], t.get("fc2_bias")
         ),
         saved=_mlp_saved,
-        products={"none": 6, "selective": 6, "full": 7},
+        matmuls={"none": 6, "selective": 6, "full": 7},
         options=("activation", "recompute", "dropout_p", "workspace"),
         masked=lambda d, h, e: h,
     ),
@@ -173,7 +173,7 @@ OPS = (
             t.get("down_bias"),
         ),
         saved=_gated_mlp_saved,
-        products={"none": 9, "selective": 9, "full": 11},
+        matmuls={"none": 9, "selective": 9, "full": 11},
         options=("activation", "recompute", "dropout_p", "workspace"),
         masked=lambda d, h, e: h,
     ),
@@ -183,7 +183,7 @@ OPS = (
         call=lambda t, *, dropout_p: ckptkern.dropout(t["x"], dropout_p),
         plain=lambda t, act, drop: drop(t["x"]),
         saved=lambda *_: (0, 0),
-        products={"full": 0},
+        matmuls={"full": 0},
         options=("dropout_p",),
         masked=lambda d, h, e: d,
     ),
@@ -254,7 +254,7 @@ def setups(
                 yield Setup(op, dropout_p=max(dropout) or P)
                 continue
             for activation in activations:
-                for level in op.products if levels is None else levels:
+                for level in op.matmuls if levels is None else levels:
                     for p in dropout if op.masked else (0.0,):
                         yield Setup(op, activation, level, p)
 
@@ -331,7 +331,7 @@ def assert_same(ours: Tensors, theirs: Tensors, sums: str = "") -> None:
 def assert_same_within_rounding(ours: Tensors, theirs: Tensors) -> None:
     """Two thirds of the digits of each tensor's norm agree, or the difference is rounding of the largest tensor.
 
-    Use it for two ways to one result, if a library may sum their products in another order because operands have another
+    Use it for two ways to one result, if a library may sum their matmuls in another order because operands have another
     layout, size or offset. Rounding grows with the length of the sums to some ten units in the last place, and to more in a
     single element of a sum that cancels, so norms are compared. A value read from the wrong place is an error of order one.
     The gradient of a key's bias, or of a key that is the only one seen, is nothing but rounding of the larger gradients.
@@ -418,14 +418,14 @@ def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = No
 
 
 def whole_numbers(tensors: Tensors) -> Tensors:
-    """The tensors' values rounded to -2 ... 2: their sums and products are exact, in whatever order a library adds."""
+    """The tensors' values rounded to -2 ... 2: their sums and matmuls are exact, in whatever order a library adds."""
     return {name: t.detach().mul(2).round().clamp(-2, 2).requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _FACTORS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2), "aten::matmul": (0, 1)}
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
-# op -> products [Sq, D] x [D, Sk] per head, and q's place among the arguments
+# op -> matmuls [Sq, D] x [D, Sk] per head, and q's place among the arguments
 _CORES = {_FLASH: (2, 0), f"{_FLASH}_backward": (5, 1)}
 _OTHER_PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot", "aten::convolution"}
 
@@ -433,9 +433,9 @@ _OTHER_PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "ate
 class Watch(TorchDispatchMode):
     """Sees the aten ops that run, also those inside the bodies of ckptkern's ops.
 
-    flops       multiply-adds times two of all matrix products
+    flops       multiply-adds times two of all matrix matmuls
     registered  the same, by the formulas registered for ckptkern's ops and, outside of them, for aten's
-    dtypes      (left, right) of every matrix product, in order
+    dtypes      (left, right) of every matrix matmul, in order
     strings     every string argument of ckptkern's ops, in order: levels, activations, ...
     """
 
@@ -461,9 +461,9 @@ class Watch(TorchDispatchMode):
             left, right = (args[i] for i in _FACTORS[name])
             flops = 2 * left.numel() * right.shape[-1]
         elif name in _CORES:
-            products, at = _CORES[name]
+            matmuls, at = _CORES[name]
             left, right = args[at], args[at + 1]
-            flops = products * 2 * left.numel() * right.shape[-2]
+            flops = matmuls * 2 * left.numel() * right.shape[-2]
         if name in _FACTORS or name in _CORES:
             self.flops += flops
             self.registered += 0 if self.depth else flops

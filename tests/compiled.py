@@ -132,7 +132,7 @@ def launches(
         "experts_fwd": lambda: t.experts_fwd(x, wgu, bgu, groups, *how, save_gu=True),
         "experts_bwd": lambda: t.experts_bwd(x, wgu, bgu, view(M, K), wd, s, groups, *how),
         "experts_act_grad": lambda: t.experts_act_grad(gu, view(M, K), wd, s, groups, *how),
-        "experts_product": lambda: t.experts_product(dh, wd, meta(8, K), groups, "ieee", transposed=True),
+        "experts_gemm": lambda: t.experts_gemm(dh, wd, meta(8, K), groups, "ieee", transposed=True),
         "experts_dw": lambda: t.experts_dw(gu, x, groups, "ieee", meta(8, 2 * N, K), gathered="b"),
         "experts_combine": lambda: t.experts_combine(view(M, K), s, groups),
         "experts_sums": lambda: t.experts_sums(gu, s, groups, gathered=False),
@@ -204,11 +204,11 @@ UNEVEN = {
 
 def uneven() -> dict[str, list[str]]:
     """The launches of each of these that get another tile than one that is ragged in all respects."""
-    products = ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd")
+    matmuls = ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd")
 
     def tiles(**options) -> dict[str, dict]:
         found = {}
-        for name, arch in itertools.product(products, cases.ARCHS):
+        for name, arch in itertools.product(matmuls, cases.ARCHS):
             (_, _, arguments), *_ = compiling.catch_launches(launches(activation="gelu", **options)[name], arch)
             found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in machine_code.TILE_KEYS}
         return found
@@ -281,10 +281,10 @@ def cached() -> dict[str, list]:
     with mock.patch.object(triton, "compile", spy):
         compiling.built(act_grad, 90)
     triton.runtime.driver.set_active(Hopper())
-    products = [caught for caught in compiling.catch_launches(act_grad, 90) if "BLOCK_K" in caught[2]]
-    for kernel, args, kwargs in products:
+    matmuls = [caught for caught in compiling.catch_launches(act_grad, 90) if "BLOCK_K" in caught[2]]
+    for kernel, args, kwargs in matmuls:
         compiling.compile_launch(kernel, args, kwargs, 90)
-    launched = [kernel.run(*args, grid=(1,), warmup=True, **kwargs) for kernel, args, kwargs in products]
+    launched = [kernel.run(*args, grid=(1,), warmup=True, **kwargs) for kernel, args, kwargs in matmuls]
     texts = [one.asm["ptx"] for one in launched]
     return {
         "built": hashes,

@@ -28,14 +28,14 @@ STATE = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)  # signed 64-bit words w
 RAGGED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way, and none full
 
 # launcher -> its row of ckptkern.triton_kernels.tile.TILES
-TILE_NAMES = {launcher.name: launcher.tiles for launcher in LAUNCHERS.values() if launcher.product}
+TILE_NAMES = {launcher.name: launcher.tiles for launcher in LAUNCHERS.values() if launcher.matmul}
 
-PRODUCTS = [launcher for launcher in LAUNCHERS.values() if launcher.product]
+PRODUCTS = [launcher for launcher in LAUNCHERS.values() if launcher.matmul]
 DROPPING = [launcher for launcher in LAUNCHERS.values() if launcher.dropout]
 
 
 def inputs_of(launcher: Launcher, dtype: torch.dtype, device: str = "cpu", bias: bool = True, **sizes: int) -> dict:
-    """Normal inputs; weights scaled so that every product has entries of size 1."""
+    """Normal inputs; weights scaled so that every matmul has entries of size 1."""
     sizes = RAGGED | sizes
     tensors = {}
     for name, letters in launcher.inputs.items():
@@ -64,7 +64,7 @@ def dropout_of(p: float, device: str = "cpu", col_base: int = 0) -> tuple[Tensor
 def call(launcher: Launcher, backend: ModuleType, tensors: dict, activation: str, **options) -> dict[str, Tensor]:
     """Every output by name."""
     options = dict.fromkeys(launcher.wants, True) | options
-    precision = ("ieee",) if launcher.product else ()
+    precision = ("ieee",) if launcher.matmul else ()
     results = getattr(backend, launcher.name)(*tensors.values(), activation, *precision, **options)
     results = results if isinstance(results, tuple) else (results,)
     return {name: result for name, result in zip(launcher.outputs, results, strict=True) if result is not None}

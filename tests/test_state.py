@@ -139,8 +139,8 @@ def signs(seed: torch.Tensor, planes: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("lag", [1, 2, 4, 7, 8, 16, 24, 32, 64, 512])
 def test_rows_and_columns_do_not_correlate(dim, lag):
     x = signs(draw(torch.empty(0)))
-    products = x.narrow(dim, lag, SIDE - lag) * x.narrow(dim, 0, SIDE - lag)
-    assert abs(products.sum().item()) <= SIGMAS * products.numel() ** 0.5
+    matmuls = x.narrow(dim, lag, SIDE - lag) * x.narrow(dim, 0, SIDE - lag)
+    assert abs(matmuls.sum().item()) <= SIGMAS * matmuls.numel() ** 0.5
 
 
 def test_planes_and_seeds_do_not_correlate():

@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @triton.jit
-def product(
+def matmul(
     a, b, c, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPECIALIZE: tl.constexpr
 ):
     """c = a b^T by descriptors of tiles; a program takes every num_programs-th tile."""
@@ -128,7 +128,7 @@ def consume(c, a_tiles, b_tiles, c_tile, ready, empty, group, M, N, K):
 
 @gluon.jit
 def specialized(a, b, c, M, N, K, STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    """product by one warp that loads and one or two warp groups that multiply, which get most of the registers."""
+    """matmul by one warp that loads and one or two warp groups that multiply, which get most of the registers."""
     a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES * GROUPS] + a.block_type.shape, a.layout)  # noqa: RUF005
     b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
     c_tile = gl.allocate_shared_memory(c.dtype, [GROUPS] + c.block_type.shape, c.layout)  # noqa: RUF005
@@ -169,14 +169,14 @@ def kernels() -> dict[str, dict]:
         plain = descriptors(dtype, [64, 32], [64, 32], [64, 64])
         layouts = descriptors(dtype, [64, 32], [64, 32], [64, 64], gluon=True)
         wide = descriptors(dtype, [64, 64], [64, 64], [64, 64], gluon=True)
-        found[f"product {name}"] = compiled(product, *plain, M, N, K, 64, 64, 32, False, num_warps=4, num_stages=3)
+        found[f"matmul {name}"] = compiled(matmul, *plain, M, N, K, 64, 64, 32, False, num_warps=4, num_stages=3)
         found[f"specialized {name}"] = compiled(specialized, *layouts, M, N, K, 3, 1, num_warps=4)
         found[f"two groups {name}"] = compiled(specialized, *wide, M, N, K, 2, 2, num_warps=4)
         tensors = (descriptor.base for descriptor in plain)
         found[f"described {name}"] = compiled(described, *tensors, M, N, K, 64, 64, 32, num_warps=4, num_stages=3)
         heads = [TensorDescriptor.from_tensor(torch.zeros(HEADS, M, 64, dtype=dtype), [1, 64, 64])] * 4
         found[f"attention {name}"] = compiled(attention, *heads, M, 0.1, 64, 64, False, num_warps=4, num_stages=2)
-    found["product alike"] = compiled(product, *plain, M, N, K, 64, 64, 32, True, num_warps=4, num_stages=3)
+    found["matmul alike"] = compiled(matmul, *plain, M, N, K, 64, 64, 32, True, num_warps=4, num_stages=3)
     found["attention alike"] = compiled(attention, *heads, M, 0.1, 64, 64, True, num_warps=4, num_stages=2)
     return found
 

@@ -1,6 +1,6 @@
 """Triton kernels of ckptkern: the launchers of each file mirror the functions of the same name in `ckptkern.eager`.
 
-Reading order: tile.py (tiles, dot, cast), elementwise.py (activations), philox.py (dropout masks), persistent.py (products
+Reading order: tile.py (tiles, dot, cast), elementwise.py (activations), philox.py (dropout masks), persistent.py (matmuls
 by TMA), linear.py (Linear + activation), mlp.py (MLP and gated MLP), stack.py (narrow chains), norm.py, rotary.py,
 attention.py (with attention_scores.py and attention_backward.py), cross_entropy.py (the loss head), experts.py (with
 experts_tiles.py and experts_backward.py). Kernels import nothing of ckptkern but kernels.
@@ -15,7 +15,7 @@ from .experts import (
     experts_combine,
     experts_dw,
     experts_fwd,
-    experts_product,
+    experts_gemm,
     experts_sums,
 )
 from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd
@@ -27,7 +27,7 @@ from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 __all__ = [
     "act_bwd", "act_fwd", "act_grad", "attn_bwd", "attn_delta", "attn_dmask", "attn_fwd", "cross_entropy_bwd",
     "cross_entropy_fwd", "cross_entropy_saved_bwd", "dropout", "experts_act_grad", "experts_bwd", "experts_combine",
-    "experts_dw", "experts_fwd", "experts_product", "experts_sums", "gated_act_grad",
+    "experts_dw", "experts_fwd", "experts_gemm", "experts_sums", "gated_act_grad",
     "gated_bwd", "gated_fwd", "gated_hidden_grad", "heads_bwd", "heads_fwd", "hidden_grad", "linear_bwd",
     "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
     "pack_stack", "slice_count", "stack_bwd", "stack_fwd", "stack_width",

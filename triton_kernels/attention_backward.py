@@ -31,7 +31,7 @@ LOWEST_LSE = tl.constexpr(-(2.0**24))  # from here on neighbouring float32 numbe
 
 @triton.jit
 def _load_delta(ptr, offs_m, inside, state_ptr, threshold):
-    """delta / keep_scale, so that ds / keep_scale takes no product an element; dq and dk are scaled at the end."""
+    """delta / keep_scale, so that ds / keep_scale takes no matmul an element; dq and dk are scaled at the end."""
     delta = tl.load(ptr + offs_m, mask=inside, other=0.0)
     if state_ptr is not None:
         delta *= (65536 - threshold) * (1.0 / 65536)
@@ -81,7 +81,7 @@ def _dkdv_step(
 ):  # fmt: skip
     """dk / (scale keep_scale) and dv / keep_scale of a column tile and the rows start...
 
-    Scores are transposed: [BLOCK_N, BLOCK_M]. Products and loads stand in the order that keeps the fewest registers alive.
+    Scores are transposed: [BLOCK_N, BLOCK_M]. Matmuls and loads stand in the order that keeps the fewest registers alive.
     Columns beyond Sk need no mask: each has a row of dk and dv to itself, which is not stored.
     """
     state_ptr, threshold, first_block = dropout

@@ -80,7 +80,7 @@ def tanh_tile(u):
 
 @triton.jit
 def capped_tile(qk, scale):
-    """(t, factor): the score before masks is their product. t = tanh(scale qk / softcap), or qk without a softcap."""
+    """(t, factor): the score before masks is their matmul. t = tanh(scale qk / softcap), or qk without a softcap."""
     factor, softcap = scale
     if softcap is not None:
         return tanh_tile(qk * (factor / softcap)), softcap

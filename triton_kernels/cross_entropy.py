@@ -4,7 +4,7 @@
     cross_entropy_fwd       lse = log sum_v exp z_v,  z_t of the target t,  wz = sum_v w_v z_v    each [M], of class weights w
                             saved, if asked for: 2^15 exp(z - lse of a slice of columns), or u with a softcap, in x's type
     cross_entropy_bwd       dz = (dlse p + dz_t [v = t] + dwz w_v) du/d(x w^T),  p = exp(z - lse), for some rows of w; db
-    cross_entropy_saved_bwd  the same from what was saved: no product
+    cross_entropy_saved_bwd  the same from what was saved: no matmul
 
 Forward gives one lse for each token and slice of columns; a second kernel combines the slices in ascending order. The target's
 logit belongs to one slice, so there are no atomics. Forward and backward share `logits_tile`, which stays float32. A tile whose
@@ -26,10 +26,10 @@ from .tile import (
     arch_of,
     by_slices,
     cast,
+    gemm_tile,
     launch,
     matrix,
     multiple,
-    product_tile,
     program_tile,
     rows_of,
     slice_offsets,
@@ -45,7 +45,7 @@ IGNORED = tl.constexpr(-2)
 
 @triton.jit
 def logits_tile(acc, b_ptr, offs_v, V, scale):
-    """u [M, V] float32 of a product's tile."""
+    """u [M, V] float32 of a matmul's tile."""
     if b_ptr is not None:
         acc += widen(tl.load(b_ptr + offs_v, mask=offs_v < V, other=0.0))[None, :]
     return acc * scale
@@ -119,7 +119,7 @@ def _cross_entropy_fwd_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     targets = (target_ptr, first, ignore_index)
     K = multiple(K, UNIT) * any_counts(targets, offs_m, M, V)
-    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _fwd_store,
         (b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, saved_rows, scale, softcap, pid_m, M, V), SUB,
@@ -194,7 +194,7 @@ def _cross_entropy_bwd_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     targets = (target_ptr, first, ignore_index)
     K = multiple(K, UNIT) * any_counts(targets, offs_m, M, V)
-    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     dstats = (dlse_ptr, dzt_ptr, dwz_ptr)
     by_slices(
         (acc,), pid_n * BLOCK_N, _bwd_store,

@@ -13,7 +13,7 @@
 gelu_tanh uses (1 + tanh u)/2 = s(2u): the interpreter has no tanh. Every act maps 0 to 0: padding stays zero.
 
 The type that z is stored in decides how. float32 takes the formulas as they stand; on a GPU tl.exp(x) is 2^(x log2 e) with
-that product rounded: |x|/2 ulps beside torch's exp, seen in the tails alone. 16-bit types take one ex2 and one rcp an
+that matmul rounded: |x|/2 ulps beside torch's exp, seen in the tails alone. 16-bit types take one ex2 and one rcp an
 element, without their code for subnormals: s(x) is 0 below 2^-126. For x >= 0
     Phi(-x) = exp(-x^2/2) P(t), t = 1/(1 + 0.35 x)
 whose exponential is the density's, too. P is fitted to the relative error: 5e-6 to x = 4, 9e-5 to where ex2 ends, 13.2. So

@@ -7,7 +7,7 @@
 
 A tile of rows is of one expert. How many tiles there are only the device knows, but never more than cdiv(R, BLOCK_M) + min(E,
 R): so many programs are launched, and those that are left over leave at once. Rows beyond offs[E] are neither written nor read.
-Sums over j ascend, in float32; forward and recompute add up a product in one order, so that a recomputed g has the bits of the
+Sums over j ascend, in float32; forward and recompute add up a matmul in one order, so that a recomputed g has the bits of the
 first.
 """
 
@@ -34,10 +34,10 @@ from .tile import (
     by_slices,
     cast,
     dot,
+    gemm_tile,
     launch,
     matrix,
     multiple,
-    product_tile,
     rows_of,
     stride_of,
     unit_of,
@@ -49,7 +49,7 @@ from .tile import (
 def dual_tile(
     a_rows, b_rows, c_rows, offs_m, offs_n, M, N, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """(a b^T, a c^T), each as `product_tile` forms it, in one loop: the gathered rows of a are read once."""
+    """(a b^T, a c^T), each as `gemm_tile` forms it, in one loop: the gathered rows of a are read once."""
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = offs_m < M
     mask_n = offs_n < N
@@ -120,7 +120,7 @@ def _experts_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["MAX_TILES", "R"])
-def _experts_product_kernel(
+def _experts_gemm_kernel(
     a_rows, w_stack, b_ptr, y_rows, offs_ptr, tiles_ptr, MAX_TILES, R, N, K,
     TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
@@ -132,7 +132,7 @@ def _experts_product_kernel(
         return
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = of_expert(w_stack, expert, UNIT)
-    acc = product_tile(a_rows, w_rows, rows, offs_n, R, N, K, TRANSPOSED, BLOCK_K, EVEN_K, PRECISION)
+    acc = gemm_tile(a_rows, w_rows, rows, offs_n, R, N, K, TRANSPOSED, BLOCK_K, EVEN_K, PRECISION)
     if b_ptr is not None:
         b_ptr += expert.to(tl.int64) * N
     by_slices((acc,), pid_n * BLOCK_N, _rows_store, (b_ptr, y_rows, rows, R, N), SUB)
@@ -182,17 +182,17 @@ def experts_fwd(x, w, b, groups, activation: str, precision: str, *, save_gu=Fal
     return h, gu
 
 
-def experts_product(a, w, b, groups, precision: str, *, transposed: bool):
+def experts_gemm(a, w, b, groups, precision: str, *, transposed: bool):
     """y[r] = a[r] w[e]^T + b[e] (transposed; w [E, N, K], b [E, N] or None), or a[r] w[e] (w [E, K, N]), for a [R, K]."""
     (R, K), E, N = a.shape, len(w), w.shape[1 if transposed else 2]
     a, w, b = rows_of(a), rows_of(w), None if b is None else b.contiguous()
     offs = groups.offs.contiguous()
     y = torch.empty((R, N), dtype=a.dtype, device=a.device)
     if R and N and E:
-        tile = tile_of("experts_product", a, R, E, a, w, y)
+        tile = tile_of("experts_gemm", a, R, E, a, w, y)
         tiles = tiles_of(offs, R, tile)
         launch(
-            _experts_product_kernel, grid_of_tiles(tiles, N, tile), matrix(a), stacked(w), b, matrix(y), offs, tiles,
+            _experts_gemm_kernel, grid_of_tiles(tiles, N, tile), matrix(a), stacked(w), b, matrix(y), offs, tiles,
             tiles.shape[1], R, N, K,
             TRANSPOSED=transposed, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
@@ -257,7 +257,7 @@ def experts_bwd(
 def experts_act_grad(
     gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True
 ):  # fmt: skip
-    """The outputs of `experts_bwd` from stored gu [R, 2 N]: one product, dh = dy[t] wd[e]."""
+    """The outputs of `experts_bwd` from stored gu [R, 2 N]: one matmul, dh = dy[t] wd[e]."""
     (T, K), R, E, N = dy.shape, groups.order.numel(), len(wd), wd.shape[2]
     gu, dy, wd, s = rows_of(gu), rows_of(dy), rows_of(wd), s.contiguous()
     order, _, offs = dense_groups(groups)

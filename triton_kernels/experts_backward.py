@@ -8,7 +8,7 @@ import triton.language as tl
 from .elementwise import act, act_grad, load_tile, store_tile
 from .experts_tiles import expert_tile, of_expert
 from .linear import preact_tile
-from .tile import by_slices, cast, dot, multiple, product_tile, rows_inside, widen
+from .tile import by_slices, cast, dot, gemm_tile, multiple, rows_inside, widen
 
 
 @triton.jit
@@ -77,14 +77,14 @@ def _experts_bwd_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     wg_ptr, stride_wn = of_expert(w_stack, expert, UNIT)
     wu_ptr = wg_ptr + tl.full((), N, tl.int64) * stride_wn
-    acc_g = product_tile(
+    acc_g = gemm_tile(
         x_rows, (wg_ptr, stride_wn), tokens, offs_n, T, N, K, True, BLOCK_K, EVEN_K, PRECISION
     )  # fmt: skip
-    acc_u = product_tile(
+    acc_u = gemm_tile(
         x_rows, (wu_ptr, stride_wn), tokens, offs_n, T, N, K, True, BLOCK_K, EVEN_K, PRECISION
     )  # fmt: skip
     wd_rows = of_expert(wd_stack, expert, UNIT)
-    acc_dh = product_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
+    acc_dh = gemm_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     if b_ptr is not None:
         b_ptr += expert.to(tl.int64) * (2 * N)
     s = tl.load(s_ptr + slots, mask=rows < R, other=0.0).to(tl.float32)
@@ -109,7 +109,7 @@ def _experts_act_grad_kernel(
     tokens = tl.where(rows < R, slots // TOP_K, T)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     wd_rows = of_expert(wd_stack, expert, UNIT)
-    acc = product_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
+    acc = gemm_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     s = tl.load(s_ptr + slots, mask=rows < R, other=0.0).to(tl.float32)
     by_slices(
         (acc,), pid_n * BLOCK_N, _experts_act_grad_store,

@@ -37,11 +37,11 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "few": Tile(64, 64, 32, 4, 4, 2),
         "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
     },
-    ("experts_product", 90): {
+    ("experts_gemm", 90): {
         "few": Tile(64, 256, 64, 8, 3, 4),
         "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
     },
-    ("experts_product", 80): {
+    ("experts_gemm", 80): {
         "few": Tile(64, 128, 32, 8, 4),
         "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
     },
@@ -54,7 +54,7 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 128, 64, 8, 5, 2), "32": Tile(64, 64, 32, 8, 5), "ragged": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
-# An expert's last tile is half empty: at 256 rows a quarter of the products with tiles of 128, an eighth with 64. MODEL.
+# An expert's last tile is half empty: at 256 rows a quarter of the matmuls with tiles of 128, an eighth with 64. MODEL.
 FEW_ROWS = 256
 
 

@@ -1,4 +1,4 @@
-"""Linear + activation [+ dropout]: forward, backward from x alone, and the activation-gradient product.
+"""Linear + activation [+ dropout]: forward, backward from x alone, and the activation-gradient matmul.
 
     z = x w^T + b  [M, N], rounded to the storage type;  h = dropout(round(act(z)))
     linear_fwd      x -> h [, z] [, relu's 1-bit mask]
@@ -27,17 +27,17 @@ from .elementwise import (
     store_tile,
 )  # fmt: skip
 from .elementwise import act_grad as act_grad_of
-from .persistent import launch_product, tma_product_tile
+from .persistent import launch_gemm, tma_gemm_tile
 from .philox import dropout_mask, dropped, placed, times
 from .tile import (
     arch_of,
     by_slices,
     cast,
+    gemm_tile,
     launch,
     matrix,
     multiple,
     place_of_tile,
-    product_tile,
     program_tile,
     rows_of,
     slice_offsets,
@@ -83,7 +83,7 @@ def hidden_grad_store(z, dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, 
     """From z (storage type) and dh (float32): h, dz and the bias partial rows, each written once.
 
     With dropout dz is dh times one coefficient an element, so that the mask is wanted in z's layout alone. The compiler
-    would draw it again for dh, which lies as products leave it.
+    would draw it again for dh, which lies as matmuls leave it.
     """
     offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
     h = cast(act(z, ACT), z.dtype)
@@ -126,7 +126,7 @@ def _linear_fwd_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _linear_fwd_store,
         (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -144,7 +144,7 @@ def _linear_fwd_persistent_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
         pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
         m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tma_product_tile(x_desc, w_desc, m0, n0, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        acc = tma_gemm_tile(x_desc, w_desc, m0, n0, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         by_slices(
             (acc,), n0, _linear_fwd_store,
             (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -161,7 +161,7 @@ def _linear_bwd_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = product_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _linear_bwd_store, (b_ptr, dh_rows, dz_rows, db_ptr, pid_m, M, N, ACT), SUB
     )  # fmt: skip
@@ -178,7 +178,7 @@ def _act_grad_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = product_tile(dy_rows, w_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
+    acc = gemm_tile(dy_rows, w_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _act_grad_store,
         (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -197,7 +197,7 @@ def _act_grad_persistent_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
         pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
         m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tma_product_tile(dy_desc, w_desc, m0, n0, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        acc = tma_gemm_tile(dy_desc, w_desc, m0, n0, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         by_slices(
             (acc,), n0, _act_grad_store,
             (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -209,7 +209,7 @@ def _hidden_grad_kernel(
     dh_rows, z_rows, h_rows, dz_rows, db_ptr, M, N,
     ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dz = dh act'(z) and h = act(z) from stored dh and z: the epilogue of `_act_grad_kernel` behind another's product."""
+    """dz = dh act'(z) and h = act(z) from stored dh and z: the epilogue of `_act_grad_kernel` behind another's matmul."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -259,7 +259,7 @@ def linear_fwd(
     z = torch.empty_like(h) if save_z else None
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if save_bits else None
     if M and N:
-        launch_product(
+        launch_gemm(
             (_linear_fwd_kernel, _linear_fwd_persistent_kernel), tile, x, w, b, matrix(h), matrix(z), matrix(bits),
             *placed(dropout, row_base), activation=activation, precision=precision, transposed=True,
         )  # fmt: skip
@@ -299,7 +299,7 @@ def act_grad(
     h = (z if h_over_z else torch.empty_like(dz)) if save_h else None
     partial = partial_rows(M, N, tile, dy) if db else None
     if M and N:
-        launch_product(
+        launch_gemm(
             (_act_grad_kernel, _act_grad_persistent_kernel), tile, dy, w, matrix(z), matrix(h), matrix(dz), partial,
             *placed(dropout, row_base), activation=activation, precision=precision, transposed=False,
         )  # fmt: skip

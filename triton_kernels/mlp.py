@@ -4,8 +4,8 @@
     gated MLP  g = x wg^T + bg;  u = x wu^T + bu;  h = dropout(act(g) u);  y = h wd^T + bd
     backward   dh = dy w2;  MLP: dz = dh' act'(z)   gated: dg = dh' u act'(g), du = dh' act(g)   (dh' = dropout'(dh))
 
-The dual-product kernels form z (or g, u) and dh of one tile side by side and write h and dz once; the other route
-(`linear_fwd` of z, then `linear.act_grad`) reads z back once more but runs wider tiles. The products that remain
+The dual-matmul kernels form z (or g, u) and dh of one tile side by side and write h and dz once; the other route
+(`linear_fwd` of z, then `linear.act_grad`) reads z back once more but runs wider tiles. The matmuls that remain
 (y, dW1, dW2, dx) are plain and go to cuBLAS.
 """
 
@@ -34,17 +34,17 @@ from .linear import (
     partial_rows,
     preact_tile,
 )  # fmt: skip
-from .persistent import launch_product, tma_product_tile
+from .persistent import launch_gemm, tma_gemm_tile
 from .philox import dropout_mask, dropped, placed, times
 from .tile import (
     arch_of,
     by_slices,
     cast,
+    gemm_tile,
     launch,
     matrix,
     multiple,
     place_of_tile,
-    product_tile,
     program_tile,
     rows_of,
     slice_offsets,
@@ -139,8 +139,8 @@ def _mlp_bwd_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc_z = product_tile(x_rows, w1_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
-    acc_dh = product_tile(dy_rows, w2_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
+    acc_z = gemm_tile(x_rows, w1_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_dh = gemm_tile(dy_rows, w2_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
     by_slices(
         (acc_z, acc_dh), pid_n * BLOCK_N, _mlp_bwd_store,
         (b1_ptr, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -157,8 +157,8 @@ def _gated_fwd_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc_g = product_tile(x_rows, wg_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
-    acc_u = product_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_g = gemm_tile(x_rows, wg_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_u = gemm_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc_g, acc_u), pid_n * BLOCK_N, _gated_fwd_store,
         (bg_ptr, bu_ptr, h_rows, g_rows, u_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -177,9 +177,9 @@ def _gated_bwd_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc_g = product_tile(x_rows, wg_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
-    acc_u = product_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
-    acc_dh = product_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
+    acc_g = gemm_tile(x_rows, wg_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_u = gemm_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_dh = gemm_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
     by_slices(
         (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _gated_bwd_store,
         (bg_ptr, bu_ptr, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -197,7 +197,7 @@ def _gated_act_grad_kernel(
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = product_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
+    acc = gemm_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _gated_act_grad_store,
         (g_rows, u_rows, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -216,7 +216,7 @@ def _gated_act_grad_persistent_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
         pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
         m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tma_product_tile(dy_desc, wd_desc, m0, n0, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        acc = tma_gemm_tile(dy_desc, wd_desc, m0, n0, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         by_slices(
             (acc,), n0, _gated_act_grad_store,
             (g_rows, u_rows, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
@@ -244,7 +244,7 @@ def mlp_bwd(
     x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False,
     variant="", tile=None,
 ):  # fmt: skip
-    """The dual product. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N]
+    """The dual matmul. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N]
     -> (dz [M, N], h [M, N] or None, db1 [N] or None)."""
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
@@ -288,7 +288,7 @@ def gated_bwd(
     x, wg, bg, wu, bu, dy, wd, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True,
     dbg=False, dbu=False, variant="", tile=None,
 ):  # fmt: skip
-    """The triple product. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]
+    """The triple matmul. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]
     -> (dg, du [M, N], h or None, dbg, dbu [N] or None)."""
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
@@ -313,7 +313,7 @@ def gated_act_grad(
     dy, wd, g, u, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False,
     persistent=False, variant="", tile=None,
 ):  # fmt: skip
-    """The same outputs as `gated_bwd` from stored g and u [M, N]: one product, dh = dy wd."""
+    """The same outputs as `gated_bwd` from stored g and u [M, N]: one matmul, dh = dy wd."""
     M, N = dy.shape[0], wd.shape[1]
     dy, wd, g, u = rows_of(dy), rows_of(wd), rows_of(g), rows_of(u)
     tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u, persistent=persistent, variant=variant)
@@ -323,7 +323,7 @@ def gated_act_grad(
     partial_g = partial_rows(M, N, tile, dy) if dbg else None
     partial_u = partial_rows(M, N, tile, dy) if dbu else None
     if M and N:
-        launch_product(
+        launch_gemm(
             (_gated_act_grad_kernel, _gated_act_grad_persistent_kernel), tile, dy, wd, matrix(g), matrix(u),
             (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base),
             activation=activation, precision=precision, transposed=False,

@@ -1,11 +1,11 @@
-"""Products whose programs stay: each takes one tile after another and loads its operands by TMA (sm_90, 16-bit rows).
+"""Matmuls whose programs stay: each takes one tile after another and loads its operands by TMA (sm_90, 16-bit rows).
 
 An operand is a descriptor of its matrix, made on the host for each launch; it reaches the kernel by value, so a CUDA graph
-keeps it. TMA fills with zeros what lies outside of the matrix, as the masks of `tile.product_tile` do, and sums are in the same
+keeps it. TMA fills with zeros what lies outside of the matrix, as the masks of `tile.gemm_tile` do, and sums are in the same
 order: the same bits. Results are written through pointers by the epilogues of the other kernels.
 
 A kernel's loop over tiles has disable_licm, because an epilogue's addresses, hoisted out of it, would hold registers during the
-products (64 bytes of spills in `gated_act_grad`). flatten=True, which would load the next tile during the epilogue, doubles the
+matmuls (64 bytes of spills in `gated_act_grad`). flatten=True, which would load the next tile during the epilogue, doubles the
 code and compiles up to a minute. So tiles are as in the other kernels: two programs share an SM where they fit.
 """
 
@@ -20,11 +20,11 @@ from .tile import Tile, dot, launch, matrix, sms_of
 
 
 @triton.jit
-def tma_product_tile(
+def tma_gemm_tile(
     a_desc, b_desc, m0, n0, K,
     TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`product_tile` of descriptors, from row m0 and column n0."""
+    """`gemm_tile` of descriptors, from row m0 and column n0."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         a = a_desc.load([m0, k])
@@ -36,10 +36,10 @@ def tma_product_tile(
     return acc
 
 
-def launch_product(
+def launch_gemm(
     kernels, tile: Tile, a: torch.Tensor, b: torch.Tensor, *rest, activation: str, precision: str, transposed: bool
 ) -> None:
-    """Launches one of two kernels of the product a b (a b^T if transposed), whose epilogue takes `rest`, M, N and K.
+    """Launches one of two kernels of the matmul a b (a b^T if transposed), whose epilogue takes `rest`, M, N and K.
 
     kernels: one with a program for each tile, and the persistent one, which a tile with `programs` asks for.
     """

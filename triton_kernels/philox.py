@@ -6,7 +6,7 @@ state int64[2]; key = low, high word of state[0]. For element (row, col) of a lo
 An element is saved iff its 16-bit value >= threshold = round(65536 p), and scaled by 65536/(65536 - threshold).
 
 Written elementwise, a thread that holds eight neighbouring columns (the layout of a coalesced store, which the compiler
-chooses for a product's epilogue) makes a call an element: 62 instructions each in a product's epilogue on sm_90. So
+chooses for a matmul's epilogue) makes a call an element: 62 instructions each in a matmul's epilogue on sm_90. So
 tiles are built counter by counter. Indices are those of the whole tensor: tile sizes, chunks and shards do not change the mask.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
 """
@@ -35,10 +35,10 @@ def placed(dropout: tuple, row_base: int) -> tuple:
 
 
 @triton.jit
-def _round_products(c0, c2):
+def _round_matmuls(c0, c2):
     """(high, low word of 0xD2511F53 c0, high, low word of 0xCD9E8D57 c2).
 
-    mul.wide.u32 takes one instruction for both words. tl.philox's umulhi and product take two, and of a product in 64 bits
+    mul.wide.u32 takes one instruction for both words. tl.philox's umulhi and matmul take two, and of a matmul in 64 bits
     LLVM makes either: 15 and 18 instructions an element in attention's forward, 11 this way.
     """
     if INTERPRET:
@@ -62,7 +62,7 @@ def _round_products(c0, c2):
 def philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10: the four words of each counter under the key (k0, k1), all uint32; the counter's are of one shape."""
     for _ in tl.static_range(10):
-        high0, low0, high2, low2 = _round_products(c0, c2)
+        high0, low0, high2, low2 = _round_matmuls(c0, c2)
         c0 = high2 ^ c1 ^ k0
         c1 = low2
         c2 = high0 ^ c3 ^ k1
@@ -130,7 +130,7 @@ def score_values(
     """int32 [ROWS, COLS] (or its transpose) from row first_row (a multiple of 16) and column first_col (of 32): the elements'
     16-bit values.
 
-    Written elementwise: in the layout of a matrix product's result the eight elements of a call lie in one thread (four of
+    Written elementwise: in the layout of a matrix matmul's result the eight elements of a call lie in one thread (four of
     them in a transposed tile), and the compiler merges the equal calls, because all that varies inside the tile is built
     from lane numbers and constants. In a layout of eight neighbouring columns a thread it cannot; there `keep_tile` is
     the one to take. first_block = plane * ceil(rows per plane / 16).

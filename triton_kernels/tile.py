@@ -1,6 +1,6 @@
-"""What every kernel stands on: the tile choice, the matrix-product tile, and `dot`/`cast` that are right everywhere.
+"""What every kernel stands on: the tile choice, the matrix-matmul tile, and `dot`/`cast` that are right everywhere.
 
-A product tile accumulates in float32 over ascending K in steps of BLOCK_K, without split-K, so that an element's bits
+A matmul tile accumulates in float32 over ascending K in steps of BLOCK_K, without split-K, so that an element's bits
 do not depend on BLOCK_M, BLOCK_N or the number of warps: forward and recompute may use different tiles.
 
 Kernels take a matrix as `x_rows` = (ptr, stride of rows), whose ptr is None where there is none. The tuples are plain ones:
@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     """A launch configuration. SUB splits the epilogue into SUB column slices, which frees accumulator registers.
 
     maxnreg: the most registers a thread may take. At 128 two programs of eight warps share an SM, if their shared
-    memory does too (2 x 113 KiB on sm_90), and the epilogue of one runs under the products of the other.
+    memory does too (2 x 113 KiB on sm_90), and the epilogue of one runs under the matmuls of the other.
     programs: 0, or how many programs of a persistent kernel (persistent.py) an SM has.
     UNIT: what the compiler is told of the launch's sizes (`unit_of`).
     """
@@ -300,7 +300,7 @@ def multiple(n, UNIT: tl.constexpr):
 
 @triton.jit
 def rows_inside(start, stop, BLOCK: tl.constexpr):
-    """[BLOCK]: is start + i below stop? The mask for loads of one number a row in a loop over products.
+    """[BLOCK]: is start + i below stop? The mask for loads of one number a row in a loop over matmuls.
 
     Its scan keeps such a load in a layout of one row a thread. Without it Triton 3.6 moves the load into the layout of its
     user, in which a row is in many threads and 16 rows may be in one: 16 asynchronous copies of 4 bytes instead of one.
@@ -318,7 +318,7 @@ def stride_of(rows):
 
 
 @triton.jit
-def product_tile(
+def gemm_tile(
     a_rows, b_rows, offs_m, offs_n, M, N, K,
     TRANSPOSED: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -184,7 +184,7 @@ def compare(name: str) -> measure.Result:
     measure.convert_and_compare(result, model, inputs)
     try:
         exact = measure.step(wide, measure.wide(inputs))
-    except RuntimeError:  # torch's grouped product of experts takes no float64
+    except RuntimeError:  # torch's grouped matmul of experts takes no float64
         exact = measure.step(original, inputs)
     result.bf16_error = measure.error(measure.step(model, inputs, torch.bfloat16), exact)
     result.bf16_plain_error = measure.error(measure.step(original, inputs, torch.bfloat16), exact)

@@ -144,7 +144,7 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
 
 
 def shipped_cases() -> list[Case | AttentionCase]:
-    """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags; also products at torch's default
+    """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags; also matmuls at torch's default
     precision of float32, and narrow chains; and what other GPUs run.
 
     All in bfloat16: float16 differs in the names of a few instructions only, and `--all` compiles it.
@@ -168,7 +168,7 @@ def heaviest(op: str, arch: int, dtype: str, kind: str = "", ragged: bool = Fals
 
 
 def other_gpus() -> list[Case | AttentionCase]:
-    """Every kernel in bfloat16 and the products in float32, for the GPUs without tiles of their own."""
+    """Every kernel in bfloat16 and the matmuls in float32, for the GPUs without tiles of their own."""
     cases: list[Case | AttentionCase] = []
     for arch in OTHER_ARCHS:
         cases += [heaviest(op, arch, "bfloat16") for op in OPS]
@@ -200,8 +200,7 @@ def all_cases() -> list[Case | AttentionCase]:
         for (dtype, kind), ragged, activation, full in itertools.product(
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
-        if (op, activation)
-        != ("linear_bwd", "identity")  # its gradient reads no z, so there is no product to recompute
+        if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no matmul to recompute
         # any number of rows; a contradiction; no such kernel; no such tile
         and not (ragged and (kind in ("few", "16B", "persistent") or ":" in kind))
     ] + [
@@ -246,7 +245,7 @@ class Inputs:
         return getattr(torch, name)
 
     def sizes(self, case: Case) -> dict[str, int]:
-        """Of a product: rows M, features in K, hidden N, features out D."""
+        """Of a matmul: rows M, features in K, hidden N, features out D."""
         more = step_of(case)
         aligned = (
             64 if case.kind == "few" else self.ROWS,
@@ -290,7 +289,7 @@ def step_of(case: Case) -> int:
     return (4 if case.dtype == "float32" else 8) if case.kind == "16B" else 0
 
 
-def _launch_product(case: Case, given: Inputs):
+def launch_gemm(case: Case, given: Inputs):
     launcher, sizes, tensors = LAUNCHERS[case.op], given.sizes(case), []
     for name, letters in launcher.inputs.items():
         shape = [sizes[letter] for letter in letters]
@@ -462,7 +461,7 @@ DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
 SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32", 128), ("float32", 256))
 PRODUCT_OPS = (
     *("stack_fwd", "stack_bwd"),
-    *(launcher.name for launcher in LAUNCHERS.values() if launcher.product),
+    *(launcher.name for launcher in LAUNCHERS.values() if launcher.matmul),
     *experts.PRODUCTS,
     *loss_head.PRODUCTS,
 )
@@ -470,7 +469,7 @@ DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.drop
 OPS = {
     "stack_fwd": _launch_stack_fwd,
     "stack_bwd": _launch_stack_bwd,
-    **{launcher.name: _launch_product for launcher in LAUNCHERS.values() if launcher.product},
+    **{launcher.name: launch_gemm for launcher in LAUNCHERS.values() if launcher.matmul},
     "act_fwd": _launch_act_fwd,
     "act_bwd": _launch_act_bwd,
     "hidden_grad": _launch_hidden_grad,

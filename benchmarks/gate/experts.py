@@ -6,7 +6,7 @@ from .launchers import precision_of
 
 
 def _given(case, given):
-    """(groups, x [T, K], w [E, 2 N, K], b or None, wd [E, K, N], s [T, k]) of as many rows as other products have."""
+    """(groups, x [T, K], w [E, 2 N, K], b or None, wd [E, K, N], s [T, k]) of as many rows as other matmuls have."""
     M, K, N = (given.sizes(case)[letter] for letter in "MKN")
     T, E, dtype = M // given.TOP_K, given.EXPERTS, given.dtype(case.dtype)
     x, w = given(T, K, dtype=dtype), given(E, 2 * N, K, dtype=dtype, scale=K**-0.5)
@@ -36,9 +36,9 @@ def _product(case, given):
     groups, x, w, b, wd, _ = _given(case, given)
     if case.activation == "dx":
         a = given(groups.order.numel(), w.shape[1], dtype=x.dtype)
-        return given.backend.experts_product(a, w, None, groups, precision_of(case), transposed=False)
+        return given.backend.experts_gemm(a, w, None, groups, precision_of(case), transposed=False)
     a, b = given(groups.order.numel(), wd.shape[2], dtype=x.dtype), None if b is None else b[:, : wd.shape[1]]
-    return given.backend.experts_product(a, wd, b, groups, precision_of(case), transposed=True)
+    return given.backend.experts_gemm(a, wd, b, groups, precision_of(case), transposed=True)
 
 
 def _dw(case, given):
@@ -73,15 +73,15 @@ LAUNCHES = {
     "experts_fwd": _fwd,
     "experts_bwd": _bwd,
     "experts_act_grad": _act_grad,
-    "experts_product": _product,
+    "experts_gemm": _product,
     "experts_dw": _dw,
     "experts_combine": _combine,
     "experts_sums": _sums,
 }
-PRODUCTS = ("experts_fwd", "experts_bwd", "experts_act_grad", "experts_product", "experts_dw")
+PRODUCTS = ("experts_fwd", "experts_bwd", "experts_act_grad", "experts_gemm", "experts_dw")
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
-    "experts_product": ("down", "dx"),
+    "experts_gemm": ("down", "dx"),
     "experts_dw": ("down", "gate_up"),
     "experts_combine": ("weighted", "plain"),
     "experts_sums": ("gathered", "rows"),

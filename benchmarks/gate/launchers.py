@@ -1,4 +1,4 @@
-"""A table of the launchers of products and activations, for the gate's launches and for the tests of their results.
+"""A table of the launchers of matmuls and activations, for the gate's launches and for the tests of their results.
 
 A launcher has the arguments and results of the function of the same name in `ckptkern.eager`.
 """
@@ -17,13 +17,13 @@ class Launcher:
     outputs: tuple[str, ...]
     wants: tuple[str, ...]
     dropout: bool
-    tiles: str = ""  # of a matrix product, which takes a precision and a tile: its row of triton_kernels.tile.TILES
+    tiles: str = ""  # of a matrix matmul, which takes a precision and a tile: its row of triton_kernels.tile.TILES
 
     def __str__(self) -> str:
         return self.name
 
     @property
-    def product(self) -> bool:
+    def matmul(self) -> bool:
         return bool(self.tiles)
 
     def variants(self, arch: int) -> list[str]:
@@ -68,5 +68,5 @@ LAUNCHERS = {launcher.name: launcher for launcher in _TABLE}
 
 
 def precision_of(case) -> str:
-    """Of the products of a Case or an AttentionCase."""
+    """Of the matmuls of a Case or an AttentionCase."""
     return "tf32" if case.dtype == "float32" and "ieee" not in case.kind else "ieee"

@@ -27,14 +27,14 @@ TILE_KEYS = (
     "num_stages", "SUB",
 )  # fmt: skip
 ATTENTION = ("_attn_fwd_kernel", "_attn_dkdv_kernel", "_attn_dq_kernel", "_attn_dmask_kernel")
-# kernel -> products of a tile (M x N x K, or M x N x head dim) in one pass of a loop
+# kernel -> matmuls of a tile (M x N x K, or M x N x head dim) in one pass of a loop
 PRODUCTS = {
     "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
     "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_linear_fwd_persistent_kernel": 1, "_act_grad_persistent_kernel": 1,
     "_gated_act_grad_persistent_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
     "_attn_dmask_kernel": 2,
     "_cross_entropy_fwd_kernel": 1, "_cross_entropy_bwd_kernel": 1,
-    "_experts_fwd_kernel": 2, "_experts_bwd_kernel": 3, "_experts_act_grad_kernel": 1, "_experts_product_kernel": 1,
+    "_experts_fwd_kernel": 2, "_experts_bwd_kernel": 3, "_experts_act_grad_kernel": 1, "_experts_gemm_kernel": 1,
     "_experts_dw_kernel": 1,
 }  # fmt: skip
 
@@ -57,7 +57,7 @@ class Report:
     narrow_loads: int  # 2-byte global loads
     instructions: int
     philox: int  # integer multiplies by the Philox constants; 0 without dropout
-    loops: int  # copies of the loop over products
+    loops: int  # copies of the loop over matmuls
     triton: str  # the compiler's version
 
     @property
@@ -66,8 +66,8 @@ class Report:
         size = dict(re.findall(r"(M|N|num_warps)(\d+)", self.tile))
         return int(size["M"]) * int(size["N"]) / (32 * int(size["num_warps"]))
 
-    def faults(self, case: Case | AttentionCase, product: bool, min_shared: int, multiplies: float) -> list[str]:
-        """product: tensor cores are expected. min_shared, multiplies: what the tile needs."""
+    def faults(self, case: Case | AttentionCase, matmul: bool, min_shared: int, multiplies: float) -> list[str]:
+        """matmul: tensor cores are expected. min_shared, multiplies: what the tile needs."""
         found = []
         launch = f"{self.case} {self.kernel}"
         allowed = allowed_stack(launch, self.triton)
@@ -76,16 +76,16 @@ class Report:
         if self.shared > case.shared:
             found.append(f"{self.shared} B of shared memory, the GPU has {case.shared}")
         other = self.wrong_tensor_core and ALLOWED_HMMA.match(launch)
-        if product and not self.tensor_core and not other:
+        if matmul and not self.tensor_core and not other:
             found.append("no tensor-core instruction")
-        if product and self.wrong_tensor_core and not other:
+        if matmul and self.wrong_tensor_core and not other:
             found.append(f"{self.wrong_tensor_core} other instructions where {tensor_core_of(case.arch)} was meant")
-        if product and self.multiplies > multiplies and not ALLOWED_TWICE.match(launch):
+        if matmul and self.multiplies > multiplies and not ALLOWED_TWICE.match(launch):
             found.append(f"{self.multiplies} multiplies of the tensor cores a warp where {multiplies:.0f} would do")
         narrow = [side for side in re.findall(r"\b[MN]\d+", self.tile) if int(side[1:]) < 64]
         if case.arch == 90 and self.tensor_core and narrow:  # triton#11366
-            found.append(f"HGMMA in a tile of {narrow[0]}: products narrower than 64 have failed")
-        if product and not case.ragged and (min_shared or " K" in self.tile):
+            found.append(f"HGMMA in a tile of {narrow[0]}: matmuls narrower than 64 have failed")
+        if matmul and not case.ragged and (min_shared or " K" in self.tile):
             if not self.async_copies:
                 found.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
@@ -104,7 +104,7 @@ TENSOR_CORES = {"HMMA": r"[HI]MMA", "HGMMA": r"[HQ]GMMA", "UTCHMMA": r"UTC\w*MMA
 
 
 def tensor_core_of(arch: int) -> str:
-    """The kind that an architecture's products should take: sm_120 has neither sm_90's nor sm_100's."""
+    """The kind that an architecture's matmuls should take: sm_120 has neither sm_90's nor sm_100's."""
     return {9: "HGMMA", 10: "UTCHMMA"}.get(arch // 10, "HMMA")
 
 
@@ -153,7 +153,7 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
 
 
 def loops_of(kernel: str, options: dict) -> int:
-    """Copies of the loop over products in a kernel's machine code: in attention one with an edge mask and one without."""
+    """Copies of the loop over matmuls in a kernel's machine code: in attention one with an edge mask and one without."""
     if kernel == "_attn_fwd_kernel":  # a window has a second edge; at 256 dims one loop does all
         return 2 if not options["LEFT"] else 3 if options["HEAD_D"] <= 128 else 1
     if kernel == "_attn_dq_kernel":
@@ -162,7 +162,7 @@ def loops_of(kernel: str, options: dict) -> int:
 
 
 def needed_multiplies(kernel: str, options: dict) -> float:
-    """Multiplies per warp in the machine code of a tile's products, if each product is computed once."""
+    """Multiplies per warp in the machine code of a tile's matmuls, if each matmul is computed once."""
     count = loops_of(kernel, options) * PRODUCTS.get(kernel, 0)
     length = options.get("HEAD_D") or options.get("BLOCK_K", 0)
     return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
@@ -200,10 +200,10 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
             **read,
         )
         itemsize = 4 if case.dtype == "float32" else 2
-        product = "BLOCK_K" in kwargs or report.kernel in ATTENTION
-        product = product and "ieee" not in case.kind  # no tensor core computes these
+        matmul = "BLOCK_K" in kwargs or report.kernel in ATTENTION
+        matmul = matmul and "ieee" not in case.kind  # no tensor core computes these
         takes = staged_bytes(report.kernel, kwargs, itemsize), needed_multiplies(report.kernel, kwargs)
-        faults = report.faults(case, product, *takes)
+        faults = report.faults(case, matmul, *takes)
         if loses_constants(kernel, args):
             faults.append("an early return beside a nested tuple: Triton 3.6 loses the constants in that")
         results.append((report, faults))

@@ -8,7 +8,7 @@ from importlib.metadata import version
 COMPILERS = ("3.7", "3.6")  # Triton's versions whose spills are named: that of CI, and of the reference GPU stack
 # Pattern of "case kernel" -> bytes of stack under each of them; 3.6 was read for sm_80 and sm_90 alone. In attention the tile
 # without spills is half as large, and half of its eight warps would repeat the work of the others: for TF32 and heads of 256
-# that is up to twice the products (benchmarks/NOTES.md), while the spills are some ten local instructions of a thousand. The
+# that is up to twice the matmuls (benchmarks/NOTES.md), while the spills are some ten local instructions of a thousand. The
 # same holds for 64 columns in dkdv for heads of 80 to 128 on sm_90. gated_act_grad's three results want a few registers more
 # than the 128 at which two programs share an SM.
 SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
@@ -79,7 +79,7 @@ OTHER_SPILLS: dict[str, int] = {
 ALLOWED_HMMA = re.compile(
     r"attn_bwd/sm_(90|10[03])/(\w+/d256|float32/d(80|96|128))\S* _attn_dkdv_kernel|attn_\w+/sm_90/float32/d256"
 )
-# Kernels in which several warps compute the same product: larger tiles do not fit into shared memory.
+# Kernels in which several warps compute the same matmul: larger tiles do not fit into shared memory.
 ALLOWED_TWICE = re.compile(
     r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_(80/\w+/d\d+\+small|(89|120)/(\w+/d256|float32/d128))"
 )

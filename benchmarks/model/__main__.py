@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--route", choices=_routes.ROUTES, metavar="ROUTE",
-        help="of all products that may take it, instead of the table's (ops/_routes.py), such as dual or triton:128x128",
+        help="of all matmuls that may take it, instead of the table's (ops/_routes.py), such as dual or triton:128x128",
     )  # fmt: skip
     made.add_argument("--workers", type=int, default=2, help="compiling processes (default: %(default)s)")
     return made

@@ -98,7 +98,7 @@ def report(
     """What came out: rates, and how far the model is off for each row, before and after."""
     fitted, scales = fit.gpu, fit.gpu.scales
     rates = {
-        "cuBLAS, TFLOP/s": (table.products / 1e12, scales.products),
+        "cuBLAS, TFLOP/s": (table.matmuls / 1e12, scales.matmuls),
         "our kernels' tensor cores and epilogues, part of the table's": (1.0, scales.kernels),
         "bandwidth, TB/s": (table.bandwidth / 1e12, scales.bandwidth),
         f"torch's core, forward at {max(table.core_forward)}, TFLOP/s": (

@@ -1,4 +1,4 @@
-"""What the machine code of a kernel with products says of its time: programs per SM, and what is issued where."""
+"""What the machine code of a kernel with matmuls says of its time: programs per SM, and what is issued where."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """MODEL: seconds of a launch, of what they consist, and what bounds them.
 
-A product of ours is a tile after another on each SM. Where one program fits there, its main loop, its prologue and
-its epilogue follow one another; where two do, one's epilogue runs beside the other's products, and the larger of both counts.
+A matmul of ours is a tile after another on each SM. Where one program fits there, its main loop, its prologue and
+its epilogue follow one another; where two do, one's epilogue runs beside the other's matmuls, and the larger of both counts.
 A persistent program does the same: its loads of the next tile wait for the epilogue, whose scratch lies where they land.
-A core of attention of ours alternates products and softmax, since no product is in flight while a warp computes its softmax.
+A core of attention of ours alternates matmuls and softmax, since no matmul is in flight while a warp computes its softmax.
 Everything else moves its bytes, or takes the rate of the library that serves it.
 """
 
@@ -23,8 +23,8 @@ ISSUE_ALONE, ISSUE_SHARED = 0.80, 0.85  # part of the issue slots that one progr
 # Of tensor cores: a tile 64 wide waits for shared memory; on sm_90 one 128 wide reads 160 bytes a cycle where there are 128.
 NARROW, MIDDLE = 1.25, 1.13
 EDGE = 0.15  # of prologue and epilogue, where two programs take turns: what is left to see of them
-TOGETHER = {"_experts_fwd_kernel": 2}  # products in one loop
-CORE_EFFICIENCY = 0.85  # of products and softmax in turns; gives Triton's published 320-390 TFLOP/s forward on H100
+TOGETHER = {"_experts_fwd_kernel": 2}  # matmuls in one loop
+CORE_EFFICIENCY = 0.85  # of matmuls and softmax in turns; gives Triton's published 320-390 TFLOP/s forward on H100
 
 Codes = Callable[[Caught], Code]
 
@@ -42,8 +42,8 @@ class Price(NamedTuple):
         return sum(self.parts.values())
 
 
-def _products(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, str]:
-    """(seconds, bound, exposed part, note) of a kernel with the tile loop of tile.product_tile."""
+def _matmuls(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, str]:
+    """(seconds, bound, exposed part, note) of a kernel with the tile loop of tile.gemm_tile."""
     given = launch.caught.named
     M, N, inner = launch.shape
     block_m, block_n = given["BLOCK_M"], given["BLOCK_N"]
@@ -116,7 +116,7 @@ def _narrow_chain(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, flo
 
 def _of_ours(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, str]:
     given = launch.caught.named
-    model = _attention if "HEAD_D" in given else _narrow_chain if "WIDTH" in given else _products
+    model = _attention if "HEAD_D" in given else _narrow_chain if "WIDTH" in given else _matmuls
     return model(launch, code, gpu)
 
 
@@ -125,8 +125,8 @@ def price(launch: Launch, gpu: GPU, codes: Codes) -> Price:
     moving = launch.bytes / (gpu.bandwidth * STREAMS.get(launch.kind, STREAMS["elementwise"])) * gpu.scales.bandwidth
     gap = {"launch": gpu.launch * gpu.scales.launch}
     family, working, bound, epilogue, note = "bandwidth", 0.0, "bytes", 0.0, ""
-    if launch.kind == "product":
-        family, working, bound = "products", 2 * math.prod(launch.shape) / gpu.cublas(launch.shape[2]), "tensor cores"
+    if launch.kind == "matmul":
+        family, working, bound = "matmuls", 2 * math.prod(launch.shape) / gpu.cublas(launch.shape[2]), "tensor cores"
     elif launch.kind == "core":
         rate = gpu.core_rate(launch.shape[3], "backward" in launch.name)
         family, working, bound = "attention", launch.flops * (0.5 if launch.causal else 1.0) / rate, "torch's core"

@@ -27,7 +27,7 @@ CHUNKED = "ckptkern full, 256 MiB"  # the workspace of backward; otherwise a 32n
 
 
 class Figure(NamedTuple):
-    """One line of the table. tflops: of the FLOPs that a group counts, so that ways with more products compare. mib: peak."""
+    """One line of the table. tflops: of the FLOPs that a group counts, so that ways with more matmuls compare. mib: peak."""
 
     source: str
     way: str
@@ -66,14 +66,14 @@ def _experts(tokens: int) -> Item:
     return Item(case, Size(2048, tokens), 1)
 
 
-def _of_head(gpu: str, part: str, sizes: tuple[int, int, int], products: int, figures: Sequence[Figure]) -> Group:
+def _of_head(gpu: str, part: str, sizes: tuple[int, int, int], matmuls: int, figures: Sequence[Figure]) -> Group:
     tokens, width, classes = sizes
-    return Group(gpu, _head(*sizes), part, 2 * products * tokens * width * classes, figures)
+    return Group(gpu, _head(*sizes), part, 2 * matmuls * tokens * width * classes, figures)
 
 
-def _of_experts(part: str, products: int, figures: Sequence[Figure]) -> Group:
-    """Qwen3-30B-A3B's experts, 32,768 tokens on an H100; a product: one of the three matrices of an expert."""
-    return Group("h100", _experts(32768), part, 2 * products * 32768 * 8 * 2048 * 768, figures)
+def _of_experts(part: str, matmuls: int, figures: Sequence[Figure]) -> Group:
+    """Qwen3-30B-A3B's experts, 32,768 tokens on an H100; a matmul: one of the three matrices of an expert."""
+    return Group("h100", _experts(32768), part, 2 * matmuls * 32768 * 8 * 2048 * 768, figures)
 
 
 CCE = functools.partial(Figure, "arXiv 2411.09009, table 1")
@@ -85,7 +85,7 @@ GIB = 1024
 
 def _backward(cute: float, triton: float) -> list[Figure]:
     of = functools.partial(
-        Figure, "linkedin/Liger-Kernel#1422", note="three products: two would be above the GPU's peak"
+        Figure, "linkedin/Liger-Kernel#1422", note="three matmuls: two would be above the GPU's peak"
     )
     return [of("Liger, CuTe", tflops=cute), of("verl, Triton", tflops=triton)]
 

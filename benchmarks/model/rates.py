@@ -17,8 +17,8 @@ TERA, GIB = 1e12, 2**30
 class Scales(NamedTuple):
     """Factors on the time of what a price consists of: 1 is the table's rate, 2 is half as fast."""
 
-    products: float = 1.0  # cuBLAS
-    kernels: float = 1.0  # our kernels with products on tensor cores
+    matmuls: float = 1.0  # cuBLAS
+    kernels: float = 1.0  # our kernels with matmuls on tensor cores
     bandwidth: float = 1.0  # what moves bytes
     attention: float = 1.0  # torch's core of attention
     launch: float = 1.0  # the gap between two launches
@@ -34,14 +34,14 @@ class GPU:
     name: str
     arch: int
     sms: int
-    clock: float  # Hz, under a load of products
+    clock: float  # Hz, under a load of matmuls
     tensor_core: int  # bf16 FLOP per cycle and SM
     bandwidth: float  # of the memory, as a large copy reaches it
     memory: int  # bytes, as torch reports them: the default workspace is a part of it
     block_shared: int  # bytes of shared memory that a block may have
     shared: int  # bytes of shared memory of an SM
-    products: float  # cuBLAS, bf16, 8192 x 8192, large K
-    main_loop: float  # part of the peak at `clock` that the main loop of a Triton product reaches
+    matmuls: float  # cuBLAS, bf16, 8192 x 8192, large K
+    main_loop: float  # part of the peak at `clock` that the main loop of a Triton matmul reaches
     tma_loop: float  # the same of one that loads by TMA
     core: str  # torch's default kernel for attention's core
     core_forward: dict[int, float]  # sequence length -> FLOP/s, heads of 128, causal
@@ -54,9 +54,9 @@ class GPU:
         return divmod(self.arch, 10)
 
     def cublas(self, K: int) -> float:
-        """FLOP/s of a plain product over K."""
+        """FLOP/s of a plain matmul over K."""
         place = bisect.bisect_left(list(CUBLAS_SHAPE), K)
-        return self.products * list(CUBLAS_SHAPE.values())[min(place, len(CUBLAS_SHAPE) - 1)]
+        return self.matmuls * list(CUBLAS_SHAPE.values())[min(place, len(CUBLAS_SHAPE) - 1)]
 
     def core_rate(self, length: int, backward: bool) -> float:
         """FLOP/s of torch's core at the nearest length of the table, in powers of two."""
@@ -74,10 +74,10 @@ STREAMS = {"elementwise": 0.85, "norm": 0.75, "reduction": 0.60}
 
 # Multiprocessors, tensor cores, shared memory, registers: NVIDIA's whitepapers of A100 and H100 (SXM), and the table of compute
 # capabilities in the CUDA programming guide.
-# clock     H100 and H200 leave their 1.98 GHz under products, at 700 W; at 1.55 GHz, assumed, 132 x 4096 FLOP are 838 TFLOP/s,
+# clock     H100 and H200 leave their 1.98 GHz under matmuls, at 700 W; at 1.55 GHz, assumed, 132 x 4096 FLOP are 838 TFLOP/s,
 #           of which the 665 of Triton's tutorial are 0.79 and the 750 below 0.89. A100: 1.41 GHz, of its 312 TFLOP/s.
 # bandwidth data sheets: 4.8, 3.35 and 2.04 TB/s (A100 80 GB); a large copy reaches 0.86-0.90 of it, assumed.
-# products  assumed: 750 on an H200 and 700 on an H100 with today's cuBLAS, 270 on an A100. A run's ceilings say more.
+# matmuls  assumed: 750 on an H200 and 700 on an H100 with today's cuBLAS, 270 on an A100. A run's ceilings say more.
 # main_loop assumed, and optimistic: triton#5726 has 0.76 of cuBLAS for the tutorial's pointers and 0.92 for a persistent kernel
 #           with TMA, at 8192 x 8192 x 512.
 # tma_loop  assumed, and cautious: cuBLAS's 750 of 838. Over loads through pointers TMA has brought 13 % in persistent kernels
@@ -92,11 +92,11 @@ _HOPPER = dict(
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("h200", bandwidth=4.3 * TERA, memory=140 * GIB, products=750 * TERA, **_HOPPER),
-        GPU("h100", bandwidth=3.0 * TERA, memory=79 * GIB, products=700 * TERA, **_HOPPER),
+        GPU("h200", bandwidth=4.3 * TERA, memory=140 * GIB, matmuls=750 * TERA, **_HOPPER),
+        GPU("h100", bandwidth=3.0 * TERA, memory=79 * GIB, matmuls=700 * TERA, **_HOPPER),
         GPU(
             "a100", arch=80, sms=108, clock=1.41e9, tensor_core=2048, bandwidth=1.75 * TERA, memory=79 * GIB,
-            block_shared=166912, shared=167936, products=270 * TERA, main_loop=0.84, tma_loop=0.0, core="flash",
+            block_shared=166912, shared=167936, matmuls=270 * TERA, main_loop=0.84, tma_loop=0.0, core="flash",
             core_forward={2048: 175 * TERA, 8192: 190 * TERA}, core_backward={2048: 140 * TERA, 8192: 165 * TERA},
         ),
     )

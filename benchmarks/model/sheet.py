@@ -46,7 +46,7 @@ def traces(
 
 
 def codes_of(gpu: GPU, steps: dict[tuple[str, str], Trace], workers: int) -> Codes:
-    """Compiles every kernel with products that the steps launch, once; the machine code of each launch."""
+    """Compiles every kernel with matmuls that the steps launch, once; the machine code of each launch."""
     caught = [one.caught for trace in steps.values() for one in trace.launches if one.kind == "kernel"]
     keys = {id(one): key(one, gpu.arch) for one in caught}
     found = read_all({keys[id(one)]: one for one in caught}, gpu.arch, workers)

@@ -50,11 +50,11 @@ class Caught(NamedTuple):
 class Launch(NamedTuple):
     """One launch.
 
-    kind   "product" (cuBLAS), "core" (torch's own of attention), "elementwise", "norm", "reduction", "kernel" (Triton, with
-           products), "triton" (Triton, without)
-    flops  as torch counts them: of products alone, a causal core in full
+    kind   "matmul" (cuBLAS), "core" (torch's own of attention), "elementwise", "norm", "reduction", "kernel" (Triton, with
+           matmuls), "triton" (Triton, without)
+    flops  as torch counts them: of matmuls alone, a causal core in full
     bytes  of all tensors that it reads or writes, each once
-    shape  of a product: M, N, K, with the rows that experts' tiles have too many (`expert_rows`); of a core: B, H, Sq, Sk, D
+    shape  of a matmul: M, N, K, with the rows that experts' tiles have too many (`expert_rows`); of a core: B, H, Sq, Sk, D
     causal a core sees half of the scores
     """
 
@@ -81,7 +81,7 @@ class Trace(NamedTuple):
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
-# Rows of the tiles of torch's grouped products, as cutlass has them.
+# Rows of the tiles of torch's grouped matmuls, as cutlass has them.
 GROUPED_TILE = 128
 
 
@@ -91,7 +91,7 @@ def expert_rows(rows: int, experts: int, tile: int) -> int:
     return rows + experts * tile // 2
 
 
-def _grouped_product(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, tuple[int, int, int]]:
+def _grouped_gemm(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, tuple[int, int, int]]:
     """(FLOPs, shape) of aten._grouped_mm: of rows [R, K] by [E, K, N], or over the rows of [M, R] and [R, N]."""
     if a.dim() == b.dim() == 2:
         experts, rows = out.shape[0], a.shape[1]
@@ -188,12 +188,12 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
     ]  # an out_dtype among the arguments is unknown to torch's formulas
     flops = formula(*operands, out_val=out) if formula else 0
     if name == "_grouped_mm":
-        flops, shape = _grouped_product(*args[:2], out)
-        return Launch(f"{name} {'x'.join(map(str, shape))}", "product", flops, moved, shape)
+        flops, shape = _grouped_gemm(*args[:2], out)
+        return Launch(f"{name} {'x'.join(map(str, shape))}", "matmul", flops, moved, shape)
     if flops:
         a, b = (args[0], args[1]) if name == "mm" else (args[1], args[2])
         shape = a.shape[0], b.shape[1], a.shape[1]
-        return Launch(f"{name} {'x'.join(map(str, shape))}", "product", flops, moved, shape)
+        return Launch(f"{name} {'x'.join(map(str, shape))}", "matmul", flops, moved, shape)
     kind = "norm" if "norm" in name else "reduction" if name in REDUCTIONS else "elementwise"
     shapes = "x".join(map(str, (tensors or given)[0].shape)) or "scalar"
     return Launch(f"{name} {shapes}", kind, 0, moved)
@@ -242,7 +242,7 @@ class _Log(TorchDispatchMode):
 
 
 def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...]]:
-    """(FLOPs, shape) of a kernel's products; (0, ()) if it has none."""
+    """(FLOPs, shape) of a kernel's matmuls; (0, ()) if it has none."""
     if name in ATTENTION:
         q, k = given["q_heads"][0], given["k_heads"][0]
         B, Sq, Sk, D = q.shape[0], given["Sq"], given["Sk"], given["D"]
@@ -253,8 +253,8 @@ def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...
     ):  # a narrow chain; relu's backward has the last layer's bits and does not run it again
         M, L, width = given["M"], given["L"], given["WIDTH"]
         backward = "dy_rows" in given
-        products = (3 * L - (given["bits_rows"][0] is not None)) if backward else L
-        return 2 * M * width * width * products, (M, width, width)
+        matmuls = (3 * L - (given["bits_rows"][0] is not None)) if backward else L
+        return 2 * M * width * width * matmuls, (M, width, width)
     if name in PRODUCTS and "offs_ptr" in given:
         return _expert_kernel(name, given)
     if name in PRODUCTS:

@@ -104,12 +104,12 @@ def _written_out(steps: Steps, node: Node) -> Core:
     dropouts = []
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
-        raise steps.refuse("a product whose left operand is no softmax but", weights)
+        raise steps.refuse("a matmul whose left operand is no softmax but", weights)
     scores, masks, scale, softcap = steps.strip(weights.inputs[0]), [], 1.0, None
     while not scores.is_function(*PRODUCT):
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
             a, b = scores.inputs
-            a, b = (a, b) if _is_of_product(a) else (b, a)
+            a, b = (a, b) if _is_of_matmul(a) else (b, a)
             scores = steps.strip(a)
             masks.append(b)
         elif scores.is_function("where") and len(scores.args) == 3 and len(scores.inputs) == 2:
@@ -134,9 +134,9 @@ def _written_out(steps: Steps, node: Node) -> Core:
     )  # fmt: skip
 
 
-def _is_of_product(node: Node) -> bool:
-    """Is a product behind it, as there is behind scores and not behind masks?"""
-    return node.is_function(*PRODUCT) or any(map(_is_of_product, node.inputs))
+def _is_of_matmul(node: Node) -> bool:
+    """Is a matmul behind it, as there is behind scores and not behind masks?"""
+    return node.is_function(*PRODUCT) or any(map(_is_of_matmul, node.inputs))
 
 
 # -- what is before it
@@ -178,7 +178,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     crossing = _crossing(x_source, *sources)
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
     if nodes[0] is nodes[1] is nodes[2]:
-        # a product of [B H, S, D] does not tell the number of heads
+        # a matmul of [B H, S, D] does not tell the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:

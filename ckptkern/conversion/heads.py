@@ -92,7 +92,7 @@ class Head(Forward):
 class Chain(NamedTuple):
     """What a model does with a head's logits, from the linear layer to the loss."""
 
-    product: Product
+    matmul: Product
     steps: tuple[Step, ...]
 
     @property
@@ -113,7 +113,7 @@ class Chain(NamedTuple):
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
-        made = [torch.randn_like(change(one.detach())) for one in self.product.tensors]
+        made = [torch.randn_like(change(one.detach())) for one in self.matmul.tensors]
         made[1] *= 4 * made[1].shape[1] ** -0.5
         return made
 
@@ -182,9 +182,7 @@ class Heads:
             )  # fmt: skip
             return row if likely else None, None
         log = self.logs[module]
-        chains = {
-            one.kind: one for one in (Chain(w.logits.product, (*w.logits.steps, w.step)) for w in log if w.served)
-        }
+        chains = {one.kind: one for one in (Chain(w.logits.matmul, (*w.logits.steps, w.step)) for w in log if w.served)}
         if not chains:
             passed = next((w.step.name for w in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"

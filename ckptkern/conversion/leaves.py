@@ -271,7 +271,7 @@ def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | Non
 def live_probability(found: list[Probability]) -> Probability | None:
     """The dropout among those in a row; one that is 0 now counts if it is alone, since it may be raised later.
 
-    Raises Unreadable for two, whose product has no single mask.
+    Raises Unreadable for two, whose matmul has no single mask.
     """
     live = [p for p in found if p.value] or found[:1]
     if len(live) > 1:

@@ -223,7 +223,7 @@ class Product:
     def logits(self) -> Logits:
         V = len(self.weight)
         tokens = Tokens(self.x, V, self.x.new_empty((*self.x.shape[:-1], V), device="meta"))
-        return _Promise.apply({"product": self, "tokens": tokens}, *self.tensors)
+        return _Promise.apply({"matmul": self, "tokens": tokens}, *self.tensors)
 
 
 class Wanted(NamedTuple):
@@ -240,26 +240,26 @@ class _Promise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
-        one, product = fields["tokens"].stand_in, fields["product"]
+        one, matmul = fields["tokens"].stand_in, fields["matmul"]
         made = Tensor._make_wrapper_subclass(
             Logits, one.shape, strides=one.stride(), storage_offset=one.storage_offset(), dtype=one.dtype,
-            device=product.x.device,
+            device=matmul.x.device,
         )  # fmt: skip
         vars(made).update(fields, made=[])
-        product.given.append(weakref.ref(made))
-        ctx.product, ctx.steps, ctx.made = product, made.steps, made.made
+        matmul.given.append(weakref.ref(made))
+        ctx.matmul, ctx.steps, ctx.made = matmul, made.steps, made.made
         return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        product, wanted = ctx.product, ctx.needs_input_grad[1:]
+        matmul, wanted = ctx.matmul, ctx.needs_input_grad[1:]
         if ctx.made:  # they may have been changed in place since
-            (y,), tensors = ctx.made, product.aliases
+            (y,), tensors = ctx.made, matmul.aliases
         else:
-            tensors = [t.detach().requires_grad_(need) for t, need in zip(product.tensors, wanted, strict=True)]
+            tensors = [t.detach().requires_grad_(need) for t, need in zip(matmul.tensors, wanted, strict=True)]
             with torch.enable_grad():
-                y = product.values(ctx.steps, tensors)
+                y = matmul.values(ctx.steps, tensors)
         needed = [t for t, need in zip(tensors, wanted, strict=True) if need]
         found = torch.autograd.grad(y, needed, dy, retain_graph=True) if y.requires_grad else [None] * len(needed)
         grads = iter(found)
@@ -272,7 +272,7 @@ class Logits(Tensor):
     It may have values too. Once others hold them, and may change them in place, it is these, and nothing is followed.
     """
 
-    product: Product
+    matmul: Product
     tokens: Tokens
     scale: float = 1.0
     cap: float | None = None
@@ -284,15 +284,15 @@ class Logits(Tensor):
     __hash__ = object.__hash__
 
     def values(self) -> Tensor:
-        """Those of the product, which are made once, after the steps."""
+        """Those of the matmul, which are made once, after the steps."""
         if not self.made:
             with torch.inference_mode(False), torch.enable_grad():
-                self.made.append(self.product.shared() if self.source is None else self.steps[-1](self.source.values()))
+                self.made.append(self.matmul.shared() if self.source is None else self.steps[-1](self.source.values()))
         return self.made[0]
 
     def describes(self, function: Callable) -> bool:
         """Is it a function that needs no values?"""
-        if self.product.is_shown:
+        if self.matmul.is_shown:
             return False
         return function in DESCRIBING or (function in PLACING and all(step.name in VIEWS for step in self.steps))
 
@@ -300,27 +300,27 @@ class Logits(Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
         given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
-        self, product = given[0], given[0].product
-        if self.describes(function) or (function is Tensor.register_hook and product.has_loss):
+        self, matmul = given[0], given[0].matmul
+        if self.describes(function) or (function is Tensor.register_hook and matmul.has_loss):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **step.kwargs)
-        if product.has_loss and step.wants_gradient:
+        if matmul.has_loss and step.wants_gradient:
             raise RuntimeError(
                 f"ckptkern.convert: {step.name} of logits whose loss was taken: their gradient is never formed. Convert with "
                 "exclude= for this layer"
             )
-        if (torch.is_grad_enabled() or product.log is not None) and len(given) == 1 and not product.is_shown:
+        if (torch.is_grad_enabled() or matmul.log is not None) and len(given) == 1 and not matmul.is_shown:
             found = self.loss(step) if function is F.cross_entropy else self.followed(step)
             if found is not None:
                 return found
-        if product.log is not None:
-            product.log.append(Wanted(self, step, False))
+        if matmul.log is not None:
+            matmul.log.append(Wanted(self, step, False))
         if step.is_in_place or step.name in SHOWING:  # copies that are still to be made are those of before
-            product.show()
+            matmul.show()
         args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
         result = function(*args, **kwargs)
         if any(_share(one, values) for one in leaves_of(result) for it in given for values in it.made):
-            product.show()
+            matmul.show()
         return result
 
     @classmethod
@@ -331,7 +331,7 @@ class Logits(Tensor):
         def values(one: Any) -> Any:
             if not isinstance(one, Logits):
                 return one
-            return one.made[0].detach() if one.made else one.product.values(one.steps)
+            return one.made[0].detach() if one.made else one.matmul.values(one.steps)
 
         args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
@@ -354,8 +354,8 @@ class Logits(Tensor):
             if number is None:
                 return None
             scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
-        fields = {"product": self.product, "tokens": tokens, "scale": scale, "cap": cap, "bias": bias, "source": self}
-        return _Promise.apply(fields | {"steps": (*self.steps, step)}, *self.product.tensors)
+        fields = {"matmul": self.matmul, "tokens": tokens, "scale": scale, "cap": cap, "bias": bias, "source": self}
+        return _Promise.apply(fields | {"steps": (*self.steps, step)}, *self.matmul.tensors)
 
     def with_added(self, step: Step) -> Tokens | None:
         """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""
@@ -388,19 +388,19 @@ class Logits(Tensor):
         )  # fmt: skip
         if not served:
             return None
-        product, rows = self.product, self.tokens.shown()
-        product.check()
+        matmul, rows = self.matmul, self.tokens.shown()
+        matmul.check()
         rows = rows if rows.dim() > 1 else rows[None]
         scale = self.scale * (1.0 if self.cap is None else self.cap)
-        bias = product.bias if self.bias is None else self.bias if product.bias is None else product.bias + self.bias
-        with product.precision:
+        bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
+        with matmul.precision:
             loss = ops.linear_cross_entropy(
-                rows, product.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, weight=weight,
-                logit_scale=scale, softcap=self.cap, recompute=product.level, **options,
+                rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, weight=weight,
+                logit_scale=scale, softcap=self.cap, recompute=matmul.level, **options,
             )  # fmt: skip
-        product.has_loss = True
-        if product.log is not None:
-            product.log.append(Wanted(self, step, True))
+        matmul.has_loss = True
+        if matmul.log is not None:
+            matmul.log.append(Wanted(self, step, True))
         narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
         loss = loss.to(self.dtype) if narrow else loss
         return loss.reshape(target.shape) if loss.dim() else loss

@@ -25,7 +25,7 @@ from .cross_entropy import (
     cross_entropy_fwd,
     cross_entropy_saved_bwd,
     slice_count,
-    wide_product,
+    upcast_matmul,
 )
 from .elementwise import (
     ACTIVATIONS,
@@ -47,11 +47,11 @@ from .experts import (
     experts_combine,
     experts_dw,
     experts_fwd,
-    experts_product,
+    experts_gemm,
     experts_sums,
     route,
 )
-from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd, mm, product
+from .linear import act_grad, hidden_grad, linear, linear_bwd, linear_fwd, mm
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
 from .rotary import heads_bwd, heads_fwd
@@ -87,7 +87,7 @@ __all__ = [
     "experts_combine",
     "experts_dw",
     "experts_fwd",
-    "experts_product",
+    "experts_gemm",
     "experts_sums",
     "fused_attn_bwd",
     "fused_kernel",
@@ -98,6 +98,7 @@ __all__ = [
     "heads_bwd",
     "heads_fwd",
     "hidden_grad",
+    "linear",
     "linear_bwd",
     "linear_fwd",
     "mlp_bwd",
@@ -106,7 +107,6 @@ __all__ = [
     "norm_fwd",
     "pack_bits",
     "pack_stack",
-    "product",
     "readable",
     "reference_dropout",
     "route",
@@ -115,6 +115,6 @@ __all__ = [
     "stack_fwd",
     "stack_width",
     "unpack_bits",
+    "upcast_matmul",
     "wide_of",
-    "wide_product",
 ]  # fmt: skip

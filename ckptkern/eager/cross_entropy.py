@@ -1,6 +1,6 @@
 """Linear + cross-entropy: the definitions of triton_kernels/cross_entropy.py.
 
-A chunk's logits are made in the wide type, float32 (float64 for float64), from exact products.
+A chunk's logits are made in the wide type, float32 (float64 for float64), from exact matmuls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEADROOM = 2.0**15  # saved exponentials are at most this, so that float16 holds
 
 
 class Head(NamedTuple):
-    """What makes logits of products and says which one is a token's target: shared by forward and backward.
+    """What makes logits of matmuls and says which one is a token's target: shared by forward and backward.
 
     z = scale (x w^T + b), or softcap tanh(z / softcap) of that if softcap is not 0. first: the vocabulary entry of w's first
     row. A token whose target is ignore_index has no gradient.
@@ -30,7 +30,7 @@ class Head(NamedTuple):
     precision: str = "ieee"
 
 
-def wide_product(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
+def upcast_matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
     """a b in the wide type, or in that of `out`, to which it is added if `add`. A CPU copies 16-bit operands to float32."""
     wide = wide_of(a.dtype)
     if a.dtype != wide and a.is_cuda:
@@ -49,7 +49,7 @@ def wide_product(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool =
 
 def uncapped_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> Tensor:
     """scale (x w^T + b) [M, V] in the wide type; in the memory of `out`, if that has it."""
-    u = wide_product(x, w.t(), out=out if out is not None and out.dtype == wide_of(x.dtype) else None)
+    u = upcast_matmul(x, w.t(), out=out if out is not None and out.dtype == wide_of(x.dtype) else None)
     if b is not None:
         u += b
     return u if head.scale == 1.0 else u.mul_(head.scale)

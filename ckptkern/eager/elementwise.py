@@ -118,7 +118,7 @@ def dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """In which sums and products of elements are taken."""
+    """In which sums and matmuls of elements are taken."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .elementwise import ACTIVATIONS, act, column_sum, wide_of
-from .linear import product
+from .linear import linear
 
 
 class Groups(NamedTuple):
@@ -54,7 +54,7 @@ def _tokens(groups: Groups) -> Tensor:
 def _gate_up_of(x: Tensor, w: Tensor, b: Tensor | None, groups: Groups) -> Callable[[int, slice], Tensor]:
     """(expert, its rows) -> [g | u] of these rows. One expert after another, so that what is larger than a result is small."""
     tokens = _tokens(groups)
-    return lambda expert, rows: product(x[tokens[rows]], w[expert], None if b is None else b[expert])
+    return lambda expert, rows: linear(x[tokens[rows]], w[expert], None if b is None else b[expert])
 
 
 def experts_fwd(x, w, b, groups, activation, precision, *, save_gu=False):
@@ -97,11 +97,11 @@ def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds):
     return weighted, grads, of_slots
 
 
-def experts_product(a, w, b, groups, precision, *, transposed):
+def experts_gemm(a, w, b, groups, precision, *, transposed):
     y = a.new_zeros((a.shape[0], w.shape[1 if transposed else 2]))
     for expert, rows in _each(groups):
         matrix = w[expert] if transposed else w[expert].t()
-        y[rows] = product(a[rows], matrix, None if b is None else b[expert])
+        y[rows] = linear(a[rows], matrix, None if b is None else b[expert])
     return y
 
 
@@ -122,7 +122,7 @@ def experts_dw(a, b, groups, precision, out, *, gathered, add=False):
         out.zero_()
     for expert, rows in _each(groups):
         left, right = (t[tokens[rows]] if gathered == side else t[rows] for side, t in (("a", a), ("b", b)))
-        if add:  # a CPU has no such product
+        if add:  # a CPU has no such matmul
             left, right = left.to(wide_of(a.dtype)), right.to(wide_of(a.dtype))
         out[expert] += torch.mm(left.t(), right)
 

@@ -9,10 +9,10 @@ from ..bits import pack_bits
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, column_sum_if, dropped
 
 
-def product(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
     """x w^T + b for x [M, K], w [N, K], b [N] or None; written to `out`, if there is one.
 
-    A keyword costs a tenth of a small product's host time, out=None too.
+    A keyword costs a tenth of a small matmul's host time, out=None too.
     """
     if out is None:
         return torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
@@ -27,13 +27,13 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
 
 
 def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_z=False, save_bits=False):
-    z = product(x, w, b)
+    z = linear(x, w, b)
     h = dropped(act(z, activation), dropout, row_base)
     return h, z if save_z else None, pack_bits(~(z <= 0)) if save_bits else None
 
 
 def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
-    return act_bwd(dh, product(x, w, b), activation, db=db)
+    return act_bwd(dh, linear(x, w, b), activation, db=db)
 
 
 def hidden_grad(dh, z, activation, *, save_h=False, db=False):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, column_sum_if, dropped
-from .linear import act_grad, product
+from .linear import act_grad, linear
 
 
 def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False):
     return act_grad(
-        dy, w2, product(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, save_h=save_h,
+        dy, w2, linear(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, save_h=save_h,
         h_over_z=True, db=db,
     )  # fmt: skip
 
 
 def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_gu=False):
-    g, u = product(x, wg, bg), product(x, wu, bu)
+    g, u = linear(x, wg, bg), linear(x, wu, bu)
     h = dropped(act(g, activation) * u, dropout, row_base)
     return (h, g, u) if save_gu else (h, None, None)
 
@@ -26,7 +26,7 @@ def gated_bwd(
     dbu=False,
 ):  # fmt: skip
     return gated_act_grad(
-        dy, wd, product(x, wg, bg), product(x, wu, bu), activation, precision, dropout=dropout, row_base=row_base,
+        dy, wd, linear(x, wg, bg), linear(x, wu, bu), activation, precision, dropout=dropout, row_base=row_base,
         save_h=save_h, dbg=dbg, dbu=dbu,
     )  # fmt: skip
 

@@ -194,14 +194,14 @@ class LinearCrossEntropy(Op):
         weights = all_weights if o.label_smoothing else None
 
         transient = M * dtype.itemsize
-        if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's products copy
+        if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's matmuls copy
             narrow, saved_too = dtype != wide, logits is not None
             held = max(narrow + saved_too, 3 * bool(o.softcap))
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
         chunks = vocabulary_chunks(V, transient, o.workspace)
         widest = max((stop - start for start, stop in chunks), default=0)
         workspace_rows = lse.new_empty((M, -(-widest // COLUMNS) * COLUMNS), dtype=dtype)
-        summed = len(chunks) != 1 or bool(o.group)  # then dx is a sum of several products, in the wide type
+        summed = len(chunks) != 1 or bool(o.group)  # then dx is a sum of several matmuls, in the wide type
         dx = lse.new_empty((M, d), dtype=wide if summed else dtype) if need_dx else None
         main = main_grad_of(w) if need_dw else None
         dw = main if main is not None else torch.empty_like(w) if need_dw else None
@@ -221,9 +221,9 @@ class LinearCrossEntropy(Op):
             if need_db:
                 db[start:stop] = total
             if need_dw:
-                eager.wide_product(dz.t(), rows, out=dw[start:stop], add=main is not None)
+                eager.upcast_matmul(dz.t(), rows, out=dw[start:stop], add=main is not None)
             if need_dx:
-                eager.wide_product(dz, w_[start:stop], out=dx, add=start > 0)
+                eager.upcast_matmul(dz, w_[start:stop], out=dx, add=start > 0)
 
         for start, stop in chunks:
             of_entries(start, stop)
@@ -307,7 +307,7 @@ def linear_cross_entropy(
         vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
         on all ranks, and so are the loss and input's gradient. One all-gather of 12 bytes a token, one all-reduce of input's
         gradient in float32.
-    recompute: what is saved for backward besides the arguments, bytes a token, and the products run, forward + backward:
+    recompute: what is saved for backward besides the arguments, bytes a token, and the matmuls run, forward + backward:
 
         "none", "selective"  2 V and V/16 more (float32: 4 V)    3      exponentials of logits; with a softcap logits, in
                                                                         input's type

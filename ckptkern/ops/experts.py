@@ -72,7 +72,7 @@ class Experts(Op):
         groups = eager.route(index, len(w))
         save_gu = o.recompute != "full"
         h, gu = p.experts_fwd(rows_2d(x), w, b, groups, o.activation, o.precision, save_gu=save_gu)
-        y = p.experts_combine(p.experts_product(h, wd, bd, groups, o.precision, transposed=True), s, groups)
+        y = p.experts_combine(p.experts_gemm(h, wd, bd, groups, o.precision, transposed=True), s, groups)
         return unflattened(y, x.shape[:-1]), groups._asdict() | {"gu": gu}
 
     @staticmethod
@@ -86,7 +86,7 @@ class Experts(Op):
         w_, b_, wd_ = (cast_parameter(t, dtype) for t in (w, b, wd))
         grads = dict.fromkeys(range(7))
         wanted = dict(hs=need_wd, dgu=need_x or need_w or need_b, ds=need_s)
-        if need_wd and not (wanted["dgu"] or need_s):  # forward's h, without the product that gives its gradient
+        if need_wd and not (wanted["dgu"] or need_s):  # forward's h, without the matmul that gives its gradient
             gu = p.experts_fwd(x, w_, b_, groups, o.activation, o.precision, save_gu=True)[1] if gu is None else gu
             h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dtype)
             hs = (h.to(wide) * weights.reshape(-1)[order].to(wide)[:, None]).to(dtype)
@@ -108,7 +108,7 @@ class Experts(Op):
         if need_bd:
             grads[BD] = cast_parameter(p.experts_sums(dy, weights, groups, gathered=True), bd.dtype)
         if need_x:
-            rows = p.experts_product(dgu, w_, None, groups, o.precision, transposed=False)
+            rows = p.experts_gemm(dgu, w_, None, groups, o.precision, transposed=False)
             dgu = None
             grads[X] = unflattened(p.experts_combine(rows, None, groups), lead)
         return tuple(grads.values())
@@ -196,7 +196,7 @@ def moe_mlp(
     come twice in a row, or for no token: then its gradients are exact zeros. Sums over j ascend in float32, without atomics, so
     that results repeat bit for bit. Nothing waits for the host, and a call can be captured in a CUDA graph.
 
-    recompute: what is saved for backward besides parameters, and the products run, forward + backward, of T k rows:
+    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward, of T k rows:
 
         "none", "selective"  x, g, u, routing    9
         "full"               x, routing         11

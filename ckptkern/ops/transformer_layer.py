@@ -232,7 +232,7 @@ def transformer_layer(
     parameters:
 
         "none"       what the two blocks keep at "none", and what passes between them, if it does
-        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one product from o
+        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o
         "full"       x
 
     and key_value itself. "none" and "selective" keep these of both attentions. A pair of levels, of the attentions and of the

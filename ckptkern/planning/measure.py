@@ -4,7 +4,7 @@ Saved bytes: the model's forward runs once for each way, with saved-tensor hooks
 measured that would not fit. A storage that several segments may keep, such as what one hands to the next, has one name in all
 of these runs, so that the bytes of any mixture of ways are those of a union: exact, and not a sum.
 
-Time, products and workspace: one segment of each kind runs alone, forward and backward, on the input that it had in the model.
+Time, matmuls and workspace: one segment of each kind runs alone, forward and backward, on the input that it had in the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one forward and backward. seconds, workspace: None on the meta device. flops: of matrix products. workspace: how far
+    """Of one forward and backward. seconds, workspace: None on the meta device. flops: of matrix matmuls. workspace: how far
     backward rises above what forward saved, besides gradients."""
 
     seconds: float | None

@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """Seconds of the segments' forward and backward; on the meta device, flops of their matrix products."""
+        """Seconds of the segments' forward and backward; on the meta device, flops of their matrix matmuls."""
         return sum(self.cost_of(row, way) for row, way in zip(self.table.rows, self.chosen, strict=True))
 
     @property
@@ -191,12 +191,12 @@ def plan(
     those of a layer also a level for each sublayer, such as "full/none"; and each of them with what is saved going to one of
     `stores`.
 
-    What is measured: saved bytes of every segment, exactly, by forwards of the model that hold nothing; time, products and
+    What is measured: saved bytes of every segment, exactly, by forwards of the model that hold nothing; time, matmuls and
     workspace of one segment of each kind, alone. The choice is the optimum of an integer programme (SciPy's milp) over that
     table. Of segments that are alike, the first are recomputed and the last keep, which peaks lowest.
 
     example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
-    around the call of plan. On meta tensors the products take the place of the time. The random states, buffers and modes are
+    around the call of plan. On meta tensors the matmuls take the place of the time. The random states, buffers and modes are
     afterwards as before.
     budget: bytes that the forward may keep, besides parameters and buffers: an int, or a size such as "10GiB". None: what is
     free on the device, less gradients and workspace.

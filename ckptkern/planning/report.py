@@ -31,7 +31,7 @@ class Line:
     """A segment at a level, "stock PyTorch" for its forward before convert.
 
     saved: bytes that it saves for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
-    their matrix products. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
+    their matrix matmuls. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
     workspace are None on the meta device.
     """
 
@@ -215,7 +215,7 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
     model is as before in any case. Members of lists of layers without a segment inside are shown as general segments.
 
     Saved bytes are counted, and exact, on any device. Times are medians of one segment of each kind, run alone in turns with
-    its other levels, on the input that it has in the model. products: torch's FlopCounterMode. Memory over the step: what the
+    its other levels, on the input that it has in the model. matmuls: torch's FlopCounterMode. Memory over the step: what the
     profiler saw the allocator do in one training step of the whole model at each level; a level that does not fit is left out.
 
     example_inputs, example_kwargs: a call of the model, of the size that training has. If the output has a `loss`, that is

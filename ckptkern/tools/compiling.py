@@ -150,7 +150,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 class Built(NamedTuple):
-    """A kernel with products as compiled. tile: "128x256x64, 8 warps, 3 stages, SUB 4" and a bound of registers; stack, shared:
+    """A kernel with matmuls as compiled. tile: "128x256x64, 8 warps, 3 stages, SUB 4" and a bound of registers; stack, shared:
     bytes a thread, a block."""
 
     kernel: str
@@ -160,16 +160,16 @@ class Built(NamedTuple):
 
 
 def built(call: Callable, arch: int) -> list[Built]:
-    """What the launches of products in `call()` are on compute capability `arch`, each once. Nothing is launched; a launch
+    """What the launches of matmuls in `call()` are on compute capability `arch`, each once. Nothing is launched; a launch
     that comes later finds the same in Triton's cache."""
     import triton
 
     from ..triton_kernels import fences
 
     compile = fences.compile_fenced if fences.MISSING else triton.compile
-    products = [caught for caught in catch_launches(call, arch) if "BLOCK_K" in caught[2]]
+    matmuls = [caught for caught in catch_launches(call, arch) if "BLOCK_K" in caught[2]]
     found = {}
-    for one, options in ((specialize(*caught, arch), caught[2]) for caught in products):
+    for one, options in ((specialize(*caught, arch), caught[2]) for caught in matmuls):
         if one.key not in found:
             compiled = compile(_source_of(one), one.target, one.options.__dict__)
             tile = "{BLOCK_M}x{BLOCK_N}x{BLOCK_K}, {num_warps} warps, {num_stages} stages, SUB {SUB}".format(**options)

@@ -1,4 +1,4 @@
-"""The routes of one product and their tiles: checked against float64, then timed in turns."""
+"""The routes of one matmul and their tiles: checked against float64, then timed in turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .verify import error_ratio, gradients, relative_errors
 MARGIN = 0.03  # of the default's median
 ROUNDS, ENOUGH = 30, 5
 REACH = 0.1  # routes that are this much slower than the quickest have their tiles tried, too
-CHECKED_ROWS, CHECKED_RESULTS = 256, 2**22  # of a product; on a GPU so many that tiles are those of many rows
+CHECKED_ROWS, CHECKED_RESULTS = 256, 2**22  # of a matmul; on a GPU so many that tiles are those of many rows
 ERROR_AT_MOST = 2.0  # in units of eager's own: the rule of verify and of the benchmarks
 
 
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
         return _routes.size_class(max(self.features, self.out))
 
     def key(self, device: torch.device) -> tuple:
-        """(backend, device type, index, dtype, size): what it has in common with the ops' other products of that size."""
+        """(backend, device type, index, dtype, size): what it has in common with the ops' other matmuls of that size."""
         backend = _choices.choose_backend("tune", torch.empty(0, dtype=self.dtype, device=device))
         return backend, device.type, device.index, self.dtype, self.size
 
@@ -238,7 +238,7 @@ class Race:
         return device_shared_memory(self.device.index) if self.device.type == "cuda" else None
 
     def _compiled(self, route: str) -> list[Built]:
-        """The products that a step launches by that route."""
+        """The matmuls that a step launches by that route."""
         from ..triton_kernels.tile import device_arch
 
         def call() -> None:

@@ -1,4 +1,4 @@
-"""``python -m ckptkern tune``: measure which route is quickest for each product here, with which tiles, and remember it for
+"""``python -m ckptkern tune``: measure which route is quickest for each matmul here, with which tiles, and remember it for
 this machine.
 
 Of every op, dtype, size and number of rows the routes (`ops/_routes.py`) are checked against float64, then timed in turns,
@@ -83,7 +83,7 @@ def shapes_of(text: str) -> list[tuple[int, int]]:
 
 
 def of_model(target: str, dtypes: Sequence[torch.dtype] = ()) -> list[tuple]:
-    """(op, features, hidden, out, dtype) of the products that a forward of FILE:FUNCTION's model meets, each once, in these
+    """(op, features, hidden, out, dtype) of the matmuls that a forward of FILE:FUNCTION's model meets, each once, in these
     dtypes or those that it runs in."""
     model, given, named = model_and_inputs(load(target)())
     choice = _choices._choice
@@ -101,29 +101,29 @@ def of_model(target: str, dtypes: Sequence[torch.dtype] = ()) -> list[tuple]:
     return list(found)
 
 
-def products(args: argparse.Namespace, cuda: bool) -> list[tuple]:
+def matmuls(args: argparse.Namespace, cuda: bool) -> list[tuple]:
     """(op, features, hidden, out, dtype) of what the command line asks for, the most valuable first."""
     dtypes = [DTYPES[name] for name in args.dtype or ()]
     if args.model:
         if given := [f"--{name}" for name in ("ops", "shapes") if getattr(args, name)]:
-            raise ValueError(f"--model says which products: {' and '.join(given)} cannot be given with it")
+            raise ValueError(f"--model says which matmuls: {' and '.join(given)} cannot be given with it")
         return of_model(args.model, dtypes)
 
-    def product(op: str, features: int, hidden: int | None, dtype: torch.dtype) -> tuple:
+    def problem(op: str, features: int, hidden: int | None, dtype: torch.dtype) -> tuple:
         if op == "linear_act":
             return op, features, 0, hidden or features, dtype
         return op, features, hidden or 4 * features, features, dtype
 
     shapes = args.shapes or [(n, None) for n in (SIZES if cuda else CPU_SIZES)]
     dtypes = dtypes or [torch.bfloat16, torch.float16]
-    return [product(op, *shape, dtype) for dtype in dtypes for shape in shapes for op in args.ops or OPS]
+    return [problem(op, *shape, dtype) for dtype in dtypes for shape in shapes for op in args.ops or OPS]
 
 
 def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
-    """The products with many rows, each type's then with few, where a table has a row of its own for them."""
+    """The matmuls with many rows, each type's then with few, where a table has a row of its own for them."""
     rows = [args.tokens] if args.tokens else ROWS if device.type == "cuda" else CPU_ROWS
-    wanted = products(args, device.type == "cuda")
-    found = [Problem(*product, tokens) for tokens in rows for product in wanted]
+    wanted = matmuls(args, device.type == "cuda")
+    found = [Problem(*matmul, tokens) for tokens in rows for matmul in wanted]
     dtypes = list(dict.fromkeys(problem.dtype for problem in found))
     return sorted(
         (problem for problem in found if problem.tokens == rows[0] or problem.few(device)),
@@ -150,8 +150,8 @@ def finished(rows: Sequence[dict[str, Any]], todo: Sequence[Problem], device: to
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern tune``."""
     parser.description = (
-        "Measure which route is quickest for each product on this machine (our kernels, and with which tiles; cuBLAS and "
-        "elementwise kernels; one kernel for two products; on a CPU, 16-bit products as they are or through float32), and "
+        "Measure which route is quickest for each matmul on this machine (our kernels, and with which tiles; cuBLAS and "
+        "elementwise kernels; one kernel for two matmuls; on a CPU, 16-bit matmuls as they are or through float32), and "
         "write the table that ckptkern then reads. Nothing is tuned unless you ask."
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
@@ -162,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes", type=shapes_of, help="FEATURESxHIDDEN,... (linear_act: INxOUT); default: one of each size"
     )
-    parser.add_argument("--model", metavar="FILE:FUNCTION", help="the products of your model, as `report` loads it")
+    parser.add_argument("--model", metavar="FILE:FUNCTION", help="the matmuls of your model, as `report` loads it")
     parser.add_argument("--tokens", type=int, help="rows (default: 8192, and 128 in 16-bit types; on a CPU 512)")
     parser.add_argument(
         "--minutes",
@@ -189,7 +189,7 @@ def unreached(problems: int, reached: Sequence[Outcome]) -> str:
     if not never and not partly:
         return ""
     return (
-        f"the time is over: {never} of {problems} products were not reached, and {partly} only in part. The same command again "
+        f"the time is over: {never} of {problems} matmuls were not reached, and {partly} only in part. The same command again "
         "begins with them; --minutes gives more at once"
     )
 
@@ -235,7 +235,7 @@ def main(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"ckptkern tune: {error}", file=sys.stderr)
         return 2
-    print(f"{machine['device']}, torch {machine['torch']}: {len(todo)} products, at most {args.minutes:g} minutes")
+    print(f"{machine['device']}, torch {machine['torch']}: {len(todo)} matmuls, at most {args.minutes:g} minutes")
     outcomes, rows, deadline = [], [], time.perf_counter() + 60 * args.minutes
     with progress("tune", len(todo)) as bar, ops.backend("auto"):
         for n, problem in enumerate(todo):

@@ -88,21 +88,21 @@ def test_launches_are_those_of_real_tensors(name, counts):
 def test_a_gpt_layer_by_hand():
     found = steps("gpt_layer", 1024, 4096, 2048)
     kinds = [launch.kind for launch in found[cases.EAGER].forward]
-    assert kinds == ["norm", "product", "core", "product", "elementwise", "norm", *(["product", "elementwise"] * 2)]
+    assert kinds == ["norm", "matmul", "core", "matmul", "elementwise", "norm", *(["matmul", "elementwise"] * 2)]
     again = len(found[cases.CHECKPOINT].backward) - len(found[cases.EAGER].backward)
-    assert again == len(kinds) - 2  # stops before the last product and the sum after it
+    assert again == len(kinds) - 2  # stops before the last matmul and the sum after it
     assert len(found[cases.CHECKPOINT].backward) - len(found[sheet.SAVED].backward) == 1  # the core
     assert found[cases.CHECKPOINT].saved == 4096 * 1024 * 2
     assert found[sheet.SAVED].saved > found[cases.CHECKPOINT].saved + 4096 * 1024 * 2
 
 
 def test_a_llama_layer_by_hand():
-    """Two norms, seven products, a core; two rotations of five passes, two sums, SiLU and its product. A norm is one kernel."""
+    """Two norms, seven matmuls, a core; two rotations of five passes, two sums, SiLU and its matmul. A norm is one kernel."""
     found = steps("llama_layer", 1024, 4096, 2048)[cases.EAGER]
-    assert Counter(launch.kind for launch in found.forward) == {"norm": 2, "product": 7, "core": 1, "elementwise": 14}
+    assert Counter(launch.kind for launch in found.forward) == {"norm": 2, "matmul": 7, "core": 1, "elementwise": 14}
     assert Counter(launch.kind for launch in found.backward if launch.kind != "elementwise") == {
         "norm": 2,
-        "product": 14,
+        "matmul": 14,
         "core": 1,
     }
     (core,) = [launch for launch in found.forward if launch.kind == "core"]
@@ -131,7 +131,7 @@ TOKENS, TOP_K, D, H, EXPERTS = 256, 2, 64, 24, 8  # of the narrow mixture
 
 
 def test_a_mixture_by_hand():
-    """transformers' way: a gather, two grouped products around silu and its product, weights, a second gather, a sum; the
+    """transformers' way: a gather, two grouped matmuls around silu and its matmul, weights, a second gather, a sum; the
     gradients of gathers add rows up. What it keeps is what tests/nn counts on a CPU, and x for the router."""
     found = steps("moe_mlp-silu", D, TOKENS)
     rows, eager = TOKENS * TOP_K, found[cases.EAGER]
@@ -142,17 +142,17 @@ def test_a_mixture_by_hand():
         (EXPERTS * D, H, rows // EXPERTS), (padded, H, D), (EXPERTS * 2 * H, D, rows // EXPERTS), (padded, D, 2 * H),
     ]  # fmt: skip
     assert sum(launch.flops for launch in grouped) == 9 * 2 * rows * D * H
-    assert Counter(launch.kind for launch in eager.launches if launch not in grouped)["product"] == 3  # the router's
+    assert Counter(launch.kind for launch in eager.launches if launch not in grouped)["matmul"] == 3  # the router's
     assert Counter(launch.name.split()[0] for launch in eager.backward)["index_put"] == 3
     router = 2 * TOKENS * D + 2 * TOKENS * TOP_K
     assert eager.saved == router + rows * (2 * (2 * D + 4 * H + 1) + 3 * 8) + 4 * EXPERTS
     again = [launch.name for launch in found[cases.CHECKPOINT].backward if launch.name.startswith("_grouped_mm")]
-    assert len(again) == 4 + 2  # its output is multiplied, so that the last product runs again, too
+    assert len(again) == 4 + 2  # its output is multiplied, so that the last matmul runs again, too
 
 
 @pytest.mark.parametrize("tile", [64, 128])
 def test_experts_of_ours_by_hand(tile):
-    """65536 rows of 128 experts; whole tiles, the last of each expert half empty. The products of a forward share a loop."""
+    """65536 rows of 128 experts; whole tiles, the last of each expert half empty. The matmuls of a forward share a loop."""
     named = dict(BLOCK_M=tile, BLOCK_N=128, BLOCK_K=64, R=65536, N=768, K=2048, offs_ptr=torch.empty(129))
     caught = types.SimpleNamespace(name="_experts_fwd_kernel", named=named)
     flops, shape = trace._expert_kernel(caught.name, named)
@@ -200,7 +200,7 @@ def test_bytes_are_read_and_written_once():
     assert [launch.bytes for launch in log] == [3 * size, 2 * size, 9 * size, size + 32 * 2]
 
 
-def test_a_kernel_with_products_that_no_table_names():
+def test_a_kernel_with_matmuls_that_no_table_names():
     kernel = types.SimpleNamespace(fn=types.SimpleNamespace(__name__="_new_kernel"), params=[])
     with pytest.raises(NotImplementedError, match="_new_kernel has a BLOCK_K but no entry in PRODUCTS"):
         trace.triton_launch(trace.Caught(kernel, (1,), (), {"BLOCK_K": 64}))
@@ -237,7 +237,7 @@ def test_more_tokens_and_slower_parts_cost_more(gpu, name, length):
 
 
 def test_checkpoint_by_hand():
-    """eager, and the first product and GELU again: torch stops early, before the last product."""
+    """eager, and the first matmul and GELU again: torch stops early, before the last matmul."""
     d, rows = 128, 4096
     found = steps("mlp-gelu", d, rows)
     h, gap = 4 * d, H200.launch
@@ -283,7 +283,7 @@ def priced(launch, **changes) -> price.Price:
     return price.price(launch, H200, lambda caught: dataclasses.replace(CODE, **changes))
 
 
-def test_a_product_of_ours_by_hand():
+def test_a_matmul_of_ours_by_hand():
     """4096 tiles of 128 x 128 on 132 SMs; 128 wide, so shared memory slows the tensor cores by 1.13."""
     tensor = 2 * 128 * 128 * 1024 / 4096 / 0.86 * 1.13
     alone = math.ceil(4096 / 132) * (tensor + 800 + 1000 * 2 / 0.80) / 1.55e9
@@ -365,7 +365,7 @@ SASS = """
 """
 
 
-def test_the_innermost_loop_with_products_is_found():
+def test_the_innermost_loop_with_matmuls_is_found():
     """The wait in it is a loop of its own, behind all."""
     loops, others = machine_code.innermost_loops(SASS)
     assert loops == [["MUFU.EX2", "BRA", "HGMMA.64", "BRA"]]
@@ -440,16 +440,16 @@ def test_launches_of_experts(outcome):
     """Tiles, gate and up, tiles, down, and the sum over each row's experts. Backward has no gathered row to add up."""
     launched, *_ = outcome
     rows, router = 8192 * 8, 3 * 2 * 8192 * 8 * 2048
-    for level, products, first in (("selective", 9, "experts_act_grad"), ("full", 11, "experts_bwd")):
+    for level, matmuls, first in (("selective", 9, "experts_act_grad"), ("full", 11, "experts_bwd")):
         found = launched[f"h200 moe_mlp-silu/d2048x8192 ckptkern {level}"]
         ours = [name for name in found["forward"] if name == "tiles" or name.startswith("experts")]
-        assert ours == ["tiles", "experts_fwd", "tiles", "experts_product", "experts_combine"]
+        assert ours == ["tiles", "experts_fwd", "tiles", "experts_gemm", "experts_combine"]
         ours = [name for name in found["backward"] if name.startswith("experts")]
-        assert ours == [first, "experts_dw", "experts_dw", "experts_product", "experts_combine"]
-        assert found["flops"] == products * 2 * rows * 2048 * 768 + router
+        assert ours == [first, "experts_dw", "experts_dw", "experts_gemm", "experts_combine"]
+        assert found["flops"] == matmuls * 2 * rows * 2048 * 768 + router
     eager = launched["h200 moe_mlp-silu/d2048x8192 eager"]
     assert eager["flops"] == 9 * 2 * rows * 2048 * 768 + router
-    # of ours at the last product: the weights' gradients, dg and du, the rows of dx, y and dy; and at "selective" g and u
+    # of ours at the last matmul: the weights' gradients, dg and du, the rows of dx, y and dy; and at "selective" g and u
     weights, wide, narrow, small = 2 * 128 * 3 * 2048 * 768, 2 * rows * 2048, 2 * rows * 768, 2**21
     full, selective, eager = (launched[f"h200 moe_mlp-silu/d2048x8192 {way}"]["peak"] for way in
                               ("ckptkern full", "ckptkern selective", "eager"))  # fmt: skip
@@ -495,8 +495,8 @@ def test_the_command(outcome):
     }
     by_way = {row["way"]: row for row in rows}
     assert list(by_way) == ["eager", "torch checkpoint", "ckptkern selective", "ckptkern full"]
-    product = 2 * 128 * 4096 * 4096 / 1e9
-    assert [round(float(row["gflop"]) / product, 3) for row in rows] == [3, 4, 3, 4]
+    matmul = 2 * 128 * 4096 * 4096 / 1e9
+    assert [round(float(row["gflop"]) / matmul, 3) for row in rows] == [3, 4, 3, 4]
     assert [(row["launches_fwd"], row["launches_bwd"]) for row in rows] == [
         ("2", "4"),
         ("2", "6"),
@@ -534,10 +534,10 @@ def test_calibration_recovers_other_rates(sample, scales):
 
 
 def test_calibration_leaves_what_no_row_depends_on(sample):
-    faster = dataclasses.replace(H200, scales=rates.Scales(products=0.8))
-    some = sample[:6]  # torch's products, of MLPs and chains
+    faster = dataclasses.replace(H200, scales=rates.Scales(matmuls=0.8))
+    some = sample[:6]  # torch's matmuls, of MLPs and chains
     fitted = calibrate.fit(H200, some, [1e3 * seconds(step.launches, faster) for step in some], no_codes)
-    assert fitted.gpu.scales.products == pytest.approx(0.8, rel=1e-3)
+    assert fitted.gpu.scales.matmuls == pytest.approx(0.8, rel=1e-3)
     assert fitted.gpu.scales.attention == fitted.gpu.scales.kernels == 1.0
     assert fitted.errors.attention == fitted.errors.kernels == math.inf
 
@@ -559,7 +559,7 @@ def results(tmp_path):
 
 
 def test_calibrate_and_rates_as_commands(results, capsys, tmp_path):
-    scales = rates.Scales(products=1.25, bandwidth=0.9, launch=2.0)
+    scales = rates.Scales(matmuls=1.25, bandwidth=0.9, launch=2.0)
     slower, found = dataclasses.replace(H200, scales=scales), []
     for item in cases.items("cuda"):
         if item.name in ("mlp-gelu/d256x16384", "mlp-gelu/d2048x16384", "linear_stack-relu/d32x262144"):
@@ -652,8 +652,8 @@ def test_published_figures_are_what_their_group_counts():
             model = group.item.case.model(width)
         weights = (p for name, p in model.named_parameters() if "router" not in name)
         per_row = sum(p.numel() for p in weights) // getattr(model, "experts", 1) * getattr(model, "top_k", 1)
-        products = group.flops / (2 * tokens * per_row)  # of all matrices that a row meets
-        assert products == {published.STEP: 3, published.FORWARD: 1, published.BACKWARD: 3}[group.part]
+        matmuls = group.flops / (2 * tokens * per_row)  # of all matrices that a row meets
+        assert matmuls == {published.STEP: 3, published.FORWARD: 1, published.BACKWARD: 3}[group.part]
         for one in group.figures:
             whole = group.complete(one)
             assert whole.ms * whole.tflops * 1e9 == pytest.approx(group.flops)

@@ -139,7 +139,7 @@ def test_gradients_that_are_never_formed_are_refused() -> None:
         logits.retain_grad()
     with pytest.raises(RuntimeError, match="grad of logits whose loss was taken"):
         torch.autograd.grad(loss, logits, allow_unused=True)
-    torch.autograd.grad(logits.sum(), logits.product.weight)
+    torch.autograd.grad(logits.sum(), logits.matmul.weight)
 
 
 def test_a_copy_tells_its_own_layout() -> None:

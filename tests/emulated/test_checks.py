@@ -279,7 +279,7 @@ def test_two_values_at_one_address():
     run("mov.b32 %r2, 5;\nst.global.b32 [%rd1], %r2;", numbers())
 
 
-# zeros in shared memory, and a product of a warp group that reads them: a at 0, b at 2048, rows of 16 bytes, no swizzle
+# zeros in shared memory, and a matmul of a warp group that reads them: a at 0, b at 2048, rows of 16 bytes, no swizzle
 PRODUCT = """
 shl.b32 %r10, %r1, 5;
 mov.b32 %r2, 0;
@@ -308,7 +308,7 @@ st.global.b32 [%rd12], %r20;
         ("wgmma.commit", "st.shared.b32 [%r10], %r2;\nwgmma.commit", "in flight"),
     ],
 )
-def test_a_product_of_a_warp_group(old, new, kind):
+def test_a_matmul_of_a_warp_group(old, new, kind):
     x = np.full(128, 9, np.uint32)
     run(PRODUCT, x, threads=128)
     assert not x.any()

@@ -40,7 +40,7 @@ def rounded(value: Fraction) -> np.float32:
 
 
 def test_fma_is_rounded_once():
-    """Among them products whose rounded sum in float64 lies on a tie of float32."""
+    """Among them matmuls whose rounded sum in float64 lies on a tie of float32."""
     random = np.random.default_rng(0)
     a, b = (random.standard_normal(3000).astype(np.float32) for _ in range(2))
     c = (-a.astype(np.float64) * b * (1 + random.integers(-3, 4, 3000) * 2.0**-24)).astype(np.float32)

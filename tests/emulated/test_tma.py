@@ -504,9 +504,9 @@ def attend(kernel: dict, kind: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize(
     ("name", "grid"),
-    [*((name, (n,)) for name in ("product", "specialized", "two groups") for n in (1, 3)), ("described", (4, 2))],
+    [*((name, (n,)) for name in ("matmul", "specialized", "two groups") for n in (1, 3)), ("described", (4, 2))],
 )
-def test_product(kernels, name, grid, kind):
+def test_linear(kernels, name, grid, kind):
     """Sums that differ in float32's last bits may round to the next number of 16 bits."""
     got, expected = multiply(kernels[f"{name} {kind}"], kind, grid)
     assert np.allclose(got, expected, rtol=2**-7 if kind == "bf16" else 2**-10, atol=1e-5)
@@ -526,7 +526,7 @@ def changed(kernel: dict, pattern: str, replacement: str, count: int = 0) -> dic
     return {**kernel, "ptx": ptx}
 
 
-@pytest.mark.parametrize(("name", "compute"), [("product", multiply), ("attention", attend)])
+@pytest.mark.parametrize(("name", "compute"), [("matmul", multiply), ("attention", attend)])
 def test_two_warp_groups_of_one_tile(kernels, name, compute):
     """Triton 3.7.1's warp_specialize on sm_90 has both of its warp groups compute and store every tile."""
     kernel = kernels[f"{name} alike"]
@@ -550,13 +550,13 @@ KERNEL_BUGS = {
     "it expects one byte too much": ("two groups", r"(expect_tx.*), 24576;", r"\1, 24577;", "hang"),
     "the consumer's wait dropped": ("specialized", r"(?s)@!complete bra\.uni waitLoop;(.*@!comp)", r"\1", "in flight"),
     "the producer's wait dropped": ("specialized", r"(?s)(@!complete bra.*)@!complete bra\.uni waitLoop;", r"\1", "mbarrier"),
-    "waits of one block dropped": ("product", r"@!complete bra\.uni waitLoop;", "", "in flight"),
+    "waits of one block dropped": ("matmul", r"@!complete bra\.uni waitLoop;", "", "in flight"),
     "proxy fence dropped": ("specialized", r"fence\.proxy\.async\S*;", "", "proxy"),
-    "proxy fence of one block dropped": ("product", r"fence\.proxy\.async\S*;", "", "proxy"),
+    "proxy fence of one block dropped": ("matmul", r"fence\.proxy\.async\S*;", "", "proxy"),
     "wait_group.read dropped": ("specialized", r"cp\.async\.bulk\.wait_group\.read\s+0;", "", "in flight"),
     "wait_group.read one too lax": ("two groups", r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\g<1>1;", "in flight"),
     "wgmma's wait dropped": ("specialized", r"wgmma\.wait_group\S*\s+0;", "", "in flight|race"),
-    "wgmma's wait for all but one dropped": ("product", r"wgmma\.wait_group\S*\s+1;", "", "in flight"),
+    "wgmma's wait for all but one dropped": ("matmul", r"wgmma\.wait_group\S*\s+1;", "", "in flight"),
     "barriers of the consumer dropped": ("specialized", r"bar\.sync\s+0, 128;", "", "race"),
     "a map that nobody acquires": ("described", r"@%p\d+ fence\.proxy\.tensormap.*", "", "tensor map"),
     "a map without a box": ("described", r"(@%p\d+ )?tensormap\.replace\.tile\.box_dim.* 0x1, .*", "", "tensor map"),
@@ -573,7 +573,7 @@ def test_injected_in_a_kernel(kernels, name):
     assert re.fullmatch(kind, found.value.kind), found.value
 
 
-@pytest.mark.parametrize("name", ["product", "specialized"])
+@pytest.mark.parametrize("name", ["matmul", "specialized"])
 def test_another_swizzle_gives_other_numbers(kernels, name):
     got, expected = multiply(kernels[f"{name} bf16"], "bf16", (1,), swizzles=(0, 1, 0, 3))
     assert (got == expected).mean() < 0.5

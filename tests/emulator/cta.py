@@ -75,7 +75,7 @@ class CTA:
         self.open_copies: list[tuple] = []  # cp.async since the last commit
         # groups of them, by the threads that committed them; of wgmma, the same way, and the last group is open
         self.copies: defaultdict[bytes, list[list]] = defaultdict(list)
-        self.products: defaultdict[bytes, list[list]] = defaultdict(lambda: [[]])
+        self.matmuls: defaultdict[bytes, list[list]] = defaultdict(lambda: [[]])
         self.pending: dict[int, Pending] = {}
         self.held = np.full(self.warps, kernel.maxnreg)  # registers that a thread of each warp may use
         self.growing: list[tuple] = []  # (strand, its warps, registers that they want, instruction)
@@ -401,25 +401,25 @@ class CTA:
             left, read = self._described(a, 64, depth, type, transpose_a, groups, at)
         right, more = self._described(b, columns, depth, type, transpose_b, groups, at)
         threads = self.ids.reshape(-1, 128)[groups].reshape(-1)
-        product = matrices.group_product(left, right.swapaxes(1, 2))
+        matmul = matrices.group_gemm(left, right.swapaxes(1, 2))
         new = old.copy()
-        new[:, threads] = product + np.where(self.full(scale, threads), old[:, threads], np.float32(0))
+        new[:, threads] = matmul + np.where(self.full(scale, threads), old[:, threads], np.float32(0))
         here = None if threads.size == self.threads else np.isin(self.ids, threads)
         registers = []
         for before, values in zip(old, new, strict=True):
             array = np.where(True if here is None else here, np.float32(np.nan), before)
             self.pending[id(array)] = Pending(values, [(array, here)])
             registers.append(array)
-        self.products[self.who(mask)][-1].append((registers, [*read, *more], threads))
+        self.matmuls[self.who(mask)][-1].append((registers, [*read, *more], threads))
         return registers
 
     def wgmma_commit_group(self, mask, at) -> None:
-        self.products[self.who(mask)].append([])
+        self.matmuls[self.who(mask)].append([])
 
     def wgmma_wait_group(self, count: int, mask, at) -> None:
-        groups = self.products[self.who(mask)]
+        groups = self.matmuls[self.who(mask)]
         done = max(len(groups) - 1 - count, 0)
-        for registers, read, threads in (product for group in groups[:done] for product in group):
+        for registers, read, threads in (matmul for group in groups[:done] for matmul in group):
             for array in registers:
                 pending = self.pending[id(array)]
                 pending.land()

@@ -1,6 +1,6 @@
 """Where the elements of matrices are: in the registers of a warp (mma, ldmatrix) and in shared memory (wgmma, TMA).
 
-Layouts are those of "PTX ISA" 8.7, sections 9.7.14 (mma) and 9.7.15 (wgmma). Products are exact sums in float64, rounded once
+Layouts are those of "PTX ISA" 8.7, sections 9.7.14 (mma) and 9.7.15 (wgmma). Matmuls are exact sums in float64, rounded once
 to float32; a tensor core rounds otherwise.
 """
 
@@ -43,15 +43,15 @@ def operand(words: np.ndarray, side: str, type: str) -> np.ndarray:
 def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """mma's [4, threads]: the registers of a [warps, 16, K] @ b [warps, K, 8] + c [4, threads]."""
     warps = len(a)
-    product = (a @ b).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)  # row half, column, warp, row, lane
-    return (product + c.reshape(2, 2, warps, 8, 4)).astype(np.float32).reshape(4, -1)
+    matmul = (a @ b).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)  # row half, column, warp, row, lane
+    return (matmul + c.reshape(2, 2, warps, 8, 4)).astype(np.float32).reshape(4, -1)
 
 
-def group_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def group_gemm(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """wgmma's [columns / 2, threads]: the registers of a [groups, 64, K] @ b [groups, K, columns]."""
     groups, columns = len(a), b.shape[2]
-    product = (a @ b).reshape(groups, 4, 2, 8, columns // 8, 4, 2)  # group, warp, row half, row, block, lane, column
-    return np.ascontiguousarray(product.transpose(4, 2, 6, 0, 1, 3, 5)).reshape(columns // 2, -1)
+    matmul = (a @ b).reshape(groups, 4, 2, 8, columns // 8, 4, 2)  # group, warp, row half, row, block, lane, column
+    return np.ascontiguousarray(matmul.transpose(4, 2, 6, 0, 1, 3, 5)).reshape(columns // 2, -1)
 
 
 def transposed(words: np.ndarray) -> np.ndarray:

@@ -102,10 +102,10 @@ def flush(x):
 
 def fma(a, b, c):
     """float32 a b + c, rounded once: the float64 sum rounded to odd (Boldo and Melquiond 2008), then to float32."""
-    product, c = np.asarray(a, np.float64) * b, np.asarray(c, np.float64)
-    total = product + c
-    part = total - product
-    rest = (product - (total - part)) + (c - part)  # what the sum lost (Knuth's TwoSum)
+    matmul, c = np.asarray(a, np.float64) * b, np.asarray(c, np.float64)
+    total = matmul + c
+    part = total - matmul
+    rest = (matmul - (total - part)) + (c - part)  # what the sum lost (Knuth's TwoSum)
     bits = np.asarray(total).view(np.int64)
     inexact = (rest != 0) & (bits & 1 == 0) & np.isfinite(total)
     if np.any(inexact):
@@ -199,13 +199,13 @@ def insert_bits(a, b, position, length):
 
 
 def high_half(a, b, wide):
-    """The upper half of a product of integers."""
+    """The upper half of a matmul of integers."""
     half = 4 * np.dtype(wide).itemsize
     return np.asarray(np.asarray(a).astype(wide) * np.asarray(b).astype(wide) >> wide(half)).astype(a.dtype)
 
 
 def high_half_of_64(a, b):
-    """The upper 64 bits of a product of unsigned integers."""
+    """The upper 64 bits of a matmul of unsigned integers."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     a, b = np.asarray(a), np.asarray(b)
     middle = (a >> half) * (b & low) + ((a & low) * (b & low) >> half)

@@ -100,8 +100,8 @@ def _mul(w, i) -> None:
     kind = "" if type.startswith("bf") or type.endswith("x2") else kind_of(type)  # these have no integer forms
     wide = f"{kind[:1]}{2 * int(kind[1])}" if kind else ""
     if "wide" in i.modifiers:
-        product = f"{w.get(a, kind)}.astype({wide}) * {w.get(b, kind)}.astype({wide})"
-        w.set(result, wide, f"{product} + {w.get(c[0], wide)}" if c else product)
+        matmul = f"{w.get(a, kind)}.astype({wide}) * {w.get(b, kind)}.astype({wide})"
+        w.set(result, wide, f"{matmul} + {w.get(c[0], wide)}" if c else matmul)
     elif "hi" in i.modifiers and not c and kind[1] == "4":
         w.set(result, kind, f"high_half({w.get(a, kind)}, {w.get(b, kind)}, {wide})")
     elif "hi" in i.modifiers and not c and kind == "u8":
@@ -109,8 +109,8 @@ def _mul(w, i) -> None:
     elif "hi" in i.modifiers or (c and "lo" not in i.modifiers):
         raise w.fail("unknown form")
     else:
-        product = f"{w.read(a, type)} * {w.read(b, type)}"
-        w.write(result, type, f"{product} + {w.read(c[0], type)}" if c else product)
+        matmul = f"{w.read(a, type)} * {w.read(b, type)}"
+        w.write(result, type, f"{matmul} + {w.read(c[0], type)}" if c else matmul)
 
 
 @opcode("fma", "rn ftz relu")

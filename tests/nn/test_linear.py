@@ -130,7 +130,7 @@ def test_modules_with_a_sparse_weight(layout):
         inputs = (x, x, x) if kind == "MultiheadAttention" else (x,)
         try:
             expected = theirs(*inputs, **options)
-        except RuntimeError as error:  # COO in attention: its last product is of two dimensions
+        except RuntimeError as error:  # COO in attention: its last matmul is of two dimensions
             with pytest.raises(type(error)):
                 ours(*inputs, **options)
             continue

@@ -258,8 +258,8 @@ WITHOUT_DROPOUT = [one.without_dropout().with_(name=f"{one.name} without dropout
 
 
 @pytest.mark.parametrize("block", blocks() + variants() + in_turn(WITHOUT_DROPOUT))
-def test_number_of_products(block):
-    """No product that the level does not recompute; the registered FLOPs are those that run, and torch's counter's."""
+def test_number_of_matmuls(block):
+    """No matmul that the level does not recompute; the registered FLOPs are those that run, and torch's counter's."""
     seen = watched(block, block.make())
     assert seen.flops == 2 * BATCH * LENGTH * block.multiply_adds()
     with FlopCounterMode(display=False) as counter:
@@ -271,7 +271,7 @@ def test_number_of_products(block):
 
 @pytest.mark.parametrize("block", in_turn(ALL))
 def test_subsets_of_frozen_inputs(block):
-    """Gradients have the bits that they have if everything is trained, and no product runs besides the registered FLOPs."""
+    """Gradients have the bits that they have if everything is trained, and no matmul runs besides the registered FLOPs."""
     names = list(block.make())
     everything = watched(block, block.make())
     subsets = [set(random.Random(i).sample(names, 1 + i % (len(names) - 1))) for i in range(6)]
@@ -283,23 +283,23 @@ def test_subsets_of_frozen_inputs(block):
 
 
 def test_the_core_forms_what_leads_to_a_trained_weight():
-    """q's weight takes 3 products of the core (s, dp, dq), k's or v's 4 (s, dp, dk, dv), x all 5."""
+    """q's weight takes 3 matmuls of the core (s, dp, dq), k's or v's 4 (s, dp, dk, dv), x all 5."""
     (block,) = (one.values[0] for one in blocks(("none",), names=("llama",)) if one.values[0].op == "attention_block")
-    names, head_products = list(block.make()), {}
+    names, head_matmuls = list(block.make()), {}
     with FlopCounterMode(display=False) as counter:
         block.fused(block.make())
     forward = counter.get_total_flops()
     for trained in ("q_weight", "k_weight", "v_weight", "x"):
         tensors = block.make(frozen=[name for name in names if name != trained])
         seen = watched(block, tensors)
-        head_products[trained] = seen.flops - forward
+        head_matmuls[trained] = seen.flops - forward
     projections = {
         name: 2 * BATCH * LENGTH * block.make()[name].numel() for name in ("q_weight", "k_weight", "v_weight")
     }
-    core = {name: head_products[name] - projections[name] for name in projections}
+    core = {name: head_matmuls[name] - projections[name] for name in projections}
     assert core["k_weight"] == core["v_weight"] > core["q_weight"]
     all_weights = sum(projections.values())
-    assert head_products["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
+    assert head_matmuls["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
 
 
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
@@ -362,21 +362,21 @@ def test_a_bias_alone(backend):
     assert not dmask[:, 2].any()
     assert not dmask[1, :, 3].any()
     assert (dmask != 0).sum() == 4 * 6 * 7 - 6
-    qkv, out, core = block.attention.products().values()
+    qkv, out, core = block.attention.matmuls().values()
     forward, backward = qkv + out + 2 * core, qkv + out + 4 * core  # o again, its gradient, the scores and theirs
     if backend == "eager":
         assert watched(block, tensors).flops == 2 * BATCH * LENGTH * (forward + backward)
 
 
 @pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
-def test_parameters_after_the_branch_cost_no_product_of_its_gradient(block):
-    """Their gradients read what the last sublayer's branch gave, one product from what is saved."""
+def test_parameters_after_the_branch_cost_no_matmul_of_its_gradient(block):
+    """Their gradients read what the last sublayer's branch gave, one matmul from what is saved."""
     last = block.sublayers[-1]
     after = [name for name in last.parameters_after() if name in block.make()]
     seen = watched(block, block.make(frozen=set(block.make()) - set(after)))
     with torch.no_grad():
         forward = watched(block, block.make(frozen=block.make()))
-    assert seen.flops - forward.flops == 2 * BATCH * LENGTH * last.products()["out"]
+    assert seen.flops - forward.flops == 2 * BATCH * LENGTH * last.matmuls()["out"]
 
 
 @pytest.mark.parametrize("block", in_turn(ALL))
@@ -657,12 +657,12 @@ def test_forward_mode_is_refused_and_nodes_are_named(block):
 
 
 def test_parallel_halves_run_no_backward_of_each_other():
-    """With one weight of the attention sublayer trained, its own product is all that backward runs."""
+    """With one weight of the attention sublayer trained, its own matmul is all that backward runs."""
     (block,) = (one.values[0] for one in variants(("none",), ("parallel",)))
     with torch.no_grad():
         forward = watched(block, block.make(frozen=block.make()))
     seen = watched(block, block.make(frozen=set(block.make()) - {"out_weight"}))
-    assert seen.flops - forward.flops == 2 * BATCH * LENGTH * block.attention.products()["out"]
+    assert seen.flops - forward.flops == 2 * BATCH * LENGTH * block.attention.matmuls()["out"]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -1032,5 +1032,5 @@ def test_saved_tensors_may_come_back_with_other_strides(block, backend):
     tensors = block.make()
     with ckptkern.backend(backend):
         ours, expected = gradients(with_saved_transposed(block.fused), tensors), gradients(block.fused, tensors)
-    for name, reference in expected.items():  # other strides, other products of the BLAS
+    for name, reference in expected.items():  # other strides, other matmuls of the BLAS
         torch.testing.assert_close(ours[name], reference, rtol=1e-4, atol=1e-4)

@@ -54,7 +54,7 @@ def once(*names: str) -> Counter:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("needs_dx", [True, False])
-def test_an_mlp_casts_what_its_products_read(monkeypatch, level, needs_dx):
+def test_an_mlp_casts_what_its_matmuls_read(monkeypatch, level, needs_dx):
     t = parameters(**PLAIN)
     x = torch.randn(6, D, requires_grad=needs_dx)
     made = casts(monkeypatch, lambda x: ckptkern.mlp(x, *t.values(), recompute=level), t, x)
@@ -65,7 +65,7 @@ def test_an_mlp_casts_what_its_products_read(monkeypatch, level, needs_dx):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("needs_dx", [True, False])
-def test_a_gated_mlp_casts_what_its_products_read(monkeypatch, level, needs_dx):
+def test_a_gated_mlp_casts_what_its_matmuls_read(monkeypatch, level, needs_dx):
     t = parameters(**GATE, **PLAIN)
     x = torch.randn(6, D, requires_grad=needs_dx)
     weights = [t[f"{layer}_weight"] for layer in ("gate", "up", "down")]

@@ -125,11 +125,11 @@ def test_second_order_in_another_autocast(setup):
 def test_backward_runs_in_the_settings_of_forward(setup, monkeypatch):
     """The whole snapshot is entered around backward, in whatever thread, and left again."""
     seen = []
-    product = torch.mm
+    matmul = torch.mm
 
     def recording(*args, **kwargs):
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return product(*args, **kwargs)
+        return matmul(*args, **kwargs)
 
     torch.use_deterministic_algorithms(True)
     try:
@@ -510,7 +510,7 @@ WANTED = {
 
 @pytest.mark.parametrize(("setup", "option", "value"), wrong_options())
 def test_wrong_options(setup, option, value):
-    wanted = WANTED[option].format(levels=", ".join(map(repr, setup.op.products)))
+    wanted = WANTED[option].format(levels=", ".join(map(repr, setup.op.matmuls)))
     with raises(ValueError, f"{setup.op.name}: {wanted}{value!r}"):
         setup.with_(**{option: value}).call(make(setup))
 

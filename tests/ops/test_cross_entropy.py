@@ -164,7 +164,7 @@ def test_an_ignored_tokens_input_does_not_matter(backend, level):
         with torch.no_grad():
             tensors["x"].view(-1, 7)[::3] = 1e38
         found = gradients(run, tensors)
-    del expected["weight"], found["weight"]  # 0 times 1e38 is 0, too, but products add in another order
+    del expected["weight"], found["weight"]  # 0 times 1e38 is 0, too, but matmuls add in another order
     assert_same(found, expected)
 
 
@@ -200,7 +200,7 @@ def test_gradcheck(level):
 @pytest.mark.parametrize("frozen", list(itertools.product((False, True), repeat=3))[1:-1])
 @pytest.mark.parametrize("level", ["none", "full"])
 def test_every_subset_of_frozen_inputs(frozen, level):
-    """The others' gradients have the same bits, and no product is run for what is frozen."""
+    """The others' gradients have the same bits, and no matmul is run for what is frozen."""
     tensors, target = make()
     full = gradients(functools.partial(ours, target, recompute=level), tensors)
     for t, off in zip(tensors.values(), frozen, strict=True):
@@ -208,12 +208,12 @@ def test_every_subset_of_frozen_inputs(frozen, level):
     with Watch() as watch:
         part = gradients(functools.partial(ours, target, recompute=level), tensors)
     assert_same(part, {name: full[name] for name in part})
-    products = 1 + (level == "full") + (not frozen[0]) + (not frozen[1])
-    assert watch.flops == watch.registered == products * 2 * 15 * 7 * 12
+    matmuls = 1 + (level == "full") + (not frozen[0]) + (not frozen[1])
+    assert watch.flops == watch.registered == matmuls * 2 * 15 * 7 * 12
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_products_and_flop_counter(level):
+def test_matmuls_and_flop_counter(level):
     tensors, target = make()
     with FlopCounterMode(display=False) as counter:
         gradients(functools.partial(ours, target, recompute=level), tensors)
@@ -415,7 +415,7 @@ def test_second_backward_through_a_retained_graph():
 
 
 def test_second_order():
-    """Hessian-vector products through the reference; where x is not saved, an error and no silent zero."""
+    """Hessian-vector matmuls through the reference; where x is not saved, an error and no silent zero."""
     tensors, target = make(dtype=torch.float64)
     found = []
     for run in (ours, plain):
@@ -636,14 +636,14 @@ class Copied(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("compute", DTYPES, ids=str)
-def test_products_of_a_gpu_go_into_a_result_of_any_dtype(compute):
-    """torch checks a product's result before it asks a GPU: `out` has the operands' type, or `out_dtype`."""
+def test_matmuls_of_a_gpu_go_into_a_result_of_any_dtype(compute):
+    """torch checks a matmul's result before it asks a GPU: `out` has the operands' type, or `out_dtype`."""
     with FakeTensorMode(), Copied():
         a, b = (torch.empty(shape, dtype=compute, device="cuda") for shape in ((4, 8), (8, 6)))
-        assert eager.wide_product(a, b).dtype == eager.wide_of(compute)
+        assert eager.upcast_matmul(a, b).dtype == eager.wide_of(compute)
         for dtype in (*DTYPES, torch.float64):
             out = torch.empty(4, 6, dtype=dtype, device="cuda")
-            assert eager.wide_product(a, b, out=out) is out
+            assert eager.upcast_matmul(a, b, out=out) is out
 
 
 @pytest.mark.gpu

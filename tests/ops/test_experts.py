@@ -80,7 +80,7 @@ MOE = Op(
     ),
     plain=plain,
     saved=lambda activation, level, d, h, e: (0, 0),  # below
-    products={},
+    matmuls={},
     options=("activation", "recompute"),
 )  # fmt: skip
 SETUPS = [pytest.param(Setup(MOE, "gelu", level), id=level) for level in ("selective", "full")]
@@ -303,22 +303,22 @@ def test_a_frozen_first_weight_lets_go_of_the_input():
     assert saved.bytes == 4 * 100 * 40 + 8 * 100 + 4 * 6
 
 
-@pytest.mark.parametrize(("level", "products"), [("none", 9), ("selective", 9), ("full", 11)])
-def test_number_of_products(level, products):
-    """The docstring's table, as run and as registered; products of T k rows, and no others."""
+@pytest.mark.parametrize(("level", "matmuls"), [("none", 9), ("selective", 9), ("full", 11)])
+def test_number_of_matmuls(level, matmuls):
+    """The docstring's table, as run and as registered; matmuls of T k rows, and no others."""
     index = routing("even", 30, 2, 4)
     t = tensors_of(index, 4, 6, 6, torch.float32)
     with Watch() as watch, FlopCounterMode(display=False) as counter:
         gradients(ours_of(index, recompute=level), t)
-    assert watch.flops == products * 2 * 60 * 6 * 6
+    assert watch.flops == matmuls * 2 * 60 * 6 * 6
     with FlopCounterMode(display=False) as counter:
         gradients(ours_of(index, recompute=level), t)
     assert counter.get_total_flops() == watch.flops
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_products_of_every_subset_of_frozen_inputs(level):
-    """What is frozen costs no product, and the registered FLOPs are those that run."""
+def test_matmuls_of_every_subset_of_frozen_inputs(level):
+    """What is frozen costs no matmul, and the registered FLOPs are those that run."""
     index, size = routing("even", 30, 2, 4), 2 * 60 * 6 * 6
     names = ["x", "s", "w", "wd", "b", "bd"]
     for count in range(1, 7):

@@ -46,7 +46,7 @@ def test_levels_of_chunks_have_the_same_bits():
 
 
 def test_a_frozen_layer_has_gradients_of_its_updates_alone():
-    """As a LoRA fine-tuning has it: no product of a frozen weight's gradient, and the bits of all-trained."""
+    """As a LoRA fine-tuning has it: no matmul of a frozen weight's gradient, and the bits of all-trained."""
     block = Block(
         "llama", Attention(norm="rms", bias=False, packed=False, lora=("q", "v")), MLP(gated=True, lora=("down",))
     )

@@ -45,7 +45,7 @@ def run(module: nn.Module, x: torch.Tensor) -> None:
 
 
 def exact_sums(module: nn.Module, monkeypatch) -> dict[str, torch.Tensor]:
-    """Of the products that the weights' gradients are, before any rounding, by name."""
+    """Of the matmuls that the weights' gradients are, before any rounding, by name."""
     names = {id(p): name for name, p in module.named_parameters()}
     sums: dict[str, torch.Tensor] = {}
     add = WeightGrad.add
@@ -194,7 +194,7 @@ def test_another_main_grad_is_refused():
 
 
 def test_float32_weights_under_autocast():
-    """Products of bfloat16 operands are summed without rounding there, too."""
+    """Matmuls of bfloat16 operands are summed without rounding there, too."""
     torch.manual_seed(0)
     module = with_main_grads(ckptkern.nn.MLP(WIDTH, 48))
     low = with_main_grads(copy.deepcopy(module).bfloat16())

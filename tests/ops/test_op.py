@@ -1,4 +1,4 @@
-"""What the factory promises of every op: what is saved, gradients of any order, products run, autograd's own ways."""
+"""What the factory promises of every op: what is saved, gradients of any order, matmuls run, autograd's own ways."""
 
 import functools
 import itertools
@@ -233,7 +233,7 @@ def test_micro_batches_add_up_to_the_batch(setup):
     assert_as_exact(accumulate(setup.fused, whole), accumulate(setup.plain, whole), exact)
 
 
-# -- frozen inputs and products run ------------------------------------------------------------------------------------
+# -- frozen inputs and matmuls run ------------------------------------------------------------------------------------
 
 
 def subsets(names: list[str]):
@@ -252,11 +252,11 @@ def test_every_subset_of_frozen_inputs(setup):
 
 
 @pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
-def test_products_of_every_subset_of_frozen_inputs(setup):
-    """No products run besides autograd's own and the recomputed ones, and the registered FLOPs are those that run."""
+def test_matmuls_of_every_subset_of_frozen_inputs(setup):
+    """No matmuls run besides autograd's own and the recomputed ones, and the registered FLOPs are those that run."""
     names = list(make(setup))
-    forward = products(setup.fused, make(setup, frozen=names)).flops
-    assert forward == products(setup.plain, make(setup, frozen=names)).flops
+    forward = matmuls(setup.fused, make(setup, frozen=names)).flops
+    assert forward == matmuls(setup.plain, make(setup, frozen=names)).flops
     # at "full", forward runs again except for the last layer, which linear_act and a stack without a saved mask run too
     last_layer = 2 * Sizes().tokens * Sizes().out * (Sizes().hidden + (setup.op.name == "linear_stack"))
     if setup.op.name == "linear_act" or (setup.op.name == "linear_stack" and setup.activation != "relu"):
@@ -266,7 +266,7 @@ def test_products_of_every_subset_of_frozen_inputs(setup):
         recompute = 0
     for frozen in subsets(names):
         tensors = make(setup, frozen=frozen)
-        seen, plain = products(setup.fused, tensors), products(setup.plain, tensors)
+        seen, plain = matmuls(setup.fused, tensors), matmuls(setup.plain, tensors)
         extra = seen.flops - plain.flops
         assert extra in (0, recompute), (
             f"{frozen} frozen: {extra} FLOPs more than autograd, {recompute} would recompute"
@@ -276,27 +276,27 @@ def test_products_of_every_subset_of_frozen_inputs(setup):
         assert seen.registered == seen.flops, frozen
 
 
-def products(function, tensors) -> Watch:
+def matmuls(function, tensors) -> Watch:
     with Watch() as watch:
         watch.gradients = gradients(function, tensors)
     return watch
 
 
 @pytest.mark.parametrize("setup", setups(KEPT))
-def test_number_of_products(setup):
-    """The docstrings' tables. All layers are given the same size, so that FLOPs count products."""
+def test_number_of_matmuls(setup):
+    """The docstrings' tables. All layers are given the same size, so that FLOPs count matmuls."""
     sizes = Sizes((4,), 6, 6, 6)
     tensors = make(setup, sizes)
     if setup.op.name == "linear_stack":
         for i in range(3):
             tensors[f"weight{i}"] = torch.randn(6, 6, requires_grad=True)
             tensors[f"bias{i}"] = torch.randn(6, requires_grad=True)
-    expected = setup.op.products[setup.recompute]
+    expected = setup.op.matmuls[setup.recompute]
     if setup.op.name == "linear_stack" and (setup.activation, setup.recompute) == ("relu", "full"):
         expected -= 1
     if setup.op.name == "linear_act" and setup.activation == "identity":
         expected = 3
-    assert products(setup.fused, tensors).flops == expected * 2 * 4 * 6 * 6
+    assert matmuls(setup.fused, tensors).flops == expected * 2 * 4 * 6 * 6
 
 
 @pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
@@ -305,7 +305,7 @@ def test_flop_counter(setup):
     tensors = make(setup)
     with FlopCounterMode(display=False) as counter:
         gradients(setup.fused, tensors)
-    assert counter.get_total_flops() == products(setup.fused, tensors).flops
+    assert counter.get_total_flops() == matmuls(setup.fused, tensors).flops
     by_op = {str(op).removeprefix("ckptkern."): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     if by_op:
         assert by_op.keys() == {f"{setup.op.name}_fwd", f"{setup.op.name}_bwd"}
@@ -542,7 +542,7 @@ def levels_of(watch: Watch) -> list[str]:
 @pytest.mark.parametrize("reentrant", [False, True, None], ids=["non-reentrant", "reentrant", "ours"])
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_inside_a_checkpoint(setup, reentrant):
-    """Gradients and masks are the same, and nothing is recomputed twice: no more products than in plain PyTorch."""
+    """Gradients and masks are the same, and nothing is recomputed twice: no more matmuls than in plain PyTorch."""
     tensors = make(setup)
 
     def checkpointed(function):
@@ -553,9 +553,9 @@ def test_inside_a_checkpoint(setup, reentrant):
 
         return run
 
-    ours = products(seeded(checkpointed(setup.call)), tensors)
+    ours = matmuls(seeded(checkpointed(setup.call)), tensors)
     assert_same(ours.gradients, gradients(lambda t: setup.fused(t).sin(), tensors))
-    assert ours.flops <= products(checkpointed(setup.plain), tensors).flops
+    assert ours.flops <= matmuls(checkpointed(setup.plain), tensors).flops
     levels = levels_of(ours)
     if "recompute" in setup.op.options:
         # backward runs at the level of the recomputed forward; a reentrant first forward makes nothing to keep
@@ -578,8 +578,8 @@ def test_selective_checkpoint_may_save_the_op(setup):
             context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
         )  # fmt: skip
 
-    ours = products(seeded(checkpointed), tensors)
-    direct = products(lambda t: setup.fused(t).sin(), tensors)
+    ours = matmuls(seeded(checkpointed), tensors)
+    direct = matmuls(lambda t: setup.fused(t).sin(), tensors)
     assert_same(ours.gradients, direct.gradients)
     assert ours.flops == direct.flops
 

@@ -288,7 +288,7 @@ def test_per_sample_gradients(setup):
     for sample in range(4):
         theirs = dict(zip(tensors, grad(x[sample], *parameters), strict=True))
         ours = {name: one[sample] for name, one in zip(tensors, batched, strict=True)}
-        assert_same_within_rounding(ours, theirs)  # the library's products of a slice may have other bits
+        assert_same_within_rounding(ours, theirs)  # the library's matmuls of a slice may have other bits
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), ops=LAYERS))
@@ -298,7 +298,7 @@ def test_vmap_over_anything(setup):
     stacked = {name: torch.stack([m[name].detach() for m in models], 1) for name in models[0]}
     out = torch.func.vmap(setup.call, in_dims=(dict.fromkeys(stacked, 1),))(stacked)
     for i, model in enumerate(models):
-        # a sample of a stack may lie at another alignment, where the library's products have other bits
+        # a sample of a stack may lie at another alignment, where the library's matmuls have other bits
         assert_same_within_rounding({"y": out[i]}, {"y": setup.call(model).detach()})
 
 

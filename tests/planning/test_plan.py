@@ -209,14 +209,14 @@ def test_blocks_that_no_second_forward_may_run_are_no_segments() -> None:
     assert torch.equal(model[0][1].running_mean, torch.zeros(4)) is False, "counted above, and not by plan"
 
 
-def test_on_the_meta_device_products_are_what_counts() -> None:
+def test_on_the_meta_device_matmuls_are_what_counts() -> None:
     def layers(device: str) -> nn.Module:
         layer = [ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=24, device=device) for _ in range(3)]
         return nn.Sequential(*layer)
 
     x = torch.empty(2, 5, 16, device="meta", requires_grad=True)
     plan = ckptkern.plan(layers("meta"), x, budget="1GiB")
-    assert {str(way) for way in plan.ways.values()} <= {"none", "none/selective"}, "no product is recomputed"
+    assert {str(way) for way in plan.ways.values()} <= {"none", "none/selective"}, "no matmul is recomputed"
     assert plan.workspace == 0
     real = ckptkern.plan(layers("cpu"), torch.randn(2, 5, 16, requires_grad=True), budget="1GiB")
     for ours, theirs in zip(plan.table.rows, real.table.rows, strict=True):

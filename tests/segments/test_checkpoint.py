@@ -84,7 +84,7 @@ def test_bits_and_random_state_of_the_plain_run(p, autocast, early_stop):
 
 
 def test_matmul_dtypes_of_recompute():
-    """Every product of a bf16 forward is a bf16 product in backward too, outside of the context."""
+    """Every matmul of a bf16 forward is a bf16 matmul in backward too, outside of the context."""
     model, dtypes = mlp(), []
 
     class Watch(TorchDispatchMode):
@@ -554,12 +554,12 @@ def test_torchs_switches_apply(quiet):
 def test_early_stop_leaves_out_the_last_product():
     model, x = mlp(), torch.randn(5, 8, requires_grad=True)
 
-    def products(**options):
+    def matmuls(**options):
         with Count() as count:
             checkpoint(model[:4], x, **options).sum().backward()
         return count.ops["addmm"] + count.ops["mm"]
 
-    assert products() == products(early_stop=False) - 1
+    assert matmuls() == matmuls(early_stop=False) - 1
 
 
 def test_state_after_an_error_in_recompute():
@@ -893,7 +893,7 @@ def test_checksum_sees_every_bit_and_place(dtype, monkeypatch):
 
 
 def test_selective_policies():
-    """torch's policies: the products are saved, everything else is recomputed."""
+    """torch's policies: the matmuls are saved, everything else is recomputed."""
     model, x = mlp(p=0.5), torch.randn(5, 8)
     policy = functools.partial(
         torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
@@ -993,7 +993,7 @@ def test_without_gradients_nothing_is_saved():
 
 @pytest.mark.parametrize("wrapper", ["ours", "torchs"])
 def test_fused_ops_inside_run_at_none(wrapper):
-    """Recomputing inside a recompute costs products and saves nothing less, in forward and in recompute."""
+    """Recomputing inside a recompute costs matmuls and saves nothing less, in forward and in recompute."""
     layer, x = ckptkern.nn.MLP(8, 32, dropout=0.5), torch.randn(5, 8)
     segment = checkpoint if wrapper == "ours" else functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
     assert_same(outcome(lambda x: segment(layer, x), x, layer.parameters()), outcome(layer, x, layer.parameters()))
@@ -1003,8 +1003,8 @@ def test_fused_ops_inside_run_at_none(wrapper):
     plain = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     with Count() as expected:
         segment(plain, x).sum().backward()
-    products = [sum(c.ops[name] for name in ("mm", "addmm")) for c in (count, expected)]
-    assert products[0] <= products[1] + 1  # a fused forward is one op: it has no last product to leave out
+    matmuls = [sum(c.ops[name] for name in ("mm", "addmm")) for c in (count, expected)]
+    assert matmuls[0] <= matmuls[1] + 1  # a fused forward is one op: it has no last matmul to leave out
 
 
 def test_ddp_style_hooks_on_parameters_fire_once():

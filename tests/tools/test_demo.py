@@ -137,7 +137,7 @@ def test_the_fused_head_trains_alike_and_keeps_no_logits(tmp_path):
     "arguments", ["", "--recompute=selective --activation=gelu", "--head=fused --top-k=1", "--dropout=0.2"]
 )
 def test_a_mixture_of_experts_trains_alike(tmp_path, capsys, arguments):
-    """Torch's grouped products, the same in a checkpoint, and ckptkern's experts, which keep neither gathered rows nor h."""
+    """Torch's grouped matmuls, the same in a checkpoint, and ckptkern's experts, which keep neither gathered rows nor h."""
     assert run_demo(tmp_path, "--experts", "4", *arguments.split()) == 0
     losses, out = losses_by_way(tmp_path), capsys.readouterr().out
     assert losses["torch"] == losses["torch.utils.checkpoint"]
@@ -170,7 +170,7 @@ def one_mixture(**changes):
 def test_a_mixture_by_its_definition(top_k):
     """Each token through its own experts, one at a time; the weights of those that are chosen sum to 1."""
     layer, x = one_mixture(top_k=top_k).double(), torch.randn(2, 5, 16, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch:  # torch's grouped products know no float64
+    with pytest.MonkeyPatch.context() as patch:  # torch's grouped matmuls know no float64
         patch.setattr(mixture.F, "grouped_mm", grouped_by_turns)
         y, _ = layer(x)
     for row, out in zip(x.flatten(0, 1), y.flatten(0, 1), strict=True):

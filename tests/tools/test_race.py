@@ -133,7 +133,7 @@ def test_on_a_cpu_it_is_the_clock_on_the_wall():
 
 @pytest.mark.parametrize(("tokens", "few"), [(1, True), (1664, True), (1665, False)])
 def test_which_problems_have_few_rows(tokens, few, monkeypatch):
-    """As the look-up has it, of products of 16 bits on the kernels."""
+    """As the look-up has it, of matmuls of 16 bits on the kernels."""
     problem = race.Problem("mlp", 2048, 8192, 2048, torch.bfloat16, tokens)
     x = types.SimpleNamespace(dtype=problem.dtype, device=CPU, is_cpu=True, is_cuda=False, numel=lambda: 2048 * tokens)
     with _choices.backend("triton"):

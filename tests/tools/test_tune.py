@@ -404,7 +404,7 @@ def test_nothing_is_written_in_a_dry_run_or_without_time(wide_is_quicker, cache,
     arguments = ["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]
     assert main([*arguments, "--dry-run"]) == 0
     assert main([*arguments, "--minutes", "0"]) == 1
-    assert "the time is over: 1 of 1 products were not reached, and 0 only in part. The same" in capsys.readouterr().out
+    assert "the time is over: 1 of 1 matmuls were not reached, and 0 only in part. The same" in capsys.readouterr().out
     assert not list(cache.iterdir())
 
 
@@ -420,7 +420,7 @@ def plain():
 """
 
 
-def test_the_products_of_a_model(tmp_path, wide_is_quicker, capsys):
+def test_the_matmuls_of_a_model(tmp_path, wide_is_quicker, capsys):
     file = tmp_path / "its_model.py"
     file.write_text(MODEL)
     found = tune.of_model(f"{file}:build")
@@ -499,7 +499,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monk
 
 
 def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, capsys):
-    """Of two products each takes more than the time. A whole table is measured anew, in the order of the command line."""
+    """Of two matmuls each takes more than the time. A whole table is measured anew, in the order of the command line."""
     quick, clock, reached = tune.measure, Minutes(monkeypatch), []
     monkeypatch.setattr(tune, "time", race.time)
 
@@ -514,7 +514,7 @@ def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, cap
     for after in ([24], [24, 300], [24, 300, 24]):
         assert main(["tune", *arguments]) == 0
         assert reached == after
-        said = "the time is over: 1 of 2 products were not reached, and 0 only in part. The same command again begins with them"
+        said = "the time is over: 1 of 2 matmuls were not reached, and 0 only in part. The same command again begins with them"
         assert said in capsys.readouterr().out
     forget()
     assert [route(features=features) for features in (24, 300)] == ["wide", "wide"]
@@ -623,7 +623,7 @@ def test_a_table_of_a_gpu(monkeypatch):
     "setup",
     setups(("gelu", "identity"), ("selective", "full"), (0.3,), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")),
 )
-def test_products_through_float32_are_as_exact(setup, dtype):
+def test_matmuls_through_float32_are_as_exact(setup, dtype):
     tensors = make(setup, Sizes(lead=(300,)), dtype)
     with _choices.forced_route("wide"):
         check_against_float64(setup, tensors)
@@ -631,7 +631,7 @@ def test_products_through_float32_are_as_exact(setup, dtype):
 
 
 @pytest.mark.parametrize("setup", setups(("relu",), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")))
-def test_no_product_has_16_bit_operands(setup):
+def test_no_matmul_has_16_bit_operands(setup):
     tensors = make(setup, dtype=FP16)
     with _choices.forced_route("wide"), Watch() as watch:
         gradients(setup.fused, tensors)
@@ -648,7 +648,7 @@ def test_float32_is_not_copied():
 
 
 @pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
-def test_workspace_bounds_wide_products(name):
+def test_workspace_bounds_wide_matmuls(name):
     setup = setups(("relu",), ("full",), ops=(name,))[0].values[0]
     tensors = make(setup, Sizes(lead=(1280,), features=8, hidden=64, out=8), FP16)
     with _choices.forced_route("wide"):

@@ -385,7 +385,7 @@ def test_causal_with_more_rows_than_columns(dtype, device):
 def test_masks_are_those_of_keep_mask(tile, packed, planes, device):
     """Bit for bit, at every tile size, in forward, dv, dq and dk alike.
 
-    With scores of 0, p is the same everywhere, and a product with a unit matrix shows which elements were saved. planes: of a
+    With scores of 0, p is the same everywhere, and a matmul with a unit matrix shows which elements were saved. planes: of a
     sample, where q has a shard of the heads.
     """
     B, H, Sq, Sk, D, plane_base = 2, 2, 34, 48, 48, 7
@@ -596,7 +596,7 @@ def launched(call, arch: int, shared: int) -> list[dict]:
 
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dmask"])
 def test_heads_of_256_take_one_stage_where_two_would_not_fit(kernel):
-    """sm_100's products read more from shared memory than sm_80's, whose rows it takes (`make gate` compiles them)."""
+    """sm_100's matmuls read more from shared memory than sm_80's, whose rows it takes (`make gate` compiles them)."""
     for masked, head_dim in itertools.product((False, True), (64, 128, 256)):
         of_80, of_100, of_103 = (
             attention_tile(kernel, arch, 232448, torch.bfloat16, head_dim, "ieee", masked) for arch in (80, 100, 103)

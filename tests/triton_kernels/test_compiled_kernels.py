@@ -42,7 +42,7 @@ def once(architecture):
 
 
 def cancelling(tensors: dict) -> dict:
-    """The tensors with products whose second half takes away the first. What is left is the rounding of every step, and relu of
+    """The tensors with matmuls whose second half takes away the first. What is left is the rounding of every step, and relu of
     it or its derivative: another order of the steps shows, which rounding to 16 bits would hide."""
     halved = {name: t.clone() for name, t in tensors.items() if t is not None and t.dim() == 2}
     for name, t in halved.items():
@@ -63,7 +63,7 @@ def test_tiles_and_architectures_give_equal_bits(name, once, request):
     Sums of columns are of tiles. Tensor cores round in their own way; the order is that of ascending steps of K in any tile.
     """
     if request.config.option.sample and name not in ("linear_bwd", "gated_bwd"):
-        pytest.skip("in the sample one product, and three")
+        pytest.skip("in the sample one matmul, and three")
     tensors = cancelling(inputs_of(LAUNCHERS[name], BF16, M=72, K=128, N=144, D=128))
     results = {}
     for arch in ARCHS:
@@ -147,7 +147,7 @@ def attention(*, backward: bool):
     return lambda: triton_kernels.attn_fwd(q, k, v, core, do=do)
 
 
-def product(name: str):
+def matmul(name: str):
     tensors = inputs_of(LAUNCHERS[name], BF16, M=200, K=64, N=320, D=64)
     return lambda: tuple(kernel(LAUNCHERS[name], tensors, "silu").values())
 
@@ -158,7 +158,7 @@ def norm():
 
 
 LAUNCHES = {
-    "linear_bwd": functools.partial(product, "linear_bwd"), "mlp_bwd": functools.partial(product, "mlp_bwd"), "norm_bwd": norm,
+    "linear_bwd": functools.partial(matmul, "linear_bwd"), "mlp_bwd": functools.partial(matmul, "mlp_bwd"), "norm_bwd": norm,
     "attn_fwd": functools.partial(attention, backward=False), "attn_bwd": functools.partial(attention, backward=True),
 }  # fmt: skip
 
@@ -188,7 +188,7 @@ def test_masks_of_attention_are_those_of_the_generator(cores, architecture):
     assert 0.2 < (theirs != 0).float().mean() < 0.3 or cores == (5, 3)
 
 
-def test_masks_of_products_are_those_of_the_generator(architecture):
+def test_masks_of_matmuls_are_those_of_the_generator(architecture):
     tensors = inputs_of(LAUNCHERS["linear_fwd"], BF16, M=72, K=64, N=144)
     with_it, without = (
         kernel(LAUNCHERS["linear_fwd"], tensors, "identity", **options)["h"]

@@ -33,10 +33,10 @@ def test_the_shipped_cases():
     shipped = cases.shipped_cases()
     assert len(shipped) <= 750
     other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
-    products = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
-    few = {(op, arch, "few") for op, arch, _ in products if not op.startswith("stack_")}
+    matmuls = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
+    few = {(op, arch, "few") for op, arch, _ in matmuls if not op.startswith("stack_")}
     persistent = {(op, 90, "persistent") for op in cases.PERSISTENT_OPS}
-    assert other >= products | few | persistent | {("stack_fwd", 80, "narrow"), ("stack_bwd", 80, "narrow ieee")}
+    assert other >= matmuls | few | persistent | {("stack_fwd", 80, "narrow"), ("stack_bwd", 80, "narrow ieee")}
     assert not any(kind == "persistent" and arch != 90 for _, arch, kind in other)
     for kernel, arch in TILES:
         ops = [op for op in cases.LAUNCHERS.values() if op.tiles == kernel]
@@ -138,11 +138,11 @@ ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dmas
 def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     """Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.
 
-    Row counts, thresholds and first rows enter no address. Seeds are tensors: their values are never seen. Products have one
+    Row counts, thresholds and first rows enter no address. Seeds are tensors: their values are never seen. Matmuls have one
     tile for few rows and one for many.
     """
-    product = name in (*cases.PRODUCT_OPS, *PERSISTENT)
-    tiles = 2 if product and not name.startswith("stack_") else 1
+    matmul = name in (*cases.PRODUCT_OPS, *PERSISTENT)
+    tiles = 2 if matmul and not name.startswith("stack_") else 1
     of_kernel = Counter(key.split()[0] for key in specialized[name])
     assert of_kernel.pop("_sum_rows_kernel", 1) == 1  # the sums of parameters' gradients, a launch of its own
     assert of_kernel.pop("_tiles_kernel", 2) <= 2  # which expert each tile has, for tiles of two heights
@@ -163,7 +163,7 @@ def test_widths_of_16_bytes_compile_once():
 
 @pytest.mark.parametrize("name", [*cases.OPS, *PERSISTENT, *ATTENTION])
 def test_no_multiply_add_is_fused(name, specialized):
-    """A product and sum fused in forward and not in recompute would differ in the last bit."""
+    """A matmul and sum fused in forward and not in recompute would differ in the last bit."""
     assert all("'enable_fp_fusion': False" in key for key in specialized[name])
 
 

@@ -60,7 +60,7 @@ def test_dtype_and_activation(case, device):
 @pytest.mark.parametrize("launcher", DROPPING, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout(launcher, dtype, device):
-    """Dropout between act and the next product, in forward and back, against eager with the same 16 bytes."""
+    """Dropout between act and the next matmul, in forward and back, against eager with the same 16 bytes."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 48}
     assert_like_eager(launcher, inputs_of(launcher, dtype, device), "gelu", **options)
 
@@ -196,8 +196,8 @@ def test_tiles_of_the_table_give_equal_bits(launcher):
 
 
 @pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
-def test_products_repeat_their_bits(launcher, device, repeats):
-    """Full tiles and a long loop over K, again and again: a copy that a product does not wait for is seldom late."""
+def test_matmuls_repeat_their_bits(launcher, device, repeats):
+    """Full tiles and a long loop over K, again and again: a copy that a matmul does not wait for is seldom late."""
     sizes = {"M": 1024, "K": 2048, "N": 512, "D": 2048} if device == "cuda" else {}
     tensors = inputs_of(launcher, torch.bfloat16, device, **sizes)
     first = kernel(launcher, tensors, "gelu")
@@ -232,5 +232,5 @@ def test_offsets_beyond_int32(name, spread_inputs, device):
     launcher = LAUNCHERS[name]
     tensors = inputs_of(launcher, torch.bfloat16, device, M=9, K=40, N=9, D=17)
     far = tensors | {one: far_apart(tensors[one]) for one in spread_inputs}
-    tile = {"tile": Tile(16, 32, 16, 4, 1)} if launcher.product else {}
+    tile = {"tile": Tile(16, 32, 16, 4, 1)} if launcher.matmul else {}
     assert_equal(kernel(launcher, far, "relu", **tile), kernel(launcher, tensors, "relu", **tile))

@@ -1,4 +1,4 @@
-"""MLP and gated MLP: the product of both tiles at once and the two-step route give one result, bit for bit."""
+"""MLP and gated MLP: the matmul of both tiles at once and the two-step route give one result, bit for bit."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def pick(tensors, **names):
 
 
 @each_activation_and_dtype
-def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
-    """The dual product's z, h and dz are those of linear_fwd and act_grad, and h is forward's."""
+def test_dual_matmul_equals_z_then_act_grad(activation, dtype, device):
+    """The dual matmul's z, h and dz are those of linear_fwd and act_grad, and h is forward's."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
     tensors = inputs_of(LAUNCHERS["mlp_bwd"], dtype, device, N=23)
     layer = pick(tensors, x="x", w="w1", b="b1")
@@ -35,8 +35,8 @@ def test_dual_product_equals_z_then_act_grad(activation, dtype, device):
 
 
 @each_activation_and_dtype
-def test_triple_product_equals_g_and_u_then_act_grad(activation, dtype, device):
-    """As above for the gated MLP, whose g and u are two plain products in the two-step route."""
+def test_triple_matmul_equals_g_and_u_then_act_grad(activation, dtype, device):
+    """As above for the gated MLP, whose g and u are two plain matmuls in the two-step route."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
     tensors = inputs_of(LAUNCHERS["gated_bwd"], dtype, device, N=23)
     forward = kernel(
@@ -66,7 +66,7 @@ def test_gate_and_up_are_not_interchangeable(dtype, device):
     assert not any(torch.equal(exchanged[name], expected[name]) for name in expected)
 
 
-def test_the_gated_product_is_rounded_once(device):
+def test_the_gated_matmul_is_rounded_once(device):
     """relu(g)² u of bfloat16 numbers has 24 bits: float32 holds it exactly, and h is its only rounding."""
     tensors = inputs_of(LAUNCHERS["gated_bwd"], torch.bfloat16, device, N=23)
     layer = {name: tensors[name] for name in ("x", "wg", "bg", "wu", "bu")}

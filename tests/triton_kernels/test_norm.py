@@ -101,7 +101,7 @@ def test_few_rows_or_none(M, D, kind, device):
     ids=str,
 )
 def test_mixed_dtypes(x, weight, grad, kind, device):
-    """float32 weights under 16-bit rows, a float32 residual stream with 16-bit products around it."""
+    """float32 weights under 16-bit rows, a float32 residual stream with 16-bit matmuls around it."""
     t = inputs(9, 40, torch.float32, device)
     kinds = {"x": x, "residual": x, "weight": weight, "bias": weight, "dxn": grad, "addend": grad}
     assert_like_eager({name: t[name].to(dtype) for name, dtype in kinds.items()}, kind, out_dtype=grad)

@@ -266,7 +266,7 @@ def test_chunks_change_only_the_order_of_a_sum(setup, device):
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none",), (P,), ["mlp", "gated_mlp"]))
 def test_both_routes_give_the_same_bits(setup, monkeypatch, device):
-    """On `dual` one kernel forms all products of a tile; on `triton` z (g and u) is formed first. One result.
+    """On `dual` one kernel forms all matmuls of a tile; on `triton` z (g and u) is formed first. One result.
 
     In two chunks, so that the second draws its masks from its own first row.
     """

@@ -26,13 +26,13 @@ KERNELS = {
     "act_grad": linear._act_grad_persistent_kernel,
     "gated_act_grad": mlp._gated_act_grad_persistent_kernel,
 }
-# The last tile of rows and of columns and the last step of a product are not full, in the interpreter's tiles and on sm_90.
+# The last tile of rows and of columns and the last step of a matmul are not full, in the interpreter's tiles and on sm_90.
 UNEVEN = {"M": 200, "N": 208, "K": 80, "D": 80}
 
 
 @pytest.fixture
 def launched(monkeypatch) -> list[tuple]:
-    """(kernel, grid) of every launch of a product."""
+    """(kernel, grid) of every launch of a matmul."""
     found, launch = [], persistent.launch
 
     def spy(kernel, grid, *args, **kwargs):
@@ -56,7 +56,7 @@ def tiles_of(name: str, architecture: int | None, device: str):
 
 
 def given(name: str, device: str, dtype: torch.dtype = BF16, **sizes) -> dict:
-    """Inputs; in the interpreter whole numbers, because numpy's product of a transposed tile adds in another order."""
+    """Inputs; in the interpreter whole numbers, because numpy's matmul of a transposed tile adds in another order."""
     tensors = inputs_of(LAUNCHERS[name], dtype, device, **UNEVEN | sizes)
     return whole_numbers(tensors) if triton.knobs.runtime.interpret else tensors
 

@@ -117,5 +117,5 @@ def test_keep_rate_and_correlations(device):
         assert abs(saved.sum()) <= sigmas * (saved.numel() * variance) ** 0.5
         for dim in (0, 1):
             for lag in (1, 8, 16, 32):
-                products = saved.narrow(dim, lag, side - lag) * saved.narrow(dim, 0, side - lag)
-                assert abs(products.sum()) <= sigmas * products.numel() ** 0.5 * variance, (p, dim, lag)
+                matmuls = saved.narrow(dim, lag, side - lag) * saved.narrow(dim, 0, side - lag)
+                assert abs(matmuls.sum()) <= sigmas * matmuls.numel() ** 0.5 * variance, (p, dim, lag)

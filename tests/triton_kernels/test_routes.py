@@ -1,4 +1,4 @@
-"""The routes of products with an epilogue: each is right, dropout's masks are the same on all, and backward takes forward's."""
+"""The routes of matmuls with an epilogue: each is right, dropout's masks are the same on all, and backward takes forward's."""
 
 import functools
 import math
@@ -91,7 +91,7 @@ def test_backward_takes_the_route_of_forward(setup):
 
 @pytest.fixture
 def tiles(monkeypatch) -> set[tuple]:
-    """(kernel, rows, columns) of every product that is launched."""
+    """(kernel, rows, columns) of every matmul that is launched."""
     found = set()
 
     def spy(launch, kernel, grid, *args, **kwargs):

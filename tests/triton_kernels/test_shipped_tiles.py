@@ -102,7 +102,7 @@ class Again(Small):
         return torch.float64 if self.exact else super().dtype(name)
 
 
-def of_products() -> list[Case]:
+def of_matmuls() -> list[Case]:
     """In the sample with SiLU, whose code is short; with GELU, as the gate compiles them, besides."""
 
     def case(op: str, activation: str, dtype: str, ragged: bool, kind: str = "") -> Case:
@@ -160,7 +160,7 @@ def of_attention() -> list[AttentionCase]:
     return sample + heavy + [case("attn_dmask", 128, True, kind) for kind in ("", *DMASK_KINDS)]
 
 
-CASES = [*of_products(), *of_others(), *of_attention()]
+CASES = [*of_matmuls(), *of_others(), *of_attention()]
 
 
 def in_sample(case: Case | AttentionCase, arch: int) -> bool:

@@ -1,4 +1,4 @@
-"""tile.py: rounding and products that are right in the interpreter too, and the choice of a tile."""
+"""tile.py: rounding and matmuls that are right in the interpreter too, and the choice of a tile."""
 
 import itertools
 
@@ -107,7 +107,7 @@ def test_widen_is_exact(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dot(dtype, device):
-    """Integers are exact in any order; normal numbers are as accurate as a float32 product of the same operands."""
+    """Integers are exact in any order; normal numbers are as accurate as a float32 matmul of the same operands."""
     M, N, K = 32, 64, 128
     for draw in (lambda *shape: torch.randint(-8, 9, shape).float(), torch.randn):
         a, b, acc = (draw(*shape).to(device) for shape in ((M, K), (K, N), (M, N)))
@@ -220,7 +220,7 @@ def test_few_rows_or_columns_take_a_smaller_tile(kernel, arch):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_interpreted_tile_is_one_for_all(kernel):
-    """Forward and recompute must share it there: numpy's product promises no equal bits between block shapes."""
+    """Forward and recompute must share it there: numpy's matmul promises no equal bits between block shapes."""
     shapes = [(meta(64, 64),), (meta(3, 5), meta(1, 1)), (meta(64, 64, dtype=torch.float32),)]
     assert len({tile_for(kernel, INTERPRETER, M, 64, *operands) for operands in shapes for M in (1, 10**6)}) == 1
 

@@ -77,7 +77,7 @@ def attention_block(
     is for each head of k its heads of q, itself, and its head of v (GPT-NeoX, BLOOM, Falcon).
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. post_norm alike, of what the branch gives
     (Gemma 2, OLMo 2, Swin v2). layer_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2). Backward
-    recomputes what the branch gives for a norm behind it and a trained vector: by one product from o. qk_norm: q's and k's
+    recomputes what the branch gives for a norm behind it and a trained vector: by one matmul from o. qk_norm: q's and k's
     weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head (Cohere); or [H D] and
     [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer". rotary: a pair (cos, sin), each [S, R],
     [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta. The first R <= D dimensions of every q and k are
@@ -104,7 +104,7 @@ def attention_block(
 
         "none"       x, q, k, v, o, lse
         "selective"  x, o, lse: the core is not run again
-        "full"       x: as many products as torch.utils.checkpoint
+        "full"       x: as many matmuls as torch.utils.checkpoint
 
     and key_value itself, which the layers of a decoder share.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),

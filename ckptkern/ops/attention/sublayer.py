@@ -182,7 +182,7 @@ class AttentionSublayer(Sublayer):
     def branch(self, out: Tensor) -> Tensor:
         """dropout(o Wo^T + bo) [tokens, d]."""
         rows = self.out_rows(out)
-        f = eager.product(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
+        f = eager.linear(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
         if (pair := self.updates["o"]) is not None:
             pair.add(self.p, f, rows)
         return self.drop(f)

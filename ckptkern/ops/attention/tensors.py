@@ -112,7 +112,7 @@ def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
 
 
 class Projection(NamedTuple):
-    """A product with a weight, or with the rows of one: letter names it, as "q" names wq and bq. rows: those, if not all."""
+    """A matmul with a weight, or with the rows of one: letter names it, as "q" names wq and bq. rows: those, if not all."""
 
     letter: str
     weight: Tensor

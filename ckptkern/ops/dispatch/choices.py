@@ -33,7 +33,7 @@ class _Choice:
 
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
-        self.route = ""  # of all products, instead of the table's
+        self.route = ""  # of all matmuls, instead of the table's
         self.seen: list[tuple] | None = None  # the arguments of choose_route, while somebody asks
 
 
@@ -189,10 +189,10 @@ def _surely(few: bool) -> bool:
 def choose_route(
     op: str, x: Tensor, features: int, hidden: int, out: int, *, elements: int | None = None, name: str | None = None
 ) -> str:
-    """The route of an op's products (`_routes`), on the backend that `choose_backend` gives.
+    """The route of an op's matmuls (`_routes`), on the backend that `choose_backend` gives.
 
     features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. elements: of that input,
-    if it is not x. name: what the table calls the op, if it is another one. Under backend("triton") no library's product stands
+    if it is not x. name: what the table calls the op, if it is another one. Under backend("triton") no library's matmul stands
     in for a kernel.
     """
     if _choice.seen is not None:
@@ -211,7 +211,7 @@ def choose_route(
 
 @contextmanager
 def forced_route(name: str) -> Iterator[None]:
-    """All products that may take this route do so inside; for tests, and to time routes."""
+    """All matmuls that may take this route do so inside; for tests, and to time routes."""
     check_choice("forced_route", "name", name, _routes.ROUTES)
     outer, _choice.route = _choice.route, name
     try:
@@ -257,7 +257,7 @@ def primitives(name: str) -> Any:
 
 
 def matmul_precision(x: Tensor) -> str:
-    """Input precision of float32 products: "tf32" where torch's own setting allows it, else "ieee".
+    """Input precision of float32 matmuls: "tf32" where torch's own setting allows it, else "ieee".
 
     torch.compile cannot trace the setting, so a compiled graph carries "auto" and its ops read it when they run.
     """

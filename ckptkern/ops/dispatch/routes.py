@@ -1,14 +1,14 @@
-"""How a product with an epilogue is made: where kernels run by the launchers of triton_kernels, or by what takes less time.
+"""How a matmul with an epilogue is made: where kernels run by the launchers of triton_kernels, or by what takes less time.
 
 | route | z = x w^T + b and h = act(z) | backward at "full" |
 |---|---|---|
 | triton | one kernel | z by one kernel; dh = dy v with h and dz in its epilogue |
 | persistent | the same kernel on an H100 or H200, where programs stay and load by TMA | the same, likewise |
-| dual | one kernel | both products in one kernel (three of a gated MLP): z is never written, the tile is half as wide |
+| dual | one kernel | both matmuls in one kernel (three of a gated MLP): z is never written, the tile is half as wide |
 | library | cuBLAS, then one elementwise kernel | cuBLAS twice, then elementwise kernels |
 
-In PyTorch ops there are two: `eager`, and for 16-bit types on a CPU `wide`, which copies the operands of every product to
-float32. A CPU without instructions for a type takes many times as long for torch's own products of it: on an EPYC of the
+In PyTorch ops there are two: `eager`, and for 16-bit types on a CPU `wide`, which copies the operands of every matmul to
+float32. A CPU without instructions for a type takes many times as long for torch's own matmuls of it: on an EPYC of the
 Zen 4 kind [2048, 512] x [512, 512] takes 57 to 377 ms in float16 and 12 in float32.
 
 A route of kernels may name other tiles than the shipped ones behind a colon, "triton:128x128": every kernel of the op that has
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ... import eager
 
-# Launchers of products with an epilogue, which have tiles to choose from; of those the ones with a persistent kernel.
+# Launchers of matmuls with an epilogue, which have tiles to choose from; of those the ones with a persistent kernel.
 PERSISTENT = frozenset(("linear_fwd", "act_grad", "gated_act_grad"))
 TILED = PERSISTENT | {"linear_bwd", "mlp_bwd", "gated_fwd", "gated_bwd"}
 
@@ -44,7 +44,7 @@ class Dual:
         found = getattr(self.kernels, name)
         return functools.partial(found, variant=self.variant) if self.variant and name in TILED else found
 
-    product, mm = staticmethod(eager.product), staticmethod(eager.mm)
+    linear, mm = staticmethod(eager.linear), staticmethod(eager.mm)
 
     def dropped(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
         """As dropout.dropped, which stands on this file."""
@@ -52,7 +52,7 @@ class Dual:
 
 
 class Separate(Dual):
-    """The kernels, with one launch for each product."""
+    """The kernels, with one launch for each matmul."""
 
     def mlp_bwd(
         self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, db=False
@@ -69,7 +69,7 @@ class Separate(Dual):
 
 
 class Persistent(Separate):
-    """The kernels with one launch for each product, persistent where TMA takes the operands (triton_kernels/persistent.py)."""
+    """The kernels with one launch for each matmul, persistent where TMA takes the operands (triton_kernels/persistent.py)."""
 
     def __getattr__(self, name: str):
         found = super().__getattr__(name)
@@ -77,7 +77,7 @@ class Persistent(Separate):
 
 
 class Library(Separate):
-    """cuBLAS's products, and elementwise kernels between them."""
+    """cuBLAS's matmuls, and elementwise kernels between them."""
 
     def linear_fwd(
         self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_z=False, save_bits=False
@@ -86,12 +86,12 @@ class Library(Separate):
             return self.kernels.linear_fwd(
                 x, w, b, activation, precision, dropout=dropout, row_base=row_base, save_z=save_z, save_bits=True
             )
-        z = self.product(x, w, b)
+        z = self.linear(x, w, b)
         h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
         return self.dropped(h, dropout, row_base), z if save_z else None, None
 
     def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
-        return self.kernels.act_bwd(dh, self.product(x, w, b), activation, db=db)
+        return self.kernels.act_bwd(dh, self.linear(x, w, b), activation, db=db)
 
     def act_grad(
         self, dy, w, z, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
@@ -105,7 +105,7 @@ class Library(Separate):
     def gated_fwd(
         self, x, wg, bg, wu, bu, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_gu=False
     ):
-        g, u = self.product(x, wg, bg), self.product(x, wu, bu)
+        g, u = self.linear(x, wg, bg), self.linear(x, wu, bu)
         h = self.dropped(self.kernels.act_fwd(g, u, activation), dropout, row_base)
         return (h, g, u) if save_gu else (h, None, None)
 
@@ -120,15 +120,15 @@ class Library(Separate):
 
 
 class Wide(Library):
-    """PyTorch ops whose products have float32 copies of their operands, and are rounded once."""
+    """PyTorch ops whose matmuls have float32 copies of their operands, and are rounded once."""
 
     def linear_fwd(self, x, w, b, activation, precision, *, save_z=False, save_bits=False, **dropout):
         h, z, _ = super().linear_fwd(x, w, b, activation, precision, save_z=True, **dropout)
         return h, z if save_z else None, eager.pack_bits(~(z <= 0)) if save_bits else None
 
     @staticmethod
-    def product(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-        result = eager.product(x.float(), w.float(), None if b is None else b.float())
+    def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+        result = eager.linear(x.float(), w.float(), None if b is None else b.float())
         return result.to(x.dtype) if out is None else out.copy_(result)
 
     @staticmethod

@@ -82,7 +82,7 @@ def read(file: Path, wanted: dict[str, str]) -> Table:
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """All that a valid file says of each product, times included."""
+    """All that a valid file says of each matmul, times included."""
     return json.loads(file.read_text())["routes"]
 
 
@@ -99,7 +99,7 @@ def table(device_type: str, index: int | None) -> Table:
         return {}
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
         warnings.warn(
-            f"{file or 'the table of tuned routes'} is not used, because {error}. Products take ckptkern's own routes; "
+            f"{file or 'the table of tuned routes'} is not used, because {error}. Matmuls take ckptkern's own routes; "
             "`python -m ckptkern tune` makes the file anew",
             stacklevel=2,
         )

@@ -132,7 +132,7 @@ def mlp_block(
     x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
     norm: None, "layer" or "rms", with norm_weight and norm_bias or None. post_norm alike, of what the branch gives (Gemma 2,
     OLMo 2, Swin v2). layer_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2, ConvNeXt). Backward
-    recomputes what the branch gives for a norm behind it and a trained vector: by one product, at "full" by all. dropout_p of
+    recomputes what the branch gives for a norm behind it and a trained vector: by one matmul, at "full" by all. dropout_p of
     the hidden layer, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [B, ..., d]
     has B samples, x [tokens, d] is one): replayed from 16 bytes each. lora: as in attention_block, of the layers "gate", "up"
     and "down". The activation is a pass of its own. recompute, workspace: as in mlp and gated_mlp, with x the block's input:

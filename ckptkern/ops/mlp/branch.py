@@ -25,6 +25,7 @@ from ..sublayer.dropout import dropout_arguments, dropped
 from ..sublayer.lora import low_rank, names_of
 
 LAYERS = ("gate", "up", "down")
+BIASES = frozenset(("gate_bias", "up_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 
 
@@ -81,9 +82,8 @@ class MLPBranch:
     # -- forward
 
     def linear(self, layer: str, x: Tensor, start: int) -> Tensor:
-        y = self.p.product(x, *self.parameters((layer,)))
-        update = self.updates.get(layer)
-        return y if update is None else update.add(self.p, y, x, start)
+        y = self.p.linear(x, *self.parameters((layer,)))
+        return self.updates[layer].add(self.p, y, x, start) if self.updates.get(layer) else y
 
     def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
         """(h, [z] or [g, u], None unless `save`)."""
@@ -91,14 +91,12 @@ class MLPBranch:
         if self.updates:
             before = [self.linear(layer, x, start) for layer in self.first]
             return self.activated(before, start), before
-        options = dict(dropout=self.dropout, row_base=start)
+        arguments = x, *self.parameters(self.first), o.activation, o.precision
         if self.gated:
-            h, *before = self.p.gated_fwd(
-                x, *self.parameters(self.first), o.activation, o.precision, save_gu=save, **options
-            )
-            return h, before
-        h, z, _ = self.p.linear_fwd(x, *self.parameters(self.first), o.activation, o.precision, save_z=save, **options)
-        return h, [z]
+            h, *before = self.p.gated_fwd(*arguments, dropout=self.dropout, row_base=start, save_gu=save)
+        else:
+            h, *before = self.p.linear_fwd(*arguments, dropout=self.dropout, row_base=start, save_z=save)[:2]
+        return h, before
 
     def activated(self, before: list[Tensor], start: int) -> Tensor:
         """h of [z] or [g, u]."""
@@ -109,23 +107,21 @@ class MLPBranch:
         """(y, what `saves` names) of x [rows, d]."""
         names = saves(self.gated, self.o)
         chunks = self.forward_chunks(x.shape[0]) if self.updates else ()
-        if len(chunks) > 1:
-            made = [self.forward_rows(x[start:stop], start, names) for start, stop in chunks]
-            y, *saved = map(torch.cat, zip(*made, strict=True))
-        else:
-            y, *saved = self.forward_rows(x, 0, names)
-        return y, dict(zip(names, saved, strict=True)) if names else {}
+        if len(chunks) <= 1:
+            return self.forward_rows(x, 0, names)
+        made = [self.forward_rows(x[start:stop], start, names) for start, stop in chunks]
+        saved = {name: torch.cat([of_chunk[name] for _, of_chunk in made]) for name in names}
+        return torch.cat([y for y, _ in made]), saved
 
-    def forward_rows(self, x: Tensor, start: int, names: tuple[str, ...]) -> list[Tensor]:
-        """[y, *saved] of rows that begin at `start`."""
-        h, before = self.hidden(x, start, names not in ((), ("h",)))
+    def forward_rows(self, x: Tensor, start: int, names: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """`forward` of rows that begin at `start`."""
+        h, before = self.hidden(x, start, names != () and names != ("h",))
         y = self.linear("down", h, start)
         if not names:
-            return [y]
+            return y, {}
         if "h" in names and h is before[0]:
             h = h.clone()  # results of an op may not share memory
-        made = {"h": h} | dict(zip(("g", "u") if self.gated else ("z",), before, strict=True))
-        return [y, *(made[name] for name in names)]
+        return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
     def forward_chunks(self, rows: int) -> list[tuple[int, int]]:
         """Those of backward, too, with low-rank updates."""
@@ -235,7 +231,9 @@ class MLPBranch:
         grads = sums.results()
         if "down_bias" in need:
             grads["down_bias"] = eager.column_sum(dy, self.t.down_bias.dtype)
-        return grads | {"x": dx} if need_dx else grads
+        if need_dx:
+            grads["x"] = dx
+        return grads
 
     def inner_gradient(self, layer: str, dy: Tensor, reads_input: bool, sums: Sums) -> Tensor | None:
         """What a low-rank update's gradients are made of, if any of them is needed."""
@@ -259,12 +257,10 @@ class Sums:
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
         self.branch, self.totals = branch, {}
         for name in need:
-            if name != "x" and name != "down_bias":
-                tensor = getattr(branch.t, name)
-                if name[-4:] == "bias":
-                    self.totals[name] = BiasGrad(tensor.dtype, chunks)
-                else:
-                    self.totals[name] = WeightGrad(tensor, chunks, wide=branch.o.backend == "wide")
+            if name in BIASES:
+                self.totals[name] = BiasGrad(getattr(branch.t, name).dtype, chunks)
+            elif name != "x" and name != "down_bias":
+                self.totals[name] = WeightGrad(getattr(branch.t, name), chunks, wide=branch.o.backend == "wide")
 
     def of(self, layer: str) -> bool:
         """Is any of them the layer's?"""

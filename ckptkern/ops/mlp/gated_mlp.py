@@ -56,7 +56,7 @@ def gated_mlp(
     activation="silu", GEGLU "gelu" (Shazeer 2020, arXiv 2002.05202).
 
     dropout_p, training: dropout of the hidden layer, replayed in backward from 16 bytes; p is rounded to k/65536.
-    recompute: what is saved for backward besides parameters, and the products run, forward + backward:
+    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
 
         "none"       x, g, u, h    9
         "selective"  x, g, u       9

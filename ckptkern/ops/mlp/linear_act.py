@@ -49,7 +49,7 @@ class LinearAct(Op):
         p, rows, saves = primitives(o.backend), rows_2d(x), LinearAct.saves(o)
         w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
         if o.activation == "identity":  # without an epilogue our kernel has nothing to gain
-            y, z, bits = p.product(rows, w, b), None, None
+            y, z, bits = p.linear(rows, w, b), None, None
         else:
             keep = dict(save_z="z" in saves, save_bits="bits" in saves)
             y, z, bits = p.linear_fwd(rows, w, b, o.activation, o.precision, **keep)
@@ -103,10 +103,10 @@ def linear_act(
     float16, bfloat16, float32; float64 in PyTorch ops.
 
     activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
-    recompute: what is saved for backward besides parameters, and the products run, forward + backward (identity saves x
+    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward (identity saves x
     at every level):
 
-                     relu                                     others    products
+                     relu                                     others    matmuls
         "none"       x, y (no memory of its own in a chain)   x, z      3
         "selective"  x, 1 bit per element                     x, z      3
         "full"       x                                        x         4

@@ -206,7 +206,7 @@ def linear_stack(
     separate layers would not.
 
     activation: a name in ckptkern.ACTIVATIONS, after every layer, the last included.
-    recompute: what is saved for backward besides parameters, and the products run, forward + backward:
+    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
 
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit per element of y (relu) / x (others)     4k - 1 / 4k

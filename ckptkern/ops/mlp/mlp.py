@@ -89,7 +89,7 @@ def mlp(
 
     activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
     dropout_p, training: dropout after the activation, replayed in backward from 16 bytes; p is rounded to k/65536.
-    recompute: what is saved for backward besides parameters, and the products run, forward + backward:
+    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
 
         "none"       x, h (relu); x, z, h (others)     6
         "selective"  x, h (relu); x, z (others)        6

@@ -43,6 +43,8 @@ def layout_of(hint: Any) -> Layout:
     if typing.get_origin(hint) is tuple:
         return Layout("many", 0, hint, (layout_of(typing.get_args(hint)[0]),))
     others = tuple(one for one in typing.get_args(hint) if one is not types.NoneType)  # IntLikeType is a union, too
+    if len(others) == len(typing.get_args(hint)):
+        raise TypeError(f"no list of a schema holds options of type {hint!r}; see layout_of")
     return Layout("optional", 0, hint, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
 
 

@@ -72,8 +72,8 @@ def _distinct(tensors: tuple) -> tuple:
 def _second_order(op, dy, flat, options, needs, cotangents):
     """Gradients of dy and of `flat` (the saved tensors) of <cotangents, backward(dy, tensors)>.
 
-    backward(dy, t) is the vector-Jacobian product of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
-    the vector-Jacobian product of that, which torch.func forms from the reference's second derivative.
+    backward(dy, t) is the vector-Jacobian matmul of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
+    the vector-Jacobian matmul of that, which torch.func forms from the reference's second derivative.
     """
     tensors = list(call_of(op, flat, options)[0])
     if tensors[0] is None:

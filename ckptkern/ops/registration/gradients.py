@@ -31,8 +31,8 @@ def row_bytes(like: Tensor, tensors: int, masks: int, summed: int, beside: int) 
     """Bytes of a row's transient tensors in a backward pass, in the dtype of `like`.
 
     tensors, masks: elements of that dtype, and bools, that are alive at the worst moment. summed: elements of the two operands
-    of the largest weight gradient; beside: elements that are alive while it is formed. A CPU has no float32 product of 16-bit
-    operands: it copies both to float32, and an eighth of the rows for the sums of columns. torch's float16 product was
+    of the largest weight gradient; beside: elements that are alive while it is formed. A CPU has no float32 matmul of 16-bit
+    operands: it copies both to float32, and an eighth of the rows for the sums of columns. torch's float16 matmul was
     measured to take up to one more copy there.
     """
     size = like.element_size()
@@ -98,7 +98,7 @@ class WeightGrad:
             else:
                 torch.addmm(self.total, a, b, out_dtype=torch.float32, out=self.total)
             return
-        if (sums or self.wide) and a.dtype.itemsize < 4:  # a CPU has no such product
+        if (sums or self.wide) and a.dtype.itemsize < 4:  # a CPU has no such matmul
             a, b = a.float(), b.float()
         self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
 

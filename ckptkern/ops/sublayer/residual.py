@@ -42,7 +42,7 @@ def sample_shape(x: Tensor) -> tuple[int, ...]:
 class Sublayer:
     """What a sublayer computes around its branch, for one input x [..., d]. t: its tensors, o: its options.
 
-    shares: a parameter's copy in the compute dtype serves every product until its `last`, as a backward asks for.
+    shares: a parameter's copy in the compute dtype serves every matmul until its `last`, as a backward asks for.
     """
 
     def __init__(self, x: Tensor, t: Any, o: Any, *, shares: bool = False):
@@ -53,7 +53,7 @@ class Sublayer:
         self.trailing = bool(o.norm) and not o.norm_first
 
     def cast(self, parameter: Tensor | None, dtype: torch.dtype | None = None, *, last: bool = True) -> Tensor | None:
-        """The parameter in a dtype, by default the compute dtype. last: no product after this one reads it."""
+        """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it."""
         key = id(parameter), dtype or self.o.dtype
         _, copy = self.copies.pop(key, (None, None))
         copy = cast_parameter(parameter, key[1]) if copy is None else copy
@@ -122,7 +122,7 @@ class Sublayer:
         )  # fmt: skip
 
     def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
-        """(gradient of x + z, that of the branch's last product in its dtype, those of the parameters between) from dy.
+        """(gradient of x + z, that of the branch's last matmul in its dtype, those of the parameters between) from dy.
 
         f: the branch's result, where `reads_branch` asks for it.
         """
@@ -172,7 +172,7 @@ def has_trailing_norm(o: Any) -> bool:
 
 
 def after_branch(o: Any) -> frozenset[str]:
-    """The sublayer's parameters that lie after its branch's last product."""
+    """The sublayer's parameters that lie after its branch's last matmul."""
     return AFTER_BRANCH | LAST if has_trailing_norm(o) else AFTER_BRANCH
 
 
@@ -199,7 +199,7 @@ def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
 
 
 def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
-    """The sublayer's output from its branch's last product f, in differentiable PyTorch ops."""
+    """The sublayer's output from its branch's last matmul f, in differentiable PyTorch ops."""
     z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p)).to(output_dtype(x, o))
     if o.post_norm:
         z = reference_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)

@@ -3,7 +3,7 @@
 - ``torch``: plain PyTorch layers;
 - ``torch.utils.checkpoint``: the same, every block inside a non-reentrant checkpoint;
 - ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``. With ``--experts``, whose plain form
-  is torch's grouped products in transformers' layout, as two: ``ckptkern.attention_block`` and ``ckptkern.nn.Experts``.
+  is torch's grouped matmuls in transformers' layout, as two: ``ckptkern.attention_block`` and ``ckptkern.nn.Experts``.
 
 The text is the source code of Python's standard library, which every machine that runs this has. Whole top-level
 modules and packages are held out, so near-identical siblings (the code pages in ``encodings``) are never on both sides.

@@ -1,4 +1,4 @@
-"""The demo's mixture of experts: a router, and experts by torch's grouped products or by ckptkern."""
+"""The demo's mixture of experts: a router, and experts by torch's grouped matmuls or by ckptkern."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def grouped_experts(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """What ckptkern.moe_mlp defines, as transformers 5 runs it ("grouped_mm"): rows gathered in the experts' order, two grouped
-    products, weights, the rows back in their order, and their sum.
+    matmuls, weights, the rows back in their order, and their sum.
 
     x [T, d], index and weights [T, k], gate_up [E, 2 h, d], down [E, d, h], of which torch wants rows of whole 16 bytes
     -> [T, d]. Autograd keeps k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
