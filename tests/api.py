@@ -40,7 +40,7 @@ def functions() -> None:
 
 def conversion(model: nn.Module) -> None:
     assert_type(ckptkern.convert(model, x, recompute="full", include=["*.mlp", nn.Linear]), ckptkern.Conversion)
-    assert_type([row.served_by for row in ckptkern.convert(model)], list[str | None])
+    assert_type([row.replaced_by for row in ckptkern.convert(model)], list[str | None])
     assert_type(ckptkern.revert(model), nn.Module)
     ckptkern.convert(model, exclude=3)  # type: ignore[arg-type]
 

@@ -426,11 +426,11 @@ def with_bool_mask(x: Tensor) -> dict[str, Any]:
 
 @dataclass
 class Architecture:
-    """layer: makes one; calls: its arguments besides x; served_by: the ops that convert finds in a layer of it."""
+    """layer: makes one; calls: its arguments besides x; replaced_by: the ops that convert finds in a layer of it."""
 
     layer: Callable[[], nn.Module]
     calls: Callable[[Tensor], dict[str, Any]] = field(default=lambda x: {})
-    served_by: tuple[str, ...] = ("transformer_layer",)
+    replaced_by: tuple[str, ...] = ("transformer_layer",)
     stack: type[Stack] = Stack
 
     def model(self) -> Stack:
@@ -495,4 +495,4 @@ def saved(model: nn.Module, **kwargs) -> int:
 
 
 def fused_of(conversion: ckptkern.Conversion) -> list[str]:
-    return [row.served_by for row in conversion.converted]
+    return [row.replaced_by for row in conversion.converted]

@@ -110,7 +110,7 @@ def test_converted(device):
     tensors = dict(network.named_parameters())
     expected = gradients(lambda _: network(given), tensors)
     conversion = ckptkern.convert(network, given)
-    assert [row.served_by for row in conversion.converted] == 2 * ["transformer_layer"], conversion
+    assert [row.replaced_by for row in conversion.converted] == 2 * ["transformer_layer"], conversion
     assert_same_within_rounding(gradients(lambda _: network(given), tensors), expected)
 
 
@@ -146,7 +146,7 @@ def test_replays_draw_anew_and_masks_agree_within_one(device):
         last.weight.copy_(torch.eye(n, hidden))
         last.bias.zero_()
     conversion = ckptkern.convert(model, x, recompute="full")
-    assert [row.served_by for row in conversion.converted] == ["mlp_block"], conversion
+    assert [row.replaced_by for row in conversion.converted] == ["mlp_block"], conversion
     dy = torch.eye(n).to(x)
 
     def step() -> tuple[Tensor, ...]:

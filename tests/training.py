@@ -62,7 +62,7 @@ def build(kind: str, p: float = 0.0, ours: bool = True) -> Network:
 
 def convert(network: nn.Module) -> None:
     conversion = ckptkern.convert(network, ids())
-    assert [row.served_by for row in conversion.converted] == 2 * ["transformer_layer"], conversion
+    assert [row.replaced_by for row in conversion.converted] == 2 * ["transformer_layer"], conversion
 
 
 def reference(kind: str, p: float) -> Network:

@@ -1,8 +1,8 @@
 """convert on known families of models, small and random: `make convert-families`.
 
-For each: what serves its layers; loss and gradients against the original in float32, and of both against float64 under bfloat16
-autocast (the converted model's error may be twice the original's); the losses of 20 steps; and what one call keeps plain, with
-torch.utils.checkpoint round each layer, and converted.
+For each: what replaces its layers; loss and gradients against the original in float32, and of both against float64 under
+bfloat16 autocast (the converted model's error may be twice the original's); the losses of 20 steps; and what one call keeps
+plain, with torch.utils.checkpoint round each layer, and converted.
 """
 
 from __future__ import annotations

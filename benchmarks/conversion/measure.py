@@ -1,4 +1,4 @@
-"""One model before and after convert: loss, gradients, saved bytes, what serves it."""
+"""One model before and after convert: loss, gradients, saved bytes, what replaces it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any]
     start = time.perf_counter()
     conversion = convert(model, *probe, **(named if probe or named else inputs))
     result.seconds = time.perf_counter() - start
-    result.served = dict(Counter(row.served_by for row in conversion.converted))
+    result.served = dict(Counter(row.replaced_by for row in conversion.converted))
     result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion.left))
     ran, whole = called(model, inputs), {row.name for row in conversion.converted}
     layers = [name for name in blocks(model) if model.get_submodule(name) in ran]

@@ -4,7 +4,7 @@ A matmul of ours is a tile after another on each SM. Where one program fits ther
 its epilogue follow one another; where two do, one's epilogue runs beside the other's matmuls, and the larger of both counts.
 A persistent program does the same: its loads of the next tile wait for the epilogue, whose scratch lies where they land.
 A core of attention of ours alternates matmuls and softmax, since no matmul is in flight while a warp computes its softmax.
-Everything else moves its bytes, or takes the rate of the library that serves it.
+Everything else moves its bytes, or takes the rate of the library that replaces it.
 """
 
 from __future__ import annotations

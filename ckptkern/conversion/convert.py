@@ -97,14 +97,14 @@ def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module)
 
 
 class Found(NamedTuple):
-    """What convert can do with a module: the rows of the table, and how the module gets its new forward, if it is served."""
+    """What convert can do with a module: the rows of the table, and how the module gets its new forward, if it is replaced."""
 
     rows: list[Row]
     put: Callable[[], None] | None = None
 
     @property
-    def served_by(self) -> tuple:
-        return tuple((row.name, row.served_by) for row in self.rows) if self.put else ()
+    def replaced_by(self) -> tuple:
+        return tuple((row.name, row.replaced_by) for row in self.rows) if self.put else ()
 
 
 class _Conversion:
@@ -131,7 +131,7 @@ class _Conversion:
             found = Found([])
             if self.include is None or matches(self.include, name, module):
                 found = self.twin(name, module) or self.head(name, module) or self.fused(name, module)
-            if not self.shards.agree(found.served_by):
+            if not self.shards.agree(found.replaced_by):
                 row = Row(name, class_of(module).__name__, None, reason="another rank has found something else")
                 found = Found([row])
             if found.put is not None:
@@ -189,11 +189,11 @@ class _Conversion:
             if kind is nn.Sequential and (found := self.runs(name, module)):
                 return found
             if is_block(name, module) and (why := why_general(module)):
-                row.served_by, row.reason = "checkpoint", f"{why}: {reason}"
+                row.replaced_by, row.reason = "checkpoint", f"{why}: {reason}"
                 return Found([row], lambda: self.bind(row, General(module, self.recompute), calls[0]))
             return Found([row])
         segment = next(iter(forward.segments.values()))
-        row.served_by = segment.op
+        row.replaced_by = segment.op
         x = leaves_of(forward.form.counting(*call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
 

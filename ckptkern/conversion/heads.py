@@ -151,7 +151,7 @@ class Heads:
                 is_ours = isinstance(error, Unreadable)
                 self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
                 self.logs = {m: [] for m in candidates}
-        self.any_served = any(one.served for log in self.logs.values() for one in log)
+        self.any_replaced = any(one.served for log in self.logs.values() for one in log)
 
     def logged(self, candidates: list[nn.Module], args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Wanted]]:
         """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
@@ -172,7 +172,7 @@ class Heads:
         return {module: head.log for module, head in heads.items()}
 
     def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Head | None]:
-        """Its row in the table, and its new forward if it is served; no row for a layer that is no head."""
+        """Its row in the table, and its new forward if it is replaced; no row for a layer that is no head."""
         row = Row(name, type(module).__name__, None)
         if module not in self.logs:
             row.reason = NO_LOSS
@@ -186,7 +186,7 @@ class Heads:
         if not chains:
             passed = next((w.step.name for w in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
-            return None if self.any_served else row, None
+            return None if self.any_replaced else row, None
         level = level_of(OP, None, recompute)
         with unmoved(module):
             row.error = max(chain.error() for chain in chains.values())
@@ -204,5 +204,5 @@ class Heads:
                 f"ckptkern.convert: forward also hands the logits of {name} to {', '.join(others)}, for which they are made",
                 stacklevel=6,
             )
-        row.served_by = OP
+        row.replaced_by = OP
         return row, Head(module, recompute)

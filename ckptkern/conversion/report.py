@@ -11,9 +11,9 @@ from .. import memory
 
 @dataclass
 class Row:
-    """A module, and what serves it.
+    """A module, and what replaces it.
 
-    served_by: a fused op ("transformer_layer", "attention_block", "mlp_block", "linear_stack", "linear_act", "moe_mlp",
+    replaced_by: a fused op ("transformer_layer", "attention_block", "mlp_block", "linear_stack", "linear_act", "moe_mlp",
     "linear_cross_entropy"), "checkpoint" for a general segment, the class of a twin in ckptkern.nn, or None, with the reason.
     saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example inputs;
     None without them. error: the largest relative error of output and gradients in the proof.
@@ -21,7 +21,7 @@ class Row:
 
     name: str
     kind: str
-    served_by: str | None
+    replaced_by: str | None
     saved_before: int | None = None
     saved_after: int | None = None
     error: float | None = None
@@ -36,11 +36,11 @@ class Conversion:
 
     @property
     def converted(self) -> list[Row]:
-        return [row for row in self.rows if row.served_by is not None]
+        return [row for row in self.rows if row.replaced_by is not None]
 
     @property
     def left(self) -> list[Row]:
-        return [row for row in self.rows if row.served_by is None]
+        return [row for row in self.rows if row.replaced_by is None]
 
     @property
     def saved_before(self) -> int:
@@ -58,7 +58,7 @@ class Conversion:
         return len(self.rows)
 
     def __str__(self) -> str:
-        lines = [("module", "class", "served by", "saved before", "saved after", "error")]
+        lines = [("module", "class", "replaced by", "saved before", "saved after", "error")]
         for rows in _alike(self.rows):
             lines.append(_line(rows))
         text = aligned(lines)
@@ -82,7 +82,7 @@ def _alike(rows: list[Row]) -> list[list[Row]]:
     """Rows that differ by a number in their name."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        groups.setdefault((re.sub(r"\d+", "#", row.name), row.kind, row.served_by, row.reason), []).append(row)
+        groups.setdefault((re.sub(r"\d+", "#", row.name), row.kind, row.replaced_by, row.reason), []).append(row)
     return list(groups.values())
 
 
@@ -97,7 +97,7 @@ def _line(rows: list[Row]) -> tuple[str, ...]:
     after = [row.saved_after for row in rows if row.saved_after is not None]
     errors = [row.error for row in rows if row.error is not None]
     return (
-        name_of([row.name for row in rows]), rows[0].kind, rows[0].served_by or "left",
+        name_of([row.name for row in rows]), rows[0].kind, rows[0].replaced_by or "left",
         memory.format_size(sum(before)) if before else "", memory.format_size(sum(after)) if after else "",
         f"{max(errors):.1e}" if errors else "",
     )  # fmt: skip

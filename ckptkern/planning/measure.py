@@ -328,7 +328,7 @@ def kind_of(kinds: list[Kind], segment: Segment, call: Call) -> int:
 
 def is_alike(a: Segment, call: Call, b: Segment, other: Call) -> bool:
     return (
-        a.served_by == b.served_by
+        a.replaced_by == b.replaced_by
         and call_kinds([call]) == call_kinds([other])
         and gradients_of(call) == gradients_of(other)
         and same_inside(b.name, b.module, a.name, a.module)

@@ -37,7 +37,7 @@ class Line:
 
     name: str
     kind: str
-    served_by: str
+    replaced_by: str
     level: str
     saved: int
     seconds: float | None
@@ -76,13 +76,13 @@ class Report:
         draw_timelines(self.timelines, path)
 
     def __str__(self) -> str:
-        text = [("segment", "served by", "level", "saved", "of stock", "time", "GFLOP", "workspace")]
+        text = [("segment", "replaced by", "level", "saved", "of stock", "time", "GFLOP", "workspace")]
         for names, lines in self._alike():
             before = next((line.saved for line in lines if line.level == STOCK), None)
             for i, line in enumerate(lines):
                 text.append(
                     (
-                        name_of(names) if i == 0 else "", line.served_by if i == 0 else "", line.level,
+                        name_of(names) if i == 0 else "", line.replaced_by if i == 0 else "", line.level,
                         memory.format_size(line.saved),
                         f"{line.saved / before:.1%}" if before else "",
                         time_of(line.seconds),
@@ -108,7 +108,7 @@ class Report:
             of_name.setdefault(line.name, []).append(line)
         groups: dict[tuple, list[str]] = {}
         for name, lines in of_name.items():
-            key = tuple((one.kind, one.served_by, one.level, one.saved, one.flops, one.seconds) for one in lines)
+            key = tuple((one.kind, one.replaced_by, one.level, one.saved, one.flops, one.seconds) for one in lines)
             groups.setdefault(key, []).append(name)
         for names in groups.values():
             yield names, of_name[names[0]]
@@ -123,7 +123,7 @@ def lines_of(table: Table) -> list[Line]:
             found.append((STOCK, row.stock.bytes, kind.stock))
         found += [(str(way), held.bytes, cost) for way, held, cost in zip(row.ways, row.held, kind.costs, strict=True)]
         for level, saved, cost in found:
-            lines.append(Line(segment.name, type(segment.module).__name__, segment.served_by, level, saved, *cost))
+            lines.append(Line(segment.name, type(segment.module).__name__, segment.replaced_by, level, saved, *cost))
     return lines
 
 

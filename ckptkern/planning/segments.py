@@ -38,12 +38,12 @@ class Way(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A module that has a level. served_by: as in a row of Conversion. is_block: a module that may become a general segment,
+    """A module that has a level. replaced_by: as in a row of Conversion. is_block: a module that may become a general segment,
     and is none at level "none"."""
 
     name: str
     module: nn.Module
-    served_by: str
+    replaced_by: str
     is_block: bool = False
 
     @property
@@ -93,9 +93,9 @@ class Segment(NamedTuple):
 
     def levels(self) -> list[str | tuple[str, str]]:
         """Its levels; for a layer of two sublayers, those of each sublayer too."""
-        if self.served_by == "checkpoint":
+        if self.replaced_by == "checkpoint":
             return ["none", "full"]
-        if self.served_by != "transformer_layer":
+        if self.replaced_by != "transformer_layer":
             return list(LEVELS)
         return [*LEVELS, *itertools.product(LEVELS, LEVELS)]
 
@@ -116,9 +116,9 @@ def segments_of(
         if id(module) in seen or matches(exclude, name, module):
             return
         seen.add(id(module))
-        served_by = server_of(module)
-        if served_by is not None and (include is None or matches(include, name, module)):
-            found.append(Segment(name, module, served_by))
+        replaced_by = server_of(module)
+        if replaced_by is not None and (include is None or matches(include, name, module)):
+            found.append(Segment(name, module, replaced_by))
             return
         for child, m in module.named_children():
             visit(f"{name}.{child}" if name else child, m)
@@ -128,7 +128,7 @@ def segments_of(
 
 
 def server_of(module: nn.Module) -> str | None:
-    """What serves a module that has a level."""
+    """What replaces a module that has a level."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, Fused):
         return next(one.op for one in forward.segments.values() if one is not None)

@@ -39,7 +39,7 @@ def test_adapters_are_part_of_the_fused_op(name: str, only: str) -> None:
     theirs, before = over_inputs(model), saved(model)
     reference = over_inputs(copy.deepcopy(model).double())
     conversion = ckptkern.convert(model, ids())
-    assert fused_of(conversion) == [*ARCHITECTURES[name].served_by] * 2, str(conversion)
+    assert fused_of(conversion) == [*ARCHITECTURES[name].replaced_by] * 2, str(conversion)
     ours = over_inputs(model)
     assert ours.keys() == theirs.keys(), "frozen weights have no gradient"
     assert any("lora_A.default" in key for key in ours)

@@ -48,9 +48,9 @@ def stack(*layers: nn.Module) -> Stack:
     return model.train()
 
 
-def assert_converted(model: nn.Module, served_by: list[str]) -> None:
+def assert_converted(model: nn.Module, replaced_by: list[str]) -> None:
     theirs = results(model)
-    assert fused_of(ckptkern.convert(model, ids())) == served_by
+    assert fused_of(ckptkern.convert(model, ids())) == replaced_by
     ours = results(model)
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
@@ -59,7 +59,7 @@ def assert_converted(model: nn.Module, served_by: list[str]) -> None:
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt", "bert", "buffers", "decoder"])
 def test_the_second_layer_is_compared_once(name: str, attempts: list[str]) -> None:
     model = ARCHITECTURES[name].model().train()
-    assert_converted(model, [*ARCHITECTURES[name].served_by] * 2)
+    assert_converted(model, [*ARCHITECTURES[name].replaced_by] * 2)
     once = len(attempts)
     del attempts[:]
     model.layers = model.layers[:1]
@@ -133,7 +133,7 @@ def test_other_layers_are_proven_by_themselves(what: str, attempts: list[str]) -
     torch.manual_seed(0)
     model = stack(first(), second(), first())
     theirs = results(model)
-    served = [row.served_by for row in ckptkern.convert(model, ids()) if row.name.count(".") == 1]
+    served = [row.replaced_by for row in ckptkern.convert(model, ids()) if row.name.count(".") == 1]
     assert served[::2] == ["transformer_layer"] * 2
     ours = results(model)
     for key in theirs:
@@ -148,7 +148,7 @@ def test_a_layer_that_does_another_thing_by_its_number_is_not_taken_for_the_firs
     model = stack(*(Numbered(i, every=2) for i in range(3)))
     theirs = results(model)
     conversion = ckptkern.convert(model, ids())
-    assert [row.name for row in conversion.converted if row.served_by == "transformer_layer"] == [
+    assert [row.name for row in conversion.converted if row.replaced_by == "transformer_layer"] == [
         "layers.0",
         "layers.2",
     ]
@@ -168,7 +168,7 @@ class ByLength(Numbered):
 def test_another_length_is_compared_too() -> None:
     model = stack(ByLength(0), ByLength(1))
     conversion = ckptkern.convert(model, ids())
-    assert "layers.1" not in [row.name for row in conversion.converted if row.served_by == "transformer_layer"]
+    assert "layers.1" not in [row.name for row in conversion.converted if row.replaced_by == "transformer_layer"]
 
 
 class Clamped(Numbered):
@@ -181,7 +181,7 @@ class Clamped(Numbered):
 
 def test_another_trace_is_proven_by_itself(attempts: list[str]) -> None:
     conversion = ckptkern.convert(stack(Clamped(0), Clamped(1)), ids())
-    assert [row.served_by for row in conversion if row.name == "layers.0"] == ["transformer_layer"]
+    assert [row.replaced_by for row in conversion if row.name == "layers.0"] == ["transformer_layer"]
     assert "layers.1" not in [row.name for row in conversion.converted]
 
 
@@ -223,7 +223,7 @@ class Gained(RMSNorm):
 def test_numbers_that_nothing_else_shows() -> None:
     model = stack(*(Llama(norm=lambda width, gain=gain: Gained(gain)) for gain in (1.0, 2.0)))
     conversion = ckptkern.convert(model, ids())
-    assert [row.name for row in conversion.converted if row.served_by == "transformer_layer"] == ["layers.0"]
+    assert [row.name for row in conversion.converted if row.replaced_by == "transformer_layer"] == ["layers.0"]
 
 
 def test_functions_in_attributes_are_compared_by_identity(attempts: list[str]) -> None:

@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_the_original(name: str, autocast: torch
     theirs, before = over_inputs(model, autocast), saved(model)
     reference = over_inputs(copy.deepcopy(model).double())
     conversion = ckptkern.convert(model, ids())
-    assert fused_of(conversion) == [*architecture.served_by] * 2
+    assert fused_of(conversion) == [*architecture.replaced_by] * 2
     ours = over_inputs(model, autocast)
     norms = {key: value.norm() for key, value in reference.items()}
     zeros = [key for key, norm in norms.items() if norm < 1e-12 * max(norms.values())]  # of a key's bias without rotary
@@ -225,7 +225,7 @@ def test_what_is_not_a_layer_of_ours_is_left(why: str) -> None:
     model = Stack(lambda: changed(IMPOSTORS[why]), with_tables).eval()
     reference, theirs = copy.deepcopy(model), copy.deepcopy(model)
     conversion = ckptkern.convert(model, ids())
-    whole = [row for row in conversion.converted if row.served_by == "transformer_layer"]
+    whole = [row for row in conversion.converted if row.replaced_by == "transformer_layer"]
     assert not whole
     assert all(row.reason for row in conversion.left)
     assert conversion.left, "the table says what was left"
@@ -541,7 +541,7 @@ def sequences() -> dict[str, tuple[nn.Sequential, list[str]]]:
 @pytest.mark.parametrize("name", sequences())
 @pytest.mark.parametrize("dims", [2, 3])
 def test_sequences_of_linear_layers(name: str, dims: int) -> None:
-    sequence, served_by = sequences()[name]
+    sequence, replaced_by = sequences()[name]
     model = nn.ModuleDict({"body": sequence})
     x = torch.randn(5, 4, 8)[..., :] if dims == 3 else torch.randn(20, 8)
     x.requires_grad_()
@@ -553,7 +553,7 @@ def test_sequences_of_linear_layers(name: str, dims: int) -> None:
 
     theirs, before = step()
     conversion = ckptkern.convert(model)
-    assert fused_of(conversion) == served_by, str(conversion)
+    assert fused_of(conversion) == replaced_by, str(conversion)
     ours, after = step()
     for mine, one in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, one)

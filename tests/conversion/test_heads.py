@@ -62,7 +62,7 @@ def converted(model: LM, **options) -> LM:
     """A copy, whose head must be served."""
     model = copy.deepcopy(model)
     conversion = ckptkern.convert(model, ids(), ids(1), **options)
-    assert [row.served_by for row in conversion if row.name == "head"] == ["linear_cross_entropy"], str(conversion)
+    assert [row.replaced_by for row in conversion if row.name == "head"] == ["linear_cross_entropy"], str(conversion)
     return model
 
 
@@ -209,7 +209,7 @@ def test_another_loss_is_left(way: str) -> None:
     ours = copy.deepcopy(theirs)
     conversion = ckptkern.convert(ours, ids(), ids(1))
     head = [row for row in conversion if row.name == "head"]
-    assert [row.served_by for row in head] in ([], [None]), str(conversion)
+    assert [row.replaced_by for row in head] in ([], [None]), str(conversion)
     assert all(row.reason for row in head)
     assert "forward" not in vars(ours.head)
     assert_same_step(ours, theirs)
@@ -370,9 +370,9 @@ def test_levels_and_the_table(dtype: torch.dtype) -> None:
         assert (row.name, row.kind) == ("head", "Linear")
         assert row.error < 2e-5
         if level == "none" and dtype is torch.float32:  # both keep 4 bytes of a logit
-            assert (row.served_by, row.reason) == (None, "linear_cross_entropy saves no less")
+            assert (row.replaced_by, row.reason) == (None, "linear_cross_entropy saves no less")
             continue
-        assert row.served_by == "linear_cross_entropy"
+        assert row.replaced_by == "linear_cross_entropy"
         with saved_tensors(model) as found:
             model(ids(), ids(1))
         saved[level] = found.bytes
@@ -418,9 +418,11 @@ def test_a_model_whose_example_has_no_loss_says_so() -> None:
 
 def test_include_and_exclude() -> None:
     model = model_of()
-    assert [row.served_by for row in ckptkern.convert(model, ids(), ids(1), include="head")] == ["linear_cross_entropy"]
+    assert [row.replaced_by for row in ckptkern.convert(model, ids(), ids(1), include="head")] == [
+        "linear_cross_entropy"
+    ]
     assert not ckptkern.convert(model, ids(), ids(1), exclude="head").converted
-    assert [row.served_by for row in ckptkern.convert(model, ids(), include="head")] == ["linear_act"]
+    assert [row.replaced_by for row in ckptkern.convert(model, ids(), include="head")] == ["linear_act"]
 
 
 def test_it_compiles_without_a_break() -> None:

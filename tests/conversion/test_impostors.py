@@ -270,7 +270,7 @@ SERVED = {
 @pytest.mark.parametrize("why", IMPOSTORS)
 def test_which_of_them_are_served(why: str) -> None:
     kind, (x, kwargs), _, _ = IMPOSTORS[why]
-    whole = [row.served_by for row in ckptkern.convert(kind(), x, **kwargs).converted] == ["transformer_layer"]
+    whole = [row.replaced_by for row in ckptkern.convert(kind(), x, **kwargs).converted] == ["transformer_layer"]
     assert whole == (why in SERVED or why == "an untied weight")
 
 

@@ -60,7 +60,7 @@ def batch(seed: int = 0, length: int = 11) -> dict[str, Tensor]:
 
 def converted(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
-    served = [row.served_by for row in ckptkern.convert(model, **batch()).converted]
+    served = [row.replaced_by for row in ckptkern.convert(model, **batch()).converted]
     assert served.count("linear_cross_entropy") == 1
     assert served.count("moe_mlp") == EXPERTS.get(type(model).__name__, 0)
     return model

@@ -204,7 +204,7 @@ def _check_sharded_inside(rank, size, reshard):
         fully_shard(layer.mlp, mesh=mesh, reshard_after_forward=reshard)
     shard(network, size, reshard_after_forward=reshard)
     conversion = ckptkern.convert(network, ids())
-    assert [row.served_by for row in conversion.converted] == ["checkpoint", "checkpoint"]
+    assert [row.replaced_by for row in conversion.converted] == ["checkpoint", "checkpoint"]
     assert "DTensor" in conversion.rows[0].reason
     check(network, alone(plain, size), rank)
 
@@ -229,7 +229,7 @@ def _check_twins(rank, size, order):
     if order == ORDERS[1]:
         shard(network, size)
     conversion = ckptkern.convert(network, ids())
-    assert [row.served_by for row in conversion.converted] == 2 * ["ckptkern.nn.TransformerEncoderLayer"]
+    assert [row.replaced_by for row in conversion.converted] == 2 * ["ckptkern.nn.TransformerEncoderLayer"]
     assert [row.kind for row in conversion.converted] == 2 * ["TransformerEncoderLayer"]
     if order == ORDERS[0]:
         shard(network, size)

@@ -45,7 +45,7 @@ def _check_fsdp2(rank, size, kind, convert_last):
     network = shard(build(kind, ours=not convert_last).cuda())
     if convert_last:
         conversion = ckptkern.convert(network, ids().cuda())
-        assert [row.served_by for row in conversion.converted] == 2 * ["transformer_layer"]
+        assert [row.replaced_by for row in conversion.converted] == 2 * ["transformer_layer"]
     check(network, alone(reference(kind, 0.0).cuda(), size), rank, **TOLERANCE)
 
 

@@ -17,7 +17,7 @@ STEPS = 3
 
 def converted(model: nn.Module, served: bool = True) -> nn.Module:
     conversion = ckptkern.convert(model, ids(), ids(1))
-    assert [row.served_by for row in conversion.converted] == ["linear_cross_entropy"] * served, str(conversion)
+    assert [row.replaced_by for row in conversion.converted] == ["linear_cross_entropy"] * served, str(conversion)
     return model
 
 

@@ -40,7 +40,7 @@ class Part(nn.Module):
         }[kind]()
         if kind == "converted" and ours:
             conversion = ckptkern.convert(self, ids() if stage == 0 else torch.randn(B, S, WIDTH))
-            assert [row.served_by for row in conversion.converted] == ["transformer_layer"], conversion
+            assert [row.replaced_by for row in conversion.converted] == ["transformer_layer"], conversion
 
     def forward(self, x):
         x = self.layer(self.embed(x))

@@ -71,7 +71,7 @@ def _check_convert(rank, size, order):
         apply(network)
     conversion = ckptkern.convert(network, ids())
     kind = "CheckpointWrapper" if order == "wrap, convert" else "GPT"
-    assert [(row.kind, row.served_by) for row in conversion.converted] == 2 * [(kind, "transformer_layer")]
+    assert [(row.kind, row.replaced_by) for row in conversion.converted] == 2 * [(kind, "transformer_layer")]
     if order == "convert, wrap":
         apply(network)
     for layer in network.layers:

@@ -90,7 +90,7 @@ def test_general_segments() -> None:
     block = [nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.GELU(), nn.Conv1d(8, 4, 1)) for _ in range(2)]
     model, x = nn.Sequential(nn.Conv1d(4, 4, 1), *block), torch.randn(2, 4, 6)
     report = ckptkern.report(model, x)
-    assert {line.served_by for line in report.lines} == {"checkpoint"}
+    assert {line.replaced_by for line in report.lines} == {"checkpoint"}
     by_level = {line.level: line.saved for line in report.lines if line.name == "1"}
     assert by_level.pop(STOCK) == by_level["none"]
     # its input; what each convolution and the GELU read

@@ -39,7 +39,12 @@ def test_the_table_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.C
     assert "mlp_block" in text
     assert "a training step of the whole model keeps 128 B instead of 1.12 KiB, besides parameters" in text
     (row,) = csv.DictReader(out.open())
-    assert (row["name"], row["served_by"], row["saved_before"], row["saved_after"]) == ("", "mlp_block", "1152", "128")
+    assert (row["name"], row["replaced_by"], row["saved_before"], row["saved_after"]) == (
+        "",
+        "mlp_block",
+        "1152",
+        "128",
+    )
 
 
 @pytest.mark.parametrize("function", ["keywords", "alone"])
