@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format gate emulate bench bench-host model convert-families convert-sweep docs test-matrix test-cpus gpu gpu-tests gpu-bench clean
+.PHONY: help install demo test quick lint format codegen-check emulate bench bench-host cost-model convert-families convert-sweep docs test-matrix test-cpus gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -42,7 +42,7 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i csrc/*
 
-# `make gate` and `make emulate` run with another Triton than the venv's by its version: TRITON=3.6.0, that of the reference GPU
+# `make codegen-check` and `make emulate` run with another Triton than the venv's by its version: TRITON=3.6.0, that of the reference GPU
 # stack. Its wheel is unpacked beside the venv, and comes first on the path.
 OTHER_TRITON := $(if $(TRITON),$(CURDIR)/build/triton-$(TRITON))
 WITH_TRITON := PYTHONPATH=$(OTHER_TRITON) TRITON_CACHE_DIR=$(CURDIR)/build/triton
@@ -52,7 +52,7 @@ $(CURDIR)/build/triton-%: $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$*
 	mv $@.part $@
 
-gate: $(STAMP) $(OTHER_TRITON) ## compile every kernel for sm_80, sm_90 and later and check registers, memory and instructions. ARGS="--all", TRITON=3.6.0
+codegen-check: $(STAMP) $(OTHER_TRITON) ## compile every kernel for sm_80, sm_90 and later and check registers, memory and instructions. ARGS="--all", TRITON=3.6.0
 	$(WITH_TRITON) $(PY) -m ckptkern.benchmarks.gate $(ARGS)
 
 emulate: $(STAMP) $(OTHER_TRITON) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; 40 minutes of two cores. ARGS="-k norm" or ARGS=--quick, TRITON=3.6.0
@@ -65,7 +65,7 @@ bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.che
 	$(PY) -m ckptkern.benchmarks.host $(ARGS)
 	$(PY) -m ckptkern.benchmarks.launches
 
-model: $(STAMP) ## MODEL, not measured: the price of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
+cost-model: $(STAMP) ## MODEL, not measured: the price of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
 	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.model $(ARGS)
 
 convert-families: $(STAMP) ## convert on 40 families of models of transformers and timm, which it needs. ARGS="--only llama"

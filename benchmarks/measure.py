@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..conversion.proof import unmoved
 from ..memory import peak_memory, saved_tensors
 from ..planning.timing import cache_of, captured, copies
-from ..tools.verify import error_ratio, gradients, relative_errors
+from ..tools.selftest import error_ratio, gradients, relative_errors
 from .cases import CHECKPOINTS, EAGER, Function, Item, Maker, build
 
 # Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.

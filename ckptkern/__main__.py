@@ -23,8 +23,8 @@ COMMANDS = {
         (),
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
-    "tune": (".tools.tune", "measure which route is quickest for each matmul here, and remember it", ()),
-    "verify": (".tools.verify", "check this installation: kernels, masks, saved bytes", ()),
+    "autotune": (".tools.autotune", "measure which route is quickest for each matmul here, and remember it", ()),
+    "selftest": (".tools.selftest", "check this installation: kernels, masks, saved bytes", ()),
     "examples": (".tools.examples", "run the tutorials' models in segments beside their plain selves", ()),
     "env": (".tools.env", "print versions, devices, extension and backends", ()),
 }

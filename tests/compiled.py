@@ -237,7 +237,8 @@ def maxima() -> dict[str, list[str]]:
 
 
 def pruned() -> dict[str, str]:
-    """What `tune` says of tiles of an MLP on an H200: "" if they are worth a run, "shipped" if they are the shipped ones."""
+    """What `autotune` says of tiles of an MLP on an H200: "" if they are worth a run, "shipped" if they are the shipped
+    ones."""
     gpu, table = rates.GPUS["h200"], TILES["act_grad", 90]
     problem = race.Problem("mlp", 1024, 4096, 1024, torch.bfloat16, 8192)
     shapes = {"x": (8192, 1024), "fc1_weight": (4096, 1024), "fc1_bias": (4096,), "fc2_weight": (1024, 4096)}

@@ -59,11 +59,11 @@ class AttentionTile(NamedTuple):
 
 # (kernel, architecture) -> {(class, padded head dim): tile}; the next larger head dim serves. Classes: 16-bit types; "16
 # masked" where a mask of rows and columns needs registers too (without such a row it takes the plain one); float32 with
-# TF32 matmuls, and "ieee" ones, which run on the ordinary cores. All pass the compile gate; its few bytes of spills are
-# named there. Eight warps lie along the longer side of a matmul's result, 16 rows or 8 columns each. So a tile of fewer than
-# 128 rows (columns for dkdv), or of 64 columns (rows) where the head dim is the longer side, would be computed twice: those
-# here are not, but for dkdv of "32" at 256 dims, whose larger one does not fit. Matmuls of HGMMA narrower than 64 have failed
-# (triton#11366), which is why head dims are padded to 64 on sm_90; what has 32 columns there takes mma.sync.
+# TF32 matmuls, and "ieee" ones, which run on the ordinary cores. All pass the code-generation check; its few bytes of spills
+# are named there. Eight warps lie along the longer side of a matmul's result, 16 rows or 8 columns each. So a tile of fewer
+# than 128 rows (columns for dkdv), or of 64 columns (rows) where the head dim is the longer side, would be computed twice:
+# those here are not, but for dkdv of "32" at 256 dims, whose larger one does not fit. Matmuls of HGMMA narrower than 64 have
+# failed (triton#11366), which is why head dims are padded to 64 on sm_90; what has 32 columns there takes mma.sync.
 TILES = {
     ("fwd", 90): {("16", 64): (128, 128, 8, 3), ("16", 128): (128, 64, 8, 3), ("16", 256): (128, 64, 8, 2),
                   ("16 masked", 64): (128, 64, 8, 3),

@@ -93,7 +93,7 @@ def main() -> int:
         print("dropout, per element of the scores:")
     for name, kernel, instructions, calls in dropout:
         print(f"{name:64} {kernel:24} {instructions:5.1f} instructions, {calls:4.2f} Philox calls for 8")
-    print("\n".join(faults) or f"compile gate: {len(reports)} kernels, no fault")
+    print("\n".join(faults) or f"code-generation check: {len(reports)} kernels, no fault")
     return 1 if faults else 0
 
 

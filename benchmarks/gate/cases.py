@@ -1,4 +1,4 @@
-"""The cases of the compile gate: a launcher on meta tensors with one set of flags each."""
+"""The cases of the code-generation check: a launcher on meta tensors with one set of flags each."""
 
 from __future__ import annotations
 

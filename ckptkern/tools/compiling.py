@@ -1,5 +1,5 @@
 """From a launch to its PTX and machine code, for any compute capability and without a driver: what the gate reads, what the
-emulator runs, and what `tune` asks before it times a tile."""
+emulator runs, and what `autotune` asks before it times a tile."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def _sdpa() -> dict[str, bool]:
 
 @_or_missing
 def _tuned_routes() -> dict[str, Any]:
-    """Of each device its table, if `python -m ckptkern tune` wrote one: the route of every op, dtype and size, with its
+    """Of each device its table, if `python -m ckptkern autotune` wrote one: the route of every op, dtype and size, with its
     tiles; or why it is not used."""
     from ..ops.dispatch import routes as _routes
     from ..ops.dispatch import tuned as _tuned
@@ -213,7 +213,7 @@ def _tuned_routes() -> dict[str, Any]:
                 for (op, dtype, size, few), route in sorted(table.items())
             }
         except FileNotFoundError:
-            answer[device] = "none: python -m ckptkern tune"
+            answer[device] = "none: python -m ckptkern autotune"
         except (OSError, ValueError) as error:
             answer[device] = f"{file} is not used: {error}"
     return answer

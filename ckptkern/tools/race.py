@@ -18,13 +18,13 @@ from ..ops.dispatch import choices as _choices
 from ..ops.dispatch import routes as _routes
 from ..planning.timing import Clock, cache_of, captured, copies
 from .compiling import Built, built
-from .verify import error_ratio, gradients, relative_errors
+from .selftest import error_ratio, gradients, relative_errors
 
 MARGIN = 0.03  # of the default's median
 ROUNDS, ENOUGH = 30, 5
 REACH = 0.1  # routes that are this much slower than the quickest have their tiles tried, too
 CHECKED_ROWS, CHECKED_RESULTS = 256, 2**22  # of a matmul; on a GPU so many that tiles are those of many rows
-ERROR_AT_MOST = 2.0  # in units of eager's own: the rule of verify and of the benchmarks
+ERROR_AT_MOST = 2.0  # in units of eager's own: the rule of selftest and of the benchmarks
 
 
 class Problem(NamedTuple):
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
     def key(self, device: torch.device) -> tuple:
         """(backend, device type, index, dtype, size): what it has in common with the ops' other matmuls of that size."""
-        backend = _choices.choose_backend("tune", torch.empty(0, dtype=self.dtype, device=device))
+        backend = _choices.choose_backend("autotune", torch.empty(0, dtype=self.dtype, device=device))
         return backend, device.type, device.index, self.dtype, self.size
 
     def few(self, device: torch.device) -> bool:

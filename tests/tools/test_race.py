@@ -7,7 +7,7 @@ import torch
 
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.planning.timing import Clock
-from ckptkern.tools import race, tune
+from ckptkern.tools import autotune, race
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # of the latter only the name
 PROBLEM = race.Problem("mlp", 24, 40, 16, torch.float16, 32)
@@ -113,8 +113,8 @@ def test_routes_are_timed_alike():
     one.clock.ahead = False
     one.run(0.0)
     assert one.outcome.timed == f"kernels and the host, for which a step waits {why}"
-    assert one.outcome.timed in tune.line(one.outcome)
-    assert [row["timed"] for row in tune.rows_of([one.outcome])] == [[one.outcome.timed]]
+    assert one.outcome.timed in autotune.line(one.outcome)
+    assert [row["timed"] for row in autotune.rows_of([one.outcome])] == [[one.outcome.timed]]
 
 
 def test_a_step_that_is_made_later_is_captured_then():

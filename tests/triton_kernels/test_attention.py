@@ -596,7 +596,7 @@ def launched(call, arch: int, shared: int) -> list[dict]:
 
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dmask"])
 def test_heads_of_256_take_one_stage_where_two_would_not_fit(kernel):
-    """sm_100's matmuls read more from shared memory than sm_80's, whose rows it takes (`make gate` compiles them)."""
+    """sm_100's matmuls read more from shared memory than sm_80's, whose rows it takes (`make codegen-check` compiles them)."""
     for masked, head_dim in itertools.product((False, True), (64, 128, 256)):
         of_80, of_100, of_103 = (
             attention_tile(kernel, arch, 232448, torch.bfloat16, head_dim, "ieee", masked) for arch in (80, 100, 103)

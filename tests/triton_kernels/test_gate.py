@@ -1,4 +1,4 @@
-"""The compile gate: the shipped tiles pass it, injected faults do not, and no value compiles a kernel again."""
+"""The code-generation check: the shipped tiles pass it, injected faults do not, and no value compiles a kernel again."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ def learned(what: str) -> dict:
 
 
 def test_the_shipped_cases():
-    """Every kernel, tile row, architecture and dtype, aligned and ragged: what `make gate` compiles."""
+    """Every kernel, tile row, architecture and dtype, aligned and ragged: what `make codegen-check` compiles."""
     shipped = cases.shipped_cases()
     assert len(shipped) <= 750
     other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
@@ -63,7 +63,8 @@ def test_the_shipped_cases():
 
 
 def test_a_shipped_tile_of_every_kernel_passes():
-    """No spill, tensor cores, asynchronous copies. `make gate` compiles all shipped tiles, four minutes of two cores."""
+    """No spill, tensor cores, asynchronous copies. `make codegen-check` compiles all shipped tiles, four minutes of two
+    cores."""
     sample = cases.sample_cases()
     assert {case.op for case in sample} == {case.op for case in cases.shipped_cases()}
     assert {case.arch for case in sample} == set(cases.ARCHS)
@@ -75,7 +76,7 @@ def test_a_shipped_tile_of_every_kernel_passes():
     *table, verdict = out.splitlines()
     compiled = {line.split()[0] for line in table if re.search(r" reg +\d+ stack +\d+ smem ", line)}
     assert compiled == {case.name for case in sample}
-    assert re.fullmatch(r"compile gate: \d+ kernels, no fault", verdict)
+    assert re.fullmatch(r"code-generation check: \d+ kernels, no fault", verdict)
     dropout = [line.split() for line in table if " Philox calls for 8" in line]
     assert {kernel for _, kernel, *_ in dropout} == set(machine_code.ATTENTION)
 

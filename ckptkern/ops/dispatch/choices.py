@@ -156,8 +156,8 @@ candidates._dynamo_marked_constant = True  # as _constant_device_reason
 def _route(
     op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int
 ) -> tuple[int, str, str]:
-    """(the most rows that are few, the route of few rows, that of more), from the table that `python -m ckptkern tune` wrote on
-    this machine, else from ours."""
+    """(the most rows that are few, the route of few rows, that of more), from the table that `python -m ckptkern autotune`
+    wrote on this machine, else from ours."""
 
     def of(few: bool) -> str:
         tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size, few))

@@ -1,4 +1,5 @@
-"""The table of routes that `python -m ckptkern tune` measured on this machine: a file for each device, read once a process."""
+"""The table of routes that `python -m ckptkern autotune` measured on this machine: a file for each device, read once a
+process."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def table(device_type: str, index: int | None) -> Table:
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
         warnings.warn(
             f"{file or 'the table of tuned routes'} is not used, because {error}. Matmuls take ckptkern's own routes; "
-            "`python -m ckptkern tune` makes the file anew",
+            "`python -m ckptkern autotune` makes the file anew",
             stacklevel=2,
         )
         return {}

@@ -1,4 +1,4 @@
-"""``python -m ckptkern verify``: does this installation compute what it should? Paste its output into a bug report.
+"""``python -m ckptkern selftest``: does this installation compute what it should? Paste its output into a bug report.
 
 Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64
 PyTorch (error at most twice eager PyTorch's own in that dtype), saved bytes with the table of the documentation.
@@ -130,7 +130,7 @@ def available_backends() -> Iterator[tuple[str, str]]:
             yield device, "eager"
         try:
             with ops.backend("triton"):
-                _choices.choose_backend("verify", torch.empty(0, device=device))
+                _choices.choose_backend("selftest", torch.empty(0, device=device))
         except RuntimeError:
             continue
         yield device, "triton"
@@ -139,7 +139,7 @@ def available_backends() -> Iterator[tuple[str, str]]:
 def check_environment() -> Iterator[Result]:
     """CKPTKERN_BACKEND names a backend. What that covers does not matter, because the other checks choose their own."""
     with contextlib.suppress(RuntimeError):
-        _choices.choose_backend("verify", torch.empty(0))
+        _choices.choose_backend("selftest", torch.empty(0))
     yield "the environment variable CKPTKERN_BACKEND", None
 
 
@@ -262,7 +262,7 @@ def header() -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern verify``."""
+    """The command line of ``python -m ckptkern selftest``."""
     parser.description = (
         "Check kernels against float64, masks against each other, saved bytes against the documentation."
     )

@@ -1,4 +1,4 @@
-"""``python -m ckptkern verify`` passes here, and each of its checks can fail."""
+"""``python -m ckptkern selftest`` passes here, and each of its checks can fail."""
 
 import argparse
 import re
@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from ckptkern import eager, emulator, ops, state
-from ckptkern.tools import verify
+from ckptkern.tools import selftest
 
 
 @pytest.fixture(autouse=True)
 def eager_only(monkeypatch):
     """Interpreted kernels have tests of their own, and would take a minute."""
-    monkeypatch.setattr(verify, "available_backends", lambda: [("cpu", "eager")])
+    monkeypatch.setattr(selftest, "available_backends", lambda: [("cpu", "eager")])
 
 
 def run(capsys, quiet=True) -> tuple[int, str]:
-    return verify.main(argparse.Namespace(quiet=quiet, emulated=False)), capsys.readouterr().out
+    return selftest.main(argparse.Namespace(quiet=quiet, emulated=False)), capsys.readouterr().out
 
 
 def faults(results) -> list[str]:
@@ -37,7 +37,7 @@ def test_passes_and_says_what_it_checked(capsys):
     assert "FAIL" not in printed
     checked = [line for line in lines if line.startswith("ok   ")]
     assert lines[-1].startswith(f"all {len(checked)} checks passed")
-    for name in (*verify.OPS, "dropout", "Philox4x32-10", "mask of the extension"):
+    for name in (*selftest.OPS, "dropout", "Philox4x32-10", "mask of the extension"):
         assert any(name in line for line in checked), name
 
 
@@ -57,7 +57,7 @@ def test_a_check_that_raises_fails_and_the_rest_goes_on(monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(verify, "check_dropout", broken)
+    monkeypatch.setattr(selftest, "check_dropout", broken)
     status, printed = run(capsys)
     assert status == 1
     assert "RuntimeError: no such kernel" in printed
@@ -66,44 +66,44 @@ def test_a_check_that_raises_fails_and_the_rest_goes_on(monkeypatch, capsys):
 
 def test_a_backend_that_there_is_not_fails(monkeypatch, capsys):
     """The check fails with the error that every layer then raises."""
-    monkeypatch.setattr(verify._choices._choice, "backend", "foo")
+    monkeypatch.setattr(selftest._choices._choice, "backend", "foo")
     with pytest.raises(ValueError, match="CKPTKERN_BACKEND") as raised:
         ops.dropout(torch.ones(3), 0.5)
     status, printed = run(capsys)
     assert status == 1
     assert str(raised.value).partition(": ")[2] in printed
     assert printed.splitlines()[-1].startswith("1 of ")
-    monkeypatch.setattr(verify._choices._choice, "backend", "triton")  # covers no CPU tensor, and need not
+    monkeypatch.setattr(selftest._choices._choice, "backend", "triton")  # covers no CPU tensor, and need not
     assert run(capsys)[0] == 0
 
 
 def test_saved_bytes_are_compared_with_the_table():
-    op = verify.OPS["mlp"]
-    assert not faults(verify.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
+    op = selftest.OPS["mlp"]
+    assert not faults(selftest.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
     with pytest.MonkeyPatch.context() as patch:
-        wrong = verify.Op(op.shapes, op.fused, op.plain, lambda level, relu: (verify.FEATURES + 1, 0))
-        patch.setitem(verify.OPS, "mlp", wrong)
-        found = faults(verify.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
+        wrong = selftest.Op(op.shapes, op.fused, op.plain, lambda level, relu: (selftest.FEATURES + 1, 0))
+        patch.setitem(selftest.OPS, "mlp", wrong)
+        found = faults(selftest.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
     assert len(found) == 3
-    assert f"documented are {verify.TOKENS * 4 * (verify.FEATURES + 1)}" in found[0]
+    assert f"documented are {selftest.TOKENS * 4 * (selftest.FEATURES + 1)}" in found[0]
 
 
 def test_other_masks_fail(monkeypatch):
     torch_ops = state._keep_mask_torch
     # 9 / 65536 of the 36400 elements
     monkeypatch.setattr(state, "_keep_mask_torch", lambda key, threshold, *place: torch_ops(key, threshold + 9, *place))
-    assert "other bits" in faults(verify.check_masks([("cpu", "eager")]))
+    assert "other bits" in faults(selftest.check_masks([("cpu", "eager")]))
     monkeypatch.setattr(state, "philox4x32_10", lambda key, counter: (0, 0, 0, 0))
-    assert faults(verify.check_philox())
+    assert faults(selftest.check_philox())
 
 
 def test_a_mask_that_is_not_replayed_fails(monkeypatch):
     forward = eager.dropout
     monkeypatch.setattr(eager, "dropout", lambda x, *args, **kwargs: forward(x, *args, **{**kwargs, "row_base": 16}))
-    assert faults(verify.check_masks([("cpu", "eager")]))
+    assert faults(selftest.check_masks([("cpu", "eager")]))
     calls = iter(range(0, 160, 16))
     monkeypatch.setattr(eager, "dropout", lambda x, *args, **_: forward(x, *args, row_base=next(calls)))
-    assert faults(verify.check_dropout("cpu", "eager")) == ["backward's mask is not forward's"]
+    assert faults(selftest.check_dropout("cpu", "eager")) == ["backward's mask is not forward's"]
 
 
 @pytest.mark.parametrize(
@@ -118,38 +118,38 @@ def test_a_mask_that_is_not_replayed_fails(monkeypatch):
 )
 def test_the_rule(found, right):
     exact = {"y": torch.ones(3, dtype=torch.float64)}
-    ratio, worst = verify.error_ratio(verify.relative_errors(found, exact), {"y": 3e-8}, torch.float32)
+    ratio, worst = selftest.error_ratio(selftest.relative_errors(found, exact), {"y": 3e-8}, torch.float32)
     assert worst == "y"
     assert (ratio <= 2) == right
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "activation"), [(name, act) for name in verify.OPS for act in verify.activations_of(name)]
+    ("name", "activation"), [(name, act) for name in selftest.OPS for act in selftest.activations_of(name)]
 )
 def test_an_op_passes_on_each_backend(name, activation, dtype, device):
-    """What `verify` checks on a GPU, an op at a time, because each compiles kernels of its own."""
+    """What `selftest` checks on a GPU, an op at a time, because each compiles kernels of its own."""
     for backend in ("eager", "triton") if device == "cuda" else ("eager",):
-        assert not faults(verify.check_op(name, activation, dtype, device, backend))
+        assert not faults(selftest.check_op(name, activation, dtype, device, backend))
 
 
 def test_masks_pass_on_each_backend(device):
     pairs = [(device, "eager"), (device, "triton")]
-    assert not faults(verify.check_masks(pairs))
+    assert not faults(selftest.check_masks(pairs))
     for pair in pairs:
-        assert not faults(verify.check_dropout(*pair))
+        assert not faults(selftest.check_dropout(*pair))
 
 
 def test_compiled_kernels_on_any_machine():
     """In a process of its own: here kernels are interpreted, and that is said."""
-    process = outside.start("-m", "ckptkern", "verify", "--emulated", "--quiet", stdout=subprocess.PIPE)
+    process = outside.start("-m", "ckptkern", "selftest", "--emulated", "--quiet", stdout=subprocess.PIPE)
     out, _ = process.communicate()
     assert process.returncode == 0, out
     assert re.fullmatch(r"all 12 checks passed in \d+ s", out.strip())
 
 
 def test_compiled_kernels_need_a_process_that_does_not_interpret(capsys):
-    assert verify.main(argparse.Namespace(quiet=True, emulated=True)) == 1
+    assert selftest.main(argparse.Namespace(quiet=True, emulated=True)) == 1
     assert "use a process without TRITON_INTERPRET=1" in capsys.readouterr().out
 
 
@@ -158,5 +158,5 @@ def test_a_fault_of_a_compiled_kernel_fails(monkeypatch, capsys):
         raise emulator.Fault("race", "read at what thread 3 wrote", "kernel.py:7")
 
     monkeypatch.setattr("ckptkern.tools.emulated.emulated", emulated)
-    assert verify.main(argparse.Namespace(quiet=True, emulated=True)) == 1
+    assert selftest.main(argparse.Namespace(quiet=True, emulated=True)) == 1
     assert "Fault: race: read at what thread 3 wrote [kernel.py:7]" in capsys.readouterr().out

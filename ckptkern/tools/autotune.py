@@ -1,4 +1,4 @@
-"""``python -m ckptkern tune``: measure which route is quickest for each matmul here, with which tiles, and remember it for
+"""``python -m ckptkern autotune``: measure which route is quickest for each matmul here, with which tiles, and remember it for
 this machine.
 
 Of every op, dtype, size and number of rows the routes (`ops/_routes.py`) are checked against float64, then timed in turns,
@@ -96,7 +96,7 @@ def of_model(target: str, dtypes: Sequence[torch.dtype] = ()) -> list[tuple]:
     found = dict.fromkeys((*sizes, one) for *sizes, ran in seen for one in dtypes or (ran,))
     if not found:
         raise ValueError(
-            f"{target}: the forward met no fused MLP or linear layer; tune a model of ckptkern.nn, or convert it first"
+            f"{target}: the forward met no fused MLP or linear layer; autotune a model of ckptkern.nn, or convert it first"
         )
     return list(found)
 
@@ -148,7 +148,7 @@ def finished(rows: Sequence[dict[str, Any]], todo: Sequence[Problem], device: to
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern tune``."""
+    """The command line of ``python -m ckptkern autotune``."""
     parser.description = (
         "Measure which route is quickest for each matmul on this machine (our kernels, and with which tiles; cuBLAS and "
         "elementwise kernels; one kernel for two matmuls; on a CPU, 16-bit matmuls as they are or through float32), and "
@@ -216,7 +216,7 @@ def main(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            print("ckptkern tune: there is no CUDA device", file=sys.stderr)
+            print("ckptkern autotune: there is no CUDA device", file=sys.stderr)
             return 2
         device = torch.device("cuda", torch.cuda.current_device())
     file, machine = _tuned.path(device.type, device.index), _tuned.machine(device.type, device.index)
@@ -233,11 +233,11 @@ def main(args: argparse.Namespace) -> int:
             file.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=file.parent).close()  # before minutes of measuring
     except (ValueError, OSError) as error:
-        print(f"ckptkern tune: {error}", file=sys.stderr)
+        print(f"ckptkern autotune: {error}", file=sys.stderr)
         return 2
     print(f"{machine['device']}, torch {machine['torch']}: {len(todo)} matmuls, at most {args.minutes:g} minutes")
     outcomes, rows, deadline = [], [], time.perf_counter() + 60 * args.minutes
-    with progress("tune", len(todo)) as bar, ops.backend("auto"):
+    with progress("autotune", len(todo)) as bar, ops.backend("auto"):
         for n, problem in enumerate(todo):
             left = deadline - time.perf_counter()
             if left <= 0:
@@ -256,5 +256,5 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run or not rows:
         print("nothing is written")
         return 0 if rows else 1
-    print(f"the table has these now: {file}\nprocesses that start from now on read it; `tune --reset` removes it")
+    print(f"the table has these now: {file}\nprocesses that start from now on read it; `autotune --reset` removes it")
     return 0

@@ -21,12 +21,12 @@ from ckptkern.memory import peak_memory
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import routes as _routes
 from ckptkern.ops.dispatch import tuned as _tuned
-from ckptkern.tools import race, tune
+from ckptkern.tools import autotune, race
 from ckptkern.tools.compiling import Built
 
 FP16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
-PROBLEM = tune.Problem("mlp", 24, 40, 24, FP16, 32)
+PROBLEM = autotune.Problem("mlp", 24, 40, 24, FP16, 32)
 MANY = PROBLEM._replace(tokens=9000)  # where kernels run: 32 rows are few there
 
 
@@ -84,16 +84,18 @@ def planned(ms: dict[str, list[float]]):
     ],
 )
 def test_a_route_has_to_be_surely_quicker(ms, chosen):
-    assert tune.choice(tune.measure(PROBLEM, CPU, 60, timer=planned(ms))) == chosen
+    assert autotune.choice(autotune.measure(PROBLEM, CPU, 60, timer=planned(ms))) == chosen
 
 
 KERNELS = _choices.candidates("triton", "cpu", None, FP16)
 
 
-def raced(ms: dict[str, float], **options) -> tune.Outcome:
+def raced(ms: dict[str, float], **options) -> autotune.Outcome:
     """Of the routes of kernels, which take 5 ms unless `ms` says another time."""
     with ckptkern.backend("triton"):
-        return tune.measure(MANY, CPU, 60, timer=planned({name: [ms.get(name, 5.0)] for name in KERNELS}), **options)
+        return autotune.measure(
+            MANY, CPU, 60, timer=planned({name: [ms.get(name, 5.0)] for name in KERNELS}), **options
+        )
 
 
 @pytest.mark.parametrize("slow", ["triton", "persistent", "library"])
@@ -102,7 +104,7 @@ def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
     ms = {name: 9.0 if name == slow else 1.0 + n for n, name in enumerate(_routes.OF_KERNELS)}
     first, second = (raced(ms) for _ in range(2))
     assert set(_routes.OF_KERNELS) <= first.ms.keys()
-    assert tune.choice(first) == tune.choice(second) == ("persistent" if slow == "triton" else "triton")
+    assert autotune.choice(first) == autotune.choice(second) == ("persistent" if slow == "triton" else "triton")
 
 
 # -- tiles
@@ -116,28 +118,28 @@ def test_tiles_of_the_quickest_routes_are_timed_beside_them():
     )
     tried = {*_routes.with_tiles("triton", 90), *_routes.with_tiles("persistent", 90)}
     assert outcome.ms.keys() == {*_routes.OF_KERNELS, *tried}
-    [row] = tune.rows_of([outcome])
-    assert tune.choice(outcome) == row["route"] == "persistent:256x128"
+    [row] = autotune.rows_of([outcome])
+    assert autotune.choice(outcome) == row["route"] == "persistent:256x128"
     assert row["ms"]["persistent:256x128"] == 0.9
     assert f"{MANY}: persistent:256x128" in said
-    assert "persistent:256x128 0.9 ms" in tune.line(outcome)
+    assert "persistent:256x128 0.9 ms" in autotune.line(outcome)
 
 
 @pytest.mark.parametrize(
     ("ms", "chosen"), [({"triton:128x256": 8.0}, "triton"), ({"triton:128x256": 1.0}, "triton:128x256")]
 )
 def test_tiles_have_to_be_surely_quicker(ms, chosen):
-    assert tune.choice(raced(ms)) == chosen
+    assert autotune.choice(raced(ms)) == chosen
 
 
 def test_the_default_is_timed_again_with_the_tiles_of_others():
     """It warms up: 9 ms in the first five rounds, 3 in those beside the tiles, of which none takes less."""
     times = {name: [4.0] for name in KERNELS} | {"triton": [9.0] * (1 + race.ENOUGH) + [3.0] * 1000, "dual": [5.0]}
     with ckptkern.backend("triton"):
-        outcome = tune.measure(MANY, CPU, 0.0, timer=planned(times))
+        outcome = autotune.measure(MANY, CPU, 0.0, timer=planned(times))
     assert "dual:128x64" not in outcome.ms
     assert outcome.medians["triton"] == 3.0
-    assert tune.choice(outcome) == "triton"
+    assert autotune.choice(outcome) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_wrong_tiles_are_not_timed(bug, why, monkeypatch):
     outcome = raced({"triton:64x256": 0.1, "triton:128x256": 0.2})
     assert list(outcome.wrong) == ["triton:64x256"]
     assert why in outcome.wrong["triton:64x256"]
-    assert tune.choice(outcome) == "triton:128x256"
+    assert autotune.choice(outcome) == "triton:128x256"
 
 
 class Minutes:
@@ -187,9 +189,9 @@ def test_no_candidate_after_the_deadline(minutes, monkeypatch):
     assert clock.said[0] == f"{MANY}: dual"
     best = "triton" if minutes > 1 else "dual"
     assert set(outcome.left) == {*_routes.OF_KERNELS, *_routes.with_tiles(best, 90)} - outcome.ms.keys()
-    assert f"the time is over, {len(outcome.left)} not tried" in tune.line(outcome)
-    assert tune.choice(outcome) == ("triton:128x256" if "triton:128x256" in outcome.ms else best)
-    assert [row["left"] for row in tune.rows_of([outcome])] == ([outcome.left] if minutes > 1 else [])
+    assert f"the time is over, {len(outcome.left)} not tried" in autotune.line(outcome)
+    assert autotune.choice(outcome) == ("triton:128x256" if "triton:128x256" in outcome.ms else best)
+    assert [row["left"] for row in autotune.rows_of([outcome])] == ([outcome.left] if minutes > 1 else [])
 
 
 def test_what_is_tuned_is_what_runs(monkeypatch, capsys):
@@ -279,12 +281,12 @@ def test_a_default_with_tiles_that_a_problem_does_not_use(library, chosen, monke
     monkeypatch.setattr(race.Race, "shared_memory", 10_000)
     outcome = raced({"triton": 1.0, "library": library})
     assert outcome.ms.keys() == set(_routes.OF_KERNELS)
-    assert tune.choice(outcome) == chosen
+    assert autotune.choice(outcome) == chosen
 
 
-def timed(features: int, default: str = "triton", **ms: float) -> tune.Outcome:
+def timed(features: int, default: str = "triton", **ms: float) -> autotune.Outcome:
     problem = PROBLEM._replace(features=features, out=features)
-    return tune.Outcome(problem, default, {name: [one] * 5 for name, one in ms.items()})
+    return autotune.Outcome(problem, default, {name: [one] * 5 for name, one in ms.items()})
 
 
 @pytest.mark.parametrize(
@@ -298,29 +300,29 @@ def timed(features: int, default: str = "triton", **ms: float) -> tune.Outcome:
 )
 def test_problems_of_one_row_choose_together(first, second, chosen):
     for pair in ((first, second), (second, first)):
-        [row] = tune.rows_of([timed(features, **ms) for features, ms in zip((140, 200), pair, strict=True)])
+        [row] = autotune.rows_of([timed(features, **ms) for features, ms in zip((140, 200), pair, strict=True)])
         assert row["route"] == chosen
         assert row["measured"] == [[140, 40, 140, 32], [200, 40, 200, 32]]
-    assert len(tune.rows_of([timed(140, **first), timed(300, **second)])) == 2
+    assert len(autotune.rows_of([timed(140, **first), timed(300, **second)])) == 2
 
 
 def test_tiles_that_one_problem_of_a_row_does_not_use():
     """There they take the time of their route."""
     odd, even = timed(141, triton=1.0), timed(200, triton=5.0)
     odd.same, even.ms["triton:128x128"] = ["triton:128x128"], [4.0]
-    assert tune.choice(odd, even) == "triton:128x128"
+    assert autotune.choice(odd, even) == "triton:128x128"
 
 
 def test_what_is_printed_is_what_the_table_has(monkeypatch, capsys):
     """Of two problems in one row, which would choose otherwise alone."""
     times = {140: {"eager": [10.0], "wide": [5.0]}, 200: {"eager": [20.0], "wide": [30.0]}}
-    measured = tune.measure
+    measured = autotune.measure
     monkeypatch.setattr(
-        tune,
+        autotune,
         "measure",
         lambda problem, *args, **say: measured(problem, *args, timer=planned(times[problem.features]), **say),
     )
-    assert main(["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "200x40,140x40", "--tokens", "16"]) == 0
+    assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "200x40,140x40", "--tokens", "16"]) == 0
     forget()
     assert route() == "eager"
     assert capsys.readouterr().out.count("mlp float16, up to 256 features: eager\n") == 1
@@ -328,23 +330,23 @@ def test_what_is_printed_is_what_the_table_has(monkeypatch, capsys):
 
 def test_a_wrong_route_is_not_timed(monkeypatch):
     monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: _routes.eager.mm(a, b, **out) * 1.01))
-    outcome = tune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0], "wide": [1.0]}))
-    assert tune.choice(outcome) == "eager"
+    outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0], "wide": [1.0]}))
+    assert autotune.choice(outcome) == "eager"
     assert outcome.ms.keys() == {"eager"}
     assert "times eager's" in outcome.wrong["wide"]
 
 
 def test_a_route_that_fails_costs_itself_alone(monkeypatch):
     monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: 1 / 0))
-    outcome = tune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0]}))
+    outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0]}))
     assert outcome.wrong == {"wide": "ZeroDivisionError: division by zero"}
-    assert tune.choice(outcome) == "eager"
+    assert autotune.choice(outcome) == "eager"
 
 
-@pytest.mark.parametrize("op", tune.OPS)
+@pytest.mark.parametrize("op", autotune.OPS)
 def test_every_op_is_timed_for_real(op):
     problem = PROBLEM._replace(op=op, hidden=0 if op == "linear_act" else 40, out=300)
-    outcome = tune.measure(problem, CPU, 0.0)
+    outcome = autotune.measure(problem, CPU, 0.0)
     assert outcome.wrong == {}
     _choices._choice.seen = seen = []
     try:
@@ -352,7 +354,7 @@ def test_every_op_is_timed_for_real(op):
     finally:
         _choices._choice.seen = None
     assert seen == [problem[:5]]  # the row that is written is the row that is read
-    assert [row["features"] for row in tune.rows_of([outcome])] == [512]
+    assert [row["features"] for row in autotune.rows_of([outcome])] == [512]
     assert {len(times) for times in outcome.ms.values()} == {race.ENOUGH}
     assert min(map(min, outcome.ms.values())) > 0
 
@@ -361,10 +363,10 @@ def test_every_op_is_timed_for_real(op):
 def test_tiles_are_tuned_on_a_gpu():
     """Every tile is timed, unless it spills, does not fit, or is the shipped one; none is wrong."""
     device = torch.device("cuda", torch.cuda.current_device())
-    problem = tune.Problem("mlp", 1024, 4096, 1024, BF16, 8192)
-    outcome = tune.measure(problem, device, 1.0)
+    problem = autotune.Problem("mlp", 1024, 4096, 1024, BF16, 8192)
+    outcome = autotune.measure(problem, device, 1.0)
     assert all(re.search(r" spills | bytes of shared memory", why) for why in outcome.wrong.values()), outcome.wrong
-    assert tune.choice(outcome) in outcome.ms
+    assert autotune.choice(outcome) in outcome.ms
     assert min(map(min, outcome.ms.values())) > 0
 
 
@@ -374,34 +376,34 @@ def test_tiles_are_tuned_on_a_gpu():
 @pytest.fixture
 def wide_is_quicker(monkeypatch):
     timer = planned({"eager": [10.0], "wide": [5.0]})
-    measured = tune.measure
-    monkeypatch.setattr(tune, "measure", functools.partial(measured, timer=timer))
+    measured = autotune.measure
+    monkeypatch.setattr(autotune, "measure", functools.partial(measured, timer=timer))
 
 
 def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
     assert route() == "eager"
-    assert main(["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
+    assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
     assert "mlp 24x40x24 float16, 16 tokens" in capsys.readouterr().out
     assert route() == "eager"  # of this process the table is read
     forget()
     assert route() == "wide"
     assert [route(BF16), route(features=257), route(op="gated_mlp"), route(torch.float32)] == ["eager"] * 4
-    assert main(["tune", "--ops", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
+    assert main(["autotune", "--ops", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
     forget()
     assert [route(), route(op="gated_mlp")] == ["wide", "wide"]  # the earlier rows stay
     assert main(["env"]) == 0
     printed = capsys.readouterr().out
     assert f"table: {file_of_this_machine()}\n" in printed
     assert "mlp float16, up to 256 features: wide\n" in printed
-    assert main(["tune", "--reset"]) == 0
+    assert main(["autotune", "--reset"]) == 0
     forget()
     assert route() == "eager"
-    assert main(["tune", "--reset"]) == 0
+    assert main(["autotune", "--reset"]) == 0
     assert "there is no table" in capsys.readouterr().out
 
 
 def test_nothing_is_written_in_a_dry_run_or_without_time(wide_is_quicker, cache, capsys):
-    arguments = ["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]
+    arguments = ["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]
     assert main([*arguments, "--dry-run"]) == 0
     assert main([*arguments, "--minutes", "0"]) == 1
     assert "the time is over: 1 of 1 matmuls were not reached, and 0 only in part. The same" in capsys.readouterr().out
@@ -423,20 +425,20 @@ def plain():
 def test_the_matmuls_of_a_model(tmp_path, wide_is_quicker, capsys):
     file = tmp_path / "its_model.py"
     file.write_text(MODEL)
-    found = tune.of_model(f"{file}:build")
+    found = autotune.of_model(f"{file}:build")
     assert found == [("mlp", 24, 40, 24, FP16), ("gated_mlp", 24, 32, 24, FP16)]
-    assert [dtype for *_, dtype in tune.of_model(f"{file}:build", [BF16])] == [BF16, BF16]
-    assert main(["tune", "--model", f"{file}:build", "--ops", "mlp"]) == 2
+    assert [dtype for *_, dtype in autotune.of_model(f"{file}:build", [BF16])] == [BF16, BF16]
+    assert main(["autotune", "--model", f"{file}:build", "--ops", "mlp"]) == 2
     assert "--ops cannot be given with it" in capsys.readouterr().err
-    assert main(["tune", "--model", f"{file}:plain"]) == 2
+    assert main(["autotune", "--model", f"{file}:plain"]) == 2
     assert "met no fused MLP" in capsys.readouterr().err
-    assert main(["tune", "--model", f"{file}:nothing"]) == 2
+    assert main(["autotune", "--model", f"{file}:nothing"]) == 2
 
 
 @pytest.mark.parametrize("shapes", ["12", "12x", "0x4", "axb", "1x2x3"])
 def test_shapes_that_are_none(shapes, capsys):
     with pytest.raises(SystemExit):
-        main(["tune", "--shapes", shapes])
+        main(["autotune", "--shapes", shapes])
     assert f"wanted FEATURESxHIDDEN, such as 1024x4096,2048x8192, but got {shapes!r}" in capsys.readouterr().err
 
 
@@ -493,15 +495,15 @@ def test_without_a_home_nothing_is_tuned(monkeypatch):
 def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CKPTKERN_CACHE", str(tmp_path / "file" / "folder"))
-    monkeypatch.setattr(tune, "measure", mock.Mock(side_effect=AssertionError("measured")))
-    assert main(["tune", "--ops", "mlp", "--shapes", "24x40"]) == 2
-    assert "ckptkern tune: [Errno 20] Not a directory" in capsys.readouterr().err
+    monkeypatch.setattr(autotune, "measure", mock.Mock(side_effect=AssertionError("measured")))
+    assert main(["autotune", "--ops", "mlp", "--shapes", "24x40"]) == 2
+    assert "ckptkern autotune: [Errno 20] Not a directory" in capsys.readouterr().err
 
 
 def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, capsys):
     """Of two matmuls each takes more than the time. A whole table is measured anew, in the order of the command line."""
-    quick, clock, reached = tune.measure, Minutes(monkeypatch), []
-    monkeypatch.setattr(tune, "time", race.time)
+    quick, clock, reached = autotune.measure, Minutes(monkeypatch), []
+    monkeypatch.setattr(autotune, "time", race.time)
 
     def measure(problem, *given, **said):
         reached.append(problem.features)
@@ -509,17 +511,17 @@ def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, cap
         clock.minute += 61
         return outcome
 
-    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(autotune, "measure", measure)
     arguments = ["--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40,300x40", "--tokens", "16", "--minutes", "1"]
     for after in ([24], [24, 300], [24, 300, 24]):
-        assert main(["tune", *arguments]) == 0
+        assert main(["autotune", *arguments]) == 0
         assert reached == after
         said = "the time is over: 1 of 2 matmuls were not reached, and 0 only in part. The same command again begins with them"
         assert said in capsys.readouterr().out
     forget()
     assert [route(features=features) for features in (24, 300)] == ["wide", "wide"]
     clock.minute = 0
-    assert main(["tune", *arguments[:-1], "9"]) == 0
+    assert main(["autotune", *arguments[:-1], "9"]) == 0
     assert "the time is over" not in capsys.readouterr().out
 
 
@@ -527,11 +529,11 @@ def test_rows_that_are_whole():
     first, second, other = PROBLEM, PROBLEM._replace(tokens=64), PROBLEM._replace(features=300)
     todo = [first, second, other]
 
-    def finished(*outcomes: tune.Outcome) -> set:
-        return tune.finished(json.loads(json.dumps(tune.rows_of(outcomes))), todo, CPU)
+    def finished(*outcomes: autotune.Outcome) -> set:
+        return autotune.finished(json.loads(json.dumps(autotune.rows_of(outcomes))), todo, CPU)
 
-    def outcome(problem: tune.Problem, **changes) -> tune.Outcome:
-        return tune.Outcome(problem, "eager", {"eager": [1.0], "wide": [2.0]}, **changes)
+    def outcome(problem: autotune.Problem, **changes) -> autotune.Outcome:
+        return autotune.Outcome(problem, "eager", {"eager": [1.0], "wide": [2.0]}, **changes)
 
     assert finished() == set()
     assert finished(outcome(other)) == {other}
@@ -539,36 +541,38 @@ def test_rows_that_are_whole():
     assert finished(outcome(other, few=True)) == set()  # a row of another class
     assert finished(outcome(first)) == set()  # its row has two problems, which choose together
     assert finished(outcome(first), outcome(second)) == {first, second}
-    assert tune.finished([{"op": "mlp", "dtype": "float16", "features": 512, "rows": "many"}], todo, CPU) == set()
+    assert autotune.finished([{"op": "mlp", "dtype": "float16", "features": 512, "rows": "many"}], todo, CPU) == set()
 
 
 def test_what_is_measured_by_default(monkeypatch):
     """The most valuable first: bfloat16, many rows, 2048 features; few rows of 16 bits for a GPU, of a size and op once."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(_choices, "choose_backend", lambda op, x: "triton" if op == "tune" else 1 / 0)
+    monkeypatch.setattr(_choices, "choose_backend", lambda op, x: "triton" if op == "autotune" else 1 / 0)
     monkeypatch.setattr(torch, "empty", lambda *shape, **given: None)
     parser = argparse.ArgumentParser()
-    tune.add_arguments(parser)
-    found = tune.problems(parser.parse_args([]), torch.device("cuda", 0))
-    assert found[0] == tune.Problem("mlp", 2048, 8192, 2048, BF16, 8192)
+    autotune.add_arguments(parser)
+    found = autotune.problems(parser.parse_args([]), torch.device("cuda", 0))
+    assert found[0] == autotune.Problem("mlp", 2048, 8192, 2048, BF16, 8192)
     assert len(set(found)) == len(found) == 3 * 5 * 2 * 2
     assert [(one.dtype, one.tokens) for one in found[::15]] == [(BF16, 8192), (BF16, 128), (FP16, 8192), (FP16, 128)]
-    single = tune.problems(parser.parse_args(["--dtype", "fp32", "bf16"]), torch.device("cuda", 0))
+    single = autotune.problems(parser.parse_args(["--dtype", "fp32", "bf16"]), torch.device("cuda", 0))
     assert [(one.dtype, one.tokens) for one in single[::15]] == [(torch.float32, 8192), (BF16, 8192), (BF16, 128)]
-    assert {one.tokens for one in tune.problems(parser.parse_args(["--tokens", "9"]), torch.device("cuda", 0))} == {9}
+    assert {one.tokens for one in autotune.problems(parser.parse_args(["--tokens", "9"]), torch.device("cuda", 0))} == {
+        9
+    }
 
 
 def test_an_older_table_is_made_anew(wide_is_quicker, capsys):
     write()
     file_of_this_machine().write_text(file_of_this_machine().read_text().replace('"format": 3', '"format": 2'))
-    assert main(["tune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
+    assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
     why = "is made anew, because another version of ckptkern wrote it: its format is 2, not 3"
     assert f"{file_of_this_machine()} {why}" in capsys.readouterr().out
     assert [row["features"] for row in _tuned.rows(file_of_this_machine())] == [512]
 
 
 def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
-    quick, done = tune.measure, []
+    quick, done = autotune.measure, []
 
     def measure(*arguments, **said):
         if done:
@@ -576,9 +580,9 @@ def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
         done.append(arguments)
         return quick(*arguments, **said)
 
-    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(autotune, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
-        main(["tune", "--ops", "mlp", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"])
+        main(["autotune", "--ops", "mlp", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"])
     forget()
     assert [route(), route(op="gated_mlp")] == ["wide", "eager"]
 
@@ -588,9 +592,9 @@ def test_a_route_that_fails_later_is_dropped():
         times = iter([1.0, 1.0] if name == "wide" else [5.0] * 99)
         return lambda: next(times)
 
-    outcome = tune.measure(PROBLEM, CPU, 60, timer=timer)
+    outcome = autotune.measure(PROBLEM, CPU, 60, timer=timer)
     assert outcome.wrong == {"wide": "StopIteration: "}
-    assert tune.choice(outcome) == "eager"
+    assert autotune.choice(outcome) == "eager"
 
 
 def test_a_row_that_does_not_apply_is_passed_over():
