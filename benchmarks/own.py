@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..conversion.proof import unmoved
 from ..conversion.trace import leaves_of, recomputed
 from ..planning.plan import found_segments
-from ..planning.segments import Segment, Way
+from ..planning.segments import Segment, Strategy
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from ..tools.convert import load, model_and_inputs
 from .cases import LEVELS, Case, Function, Item
@@ -95,7 +95,7 @@ def at_level(model: Called, level: str) -> Function:
     """The module with all its segments at a level."""
     twin = model.twin()
     for segment in segments_in(twin):
-        segment.set(Way(level))
+        segment.set(Strategy(level))
     return twin
 
 

@@ -87,7 +87,7 @@ def planning(model: nn.Module) -> None:
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[offload()], adapt=True)
     assert_type(plan, ckptkern.Plan)
     assert_type(plan.saved, int)
-    plan.choose(2**20)
+    plan.replan(2**20)
     report = ckptkern.report(model, x)
     assert_type(report.totals, dict[str, int])
     report.figure("report.png")

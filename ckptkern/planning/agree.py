@@ -38,7 +38,7 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
 def figures(table: Table) -> tuple:
     """(what must be equal, bytes, costs), to be sent."""
     names = [
-        (row.segment.name, type(row.segment.module).__name__, row.kind, row.calls, *map(str, row.ways))
+        (row.segment.name, type(row.segment.module).__name__, row.kind, row.calls, *map(str, row.strategies))
         for row in table.rows
     ]
     return names, [*(row.held for row in table.rows), [table.rest]], [kind.costs for kind in table.kinds]

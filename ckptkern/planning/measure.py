@@ -1,8 +1,8 @@
-"""What each segment of a model keeps, and what it costs, in each of its ways.
+"""What each segment of a model keeps, and what it costs, in each of its strategies.
 
-Saved bytes: the model's forward runs once for each way, with saved-tensor hooks that count and hold nothing, so a model may be
-measured that would not fit. A storage that several segments may keep, such as what one hands to the next, has one name in all
-of these runs, so that the bytes of any mixture of ways are those of a union: exact, and not a sum.
+Saved bytes: the model's forward runs once for each strategy, with saved-tensor hooks that count and hold nothing, so a model
+may be measured that would not fit. A storage that several segments may keep, such as what one hands to the next, has one name
+in all of these runs, so that the bytes of any mixture of strategies are those of a union: exact, and not a sum.
 
 Time, matmuls and workspace: one segment of each kind runs alone, forward and backward, on the input that it had in the model.
 """
@@ -26,7 +26,7 @@ from .. import memory
 from ..conversion.alike import call_kinds, same_inside
 from ..conversion.proof import unmoved
 from ..conversion.trace import leaves_of, mapped
-from .segments import Segment, Way, stock
+from .segments import Segment, Strategy, stock
 from .timing import Clock
 
 Call = tuple[tuple, dict[str, Any]]
@@ -63,7 +63,7 @@ class Kind:
 
     first: Segment
     call: Call
-    costs: list[Cost] = field(default_factory=list)  # in the order of its ways
+    costs: list[Cost] = field(default_factory=list)  # in the order of its strategies
     stock: Cost | None = None
 
 
@@ -73,7 +73,7 @@ class Measured(NamedTuple):
     segment: Segment
     kind: int
     calls: int
-    ways: list[Way]
+    strategies: list[Strategy]
     held: list[Held]
     stock: Held | None
 
@@ -95,11 +95,11 @@ class Table:
         return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
 
     def workspaces(self, chosen: Sequence[int]) -> list[int]:
-        return [self.cost(row, way).workspace or 0 for row, way in zip(self.rows, chosen, strict=True)]
+        return [self.cost(row, strategy).workspace or 0 for row, strategy in zip(self.rows, chosen, strict=True)]
 
     def saved(self, chosen: Sequence[int]) -> int:
-        """Bytes that the model's forward keeps if the segments run in these ways."""
-        return total([self.rest, *(row.held[way] for row, way in zip(self.rows, chosen, strict=True))])
+        """Bytes that the model's forward keeps if the segments run in these strategies."""
+        return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
 
     @property
     def eager_saved(self) -> int | None:
@@ -108,14 +108,17 @@ class Table:
             return None
         return total([self.stock_rest, *(row.stock for row in self.rows)])
 
-    def cost(self, row: Measured, way: int) -> Cost:
-        seconds, flops, workspace = self.kinds[row.kind].costs[way]
+    def cost(self, row: Measured, strategy: int) -> Cost:
+        seconds, flops, workspace = self.kinds[row.kind].costs[strategy]
         return Cost(None if seconds is None else seconds * row.calls, flops * row.calls, workspace)
 
     def uniform(self, level: str) -> list[int]:
         """Every segment at one level."""
         return [
-            row.ways.index(Way(level)) if Way(level) in row.ways else row.ways.index(Way("full")) for row in self.rows
+            row.strategies.index(Strategy(level))
+            if Strategy(level) in row.strategies
+            else row.strategies.index(Strategy("full"))
+            for row in self.rows
         ]
 
 
@@ -258,30 +261,30 @@ def as_result(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.requires_grad else tensor
 
 
-def costs(kind: Kind, ways: Sequence[Way | None], device: torch.device) -> list[Cost]:
-    """Of one segment in each way; None is its stock forward. The rounds of timings interleave the ways."""
+def costs(kind: Kind, strategies: Sequence[Strategy | None], device: torch.device) -> list[Cost]:
+    """Of one segment in each strategy; None is its stock forward. The rounds of timings interleave the strategies."""
     segment, call = kind.first, kind.call
-    before, clock, seeds = segment.way, Clock(device), []
+    before, clock, seeds = segment.strategy, Clock(device), []
 
     @contextmanager
-    def running(way: Way | None) -> Iterator[None]:
-        if way is None:
+    def running(strategy: Strategy | None) -> Iterator[None]:
+        if strategy is None:
             with stock(segment.module):
                 yield
         else:
-            segment.set(way)
+            segment.set(strategy)
             yield
 
     def prepare() -> Callable[[], Any]:
         forward, backward = step(segment.module, call, seeds)
         return lambda: (forward(), backward())
 
-    found: dict[int, tuple[int, int | None, list[float]]] = {}  # of the ways that fit
+    found: dict[int, tuple[int, int | None, list[float]]] = {}  # of the strategies that fit
     try:
         with unmoved(segment.module), torch.enable_grad(), no_main_grad(segment.module):
             segment.module.train()
-            for i, way in enumerate(ways):
-                with running(way), suppress(torch.OutOfMemoryError):
+            for i, strategy in enumerate(strategies):
+                with running(strategy), suppress(torch.OutOfMemoryError):
                     forward, backward = step(segment.module, call, seeds)
                     with FlopCounterMode(display=False) as flops:
                         forward()
@@ -292,11 +295,11 @@ def costs(kind: Kind, ways: Sequence[Way | None], device: torch.device) -> list[
                 if done >= 3 and time.perf_counter() - start > PATIENCE:
                     break
                 for i, (_, _, times) in found.items():
-                    with running(ways[i]):
+                    with running(strategies[i]):
                         times.append(clock(prepare))
     finally:
         segment.set(before)
-    return [cost_of(*found[i]) if i in found else DOES_NOT_FIT for i in range(len(ways))]
+    return [cost_of(*found[i]) if i in found else DOES_NOT_FIT for i in range(len(strategies))]
 
 
 def cost_of(flops: int, work: int | None, times: list[float]) -> Cost:
@@ -349,32 +352,32 @@ def measure(
     args: tuple,
     kwargs: dict[str, Any],
     segments: Sequence[Segment],
-    ways: Sequence[list[Way]],
+    strategies: Sequence[list[Strategy]],
     shown: Callable[[str], None],
 ) -> Table:
-    """The table of a model's segments in their ways. The model, its levels and random states are afterwards as before.
+    """The table of a model's segments in their strategies. The model, its levels and random states are afterwards as before.
 
-    ways: of each segment. shown: is told what is measured.
+    strategies: of each segment. shown: is told what is measured.
     """
-    before = [segment.way for segment in segments]
+    before = [segment.strategy for segment in segments]
     device = device_of(model, (args, kwargs))
     records = []
     try:
-        for i in range(max(map(len, ways), default=1)):
-            shown(f"saved bytes, way {i + 1}")
-            for segment, own in zip(segments, ways, strict=True):
+        for i in range(max(map(len, strategies), default=1)):
+            shown(f"saved bytes, strategy {i + 1}")
+            for segment, own in zip(segments, strategies, strict=True):
                 segment.set(own[min(i, len(own) - 1)])
             records.append(record(model, args, kwargs, segments))
     finally:
-        for segment, way in zip(segments, before, strict=True):
-            segment.set(way)
+        for segment, strategy in zip(segments, before, strict=True):
+            segment.set(strategy)
     held = [one.held() for one in records]
     stock_held = None
     if any(segment.has_stock for segment in segments):
         with stock(model):
             stock_held = record(model, args, kwargs, segments).held()
     rows, kinds = [], []
-    for i, (segment, own) in enumerate(zip(segments, ways, strict=True)):
+    for i, (segment, own) in enumerate(zip(segments, strategies, strict=True)):
         if i not in records[0].calls:
             continue  # the model does not call it
         saved = [held[min(j, len(held) - 1)].get(i, Held()) for j in range(len(own))]
@@ -385,7 +388,7 @@ def measure(
         shown(f"time of {kind.first.name or 'the model'}")
         row = next(row for row in rows if row.kind == i)
         has_stock = row.stock is not None
-        found = costs(kind, [*row.ways, *([None] if has_stock else [])], device)
-        kind.costs, kind.stock = found[: len(row.ways)], found[-1] if has_stock else None
+        found = costs(kind, [*row.strategies, *([None] if has_stock else [])], device)
+        kind.costs, kind.stock = found[: len(row.strategies)], found[-1] if has_stock else None
     stock_rest = None if stock_held is None else stock_held.get(REST, Held())
     return Table(rows, kinds, held[0].get(REST, Held()), stock_rest, device)

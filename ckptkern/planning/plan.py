@@ -1,4 +1,4 @@
-"""plan: the cheapest ways of a model's segments under a budget of bytes."""
+"""plan: the cheapest strategies of a model's segments under a budget of bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..extras import missing
 from ..storage import Store
 from .agree import agreed, least_of
 from .measure import Measured, Table, measure
-from .segments import Segment, Way, blocks_of, check_model, segments_of
+from .segments import Segment, Strategy, blocks_of, check_model, segments_of
 from .solve import choose
 
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
 
 class Plan:
-    """A way for each segment of a model, and the table that they were chosen from. print(plan) shows both.
+    """A strategy for each segment of a model, and the table that they were chosen from. print(plan) shows both.
 
     budget: bytes that may be saved for backward. table: what was measured.
     """
@@ -35,26 +35,29 @@ class Plan:
         self.model, self.table, self.group = model, table, group
         self._hook: Any = None
         self._limit = math.inf
-        self.choose(budget)
+        self.replan(budget)
 
-    def choose(self, budget: int | str) -> None:
+    def replan(self, budget: int | str) -> None:
         """Chooses for another budget, from the same table, and applies the choice. Raises BudgetError if no choice meets it;
         the model is then as before."""
         budget, rows = bytes_of(budget), self.table.rows
-        costs = [[self.cost_of(row, way) for way in range(len(row.ways))] for row in rows]
+        costs = [[self.cost_of(row, strategy) for strategy in range(len(row.strategies))] for row in rows]
         chosen = choose(costs, [row.held for row in rows], self.table.rest, budget)
         self.chosen, self.budget = chosen, budget
-        for row, way in zip(rows, chosen, strict=True):
-            row.segment.set(row.ways[way])
+        for row, strategy in zip(rows, chosen, strict=True):
+            row.segment.set(row.strategies[strategy])
 
-    def cost_of(self, row: Measured, way: int) -> float:
-        cost = self.table.cost(row, way)
+    def cost_of(self, row: Measured, strategy: int) -> float:
+        cost = self.table.cost(row, strategy)
         return cost.flops if cost.seconds is None else cost.seconds
 
     @property
-    def ways(self) -> dict[str, Way]:
+    def strategies(self) -> dict[str, Strategy]:
         """The way of each segment, by its name."""
-        return {row.segment.name: row.ways[way] for row, way in zip(self.table.rows, self.chosen, strict=True)}
+        return {
+            row.segment.name: row.strategies[strategy]
+            for row, strategy in zip(self.table.rows, self.chosen, strict=True)
+        }
 
     @property
     def saved(self) -> int:
@@ -64,7 +67,7 @@ class Plan:
     @property
     def cost(self) -> float:
         """Seconds of the segments' forward and backward; on the meta device, flops of their matrix matmuls."""
-        return sum(self.cost_of(row, way) for row, way in zip(self.table.rows, self.chosen, strict=True))
+        return sum(self.cost_of(row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True))
 
     @property
     def workspace(self) -> int:
@@ -72,7 +75,7 @@ class Plan:
         return max(self.table.workspaces(self.chosen), default=0)
 
     def __str__(self) -> str:
-        lines = [("segment", "way", "chosen", "saved", "time", "GFLOP", "workspace")]
+        lines = [("segment", "strategy", "chosen", "saved", "time", "GFLOP", "workspace")]
         for kind in range(len(self.table.kinds)):
             lines += self._lines(kind)
         size = memory.format_size
@@ -86,15 +89,15 @@ class Plan:
 
     def _lines(self, kind: int) -> list[tuple[str, ...]]:
         """Of segments that are alike."""
-        rows = [(row, way) for row, way in zip(self.table.rows, self.chosen, strict=True) if row.kind == kind]
+        rows = [(row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True) if row.kind == kind]
         first, lines = rows[0][0], []
-        for way, name in enumerate(first.ways):
-            cost = self.table.cost(first, way)
-            count = sum(chosen == way for _, chosen in rows)
+        for strategy, name in enumerate(first.strategies):
+            cost = self.table.cost(first, strategy)
+            count = sum(chosen == strategy for _, chosen in rows)
             lines.append(
                 (
-                    name_of([row.segment.name for row, _ in rows]) if way == 0 else "", str(name), str(count or ""),
-                    memory.format_size(first.held[way].bytes),
+                    name_of([row.segment.name for row, _ in rows]) if strategy == 0 else "", str(name), str(count or ""),
+                    memory.format_size(first.held[strategy].bytes),
                     time_of(cost.seconds),
                     memory.three_digits(cost.flops / 1e9),
                     "" if cost.workspace is None else memory.format_size(cost.workspace),
@@ -125,10 +128,10 @@ class Plan:
         if abs(budget - self.budget) <= MOVED * self.budget:
             return
         try:
-            self.choose(max(budget, 0))
+            self.replan(max(budget, 0))
         except BudgetError as error:
             warnings.warn(f"{error}. The step keeps that, and may not fit", stacklevel=2)
-            self.choose(error.least)
+            self.replan(error.least)
 
 
 def time_of(seconds: float | None) -> str:
@@ -187,9 +190,9 @@ def plan(
         print(plan)
 
     Segments are modules of ckptkern.nn and what convert made; a model without any is converted first. Members of lists of
-    layers that have no segment inside may become general segments (ckptkern.checkpoint). The ways of a segment are its levels;
-    those of a layer also a level for each sublayer, such as "full/none"; and each of them with what is saved going to one of
-    `stores`.
+    layers that have no segment inside may become general segments (ckptkern.checkpoint). The strategies of a segment are its
+    levels; those of a layer also a level for each sublayer, such as "full/none"; and each of them with what is saved going to
+    one of `stores`.
 
     What is measured: saved bytes of every segment, exactly, by forwards of the model that hold nothing; time, matmuls and
     workspace of one segment of each kind, alone. The choice is the optimum of an integer programme (SciPy's milp) over that
@@ -220,8 +223,8 @@ def plan(
 
     def table(shown: Callable[[str], None]) -> Table:
         segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
-        ways = [segment.ways(stores) for segment in segments]
-        return measure(model, example_inputs, example_kwargs, segments, ways, shown)
+        strategies = [segment.strategies(stores) for segment in segments]
+        return measure(model, example_inputs, example_kwargs, segments, strategies, shown)
 
     had_none = not segments_of(model)
     try:

@@ -21,7 +21,7 @@ from ..extras import missing
 from ..ops.dispatch.checks import LEVELS
 from .measure import Cost, Table, measure, no_main_grad
 from .plan import found_segments, time_of
-from .segments import Segment, Way, check_model, segments_of, stock
+from .segments import Segment, Strategy, check_model, segments_of, stock
 
 STOCK = "stock PyTorch"
 
@@ -121,15 +121,18 @@ def lines_of(table: Table) -> list[Line]:
         found: list[tuple[str, int, Cost]] = []
         if row.stock is not None and kind.stock is not None:
             found.append((STOCK, row.stock.bytes, kind.stock))
-        found += [(str(way), held.bytes, cost) for way, held, cost in zip(row.ways, row.held, kind.costs, strict=True)]
+        found += [
+            (str(strategy), held.bytes, cost)
+            for strategy, held, cost in zip(row.strategies, row.held, kind.costs, strict=True)
+        ]
         for level, saved, cost in found:
             lines.append(Line(segment.name, type(segment.module).__name__, segment.replaced_by, level, saved, *cost))
     return lines
 
 
-def levels_of(segment: Segment) -> list[Way]:
+def levels_of(segment: Segment) -> list[Strategy]:
     """One level for the whole segment."""
-    return [Way(level) for level in segment.levels() if isinstance(level, str)]
+    return [Strategy(level) for level in segment.levels() if isinstance(level, str)]
 
 
 # -- memory over one step
@@ -187,19 +190,19 @@ def timelines(
     if table.device.type == "meta":
         return {}
     found = {}
-    before = [row.segment.way for row in table.rows]
+    before = [row.segment.strategy for row in table.rows]
     try:
         for level in levels:
             if level == STOCK:
                 with stock(model):
                     found[level] = timeline(model, args, kwargs, table.device)
                 continue
-            for row, way in zip(table.rows, table.uniform(level), strict=True):
-                row.segment.set(row.ways[way])
+            for row, strategy in zip(table.rows, table.uniform(level), strict=True):
+                row.segment.set(row.strategies[strategy])
             found[level] = timeline(model, args, kwargs, table.device)
     finally:
-        for row, way in zip(table.rows, before, strict=True):
-            row.segment.set(way)
+        for row, strategy in zip(table.rows, before, strict=True):
+            row.segment.set(strategy)
     return {level: one for level, one in found.items() if one is not None}
 
 

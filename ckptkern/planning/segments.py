@@ -1,4 +1,4 @@
-"""The segments of a model: the modules that have a level, the ways in which each may run, and its stock forward."""
+"""The segments of a model: the modules that have a level, the strategies in which each may run, and its stock forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = tuple(
 )
 
 
-class Way(NamedTuple):
+class Strategy(NamedTuple):
     """A level, or one for each half of a layer, and where what is saved goes: None stays on the device."""
 
     level: str | tuple[str, str]
@@ -58,33 +58,33 @@ class Segment(NamedTuple):
         return self.forward is not None or self.is_block or TWINNED in self.module.__dict__
 
     @property
-    def way(self) -> Way:
+    def strategy(self) -> Strategy:
         forward = self.forward
         if forward is None and self.is_block:
-            return Way("none")
+            return Strategy("none")
         if forward is None or isinstance(forward, Own):
-            return Way(self.module.recompute, None if forward is None else forward.store)
-        return Way(forward.recompute, forward.store)
+            return Strategy(self.module.recompute, None if forward is None else forward.store)
+        return Strategy(forward.recompute, forward.store)
 
-    def set(self, way: Way) -> None:
+    def set(self, strategy: Strategy) -> None:
         """From the next forward on; graphs that exist stay as they are."""
-        if way != self.way:
-            forward = self.stand_in(way)
+        if strategy != self.strategy:
+            forward = self.stand_in(strategy)
             if not self.is_block and (forward is None or isinstance(forward, Own)):
-                self.module.recompute = way.level
+                self.module.recompute = strategy.level
             if forward is not None:
-                forward.store, forward.recompute = way.store, way.level
+                forward.store, forward.recompute = strategy.store, strategy.level
             for _, _, run in forward.runs if isinstance(forward, Runs) else ():
-                run.recompute = way.level
+                run.recompute = strategy.level
 
-    def stand_in(self, way: Way) -> Forward | None:
-        """What stands in for its class's forward in this way; what is not needed goes."""
+    def stand_in(self, strategy: Strategy) -> Forward | None:
+        """What stands in for its class's forward in this strategy; what is not needed goes."""
         forward = self.forward
-        if forward is None and not (self.is_block and way == Way("none")):
-            kind = General if self.is_block else None if way.store is None else Own
+        if forward is None and not (self.is_block and strategy == Strategy("none")):
+            kind = General if self.is_block else None if strategy.store is None else Own
             if kind is not None:
                 self.module.forward = forward = kind(self.module, "none")
-        elif (self.is_block and way == Way("none")) or (isinstance(forward, Own) and way.store is None):
+        elif (self.is_block and strategy == Strategy("none")) or (isinstance(forward, Own) and strategy.store is None):
             del self.module.forward
             if forward.previous is not None:
                 self.module.forward = forward.previous
@@ -99,8 +99,8 @@ class Segment(NamedTuple):
             return list(LEVELS)
         return [*LEVELS, *itertools.product(LEVELS, LEVELS)]
 
-    def ways(self, stores: Sequence[Store]) -> list[Way]:
-        return [Way(level, store) for store in (None, *stores) for level in self.levels()]
+    def strategies(self, stores: Sequence[Store]) -> list[Strategy]:
+        return [Strategy(level, store) for store in (None, *stores) for level in self.levels()]
 
 
 def segments_of(

@@ -1,11 +1,12 @@
-"""The cheapest choice of a way for each segment under a bound in bytes: an integer programme, solved exactly by SciPy's HiGHS.
+"""The cheapest choice of a strategy for each segment under a bound in bytes: an integer programme, solved exactly by SciPy's
+HiGHS.
 
-    minimise    sum over segments s of cost[s, way of s]
-    subject to  rest + sum over s of own[s, way of s] + sum over storages k of size[k] z[k]  <=  budget
-                z[k] >= 1  if the way of some segment keeps k
+    minimise    sum over segments s of cost[s, strategy of s]
+    subject to  rest + sum over s of own[s, strategy of s] + sum over storages k of size[k] z[k]  <=  budget
+                z[k] >= 1  if the strategy of some segment keeps k
 
-Segments that differ in nothing are counted rather than told apart: the n layers of a kind are one integer for each way, not n
-binaries, which would have n! equal solutions.
+Segments that differ in nothing are counted rather than told apart: the n layers of a kind are one integer for each strategy,
+not n binaries, which would have n! equal solutions.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ KIB = 2**10  # bytes are counted in KiB: the solver's tolerance, 1e-6, is then f
 
 
 class Group(NamedTuple):
-    """Segments with the same costs and bytes, in the model's order. ways: the places of those that may be chosen."""
+    """Segments with the same costs and bytes, in the model's order. strategies: the places of those that may be chosen."""
 
     members: list[int]
-    ways: list[int]
+    strategies: list[int]
     costs: list[float]
     own: list[int]
     shared: list[dict[tuple, int]]
 
 
 def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int) -> list[int]:
-    """The place of each segment's way. costs[s][w], held[s][w]: of segment s in way w. Raises BudgetError with the least
-    that would do."""
+    """The place of each segment's strategy. costs[s][w], held[s][w]: of segment s in strategy w. Raises BudgetError with the
+    least that would do."""
     groups, fixed = grouped(costs, held, rest)
     room = budget - fixed
     while (chosen := solved(groups, room)) is not None:
-        excess = total([rest, *(own[way] for own, way in zip(held, chosen, strict=True))]) - budget
+        excess = total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))]) - budget
         if excess <= 0:
             return chosen
         room -= excess  # the solver's integers are integers to 1e-6, which is many bytes of a large segment
     chosen = solved(groups, None)
-    least = total([rest, *(own[way] for own, way in zip(held, chosen, strict=True))])
+    least = total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))])
     if least <= budget:
         return chosen
     raise BudgetError(
@@ -67,11 +68,11 @@ def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], re
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
         shared = [{k: n for k, n in one.shared.items() if len(owners.get(k, ())) > 1} for one in own]
         private = [one.own + sum(n for k, n in one.shared.items() if len(owners.get(k, ())) == 1) for one in own]
-        ways = undominated(cost, private, shared)
+        strategies = undominated(cost, private, shared)
         key = (tuple(cost), tuple(private), i if any(shared) else None)
         if key not in groups:
-            picked = ([one[w] for w in ways] for one in (cost, private, shared))
-            groups[key] = Group([], ways, *picked)
+            picked = ([one[w] for w in strategies] for one in (cost, private, shared))
+            groups[key] = Group([], strategies, *picked)
         groups[key].members.append(i)
     return list(groups.values()), rest.own + sum(forced.values())
 
@@ -83,13 +84,13 @@ def undominated(cost: Sequence[float], own: Sequence[int], shared: Sequence[dict
         no_worse = cost[a] <= cost[b] and own[a] <= own[b] and shared[a].keys() <= shared[b].keys()
         return no_worse and (a < b or (cost[a], own[a], shared[a].keys()) != (cost[b], own[b], shared[b].keys()))
 
-    able = [way for way in range(len(cost)) if math.isfinite(cost[way])]
+    able = [strategy for strategy in range(len(cost)) if math.isfinite(cost[strategy])]
     return [b for b in able if not any(beats(a, b) for a in able if a != b)]
 
 
 def solved(groups: list[Group], room: int | None) -> list[int] | None:
-    """The ways of all segments, the cheapest that keep at most `room` bytes besides what is fixed; None if there are none.
-    Without a room, those that keep least."""
+    """The strategies of all segments, the cheapest that keep at most `room` bytes besides what is fixed; None if there are
+    none. Without a room, those that keep least."""
     if not groups:
         return [] if room is None or room >= 0 else None
     import numpy as np
@@ -98,12 +99,12 @@ def solved(groups: list[Group], room: int | None) -> list[int] | None:
 
     sizes = {name: n for group in groups for shared in group.shared for name, n in shared.items()}
     place = {name: i for i, name in enumerate(sizes)}
-    starts = np.cumsum([0, *(len(group.ways) for group in groups)])
+    starts = np.cumsum([0, *(len(group.strategies) for group in groups)])
     count = int(starts[-1]) + len(sizes)
     bytes_ = np.array([n for group in groups for n in group.own] + list(sizes.values())) / KIB
     cost = np.array([c for group in groups for c in group.costs] + [0.0] * len(sizes))
     members = [len(group.members) for group in groups]
-    upper = np.array([n for group, n in zip(groups, members, strict=True) for _ in group.ways] + [1] * len(sizes))
+    upper = np.array([n for group, n in zip(groups, members, strict=True) for _ in group.strategies] + [1] * len(sizes))
     integral = np.array([1] * int(starts[-1]) + [0] * len(sizes))
 
     one_each = lil_array((len(groups), count))
@@ -112,8 +113,8 @@ def solved(groups: list[Group], room: int | None) -> list[int] | None:
     keeps = lil_array((len(uses), count))  # z[k] - x >= 0
     for i, (start, stop) in enumerate(itertools.pairwise(starts)):
         one_each[i, start:stop] = 1
-    for i, (way, name) in enumerate(uses):
-        keeps[i, way], keeps[i, int(starts[-1]) + place[name]] = -1, 1
+    for i, (strategy, name) in enumerate(uses):
+        keeps[i, strategy], keeps[i, int(starts[-1]) + place[name]] = -1, 1
     constraints = [LinearConstraint(one_each.tocsr(), members, members)]
     if uses:
         constraints.append(LinearConstraint(keeps.tocsr(), 0, np.inf))
@@ -133,11 +134,11 @@ def solved(groups: list[Group], room: int | None) -> list[int] | None:
 
 
 def spread(groups: list[Group], counts: Sequence[Sequence[float]]) -> list[int]:
-    """A way for each segment. Of segments that are alike, the last keep most: their backward comes first and frees it before
-    the others' recompute."""
+    """A strategy for each segment. Of segments that are alike, the last keep most: their backward comes first and frees it
+    before the others' recompute."""
     chosen = {}
     for group, numbers in zip(groups, counts, strict=True):
-        order = sorted(range(len(group.ways)), key=lambda w: (group.own[w], w))
-        ways = [group.ways[w] for w in order for _ in range(round(numbers[w]))]
-        chosen.update(zip(group.members, ways, strict=True))
+        order = sorted(range(len(group.strategies)), key=lambda w: (group.own[w], w))
+        strategies = [group.strategies[w] for w in order for _ in range(round(numbers[w]))]
+        chosen.update(zip(group.members, strategies, strict=True))
     return [chosen[i] for i in range(len(chosen))]

@@ -17,7 +17,7 @@ from ckptkern import memory
 from ckptkern.errors import BudgetError
 from ckptkern.planning import agree, measure
 from ckptkern.planning.measure import record
-from ckptkern.planning.segments import Way, segments_of
+from ckptkern.planning.segments import Strategy, segments_of
 
 pytest.importorskip("scipy")
 
@@ -75,7 +75,7 @@ def counted(model: nn.Module, x: Tensor) -> int:
 
 def least_of(plan: ckptkern.Plan) -> int:
     try:
-        plan.choose(0)
+        plan.replan(0)
     except BudgetError as error:
         return error.least
     return 0
@@ -90,14 +90,14 @@ def test_what_is_predicted_is_saved(name: str) -> None:
     assert plan.saved == counted(model, x)
     draw = random.Random(0)
     for _ in range(12):  # any mixture, not only those that are optimal
-        chosen = [draw.randrange(len(row.ways)) for row in plan.table.rows]
-        for row, way in zip(plan.table.rows, chosen, strict=True):
-            row.segment.set(row.ways[way])
+        chosen = [draw.randrange(len(row.strategies)) for row in plan.table.rows]
+        for row, strategy in zip(plan.table.rows, chosen, strict=True):
+            row.segment.set(row.strategies[strategy])
         assert plan.table.saved(chosen) == counted(model, x), chosen
     largest, least = plan.table.saved([0] * len(plan.table.rows)), least_of(plan)
     costs = []
     for budget in (largest, largest // 2, largest // 3):
-        plan.choose(max(budget, least))
+        plan.replan(max(budget, least))
         costs.append(plan.cost)
         assert plan.saved == counted(model, x)
         assert plan.saved <= plan.budget
@@ -120,10 +120,10 @@ def test_a_planned_model_trains_as_before(name: str) -> None:
     plain = copy.deepcopy(model)
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
     expected = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()), allow_unused=True)
-    ways = {way for row in plan.table.rows for way in range(len(row.ways))}
-    for way in sorted(ways):
+    strategies = {strategy for row in plan.table.rows for strategy in range(len(row.strategies))}
+    for strategy in sorted(strategies):
         for row in plan.table.rows:
-            row.segment.set(row.ways[min(way, len(row.ways) - 1)])
+            row.segment.set(row.strategies[min(strategy, len(row.strategies) - 1)])
         found = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), allow_unused=True)
         torch.testing.assert_close(found, expected)
 
@@ -161,11 +161,11 @@ def test_measuring_holds_nothing() -> None:
 def test_the_least_that_would_fit() -> None:
     model, x = model_of("llama"), ids()
     plan = ckptkern.plan(model, x, budget="1GiB")
-    ways = plan.ways
+    strategies = plan.strategies
     with pytest.raises(BudgetError, match=r"wanted at most 10 B \(10 bytes\) .* but the least") as error:
-        plan.choose(10)
-    assert plan.ways == ways, "nothing changed"
-    plan.choose(error.value.least)
+        plan.replan(10)
+    assert plan.strategies == strategies, "nothing changed"
+    plan.replan(error.value.least)
     assert counted(model, x) == error.value.least
     assert pickle.loads(pickle.dumps(error.value)).least == error.value.least
     model = model_of("llama")
@@ -177,7 +177,7 @@ def test_the_least_that_would_fit() -> None:
 def test_a_plan_is_shown() -> None:
     plan = ckptkern.plan(model_of("llama"), ids(), budget="1GiB")
     lines = str(plan).splitlines()
-    assert lines[0].split() == ["segment", "way", "chosen", "saved", "time", "GFLOP", "workspace"]
+    assert lines[0].split() == ["segment", "strategy", "chosen", "saved", "time", "GFLOP", "workspace"]
     assert lines[1].startswith("layers.* (2)  none")
     assert any(line.split()[0] == "selective/none" for line in lines)
     assert lines[-1].startswith("saved: ")
@@ -190,21 +190,21 @@ def test_a_converted_model_is_planned_as_it_is() -> None:
     before = model.layers[1].forward
     plan = ckptkern.plan(model, ids(), budget="1GiB")
     assert model.layers[1].forward is before
-    assert set(plan.ways) == {"layers.0", "layers.1"}, "the other is a general segment, or none"
-    plan.choose(plan.table.saved(plan.table.uniform("full")))
+    assert set(plan.strategies) == {"layers.0", "layers.1"}, "the other is a general segment, or none"
+    plan.replan(plan.table.saved(plan.table.uniform("full")))
     ckptkern.revert(model)
     assert not segments_of(model)
 
 
 def test_include_and_exclude() -> None:
-    assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", exclude="layers.0").ways) == {"layers.1"}
-    assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", include="layers.0").ways) == {"layers.0"}
+    assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", exclude="layers.0").strategies) == {"layers.1"}
+    assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", include="layers.0").strategies) == {"layers.0"}
 
 
 def test_blocks_that_no_second_forward_may_run_are_no_segments() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)) for _ in range(2)), nn.Conv1d(4, 4, 1))
     plan = ckptkern.plan(model, torch.randn(2, 4, 6), budget="1GiB")
-    assert plan.ways == {}
+    assert plan.strategies == {}
     assert plan.saved == counted(model, torch.randn(2, 4, 6))
     assert torch.equal(model[0][1].running_mean, torch.zeros(4)) is False, "counted above, and not by plan"
 
@@ -216,16 +216,18 @@ def test_on_the_meta_device_matmuls_are_what_counts() -> None:
 
     x = torch.empty(2, 5, 16, device="meta", requires_grad=True)
     plan = ckptkern.plan(layers("meta"), x, budget="1GiB")
-    assert {str(way) for way in plan.ways.values()} <= {"none", "none/selective"}, "no matmul is recomputed"
+    assert {str(strategy) for strategy in plan.strategies.values()} <= {"none", "none/selective"}, (
+        "no matmul is recomputed"
+    )
     assert plan.workspace == 0
     real = ckptkern.plan(layers("cpu"), torch.randn(2, 5, 16, requires_grad=True), budget="1GiB")
     for ours, theirs in zip(plan.table.rows, real.table.rows, strict=True):
         assert [held.bytes for held in ours.held] == [held.bytes for held in theirs.held]
         assert [cost.flops for cost in plan.table.kinds[0].costs] == [cost.flops for cost in real.table.kinds[0].costs]
     selective = plan.table.uniform("selective")
-    plan.choose(plan.table.saved(selective))
+    plan.replan(plan.table.saved(selective))
     rows = zip(plan.table.rows, selective, strict=True)
-    assert 0 < plan.cost <= sum(plan.table.cost(row, way).flops for row, way in rows)
+    assert 0 < plan.cost <= sum(plan.table.cost(row, strategy).flops for row, strategy in rows)
     with pytest.raises(ValueError, match="the meta device, which has no memory to fill: wanted a budget"):
         ckptkern.plan(layers("meta"), x)
 
@@ -234,9 +236,9 @@ def test_a_copy_keeps_the_levels_and_not_the_stores() -> None:
     model, x = model_of("llama"), ids()
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
     for row in plan.table.rows:
-        row.segment.set(Way("full", plan.table.rows[0].ways[-1].store))
+        row.segment.set(Strategy("full", plan.table.rows[0].strategies[-1].store))
     other = copy.deepcopy(model)
-    assert [segment.way for segment in segments_of(other)] == [Way("full")] * 2
+    assert [segment.strategy for segment in segments_of(other)] == [Strategy("full")] * 2
     assert counted(other, x) > counted(model, x)
 
 
@@ -245,13 +247,13 @@ def test_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         plan = ckptkern.plan(model, x, budget="1GiB")
         for row in plan.table.rows:
-            row.segment.set(Way("full"))
+            row.segment.set(Strategy("full"))
         chosen = plan.table.uniform("full")
         with memory.saved_tensors(model) as found:
             model(x)
     assert found.bytes == plan.table.saved(chosen)
     predicted = plan.saved
-    plan.choose(plan.budget)
+    plan.replan(plan.budget)
     with torch.autocast("cpu", torch.bfloat16), memory.saved_tensors(model) as found:
         model(x)
     assert found.bytes == predicted
@@ -264,7 +266,7 @@ def test_a_weight_that_autocast_casts_once_for_two_segments() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         plan = ckptkern.plan(model, x, budget="1GiB", exclude="0")
         for row in plan.table.rows:
-            row.segment.set(Way("none"))
+            row.segment.set(Strategy("none"))
         with memory.saved_tensors(model) as found:
             model(x)
     assert found.bytes == plan.table.saved(plan.table.uniform("none"))
@@ -278,8 +280,8 @@ def test_a_weight_that_autocast_casts_once_for_two_segments() -> None:
 def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [2**40]
     monkeypatch.setattr(memory, "free_memory", lambda device: free[0])
-    # by measured times any way may win on a busy machine
-    monkeypatch.setattr(ckptkern.Plan, "cost_of", lambda self, row, way: self.table.cost(row, way).flops)
+    # by measured times any strategy may win on a busy machine
+    monkeypatch.setattr(ckptkern.Plan, "cost_of", lambda self, row, strategy: self.table.cost(row, strategy).flops)
     model, x = model_of("llama"), ids()
     gradients = sum(p.nbytes for p in model.parameters())
     plan = ckptkern.plan(model, x, budget=20_000, adapt=True)
@@ -353,18 +355,18 @@ def test_a_compiled_model_is_refused() -> None:
             call(torch.compile(model_of("llama")), ids())
 
 
-def test_a_way_in_which_one_segment_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_in_which_one_segment_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not chosen, and the others are measured."""
     run = measure.step
 
     def step(module: nn.Module, call: tuple, *seeds: list) -> tuple:
-        if any(str(segment.way).startswith("none") for segment in segments_of(module)):
+        if any(str(segment.strategy).startswith("none") for segment in segments_of(module)):
             raise torch.OutOfMemoryError
         return run(module, call, *seeds)
 
     monkeypatch.setattr(measure, "step", step)
     plan = ckptkern.plan(model_of("llama"), ids(), budget="1GiB", stores=[ckptkern.storage.offload()])
-    assert not any(str(way).startswith("none") for way in plan.ways.values())
+    assert not any(str(strategy).startswith("none") for strategy in plan.strategies.values())
     assert plan.cost < float("inf")
     assert "does not fit" in str(plan)
 
@@ -384,9 +386,9 @@ def _check_ranks(rank: int) -> None:
     model = model_of("llama")
     many = torch.cat([ids(seed) for seed in range(1 + rank)])  # the second rank has more samples
     plan = ckptkern.plan(model, many, budget=45_000)
-    ways = [{name: str(way) for name, way in plan.ways.items()}]
+    strategies = [{name: str(strategy) for name, strategy in plan.strategies.items()}]
     theirs: list = [None, None]
-    torch.distributed.all_gather_object(theirs, (ways, plan.saved, plan.cost))
+    torch.distributed.all_gather_object(theirs, (strategies, plan.saved, plan.cost))
     assert theirs[0] == theirs[1]
     mine = counted(model, many)
     assert mine <= plan.saved

@@ -67,7 +67,7 @@ def test_the_model_is_as_before() -> None:
     before = [m.__dict__.get("forward") for m in model.modules()]
     ckptkern.report(model, x)
     assert before == [m.__dict__.get("forward") for m in model.modules()]
-    assert [segment.way.level for segment in segments_of(model)] == ["full", ("selective", "none")]
+    assert [segment.strategy.level for segment in segments_of(model)] == ["full", ("selective", "none")]
 
 
 def test_statistics_of_batches_are_as_before() -> None:

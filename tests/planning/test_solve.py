@@ -20,11 +20,11 @@ def problem(seed: int) -> tuple[list[list[float]], list[list[Held]], Held]:
     rest = Held(draw.choice([0, 100]), {n: sizes[n] for n in draw.sample(names, draw.choice([0, 0, 1]))})
     kinds = []
     for _ in range(draw.randint(1, 3)):
-        ways = draw.randint(1, 4)
+        strategies = draw.randint(1, 4)
         kinds.append(
             (
-                [draw.choice([0.0, 1.0, draw.uniform(0.5, 9)]) for _ in range(ways)],
-                [draw.choice([0, 1, draw.randint(0, 9 * 2**20)]) for _ in range(ways)],
+                [draw.choice([0.0, 1.0, draw.uniform(0.5, 9)]) for _ in range(strategies)],
+                [draw.choice([0, 1, draw.randint(0, 9 * 2**20)]) for _ in range(strategies)],
             )
         )
     costs, held = [], []
@@ -39,9 +39,9 @@ def problem(seed: int) -> tuple[list[list[float]], list[list[Held]], Held]:
 def every_choice(costs, held, rest) -> list[tuple[int, float]]:
     """(bytes, cost) of each."""
     found = []
-    for ways in itertools.product(*(range(len(cost)) for cost in costs)):
-        saved = total([rest, *(own[way] for own, way in zip(held, ways, strict=True))])
-        found.append((saved, sum(cost[way] for cost, way in zip(costs, ways, strict=True))))
+    for strategies in itertools.product(*(range(len(cost)) for cost in costs)):
+        saved = total([rest, *(own[strategy] for own, strategy in zip(held, strategies, strict=True))])
+        found.append((saved, sum(cost[strategy] for cost, strategy in zip(costs, strategies, strict=True))))
     return found
 
 
@@ -54,11 +54,11 @@ def test_no_choice_is_cheaper(seeds: range) -> None:
         for budget in {saved[0], saved[len(saved) // 2], saved[-1] - 1, saved[-1] + 1}:
             if budget < saved[0]:
                 continue
-            ways = choose(costs, held, rest, budget)
-            ours = total([rest, *(own[way] for own, way in zip(held, ways, strict=True))])
+            strategies = choose(costs, held, rest, budget)
+            ours = total([rest, *(own[strategy] for own, strategy in zip(held, strategies, strict=True))])
             assert ours <= budget
             best = min(cost for saved, cost in every if saved <= budget)
-            cost = sum(cost[way] for cost, way in zip(costs, ways, strict=True))
+            cost = sum(cost[strategy] for cost, strategy in zip(costs, strategies, strict=True))
             assert cost == pytest.approx(best, rel=1e-6, abs=1e-6), (seed, budget)
         with pytest.raises(BudgetError) as error:
             choose(costs, held, rest, saved[0] - 1)
@@ -71,28 +71,28 @@ def test_a_larger_budget_costs_no_more() -> None:
         least = min(saved for saved, _ in every_choice(costs, held, rest))
         found = []
         for budget in range(least, least + 20 * 2**20, 2**20):
-            ways = choose(costs, held, rest, budget)
-            found.append(sum(cost[way] for cost, way in zip(costs, ways, strict=True)))
+            strategies = choose(costs, held, rest, budget)
+            found.append(sum(cost[strategy] for cost, strategy in zip(costs, strategies, strict=True)))
         assert all(b <= a + 1e-6 for a, b in itertools.pairwise(found)), seed
 
 
 def test_layers_that_are_alike_are_counted_and_not_told_apart() -> None:
-    """96 layers in nine ways: as binaries they have so many equal solutions that no solver ends."""
+    """96 layers in nine strategies: as binaries they have so many equal solutions that no solver ends."""
     draw = random.Random(0)
     cost = [1 + draw.random() for _ in range(9)]
     own = [int(2**30 / c**3) for c in cost]
     costs, held = [cost] * 96, [[Held(n, {("in", i): 2**24}) for n in own] for i in range(96)]
     budget = 96 * (2**24 + sorted(own)[4]) - 1
-    ways = choose(costs, held, Held(), budget)
-    assert total([own[way] for own, way in zip(held, ways, strict=True)]) <= budget
-    # the best of all mixtures of two ways, which is what the relaxed problem has
+    strategies = choose(costs, held, Held(), budget)
+    assert total([own[strategy] for own, strategy in zip(held, strategies, strict=True)]) <= budget
+    # the best of all mixtures of two strategies, which is what the relaxed problem has
     mixtures = [
         k * cost[a] + (96 - k) * cost[b]
         for a, b in itertools.product(range(9), repeat=2)
         for k in range(97)
         if k * own[a] + (96 - k) * own[b] + 96 * 2**24 <= budget
     ]
-    assert sum(cost[way] for way in ways) <= min(mixtures) + 1e-6
+    assert sum(cost[strategy] for strategy in strategies) <= min(mixtures) + 1e-6
 
 
 def test_of_layers_that_are_alike_the_last_keep_most() -> None:

@@ -84,7 +84,7 @@ def test_copies_have_an_end():
 
 
 def test_gradients_of_outputs_are_made_once(monkeypatch):
-    """By the first backward of the first way; all timed ones take the same."""
+    """By the first backward of the first strategy; all timed ones take the same."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     call = ((torch.randn(2, 4, requires_grad=True),), {})
     made, whole = [], torch.ones_like
