@@ -88,11 +88,11 @@ def test_float32_updates_of_a_16_bit_layer(name, dtype, level):
 
 
 def test_small_gradients_do_not_vanish_in_float16():
-    x, w = torch.randn(16, 64).sublayer(), (torch.randn(64, 64) / 8).sublayer()
+    x, w = torch.randn(16, 64).half(), (torch.randn(64, 64) / 8).half()
     a, b = (torch.randn(8, 64) / 8).requires_grad_(), (torch.randn(64, 8) * 1e-4).requires_grad_()
     y = ckptkern.mlp_block(x, w, None, w, None, "identity", lora={"up": LoRA(a, b, 1e-3)}, residual=False)
     y.backward(torch.full_like(y, 1e-4))
-    z = (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 1e-3).sublayer()
+    z = (F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 1e-3).half()
     (expected,) = torch.autograd.grad(F.linear(z, w), a, torch.full_like(y, 1e-4))
     assert expected.norm() > 0
     assert (a.grad - expected).norm() < 0.01 * expected.norm()
