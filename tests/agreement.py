@@ -58,7 +58,7 @@ def results(chosen: str, arch: int) -> dict[str, dict[str, torch.Tensor]]:
     import triton
 
     from ckptkern.tools.emulated import emulated
-    from ckptkern.triton_kernels.tile import MULTIPROCESSORS
+    from ckptkern.triton_kernels.tile import SMS
 
     tiles, found = shipped_tiles(), {}
     for case in tiles.CASES:
@@ -66,10 +66,10 @@ def results(chosen: str, arch: int) -> dict[str, dict[str, torch.Tensor]]:
             continue
         torch.manual_seed(0)
         with contextlib.nullcontext() if triton.knobs.runtime.interpret else emulated(arch):
-            before = MULTIPROCESSORS[arch]
-            MULTIPROCESSORS[arch] = before if case.kind == "few" else 1
+            before = SMS[arch]
+            SMS[arch] = before if case.kind == "few" else 1
             found[case.name] = tiles.named(dataclasses.replace(case, arch=arch).launch(tiles.Small("cpu")))
-            MULTIPROCESSORS[arch] = before
+            SMS[arch] = before
         print(f"{len(found)} {case.name}", file=sys.stderr, flush=True)
     return found
 

@@ -25,7 +25,7 @@ LEVELS = ("none", "selective", "full")
 LAYERS = ("linear_act", "linear_stack", "mlp", "gated_mlp")  # ops with parameters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Their values are held to formulas in tests/triton_kernels/test_elementwise.py.
-KEPT = ("relu", "gelu", "identity")  # one for each set of tensors that is saved
+SAVED_SETS = ("relu", "gelu", "identity")  # one for each set of tensors that is saved
 ACTIVATIONS = {name: activation.act for name, activation in eager.ACTIVATIONS.items()}
 SEED = 17
 P = 0.3
@@ -263,8 +263,8 @@ def setups(
 
 def each_activation(dropout: Sequence[float] = (0.0,)) -> list:
     """pytest parameters: everything for one activation per set of saved tensors; the other activations at "full"."""
-    others = [name for name in ACTIVATIONS if name not in KEPT]
-    return [*setups(KEPT, dropout=dropout), *setups(others, ("full",), ops=LAYERS)]
+    others = [name for name in ACTIVATIONS if name not in SAVED_SETS]
+    return [*setups(SAVED_SETS, dropout=dropout), *setups(others, ("full",), ops=LAYERS)]
 
 
 def make(

@@ -60,7 +60,7 @@ def early_return() -> None:
 
 
 # Launches that the gate must find fault with, each for one reason. A larger tile compiles for longer.
-PLANTED = {
+INJECTED = {
     "spill": (90, "bfloat16", lambda: act_grad(tile=Tile(64, 256, 64, 4, 3, 1))),
     "ragged": (90, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 64, 8, 2))),
     "ragged on sm_80": (80, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 32, 8, 2))),
@@ -77,7 +77,7 @@ PLANTED = {
 def injected() -> dict[str, list[str]]:
     """The faults of each injected launch, judged as aligned, and of a launch as shipped."""
     faults = {}
-    for name, (arch, dtype, launch) in {**PLANTED, "none": (90, "bfloat16", act_grad)}.items():
+    for name, (arch, dtype, launch) in {**INJECTED, "none": (90, "bfloat16", act_grad)}.items():
         cases.OPS[name] = lambda case, given, launch=launch: launch()
         case = cases.Case(name, arch, dtype, ragged=False, activation="gelu", dropout=True, extras=True)
         faults[name] = [fault for _, found in machine_code.gate(case) for fault in found]

@@ -83,10 +83,10 @@ def flat(results) -> list[torch.Tensor]:
     return [result for result in results if result is not None]
 
 
-def seen(launch: Callable, arch: int, plant: Callable[[str], str], good: list[torch.Tensor]) -> str:
+def seen(launch: Callable, arch: int, inject: Callable[[str], str], good: list[torch.Tensor]) -> str:
     """The kind of fault, "results" where only they are other ones, or "nothing"."""
     try:
-        with emulated(arch, change=plant):
+        with emulated(arch, change=inject):
             found = flat(launch())
     except emulator.Fault as fault:
         return fault.kind

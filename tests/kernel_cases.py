@@ -30,7 +30,7 @@ RAGGED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way,
 # launcher -> its row of ckptkern.triton_kernels.tile.TILES
 TILE_NAMES = {launcher.name: launcher.tiles for launcher in LAUNCHERS.values() if launcher.matmul}
 
-PRODUCTS = [launcher for launcher in LAUNCHERS.values() if launcher.matmul]
+MATMULS = [launcher for launcher in LAUNCHERS.values() if launcher.matmul]
 DROPPING = [launcher for launcher in LAUNCHERS.values() if launcher.dropout]
 
 

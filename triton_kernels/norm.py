@@ -23,7 +23,7 @@ import triton.language as tl
 from .elementwise import load_tile, row_sums, store_tile
 from .tile import (
     INTERPRETER,
-    MULTIPROCESSORS,
+    SMS,
     arch_of,
     cast,
     family_of,
@@ -72,7 +72,7 @@ def programs(arch: int, num_warps: int) -> int:
 
     By architecture and not by device, so that sums are the same on every GPU of a kind.
     """
-    return 3 if arch == INTERPRETER else MULTIPROCESSORS[family_of(arch)] * 16 // num_warps
+    return 3 if arch == INTERPRETER else SMS[family_of(arch)] * 16 // num_warps
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from .elementwise import act, act_grad, load_tile, pack_bits, store_tile
 from .linear import preact_tile
 from .tile import (
     INTERPRETER,
-    MULTIPROCESSORS,
+    SMS,
     arch_of,
     cast,
     dot,
@@ -64,7 +64,7 @@ TILES: dict[tuple[int, int], dict[str, Tiles]] = {
     },
     **{(INTERPRETER, width): dict.fromkeys(("16", "tf32", "ieee"), Tiles(*[(32, 4)] * 3)) for width in (32, 64)},
 }  # fmt: skip
-PROGRAMS = {**MULTIPROCESSORS}  # one an SM
+PROGRAMS = {**SMS}  # one an SM
 
 
 @triton.jit

@@ -139,7 +139,7 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
-MULTIPROCESSORS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
+SMS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
 # One tile for all interpreted kernels, and one for all variants: numpy's matmul does not promise equal bits between different
 # block shapes.
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
@@ -167,7 +167,7 @@ def unit_of(*sizes: int) -> int:
 def few_rows(tile: Tile, family: int, N: int) -> int:
     """The most rows M whose tiles of results [M, N] leave half of the SMs idle: they are few ("few" in TILES), and
     so they are for the table of routes (`ckptkern/ops/_routes.py`)."""
-    return MULTIPROCESSORS[family] // (2 * max(1, -(-N // tile.BLOCK_N))) * tile.BLOCK_M
+    return SMS[family] // (2 * max(1, -(-N // tile.BLOCK_N))) * tile.BLOCK_M
 
 
 def tile_for(
@@ -224,7 +224,7 @@ def device_sms(index: int) -> int:
 
 def sms_of(x: torch.Tensor) -> int:
     """Those of the device of `x`, or of the GPU that a CPU tensor's launch is compiled for."""
-    return device_sms(x.device.index) if x.is_cuda else MULTIPROCESSORS[family_of(arch_of(x))]
+    return device_sms(x.device.index) if x.is_cuda else SMS[family_of(arch_of(x))]
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -462,8 +462,8 @@ SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32"
 PRODUCT_OPS = (
     *("stack_fwd", "stack_bwd"),
     *(launcher.name for launcher in LAUNCHERS.values() if launcher.matmul),
-    *experts.PRODUCTS,
-    *loss_head.PRODUCTS,
+    *experts.MATMULS,
+    *loss_head.MATMULS,
 )
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {

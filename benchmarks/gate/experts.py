@@ -78,7 +78,7 @@ LAUNCHES = {
     "experts_combine": _combine,
     "experts_sums": _sums,
 }
-PRODUCTS = ("experts_fwd", "experts_bwd", "experts_act_grad", "experts_gemm", "experts_dw")
+MATMULS = ("experts_fwd", "experts_bwd", "experts_act_grad", "experts_gemm", "experts_dw")
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     "experts_gemm": ("down", "dx"),

@@ -46,7 +46,7 @@ def _saved_bwd(case, given):
 
 
 LAUNCHES = {"cross_entropy_fwd": _fwd, "cross_entropy_bwd": _bwd, "cross_entropy_saved_bwd": _saved_bwd}
-PRODUCTS = ("cross_entropy_fwd", "cross_entropy_bwd")
+MATMULS = ("cross_entropy_fwd", "cross_entropy_bwd")
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     "cross_entropy_fwd": ("everything", "plain", "saved"),

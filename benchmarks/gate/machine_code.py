@@ -28,7 +28,7 @@ TILE_KEYS = (
 )  # fmt: skip
 ATTENTION = ("_attn_fwd_kernel", "_attn_dkdv_kernel", "_attn_dq_kernel", "_attn_dmask_kernel")
 # kernel -> matmuls of a tile (M x N x K, or M x N x head dim) in one pass of a loop
-PRODUCTS = {
+MATMULS = {
     "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
     "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_linear_fwd_persistent_kernel": 1, "_act_grad_persistent_kernel": 1,
     "_gated_act_grad_persistent_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
@@ -163,7 +163,7 @@ def loops_of(kernel: str, options: dict) -> int:
 
 def needed_multiplies(kernel: str, options: dict) -> float:
     """Multiplies per warp in the machine code of a tile's matmuls, if each matmul is computed once."""
-    count = loops_of(kernel, options) * PRODUCTS.get(kernel, 0)
+    count = loops_of(kernel, options) * MATMULS.get(kernel, 0)
     length = options.get("HEAD_D") or options.get("BLOCK_K", 0)
     return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
 

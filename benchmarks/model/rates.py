@@ -72,7 +72,7 @@ CUBLAS_SHAPE = {256: 0.80, 512: 0.885, 1024: 0.885, 2048: 0.926, 4096: 0.971, 81
 # into a few results. Assumed.
 STREAMS = {"elementwise": 0.85, "norm": 0.75, "reduction": 0.60}
 
-# Multiprocessors, tensor cores, shared memory, registers: NVIDIA's whitepapers of A100 and H100 (SXM), and the table of compute
+# SMs, tensor cores, shared memory, registers: NVIDIA's whitepapers of A100 and H100 (SXM), and the table of compute
 # capabilities in the CUDA programming guide.
 # clock     H100 and H200 leave their 1.98 GHz under matmuls, at 700 W; at 1.55 GHz, assumed, 132 x 4096 FLOP are 838 TFLOP/s,
 #           of which the 665 of Triton's tutorial are 0.79 and the 750 below 0.89. A100: 1.41 GHz, of its 312 TFLOP/s.

@@ -23,7 +23,7 @@ from ...ops.dispatch import choices as _choices
 from ...ops.registration import functions as _functions
 from ...tools.compiling import instead_of_launches
 from ..cases import DTYPES, Item, Maker
-from ..gate.machine_code import ATTENTION, PRODUCTS
+from ..gate.machine_code import ATTENTION, MATMULS
 from .rates import GPU
 
 aten = torch.ops.aten
@@ -104,7 +104,7 @@ def _expert_kernel(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, in
     """(FLOPs, shape) of a kernel of triton_kernels/experts.py."""
     experts, rows = given["offs_ptr"].numel() - 1, given["R"] if "R" in given else given["order_ptr"].numel()
     if "R" in given:
-        N, inner = given["N"], PRODUCTS[name] * given["K"]
+        N, inner = given["N"], MATMULS[name] * given["K"]
         return 2 * rows * N * inner, (expert_rows(rows, experts, given["BLOCK_M"]), N, inner)
     M, N = given["M"], given["N"]  # of a weight's gradient, whose K is an expert's rows
     return 2 * rows * M * N, (experts * M, N, -(-expert_rows(rows, experts, given["BLOCK_K"]) // experts))
@@ -247,7 +247,7 @@ def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...
         q, k = given["q_heads"][0], given["k_heads"][0]
         B, Sq, Sk, D = q.shape[0], given["Sq"], given["Sk"], given["D"]
         shape = B, given["H"], Sq, Sk, D
-        return 2 * PRODUCTS[name] * math.prod(shape), (*shape, k.shape[0])[:5]
+        return 2 * MATMULS[name] * math.prod(shape), (*shape, k.shape[0])[:5]
     if (
         "WIDTH" in given and "L" in given
     ):  # a narrow chain; relu's backward has the last layer's bits and does not run it again
@@ -255,14 +255,14 @@ def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...
         backward = "dy_rows" in given
         matmuls = (3 * L - (given["bits_rows"][0] is not None)) if backward else L
         return 2 * M * width * width * matmuls, (M, width, width)
-    if name in PRODUCTS and "offs_ptr" in given:
+    if name in MATMULS and "offs_ptr" in given:
         return _expert_kernel(name, given)
-    if name in PRODUCTS:
+    if name in MATMULS:
         M, N, K = given["M"], given["V" if "V" in given else "N"], given["K"]  # V: columns of a vocabulary
-        inner = (PRODUCTS[name] - ("D" in given)) * K + given.get("D", 0)
+        inner = (MATMULS[name] - ("D" in given)) * K + given.get("D", 0)
         return 2 * M * N * inner, (M, N, inner)
     if "BLOCK_K" in given:
-        raise NotImplementedError(f"{name} has a BLOCK_K but no entry in PRODUCTS (benchmarks/gate/machine_code.py)")
+        raise NotImplementedError(f"{name} has a BLOCK_K but no entry in MATMULS (benchmarks/gate/machine_code.py)")
     return 0, ()
 
 
@@ -321,7 +321,7 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
         log.append(Launch(f"_fused_rms_norm {'x'.join(map(str, x.shape))}", "norm", 0, _touched((x, x, weight))))
         return FusedRMSNorm.apply(x, list(normalized_shape), weight)
 
-    _choices._route.cache_clear()  # of another card
+    _choices._route.cache_clear()  # of another GPU
     patches = [
         instead_of_launches(caught, gpu.arch),
         mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),

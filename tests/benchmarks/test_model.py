@@ -202,7 +202,7 @@ def test_bytes_are_read_and_written_once():
 
 def test_a_kernel_with_matmuls_that_no_table_names():
     kernel = types.SimpleNamespace(fn=types.SimpleNamespace(__name__="_new_kernel"), params=[])
-    with pytest.raises(NotImplementedError, match="_new_kernel has a BLOCK_K but no entry in PRODUCTS"):
+    with pytest.raises(NotImplementedError, match="_new_kernel has a BLOCK_K but no entry in MATMULS"):
         trace.triton_launch(trace.Caught(kernel, (1,), (), {"BLOCK_K": 64}))
 
 

@@ -284,7 +284,7 @@ def with_instead(parts: tuple[str, ...], **changes: str) -> tuple[str, ...]:
 
 SECOND = (BAR, WRITE, FENCE, BAR, STORE, COMMIT, WAIT_READ)
 ONE_WARP_WAITS = ("setp.gt.u32 %p1, %r0, 31;", "@%p1 bra after;", wait(), "after:")
-PLANTED = {
+INJECTED = {
     "no wait": (without(LOADED, wait()), "in flight: read of what an asynchronous copy has yet to write"),
     "another phase": ((*LOADED[:5], wait(1), *LOADED[6:]), "in flight: read of what an asynchronous copy has yet to write"),
     "a phase too many": ((*LOADED[:6], wait(1), *LOADED[6:]), "hang: .*2048, phase 1: 1 arrivals and 0 bytes to come"),
@@ -328,9 +328,9 @@ PLANTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", INJECTED)
 def test_injected(name):
-    parts, found = PLANTED[name]
+    parts, found = INJECTED[name]
     with pytest.raises(Fault, match=found):
         run(parts)
 

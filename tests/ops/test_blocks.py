@@ -81,11 +81,11 @@ def saved_by(block, tensors) -> int:
     return saved.bytes - extra
 
 
-KEPT_CASES = [(one, torch.float32) for one in blocks() + variants()]
-KEPT_CASES += [(one, torch.bfloat16) for one in in_turn(ALL)]
+SAVED_CASES = [(one, torch.float32) for one in blocks() + variants()]
+SAVED_CASES += [(one, torch.bfloat16) for one in in_turn(ALL)]
 
 
-@pytest.mark.parametrize(("block", "dtype"), with_dtypes(KEPT_CASES))
+@pytest.mark.parametrize(("block", "dtype"), with_dtypes(SAVED_CASES))
 def test_saved_bytes_are_the_tables(block, dtype):
     assert saved_by(block, block.make(dtype)) == block.saved_bytes(dtype.itemsize, dtype.itemsize)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from cases import (
     DTYPES,
-    KEPT,
     LAYERS,
     LEVELS,
+    SAVED_SETS,
     SEED,
     P,
     Saved,
@@ -61,7 +61,7 @@ def expected_bytes(setup: Setup, sizes: Sizes, itemsize: int) -> int:
     return sizes.tokens * (elements * itemsize + mask_bytes) + (16 if setup.dropout_p else 0)
 
 
-@pytest.mark.parametrize("setup", setups(KEPT, dropout=(0.0, P)))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(0.0, P)))
 def test_saved_bytes_are_the_tables(setup):
     assert saved_by(setup, make(setup)) == expected_bytes(setup, Sizes(), 4)
 
@@ -146,7 +146,7 @@ LAYOUTS = (transposed, every_other, inside_a_larger, leading_dims_swapped)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_strided_inputs_and_output_gradients(setup, layout):
     """x, the weights, the biases and dy may have any strides; results are those of dense tensors."""
     dense = make(setup)
@@ -157,7 +157,7 @@ def test_strided_inputs_and_output_gradients(setup, layout):
     assert_same_within_rounding(gradients(setup.fused, strided, layout(dy)), gradients(setup.fused, dense, dy))
 
 
-@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_expanded_output_gradients(setup):
     """.sum() sends strides (0, 0), a broadcast one dimension of stride 0."""
     tensors = make(setup)
@@ -200,7 +200,7 @@ def test_gradcheck(setup):
     assert torch.autograd.gradcheck(function, tuple(tensors.values()))
 
 
-@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_every_level_gives_the_same_bits(setup):
     """The levels differ in what they keep, not in any result: what is recomputed equals what forward computed."""
     tensors = make(setup, dtype=torch.bfloat16)
@@ -216,7 +216,7 @@ def test_ten_runs_are_bitwise_equal(setup):
         assert_same(gradients(setup.fused, tensors), first)
 
 
-@pytest.mark.parametrize("setup", setups(KEPT, ops=LAYERS))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, ops=LAYERS))
 def test_micro_batches_add_up_to_the_batch(setup):
     """Gradients of four micro-batches, accumulated in .grad, are those of one batch."""
     whole = make(setup, Sizes(lead=(8, 5)))
@@ -241,7 +241,7 @@ def subsets(names: list[str]):
         yield from itertools.combinations(names, size)
 
 
-@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_every_subset_of_frozen_inputs(setup):
     """The gradients of a subset, also of a stack's lists, have the bits that they have if all are trained."""
     names = list(make(setup))
@@ -251,7 +251,7 @@ def test_every_subset_of_frozen_inputs(setup):
         assert_same(some, {name: value for name, value in everything.items() if name not in frozen})
 
 
-@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_matmuls_of_every_subset_of_frozen_inputs(setup):
     """No matmuls run besides autograd's own and the recomputed ones, and the registered FLOPs are those that run."""
     names = list(make(setup))
@@ -282,7 +282,7 @@ def matmuls(function, tensors) -> Watch:
     return watch
 
 
-@pytest.mark.parametrize("setup", setups(KEPT))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS))
 def test_number_of_matmuls(setup):
     """The docstrings' tables. All layers are given the same size, so that FLOPs count matmuls."""
     sizes = Sizes((4,), 6, 6, 6)
@@ -421,7 +421,7 @@ def keeps_its_output(setup: Setup) -> bool:
     return setup.activation == "relu" and setup.recompute in level
 
 
-@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_output_changed_in_place(setup):
     """Gradients are right if the output is not saved, an error if it is (relu at "none", as with torch.relu)."""
     tensors = make(setup)
@@ -434,7 +434,7 @@ def test_output_changed_in_place(setup):
         assert_same(changed, gradients(lambda t: setup.fused(t) * 3, tensors, dy))
 
 
-@pytest.mark.parametrize("setup", setups(KEPT, dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_nothing_saved_or_given_is_overwritten(setup):
     """exp keeps its result, which is the op's input; dy belongs to the caller."""
     before = make(setup)

@@ -15,7 +15,7 @@ from ckptkern import eager, emulator, state, triton_kernels
 from ckptkern.benchmarks.gate.cases import ARCHS, PERSISTENT_OPS
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.tools.emulated import emulated
-from ckptkern.triton_kernels.tile import MULTIPROCESSORS, TILES
+from ckptkern.triton_kernels.tile import SMS, TILES
 
 BF16 = torch.bfloat16
 
@@ -81,7 +81,7 @@ def test_tiles_by_hand_change_no_mask_and_no_bit(op, architecture, monkeypatch, 
     """Every route of kernels, with every tile that it may name: forward, and what backward recomputes."""
     if request.config.option.sample and op != "mlp":
         pytest.skip("in the sample one op")
-    monkeypatch.setitem(MULTIPROCESSORS, architecture, 1)  # a GPU that is never idle
+    monkeypatch.setitem(SMS, architecture, 1)  # a GPU that is never idle
     monkeypatch.setattr(_choices, "capability_of", lambda *device: (architecture // 10, 0))
     x, *weights = (torch.randn(n, m).to(BF16).requires_grad_() for n, m in ((72, 64), (144, 64), (144, 64), (64, 144)))
     dy = torch.randn(72, 64).to(BF16)

@@ -8,7 +8,7 @@ from kernel_cases import (
     DROPPING,
     DTYPES,
     LAUNCHERS,
-    PRODUCTS,
+    MATMULS,
     SUMS_OF_ROWS,
     TILE_NAMES,
     assert_accurate,
@@ -118,7 +118,7 @@ def test_sizes(launcher, sizes, device):
     assert_like_eager(launcher, inputs_of(launcher, torch.float32, device, **sizes), "gelu")
 
 
-@pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
+@pytest.mark.parametrize("launcher", MATMULS, ids=str)
 @pytest.mark.parametrize("rows", [150, 113])
 def test_groups_of_tile_rows(launcher, rows, device):
     """10 and 8 tile rows in groups of 8, two tile columns: every tile is computed, none twice in place of another."""
@@ -126,7 +126,7 @@ def test_groups_of_tile_rows(launcher, rows, device):
     assert_like_eager(launcher, tensors, "gelu", tile=Tile(16, 32, 16, 4, 1))
 
 
-@pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
+@pytest.mark.parametrize("launcher", MATMULS, ids=str)
 def test_epilogue_slices(launcher, device):
     """SUB slices of the epilogue write what one slice writes, bit for bit, dropout and bits included."""
     options = {"dropout": dropout_of(0.5, device)} if launcher.dropout else {}
@@ -180,7 +180,7 @@ def test_expanded_gradient(launcher, dims, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
+@pytest.mark.parametrize("launcher", MATMULS, ids=str)
 def test_tiles_of_the_table_give_equal_bits(launcher):
     """Many rows of forward and few of a chunk of backward take different ones, and a route may name others. Sums of columns are
     of tiles, so not db."""
@@ -195,7 +195,7 @@ def test_tiles_of_the_table_give_equal_bits(launcher):
         assert_equal(other, first)
 
 
-@pytest.mark.parametrize("launcher", PRODUCTS, ids=str)
+@pytest.mark.parametrize("launcher", MATMULS, ids=str)
 def test_matmuls_repeat_their_bits(launcher, device, repeats):
     """Full tiles and a long loop over K, again and again: a copy that a matmul does not wait for is seldom late."""
     sizes = {"M": 1024, "K": 2048, "N": 512, "D": 2048} if device == "cuda" else {}

@@ -139,7 +139,7 @@ def test_views_of_one_tensor(setup):
 LEVELS_AND_DTYPES = [
     pytest.param(*setup.values, dtype, id=f"{setup.id}-{dtype}")
     for activation, dtype in (
-        *((activation, torch.bfloat16) for activation in cases.KEPT), ("relu", torch.float32), ("gelu", torch.float16)
+        *((activation, torch.bfloat16) for activation in cases.SAVED_SETS), ("relu", torch.float32), ("gelu", torch.float16)
     )
     for setup in setups((activation,), ("none",), (P,), LAYERS)
 ]  # fmt: skip

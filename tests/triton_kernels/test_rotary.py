@@ -194,7 +194,7 @@ def model_angles(S, R, interleaved, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", [rotary, eager], ids=["triton", "eager"])
 def test_backward_turns_back(backend, dtype, interleaved, device):
-    """Turned and rotated back, a pair is off by the roundings of its length: y's, dx's and a few in float32."""
+    """Rotated there and back, a pair is off by the roundings of its length: y's, dx's and a few in float32."""
     x = torch.randn(2, 37, 3, 40).to(device, dtype)
     cos, sin = model_angles(37, 24, interleaved, device)
     y = backend.heads_fwd(x, None, EPS, cos, sin, interleaved)

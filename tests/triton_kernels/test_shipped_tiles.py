@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import LAUNCHERS, PRODUCTS, STATE, assert_accurate
+from kernel_cases import LAUNCHERS, MATMULS, STATE, assert_accurate
 from torch import Tensor
 
 from ckptkern import eager, state, triton_kernels
@@ -28,7 +28,7 @@ from ckptkern.benchmarks.gate.cases import (
     Inputs,
 )  # fmt: skip
 from ckptkern.triton_kernels import experts_tiles
-from ckptkern.triton_kernels.tile import MULTIPROCESSORS, arch_of, family_of
+from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
 
 TF32 = 2.0**-9  # operands have 11 bits
 TF32_CHAIN = 2.0**-6  # of eight layers, forward and backward
@@ -121,7 +121,7 @@ def of_matmuls() -> list[Case]:
         for op, dtype in itertools.product(PRODUCT_OPS, ("bfloat16", "float32"))
     ]
     cases += [case(op, "silu", "bfloat16", False, "persistent") for op in PERSISTENT_OPS]
-    variants = {(op.name, kind) for op in PRODUCTS for arch in ARCHS for kind in op.variants(arch)}
+    variants = {(op.name, kind) for op in MATMULS for arch in ARCHS for kind in op.variants(arch)}
     cases += [case(op, "silu", "bfloat16", False, kind) for op, kind in sorted(variants)]
     for op in PRODUCT_OPS:
         _, *others = VARIANTS.get(op, ("silu", "gelu"))
@@ -205,7 +205,7 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
         pytest.skip("not in the sample")
     case = dataclasses.replace(case, arch=family)
     if case.kind != "few":  # a GPU with one SM is never idle: the tiles of large launches
-        monkeypatch.setitem(MULTIPROCESSORS, family, 1)
+        monkeypatch.setitem(SMS, family, 1)
         monkeypatch.setattr(experts_tiles, "FEW_ROWS", 0)
     given = Small(device)
     ours = named(case.launch(given))

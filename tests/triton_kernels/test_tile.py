@@ -15,7 +15,7 @@ from ckptkern.triton_kernels.tile import (
     INTERPRETED_TILE,
     INTERPRETED_VARIANT,
     INTERPRETER,
-    MULTIPROCESSORS,
+    SMS,
     TILES,
     Tile,
     cast,
@@ -209,7 +209,7 @@ def test_few_rows_or_columns_take_a_smaller_tile(kernel, arch):
     """Where that of many would leave half of the SMs idle, or half of its own columns empty."""
     table, operand = TILES[kernel, arch], meta(64, 64)
     tile = table["16"]
-    rows = MULTIPROCESSORS[arch] // 2 * tile.BLOCK_M  # of one column of tiles
+    rows = SMS[arch] // 2 * tile.BLOCK_M  # of one column of tiles
     assert tile_for(kernel, arch, rows, tile.BLOCK_N, operand) == table["few"]
     assert tile_for(kernel, arch, rows + 1, tile.BLOCK_N, operand) == tile
     assert tile_for(kernel, arch, 10 * rows, tile.BLOCK_N // 2, operand) == table["few"]
