@@ -59,18 +59,23 @@ class MLPBranch:
 
     def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, cast: Callable = cast_parameter):
         self.t, self.o, self.p, self.dtype, self.cast = t, o, primitives(o.backend), dtype, cast
-        self.copies: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}  # of weights, and all that `inner` gives
+        self.read_x: tuple[Tensor | None, ...] = ()
         self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = t.gate_weight is not None
         self.first = LAYERS[:2] if self.gated else LAYERS[1:2]  # the layers that read x
         self.updates = {layer: low_rank(t, o, LAYERS, layer, rows, cast) for layer in LAYERS} if o.lora else {}
 
-    def parameters(self, layers: Collection[str]) -> list[Tensor | None]:
-        """Weight and bias of each layer, in the compute dtype."""
-        made = []
-        for layer in layers:
-            made += (self.weight(layer), self.cast(getattr(self.t, BIAS[layer]), self.dtype))
-        return made
+    def inner(self) -> tuple[Tensor | None, ...]:
+        """Weight and bias of each layer that reads x, in the compute dtype."""
+        if not self.read_x:
+            t, cast, dtype, copies = self.t, self.cast, self.dtype, self.copies
+            copies["up"] = up = cast(t.up_weight, dtype)
+            self.read_x = up, cast(t.up_bias, dtype)
+            if self.gated:
+                copies["gate"] = gate = cast(t.gate_weight, dtype)
+                self.read_x = gate, cast(t.gate_bias, dtype), *self.read_x
+        return self.read_x
 
     def weight(self, layer: str) -> Tensor:
         """In the compute dtype."""
@@ -82,8 +87,8 @@ class MLPBranch:
     # -- forward
 
     def linear(self, layer: str, x: Tensor, start: int) -> Tensor:
-        y = self.p.linear(x, *self.parameters((layer,)))
-        return self.updates[layer].add(self.p, y, x, start) if self.updates.get(layer) else y
+        y = self.p.linear(x, self.weight(layer), self.cast(getattr(self.t, BIAS[layer]), self.dtype))
+        return self.updates[layer].add(self.p, y, x, start) if self.updates and self.updates[layer] else y
 
     def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
         """(h, [z] or [g, u], None unless `save`)."""
@@ -91,7 +96,7 @@ class MLPBranch:
         if self.updates:
             before = [self.linear(layer, x, start) for layer in self.first]
             return self.activated(before, start), before
-        arguments = x, *self.parameters(self.first), o.activation, o.precision
+        arguments = x, *self.inner(), o.activation, o.precision
         if self.gated:
             h, *before = self.p.gated_fwd(*arguments, dropout=self.dropout, row_base=start, save_gu=save)
         else:
@@ -164,20 +169,18 @@ class MLPBranch:
     ) -> tuple[list[Tensor], Tensor | None, tuple[Tensor | None, ...]]:
         """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
         kernel. before: empty if it is recomputed."""
-        p, o = self.p, self.o
-        options = dict(dropout=self.dropout, row_base=start, save_h=h is None and sums.read("down"))
-        if self.gated:
-            options |= dict(dbg=sums.bias_part("gate"), dbu=sums.bias_part("up"))
-        else:
-            options["db"] = sums.bias_part("up")
+        p, o, count, save_h = self.p, self.o, len(self.first), h is None and sums.read("down")
         if before:
-            reading = p.gated_act_grad if self.gated else p.act_grad
-            made = reading(dy, self.weight("down"), *before, o.activation, o.precision, **options)
+            launcher = p.gated_act_grad if self.gated else p.act_grad
+            arguments = dy, self.weight("down"), *before, o.activation, o.precision
         else:
-            recomputing = p.gated_bwd if self.gated else p.mlp_bwd
-            weights = self.parameters(self.first)
-            made = recomputing(x, *weights, dy, self.weight("down"), o.activation, o.precision, **options)
-        count = len(self.first)
+            launcher = p.gated_bwd if self.gated else p.mlp_bwd
+            arguments = x, *self.inner(), dy, self.weight("down"), o.activation, o.precision
+        options = dict(dropout=self.dropout, row_base=start, save_h=save_h)
+        if self.gated:
+            made = launcher(*arguments, **options, dbg=sums.bias_part("gate"), dbu=sums.bias_part("up"))
+        else:
+            made = launcher(*arguments, **options, db=sums.bias_part("up"))
         return list(made[:count]), made[count] if h is None else h, made[count + 1 :]
 
     def backward(
