@@ -433,9 +433,9 @@ _OTHER_PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "ate
 class Watch(TorchDispatchMode):
     """Sees the aten ops that run, also those inside the bodies of ckptkern's ops.
 
-    flops       multiply-adds times two of all matrix matmuls
+    flops       multiply-adds times two of all matmuls
     registered  the same, by the formulas registered for ckptkern's ops and, outside of them, for aten's
-    dtypes      (left, right) of every matrix matmul, in order
+    dtypes      (left, right) of every matmul, in order
     strings     every string argument of ckptkern's ops, in order: levels, activations, ...
     """
 

@@ -130,7 +130,7 @@ def score_values(
     """int32 [ROWS, COLS] (or its transpose) from row first_row (a multiple of 16) and column first_col (of 32): the elements'
     16-bit values.
 
-    Written elementwise: in the layout of a matrix matmul's result the eight elements of a call lie in one thread (four of
+    Written elementwise: in the layout of a matmul's result the eight elements of a call lie in one thread (four of
     them in a transposed tile), and the compiler merges the equal calls, because all that varies inside the tile is built
     from lane numbers and constants. In a layout of eight neighbouring columns a thread it cannot; there `keep_tile` is
     the one to take. first_block = plane * ceil(rows per plane / 16).

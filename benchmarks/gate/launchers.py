@@ -17,7 +17,7 @@ class Launcher:
     outputs: tuple[str, ...]
     wants: tuple[str, ...]
     dropout: bool
-    tiles: str = ""  # of a matrix matmul, which takes a precision and a tile: its row of triton_kernels.tile.TILES
+    tiles: str = ""  # of a matmul, which takes a precision and a tile: its row of triton_kernels.tile.TILES
 
     def __str__(self) -> str:
         return self.name

@@ -6,6 +6,6 @@
     python -m ckptkern.benchmarks.model --calibrate DIR/results.csv  rates that fit a run of the benchmark
 
 Forward and backward of a case run on meta tensors as they would on that GPU, and every launch is caught (trace). Of a kernel
-with matrix matmuls, the machine code says how many programs share an SM and what its loop and its epilogue
+with matmuls, the machine code says how many programs share an SM and what its loop and its epilogue
 issue (machine_code). `rates` has what the GPU can do, `price` the arithmetic. A price is a prediction and no measurement.
 """

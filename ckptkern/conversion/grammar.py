@@ -40,8 +40,8 @@ class Grammar(Steps):
             return self.gated(h, arguments, down)
         raise self.refuse("the hidden layer ends in", h)
 
-    def gated(self, matmul: Node, arguments: dict[str, Any], down: Layer) -> Part:
-        a, b = (self.strip(one) for one in matmul.inputs)
+    def gated(self, product: Node, arguments: dict[str, Any], down: Layer) -> Part:
+        a, b = (self.strip(one) for one in product.inputs)
         for gate, up in ((a, b), (b, a)):
             activation = self.leaves.activation(gate)
             up_layer = self.linear_of(up)
@@ -68,7 +68,7 @@ class Grammar(Steps):
                     **updates(gate=gate_layer, up=up_layer, down=down),
                 }  # fmt: skip
                 return Part(arguments | weights, up_layer.input)
-        raise Unreadable("a matmul that is no gate: of " + " and ".join(map(self.leaves.describe, (a, b))))
+        raise Unreadable("not a gated product: " + " * ".join(map(self.leaves.describe, (a, b))))
 
     def attention(self, node: Node) -> Part:
         return read_attention(self, node)

@@ -16,7 +16,7 @@ from ..memory import saved_tensors
 from ..nn.plain import dense, hooked, strided, untouched
 from ..subclasses import PLAIN
 from .binding import Forward, level_of
-from .logits import Product, Step, Wanted
+from .logits import Matmul, Step, Wanted
 from .proof import TOLERANCE, difference, results, rms, unmoved, wide
 from .report import Row
 from .trace import Unreadable, leaves_of
@@ -69,7 +69,7 @@ class Head(Forward):
         if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not self.takes(args[0]):
             return self.original(*args, **kwargs)
         level = level_of(OP, None, self.recompute)
-        return Product(args[0], self.module.weight, self.module.bias, level, self.log).logits()
+        return Matmul(args[0], self.module.weight, self.module.bias, level, self.log).logits()
 
     def takes(self, x: Tensor) -> bool:
         module = self.module
@@ -92,7 +92,7 @@ class Head(Forward):
 class Chain(NamedTuple):
     """What a model does with a head's logits, from the linear layer to the loss."""
 
-    matmul: Product
+    matmul: Matmul
     steps: tuple[Step, ...]
 
     @property
@@ -104,7 +104,7 @@ class Chain(NamedTuple):
         return self.after(F.linear(*flat))
 
     def fused(self, flat: list[Tensor], level: str = "full") -> Tensor:
-        return self.after(Product(*flat, *[None] * (3 - len(flat)), level).logits())
+        return self.after(Matmul(*flat, *[None] * (3 - len(flat)), level).logits())
 
     def after(self, values: Tensor) -> Tensor:
         for step in self.steps:

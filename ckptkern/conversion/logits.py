@@ -165,7 +165,7 @@ def _share(one: Any, other: Tensor) -> bool:
     return strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-class Product:
+class Matmul:
     """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None.
 
     level: of its loss. log: None, or a list that gets each step that wanted the loss or values, with its Logits, and whether
@@ -267,12 +267,12 @@ class _Promise(torch.autograd.Function):
 
 
 class Logits(Tensor):
-    """What a Product's logits z are after some steps: scale * (z + bias), or cap times its tanh, of some tokens.
+    """What a Matmul's logits z are after some steps: scale * (z + bias), or cap times its tanh, of some tokens.
 
     It may have values too. Once others hold them, and may change them in place, it is these, and nothing is followed.
     """
 
-    matmul: Product
+    matmul: Matmul
     tokens: Tokens
     scale: float = 1.0
     cap: float | None = None

@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one forward and backward. seconds, workspace: None on the meta device. flops: of matrix matmuls. workspace: how far
+    """Of one forward and backward. seconds, workspace: None on the meta device. flops: of matmuls. workspace: how far
     backward rises above what forward saved, besides gradients."""
 
     seconds: float | None

@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """Seconds of the segments' forward and backward; on the meta device, flops of their matrix matmuls."""
+        """Seconds of the segments' forward and backward; on the meta device, flops of their matmuls."""
         return sum(self.cost_of(row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True))
 
     @property

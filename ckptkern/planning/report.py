@@ -31,7 +31,7 @@ class Line:
     """A segment at a level, "stock PyTorch" for its forward before convert.
 
     saved: bytes that it saves for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
-    their matrix matmuls. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
+    their matmuls. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
     workspace are None on the meta device.
     """
 

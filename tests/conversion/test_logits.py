@@ -10,7 +10,7 @@ from conversion.test_heads import WIDTH, B, Doubled, S, V, assert_same_step, con
 from torch import Tensor
 from torch.nn import functional as F
 
-from ckptkern.conversion.logits import Logits, Product, Tokens
+from ckptkern.conversion.logits import Logits, Matmul, Tokens
 
 
 def test_logits_are_the_linear_layers() -> None:
@@ -145,7 +145,7 @@ def test_gradients_that_are_never_formed_are_refused() -> None:
 def test_a_copy_tells_its_own_layout() -> None:
     w = torch.randn(V, WIDTH)
     want = F.linear(torch.randn(B, S, WIDTH), w)
-    logits = Product(torch.randn(B, S, WIDTH), w, None).logits()
+    logits = Matmul(torch.randn(B, S, WIDTH), w, None).logits()
     for change in (lambda z: z.transpose(1, 2).contiguous(), lambda z: z.transpose(0, 1) * 2, lambda z: z[:, 1:]):
         ours, theirs = change(logits), change(want)
         assert (ours.stride(), ours.is_contiguous()) == (theirs.stride(), theirs.is_contiguous())
@@ -179,7 +179,7 @@ def test_a_wrong_target_is_torchs_error() -> None:
 
 def test_metadata_asks_for_no_values() -> None:
     x, w = torch.randn(4, WIDTH), torch.randn(V, WIDTH)
-    logits = Product(x, w, None).logits()
+    logits = Matmul(x, w, None).logits()
     hash(logits), logits.numel(), logits.stride(), logits.is_contiguous(), logits.element_size(), logits.layout
     assert logits.view(2, 2, V)[1].shape == (2, V)
     assert not logits.made
@@ -187,7 +187,7 @@ def test_metadata_asks_for_no_values() -> None:
 
 
 def test_a_view_that_cuts_tokens_apart_is_none() -> None:
-    whole = Product(torch.randn(4, WIDTH), torch.randn(V, WIDTH), None).logits().tokens
+    whole = Matmul(torch.randn(4, WIDTH), torch.randn(V, WIDTH), None).logits().tokens
     assert whole.others() == [0]
     for shape, strides, first in (
         ((3, V), (1, 1), 0),
