@@ -20,7 +20,7 @@ HAS_GPU_TESTS = re.compile(r"\bmark\.gpu\b|def test_\w+\([^)]*\bdevice\b")
 FIRST = tuple(
     map(
         re.compile,
-        ("rebuil[dt]|recompute_equals_forward|the_same_bits", "/test_ops.py|/test_devices.py", "chunk|repeat"),
+        ("recomput(ed|es)|recompute_equals_forward|the_same_bits", "/test_ops.py|/test_devices.py", "chunk|repeat"),
     )
 )
 PASSED = pytest.StashKey[frozenset[str]]()
