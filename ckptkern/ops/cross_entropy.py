@@ -195,8 +195,8 @@ class LinearCrossEntropy(Op):
 
         transient = M * dtype.itemsize
         if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's matmuls copy
-            narrow, saved_too = dtype != wide, logits is not None
-            held = max(narrow + saved_too, 3 * bool(o.softcap))
+            narrow, saved_too = int(dtype != wide), int(logits is not None)  # a symbolic number takes no bool
+            held = max(narrow + saved_too, 3 if o.softcap else 0)
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
         chunks = vocabulary_chunks(V, transient, o.workspace)
         widest = max((stop - start for start, stop in chunks), default=0)

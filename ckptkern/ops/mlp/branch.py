@@ -151,7 +151,7 @@ class MLPBranch:
         held = 5 if self.gated else 2
         held += eagerly * max(2 * drops, eager.ACTIVATIONS[o.activation].temporaries)
         held += (1 if self.gated else 2) * (o.backend in ("library", "wide"))
-        masks, summed = hidden * (eagerly and drops), hidden + max(features, dy.shape[1])
+        masks, summed = hidden if eagerly and drops else 0, hidden + max(features, dy.shape[1])
         return token_chunks(
             dy.shape[0], row_bytes(dy, held * hidden, masks, summed, (2 + self.gated) * hidden), o.workspace
         )

@@ -11,6 +11,7 @@ from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
+from ..registration.needs import mask
 from ..sublayer.dropout import draw_state
 from .branch import BranchOptions
 from .mlp import MLP
@@ -29,6 +30,8 @@ class GatedMLPTensors(NamedTuple):
 class GatedMLP(MLP):
     name = "gated_mlp"
     Tensors = GatedMLPTensors
+    gated = True
+    first_weights = mask(GatedMLPTensors, "gate_weight", "up_weight")
 
 
 _apply = build(GatedMLP)

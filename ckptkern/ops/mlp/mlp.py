@@ -10,7 +10,7 @@ from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
-from ..registration.needs import in_order, needed_names
+from ..registration.needs import in_order, mask, needed_names
 from ..registration.op import Op
 from ..registration.rows import rows_2d, unflattened
 from ..sublayer.dropout import draw_state
@@ -34,14 +34,16 @@ class MLP(Op):
     name = "mlp"
     Tensors: type = MLPTensors
     Options = BranchOptions
+    gated = False
+    first_weights = mask(MLPTensors, "up_weight")
 
     @classmethod
     def saves(cls, o):
-        return () if o.recompute == "full" else mlp_branch.saves(cls.Tensors is not MLPTensors, o)
+        return () if o.recompute == "full" else mlp_branch.saves(cls.gated, o)
 
     @classmethod
     def reads_x(cls, o, needs):
-        return o.recompute == "full" or not needed_names(cls.Tensors, needs).isdisjoint(("gate_weight", "up_weight"))
+        return o.recompute == "full" or bool(needs & cls.first_weights)
 
     @classmethod
     def forward(cls, tensors, o):

@@ -23,12 +23,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class Layout(NamedTuple):
     """How values of a type lie in the lists; plain data, which torch.compile can trace.
 
-    kind: "value", "dtype", "bool", "fields" of a NamedTuple, "many" of one type, or "optional". place: of the list.
+    kind: "value", "dtype", "bool", "fields" of a NamedTuple, "many" of one type, or "optional". place: of the list. type: the
+    NamedTuple, None for others.
     """
 
     kind: str
     place: int
-    type: Any
+    type: type | None
     inner: tuple[Layout, ...]
 
 
@@ -37,15 +38,15 @@ def layout_of(hint: Any) -> Layout:
     these, or of any of these or None."""
     if hint in _LISTS:
         kind = {bool: "bool", torch.dtype: "dtype"}.get(hint, "value")
-        return Layout(kind, _LISTS[hint], hint, ())
+        return Layout(kind, _LISTS[hint], None, ())
     if hasattr(hint, "_fields"):
         return Layout("fields", 0, hint, tuple(map(layout_of, typing.get_type_hints(hint).values())))
     if typing.get_origin(hint) is tuple:
-        return Layout("many", 0, hint, (layout_of(typing.get_args(hint)[0]),))
+        return Layout("many", 0, None, (layout_of(typing.get_args(hint)[0]),))
     others = tuple(one for one in typing.get_args(hint) if one is not types.NoneType)  # IntLikeType is a union, too
     if len(others) == len(typing.get_args(hint)):
         raise TypeError(f"no list of a schema holds options of type {hint!r}; see layout_of")
-    return Layout("optional", 0, hint, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
+    return Layout("optional", 0, None, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
 
 
 def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:

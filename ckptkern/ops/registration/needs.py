@@ -27,6 +27,11 @@ def needed_names(kind: type, needs: int) -> frozenset[str]:
     return frozenset(name for i, name in enumerate(("x", *kind._fields)) if needed(needs, i))
 
 
+def mask(kind: type, *names: str) -> int:
+    """needs that ask for these names; a constant of an op whose method torch.compile traces, as it does not `needed_names`."""
+    return sum(1 << i for i, name in enumerate(("x", *kind._fields)) if name in names)
+
+
 def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
     """Gradients by name as a list of the same order; None where not needed."""
     return [grads[name] if needs >> i & 1 else None for i, name in enumerate(("x", *kind._fields))]
