@@ -10,6 +10,7 @@ bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from ..sublayer.lora import low_rank, names_of
 LAYERS = ("gate", "up", "down")
 BIASES = frozenset(("gate_bias", "up_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
+OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
+READ_H = OF_DOWN - {"down_bias"}
+NOT_SUMMED = frozenset(("x", "down_bias"))  # over chunks
 
 
 class BranchOptions(NamedTuple):
@@ -88,7 +92,9 @@ class MLPBranch:
 
     def linear(self, layer: str, x: Tensor, start: int) -> Tensor:
         y = self.p.linear(x, self.weight(layer), self.cast(getattr(self.t, BIAS[layer]), self.dtype))
-        return self.updates[layer].add(self.p, y, x, start) if self.updates and self.updates[layer] else y
+        if not self.updates or self.updates[layer] is None:
+            return y
+        return self.updates[layer].add(self.p, y, x, start)
 
     def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
         """(h, [z] or [g, u], None unless `save`)."""
@@ -99,9 +105,9 @@ class MLPBranch:
         arguments = x, *self.inner(), o.activation, o.precision
         if self.gated:
             h, *before = self.p.gated_fwd(*arguments, dropout=self.dropout, row_base=start, save_gu=save)
-        else:
-            h, *before = self.p.linear_fwd(*arguments, dropout=self.dropout, row_base=start, save_z=save)[:2]
-        return h, before
+            return h, before
+        h, z, _ = self.p.linear_fwd(*arguments, dropout=self.dropout, row_base=start, save_z=save)
+        return h, [z]
 
     def activated(self, before: list[Tensor], start: int) -> Tensor:
         """h of [z] or [g, u]."""
@@ -111,8 +117,7 @@ class MLPBranch:
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, what `saves` names) of x [rows, d]."""
         names = saves(self.gated, self.o)
-        chunks = self.forward_chunks(x.shape[0]) if self.updates else ()
-        if len(chunks) <= 1:
+        if not self.updates or len(chunks := self.forward_chunks(x.shape[0])) == 1:
             return self.forward_rows(x, 0, names)
         made = [self.forward_rows(x[start:stop], start, names) for start, stop in chunks]
         saved = {name: torch.cat([of_chunk[name] for _, of_chunk in made]) for name in names}
@@ -120,7 +125,7 @@ class MLPBranch:
 
     def forward_rows(self, x: Tensor, start: int, names: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """`forward` of rows that begin at `start`."""
-        h, before = self.hidden(x, start, names != () and names != ("h",))
+        h, before = self.hidden(x, start, len(names) > ("h" in names))
         y = self.linear("down", h, start)
         if not names:
             return y, {}
@@ -132,29 +137,27 @@ class MLPBranch:
         """Those of backward, too, with low-rank updates."""
         hidden, features = self.t.up_weight.shape
         widest = max(features, self.t.down_weight.shape[0])
-        like = self.t.up_weight.new_empty(0, dtype=self.dtype)
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
         if self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for the updates' gradients
             held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
-        return token_chunks(rows, row_bytes(like, held, hidden, hidden + widest, 3 * hidden), self.o.workspace)
+        bytes_ = row_bytes(self.dtype, self.t.up_weight.is_cuda, held, hidden, hidden + widest, 3 * hidden)
+        return token_chunks(rows, bytes_, self.o.workspace)
 
     # -- backward
 
     def chunks(self, dy: Tensor) -> list[tuple[int, int]]:
-        """z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g). Routes that write each
-        result anew hold more; in the eager backend some activations do, and dropout holds two more and a mask."""
+        """[start, stop) of the rows that backward takes at once."""
+        rows, o = dy.shape[0], self.o
+        if o.workspace is None:  # before sizes that may be symbols are compared
+            return [(0, rows)]
         if self.updates:
-            return self.forward_chunks(dy.shape[0])
-        o, (hidden, features) = self.o, self.t.up_weight.shape
-        eagerly, drops = o.backend in ("eager", "wide"), self.t.rng is not None
-        held = 5 if self.gated else 2
-        held += eagerly * max(2 * drops, eager.ACTIVATIONS[o.activation].temporaries)
-        held += (1 if self.gated else 2) * (o.backend in ("library", "wide"))
-        masks, summed = hidden if eagerly and drops else 0, hidden + max(features, dy.shape[1])
-        return token_chunks(
-            dy.shape[0], row_bytes(dy, held * hidden, masks, summed, (2 + self.gated) * hidden), o.workspace
-        )
+            return self.forward_chunks(rows)
+        bytes_ = backward_bytes(
+            *self.t.up_weight.shape, dy.shape[1], dy.dtype, dy.is_cuda, self.gated, self.t.rng is not None, o.backend,
+            o.activation,
+        )  # fmt: skip
+        return [(0, rows)] if rows * bytes_ <= o.workspace else token_chunks(rows, bytes_, o.workspace)
 
     def hidden_gradients(self, dh: Tensor, before: list[Tensor], start: int) -> list[Tensor]:
         """Those of [z] or [g, u], of h's."""
@@ -169,19 +172,21 @@ class MLPBranch:
     ) -> tuple[list[Tensor], Tensor | None, tuple[Tensor | None, ...]]:
         """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
         kernel. before: empty if it is recomputed."""
-        p, o, count, save_h = self.p, self.o, len(self.first), h is None and sums.read("down")
+        p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.bias_part("up")
         if before:
             launcher = p.gated_act_grad if self.gated else p.act_grad
             arguments = dy, self.weight("down"), *before, o.activation, o.precision
         else:
             launcher = p.gated_bwd if self.gated else p.mlp_bwd
             arguments = x, *self.inner(), dy, self.weight("down"), o.activation, o.precision
-        options = dict(dropout=self.dropout, row_base=start, save_h=save_h)
         if self.gated:
-            made = launcher(*arguments, **options, dbg=sums.bias_part("gate"), dbu=sums.bias_part("up"))
-        else:
-            made = launcher(*arguments, **options, db=sums.bias_part("up"))
-        return list(made[:count]), made[count] if h is None else h, made[count + 1 :]
+            gate = sums.bias_part("gate")
+            dg, du, made, *parts = launcher(
+                *arguments, dropout=dropout, row_base=start, save_h=save_h, dbg=gate, dbu=up
+            )
+            return [dg, du], made if h is None else h, parts
+        dz, made, part = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, db=up)
+        return [dz], made if h is None else h, (part,)
 
     def backward(
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], need: Collection[str]
@@ -189,8 +194,7 @@ class MLPBranch:
         """Gradients by name, "x" among them, of what `need` names; x [rows, d] or None where it is not read."""
         chunks = self.chunks(dy)
         sums = Sums(self, need, len(chunks))
-        need_dx = "x" in need
-        behind = need_dx or any(map(sums.of, self.first))
+        need_dx, behind = "x" in need, not OF_DOWN.issuperset(need)
         dx = dy.new_empty((dy.shape[0], self.t.up_weight.shape[1])) if need_dx and len(chunks) > 1 else None
 
         def add(start: int, stop: int) -> None:
@@ -205,9 +209,9 @@ class MLPBranch:
                 gradients, h, parts = self.fused_gradients(dy_rows, x_rows, before, h, start, sums)
                 before = None
             else:
-                if not saved and (behind or sums.read("down")):
+                if not saved and (behind or sums.read_h):
                     h, before = self.hidden(x_rows, start)
-                elif h is None and sums.read("down"):
+                elif h is None and sums.read_h:
                     h = self.activated(before, start)
                 before = before if before and before[0] is not None else [h]
                 gradients = None
@@ -220,8 +224,8 @@ class MLPBranch:
                 gradients = self.hidden_gradients(self.input_gradient("down", dy_rows, du, None, start), before, start)
                 parts, before = (None,) * len(self.first), None
             dx_rows = None
-            for layer, part in zip(self.first, parts, strict=True):
-                d = gradients.pop(0)
+            for place, layer in enumerate(self.first):
+                d, part = gradients.pop(0), parts[place]
                 du = self.inner_gradient(layer, d, need_dx, sums) if self.updates else None
                 sums.add(layer, d, du, x_rows, start, part)
                 if need_dx:
@@ -229,8 +233,9 @@ class MLPBranch:
                     dx_rows = self.input_gradient(layer, d, du, out, start, add=dx_rows is not None)
             dx = dx_rows if need_dx and dx is None else dx
 
-        for start, stop in chunks if behind or sums.read("down") else ():
-            add(start, stop)
+        if behind or sums.read_h:
+            for start, stop in chunks:
+                add(start, stop)
         grads = sums.results()
         if "down_bias" in need:
             grads["down_bias"] = eager.column_sum(dy, self.t.down_bias.dtype)
@@ -258,45 +263,57 @@ class Sums:
     reads dy alone."""
 
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
-        self.branch, self.totals = branch, {}
+        self.branch, t, wide = branch, branch.t, branch.o.backend == "wide"
+        self.totals: dict[str, WeightGrad | BiasGrad] = {}
         for name in need:
-            if name in BIASES:
-                self.totals[name] = BiasGrad(getattr(branch.t, name).dtype, chunks)
-            elif name != "x" and name != "down_bias":
-                self.totals[name] = WeightGrad(getattr(branch.t, name), chunks, wide=branch.o.backend == "wide")
-
-    def of(self, layer: str) -> bool:
-        """Is any of them the layer's?"""
-        return any(name.startswith(layer) for name in self.totals)
+            if name not in NOT_SUMMED:
+                of = getattr(t, name)
+                self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks, wide)
+        self.read_h = not READ_H.isdisjoint(need)  # is h read?
 
     def trains(self, layer: str) -> bool:
         """Do they have a gradient of the layer's update?"""
         return bool(self.branch.updates) and not self.totals.keys().isdisjoint(names_of(layer))
 
-    def read(self, layer: str) -> bool:
-        """Do they read the layer's input?"""
-        return WEIGHT[layer] in self.totals or self.trains(layer)
-
     def bias_part(self, layer: str) -> bool | torch.dtype:
         """In which dtype a kernel sums a bias's gradient; False where it is not needed."""
-        total = self.totals.get(BIAS[layer])
-        return total is not None and total.part
+        name = BIAS[layer]
+        return name in self.totals and self.totals[name].part
 
     def add(
         self, layer: str, dy: Tensor, du: Tensor | None, x: Tensor | None, start: int, part: Tensor | None = None
     ) -> None:
         """part: the sum of dy's columns, if a kernel has formed it."""
-        weight, bias = self.totals.get(WEIGHT[layer]), self.totals.get(BIAS[layer])
-        if weight is not None:
-            weight.add(dy, x)
-        if bias is not None:
-            bias.add(eager.column_sum(dy, bias.part) if part is None else part)
+        totals, weight, bias = self.totals, WEIGHT[layer], BIAS[layer]
+        if weight in totals:
+            totals[weight].add(dy, x)
+        if bias in totals:
+            totals[bias].add(eager.column_sum(dy, totals[bias].part) if part is None else part)
         if self.branch.updates and self.trains(layer):
-            da, db = (self.totals.get(name) for name in names_of(layer))
+            da, db = map(totals.get, names_of(layer))
             self.branch.updates[layer].add_gradients(self.branch.p, dy, du, x, da, db, start)
 
     def results(self) -> dict[str, Tensor | None]:
         return {name: total.result() for name, total in self.totals.items()}
+
+
+@functools.cache
+def backward_bytes(
+    hidden: int, features: int, out: int, dtype: torch.dtype, on_gpu: bool, gated: bool, drops: bool, backend: str,
+    activation: str,
+) -> int:  # fmt: skip
+    """Of a row's transient tensors in backward.
+
+    They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g). Routes that write
+    each result anew hold more; in the eager backend some activations do, and dropout holds two more and a mask.
+    """
+    eagerly, held = backend in ("eager", "wide"), 5 if gated else 2
+    if eagerly:
+        held += max(2 * drops, eager.ACTIVATIONS[activation].temporaries)
+    if backend in ("library", "wide"):
+        held += 1 if gated else 2
+    masks = hidden if eagerly and drops else 0
+    return row_bytes(dtype, on_gpu, held * hidden, masks, hidden + max(features, out), (3 if gated else 2) * hidden)
 
 
 def reference(x: Tensor, t: Any, o: Any) -> Tensor:

@@ -120,9 +120,11 @@ class LinearStack(Op):
         widths = [w.shape[0] for w in weights]
         temporaries = eager.ACTIVATIONS[activation].temporaries if o.backend == "eager" else 0
         held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
-        chunks = token_chunks(M, row_bytes(dy, held, 0, summed, sum(widths) + 3 * max(widths)), o.workspace)
+        chunks = token_chunks(
+            M, row_bytes(dy.dtype, dy.is_cuda, held, 0, summed, sum(widths) + 3 * max(widths)), o.workspace
+        )
         weight_grads = [WeightGrad(w, len(chunks)) for w in weights]
-        bias_grads = [None if b is None else BiasGrad(b.dtype, len(chunks)) for b in biases]
+        bias_grads = [None if b is None else BiasGrad(b, len(chunks)) for b in biases]
         sums = [need and grad.part for need, grad in zip(need_db, bias_grads, strict=True)]
         dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
         lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)

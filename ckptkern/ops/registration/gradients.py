@@ -27,19 +27,19 @@ def token_chunks(rows: int, bytes_per_row: int, workspace: int | None) -> list[t
     return list(itertools.pairwise([*bounds, rows]))
 
 
-def row_bytes(like: Tensor, tensors: int, masks: int, summed: int, beside: int) -> int:
-    """Bytes of a row's transient tensors in a backward pass, in the dtype of `like`.
+def row_bytes(dtype: torch.dtype, on_gpu: bool, tensors: int, masks: int, summed: int, beside: int) -> int:
+    """Bytes of a row's transient tensors of a dtype in a backward pass.
 
     tensors, masks: elements of that dtype, and bools, that are alive at the worst moment. summed: elements of the two operands
     of the largest weight gradient; beside: elements that are alive while it is formed. A CPU has no float32 matmul of 16-bit
     operands: it copies both to float32, and an eighth of the rows for the sums of columns. torch's float16 matmul was
     measured to take up to one more copy there.
     """
-    size = like.element_size()
+    size = dtype.itemsize
     bytes_ = tensors * size + masks
-    if size >= 4 or like.is_cuda:
+    if size >= 4 or on_gpu:
         return bytes_
-    copies = summed * (8 if like.dtype == torch.float16 else 4)
+    copies = summed * (8 if dtype == torch.float16 else 4)
     return max(bytes_ + summed // 2, beside * size + copies)
 
 
@@ -84,7 +84,7 @@ class WeightGrad:
     that is the sum, and the result is None.
     """
 
-    def __init__(self, weight: Tensor, chunks: int, *, wide: bool = False, rows: slice | None = None):
+    def __init__(self, weight: Tensor, chunks: int, wide: bool = False, *, rows: slice | None = None):
         self.weight, self.dtype, self.chunks, self.wide = weight, weight.dtype, chunks, wide
         main = main_grad_of(weight)
         self.main = self.total = main if main is None or rows is None else main[rows]
@@ -113,9 +113,9 @@ class WeightGrad:
 class BiasGrad:
     """Sum over chunks, rounded once. part: the dtype of a chunk's sums, float32 unless there is one chunk."""
 
-    def __init__(self, dtype: torch.dtype, chunks: int):
-        self.dtype, self.total = dtype, None
-        self.part = dtype if chunks == 1 else True
+    def __init__(self, bias: Tensor, chunks: int):
+        self.dtype, self.total = bias.dtype, None
+        self.part = bias.dtype if chunks == 1 else True
 
     def add(self, part: Tensor) -> None:
         self.total = part if self.total is None else self.total.add_(part)
