@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from benchmarks.gate import cases, machine_code
+from benchmarks.model import rates, trace
 from ckptkern import triton_kernels
-from ckptkern.benchmarks.gate import cases, machine_code
-from ckptkern.benchmarks.model import rates, trace
 from ckptkern.eager import AttentionCore, Groups, Head
 from ckptkern.tools import compiling, race
 from ckptkern.triton_kernels.attention import AttentionTile

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ...memory import kept_tensors
-from ...ops import _choices, _op, attention_core
-from ...tools.compiling import instead_of_launches
-from ..cases import DTYPES, Item, Maker
-from ..gate.machine_code import ATTENTION, PRODUCTS
+from benchmarks.gate.machine_code import ATTENTION, PRODUCTS
+from ckptkern.benchmarks.cases import DTYPES, Item, Maker
+from ckptkern.memory import kept_tensors
+from ckptkern.ops import _choices, _op, attention_core
+from ckptkern.tools.compiling import instead_of_launches
+
 from .rates import GPU
 
 aten = torch.ops.aten
@@ -298,8 +299,8 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
 
     kernels: also Triton's, whose arguments the list then holds.
     """
-    from ... import triton_kernels  # noqa: F401  (patched below: has to be there)
-    from ...triton_kernels import attention, persistent
+    from ckptkern import triton_kernels  # noqa: F401  (patched below: has to be there)
+    from ckptkern.triton_kernels import attention, persistent
 
     log: list[Launch] = []
 
