@@ -45,7 +45,7 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 # `make codegen-check` and `make emulate` run with another Triton than the venv's by its version: TRITON=3.6.0, that of the reference GPU
 # stack. Its wheel is unpacked beside the venv, and comes first on the path.
 OTHER_TRITON := $(if $(TRITON),$(CURDIR)/build/triton-$(TRITON))
-WITH_TRITON := PYTHONPATH=$(OTHER_TRITON) TRITON_CACHE_DIR=$(CURDIR)/build/triton
+WITH_TRITON := PYTHONPATH=$(if $(OTHER_TRITON),$(OTHER_TRITON):)$(CURDIR)/tests TRITON_CACHE_DIR=$(CURDIR)/build/triton
 
 $(CURDIR)/build/triton-%: $(STAMP)
 	rm -rf $@.part
@@ -53,7 +53,7 @@ $(CURDIR)/build/triton-%: $(STAMP)
 	mv $@.part $@
 
 codegen-check: $(STAMP) $(OTHER_TRITON) ## compile every kernel for sm_80, sm_90 and later and check registers, memory and instructions. ARGS="--all", TRITON=3.6.0
-	$(WITH_TRITON) $(PY) -m ckptkern.benchmarks.gate $(ARGS)
+	$(WITH_TRITON) $(PY) -m benchmarks.gate $(ARGS)
 
 emulate: $(STAMP) $(OTHER_TRITON) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; 40 minutes of two cores. ARGS="-k norm" or ARGS=--quick, TRITON=3.6.0
 	$(WITH_TRITON) $(VENV)/bin/pytest $(if $(filter tests/%,$(ARGS)),,tests/triton_kernels) --device emulated -n auto --dist worksteal $(ARGS)
@@ -62,17 +62,17 @@ bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --ca
 	$(PY) -m ckptkern bench $(ARGS)
 
 bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, and of a kernel's launch to torch.add's
-	$(PY) -m ckptkern.benchmarks.host $(ARGS)
-	$(PY) -m ckptkern.benchmarks.launches
+	$(PY) -m benchmarks.dev.host $(ARGS)
+	$(PY) -m benchmarks.dev.launches
 
 cost-model: $(STAMP) ## MODEL, not measured: the price of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
-	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m ckptkern.benchmarks.model $(ARGS)
+	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m benchmarks.model $(ARGS)
 
 convert-families: $(STAMP) ## convert on 40 families of models of transformers and timm, which it needs. ARGS="--only llama"
-	$(PY) -m ckptkern.benchmarks.conversion.families $(ARGS)
+	$(PY) -m benchmarks.conversion.families $(ARGS)
 
 convert-sweep: $(STAMP) ## convert on every class of transformers that builds small. ARGS="--out sweep.csv"
-	$(PY) -m ckptkern.benchmarks.conversion.sweep $(ARGS)
+	$(PY) -m benchmarks.conversion.sweep $(ARGS)
 
 docs: $(STAMP) ## build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)

@@ -47,14 +47,11 @@ setup(
     packages=[
         "ckptkern",
         *(f"ckptkern.{name}" for name in find_packages("ckptkern")),
-        *(f"ckptkern.{name}" for name in find_packages(include=["triton_kernels*", "benchmarks*"])),
-        "ckptkern.emulator",
+        "ckptkern.triton_kernels",
+        "ckptkern.benchmarks",  # what `python -m ckptkern bench` needs; the folders below it are run from a checkout
     ],
-    package_dir={
-        "ckptkern.triton_kernels": "triton_kernels",
-        "ckptkern.benchmarks": "benchmarks",
-        "ckptkern.emulator": "tests/emulator",
-    },
+    package_dir={"ckptkern.triton_kernels": "triton_kernels", "ckptkern.benchmarks": "benchmarks"},
     package_data={"ckptkern": ["py.typed"]},
+    include_package_data=False,  # else what MANIFEST.in names below a package is installed with it
     **extension_arguments(),
 )

@@ -45,7 +45,7 @@ def _constant_has_own_operations(kind: type) -> bool:
     return _has_own_operations(kind)
 
 
-_constant_has_own_operations._dynamo_marked_constant = True  # as in ops/_choices: called, not traced
+_constant_has_own_operations._dynamo_marked_constant = True  # as in ops/dispatch/choices: called, not traced
 
 
 def own_dispatch(tensors: Iterable[Tensor | None]) -> type | None:

@@ -56,8 +56,8 @@ def results(chosen: str, arch: int) -> dict[str, dict[str, torch.Tensor]]:
     import dataclasses
 
     import triton
+    from emulator.emulated import emulated
 
-    from ckptkern.tools.emulated import emulated
     from ckptkern.triton_kernels.tile import SMS
 
     tiles, found = shipped_tiles(), {}

@@ -19,9 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from benchmarks.gate import cases, machine_code
+from benchmarks.gate.compiling import compile_launch
+from benchmarks.model import rates, trace
 from ckptkern import triton_kernels
-from ckptkern.benchmarks.gate import cases, machine_code
-from ckptkern.benchmarks.model import rates, trace
 from ckptkern.eager import AttentionCore, Groups, Head
 from ckptkern.tools import compiling, race
 from ckptkern.triton_kernels.attention import AttentionTile
@@ -232,7 +233,7 @@ def maxima() -> dict[str, list[str]]:
     kinds = {}
     for name, call in calls.items():
         (launch,) = compiling.catch_launches(call, 90)
-        kinds[name] = sorted(set(re.findall(r"\bmax\S*", compiling.compile_launch(*launch, 90).ptx)))
+        kinds[name] = sorted(set(re.findall(r"\bmax\S*", compile_launch(*launch, 90).ptx)))
     return kinds
 
 
@@ -284,7 +285,7 @@ def cached() -> dict[str, list]:
     triton.runtime.driver.set_active(Hopper())
     matmuls = [caught for caught in compiling.catch_launches(act_grad, 90) if "BLOCK_K" in caught[2]]
     for kernel, args, kwargs in matmuls:
-        compiling.compile_launch(kernel, args, kwargs, 90)
+        compile_launch(kernel, args, kwargs, 90)
     launched = [kernel.run(*args, grid=(1,), warmup=True, **kwargs) for kernel, args, kwargs in matmuls]
     texts = [one.asm["ptx"] for one in launched]
     return {

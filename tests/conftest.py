@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING
 import gpu_runs
 import pytest
 import torch
-from outside import TRITON_CACHE
+from outside import ROOT, TRITON_CACHE
 
 if TYPE_CHECKING:
     from ranks import Ranks
+
+sys.path.append(
+    str(ROOT)
+)  # benchmarks.gate and others that are not installed; last, so that an installed ckptkern is tested
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,10 +12,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
+import emulator
 import torch
+from emulator.emulated import emulated
 
-from ckptkern import eager, emulator, triton_kernels
-from ckptkern.tools.emulated import emulated
+from ckptkern import eager, triton_kernels
 
 BF16 = torch.bfloat16
 

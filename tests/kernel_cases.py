@@ -13,8 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.gate.launchers import LAUNCHERS, Launcher
 from ckptkern import eager, state, triton_kernels
-from ckptkern.benchmarks.gate.launchers import LAUNCHERS, Launcher
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

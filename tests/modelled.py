@@ -4,9 +4,9 @@ import dataclasses
 import json
 import sys
 
+from benchmarks.model import __main__ as command
+from benchmarks.model import rates, sheet, trace
 from ckptkern.benchmarks import cases
-from ckptkern.benchmarks.model import __main__ as command
-from ckptkern.benchmarks.model import rates, sheet, trace
 
 MLP, LAYER, DROPOUT = "mlp-gelu/d2048x16384", "gpt_layer/d1024x16384-s2048", "attention-dropout/d1024x16384-s2048"
 EXPERTS = "moe_mlp-silu/d2048x8192"

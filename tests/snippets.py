@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import emulator
 import numpy as np
-
-from ckptkern import emulator
 
 BASE = 1 << 40
 

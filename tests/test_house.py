@@ -21,19 +21,18 @@ import ckptkern
 from ckptkern import state
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {
-    "ckptkern": "ckptkern",
-    "triton_kernels": "ckptkern.triton_kernels",
-    "benchmarks": "ckptkern.benchmarks",
-    "tests/emulator": "ckptkern.emulator",
+INSTALLED = {  # files: package
+    "ckptkern/**/*.py": "ckptkern",
+    "triton_kernels/*.py": "ckptkern.triton_kernels",
+    "benchmarks/*.py": "ckptkern.benchmarks",
 }
+OWN = {"benchmarks/*/**/*.py": "benchmarks", "tests/emulator/*.py": "emulator"}  # run from a checkout
 
 # A part imports from itself and from parts of lower layers. "ckptkern" itself is the front door: it imports anything,
 # and ours import nothing from it except its version.
 LAYERS = {
     "_C": 0,
     "errors": 0,
-    "emulator": 0,
     "triton_kernels": 0,
     "memory": 0,
     "bits": 0,
@@ -53,7 +52,7 @@ LAYERS = {
     "__main__": 9,
 }
 TRITON_ON_FIRST_USE = {"ops", "tools", "benchmarks"}
-WITH_EXTRAS = {"benchmarks", "emulator", "conversion", "planning", "tools", "__main__"}
+WITH_EXTRAS = {"benchmarks", "conversion", "planning", "tools", "__main__"}
 
 # Likewise the folders and files of ops, which import from those of lower layers.
 OPS_LAYERS = {
@@ -108,13 +107,21 @@ def imports_of(module: str, is_package: bool, source: str, modules: set[str]) ->
     return visit(ast.parse(source), False)
 
 
-def sources() -> dict[str, tuple[bool, str]]:
+def files(folders: dict[str, str] = INSTALLED) -> dict[Path, str]:
+    """Sources, and their paths below the folder of their package's parent."""
     found = {}
-    for folder, name in FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            inner = path.relative_to(ROOT / folder).with_suffix("").parts
-            is_package = inner[-1] == "__init__"
-            found[".".join([name, *(inner[:-1] if is_package else inner)])] = is_package, path.read_text()
+    for pattern, package in folders.items():
+        folder = ROOT / pattern.partition("/*")[0]
+        for path in sorted(ROOT.glob(pattern)):
+            found[path] = f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"
+    return found
+
+
+def sources(folders: dict[str, str] = INSTALLED) -> dict[str, tuple[bool, str]]:
+    found = {}
+    for path, inner in files(folders).items():
+        module = inner.removesuffix(".py").replace("/", ".")
+        found[module.removesuffix(".__init__")] = path.name == "__init__.py", path.read_text()
     return found
 
 
@@ -145,6 +152,8 @@ def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
             elif top == "triton":
                 if here != "triton_kernels" and not (one.lazy and here in TRITON_ON_FIRST_USE):
                     complain("triton is imported on first use, by ops, tools and benchmarks")
+            elif top in ("benchmarks", "emulator"):
+                complain("not installed")
             elif top != "torch" and top not in sys.stdlib_module_names and here not in WITH_EXTRAS:
                 complain("not a dependency")
     return wrong
@@ -173,6 +182,7 @@ def test_imports_keep_to_the_layers():
         ("ckptkern.ops.experts", "from ..triton_kernels import mlp", "first use"),
         ("ckptkern.ops.experts", "import ckptkern.state", "not relative"),
         ("ckptkern.benchmarks.run", "from ckptkern.state import draw", "not relative"),
+        ("ckptkern.tools.race", "def f():\n    from emulator import run", "not installed"),
         ("ckptkern.ops.experts", "if True:\n    import numpy", "not a dependency"),
     ],
 )
@@ -203,7 +213,7 @@ def circles(tree: dict[str, tuple[bool, str]]) -> list[list[str]]:
 
 
 def test_no_module_imports_itself_through_others():
-    assert circles(sources()) == []
+    assert circles(sources(INSTALLED | OWN)) == []
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,7 @@ def lengths(tree: dict[str, tuple[bool, str]]) -> dict[str, int]:
 
 
 def test_files_and_functions_are_short():
-    assert lengths(sources()) == {}
+    assert lengths(sources(INSTALLED | OWN)) == {}
 
 
 def test_a_long_file_and_a_long_function_are_seen():
@@ -327,9 +337,7 @@ def test_wheel_installs_nothing_at_top_level(tree):
         names = set(wheel.namelist())
         metadata = wheel.read(next(name for name in names if name.endswith("/METADATA"))).decode()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"ckptkern"}
-    for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            assert f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}" in names
+    assert {name for name in names if name.endswith(".py")} == {*files().values()}
     assert "ckptkern/py.typed" in names
     assert any(name.startswith("ckptkern/_C.") for name in names)
     assert "Requires-Dist: torch<2.16,>=2.11" in metadata

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...conversion import revert
+from ckptkern.conversion import revert
+
 from . import measure
 from .small import tokens
 
@@ -234,7 +235,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.conversion.families", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion.families", description=__doc__)
     parser.add_argument("--out", type=Path, help="write a row for each family to this file")
     parser.add_argument("--only", default="", help="families whose names have this in them")
     parser.add_argument("--figure", type=Path, help="draw what --out holds, from an earlier run, to this file")

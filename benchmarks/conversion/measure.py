@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ...conversion import convert
-from ...memory import saved_tensors
+from ckptkern.conversion import convert
+from ckptkern.memory import saved_tensors
 
 
 @dataclass

@@ -93,7 +93,7 @@ def classes(causal: bool = False) -> list[tuple[str, type, type]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.conversion.sweep", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion.sweep", description=__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("sweep.csv"), help="a row for each class (default: %(default)s)"
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ...eager import Groups
+    from ckptkern.eager import Groups
 
 ARCHS = (80, 90)  # with tiles of their own
 OTHER_ARCHS = (89, 100, 103, 120)  # take those of sm_80
@@ -192,7 +192,7 @@ def sample_cases() -> list[Case | AttentionCase]:
 
 
 def all_cases() -> list[Case | AttentionCase]:
-    from ...eager import ACTIVATIONS
+    from ckptkern.eager import ACTIVATIONS
 
     return [
         Case(op, arch, dtype, ragged, activation, full and op in DROPOUT_OPS, full, kind)
@@ -229,7 +229,7 @@ class Inputs:
 
     @property
     def backend(self):
-        from ... import triton_kernels
+        from ckptkern import triton_kernels
 
         return triton_kernels
 
@@ -271,7 +271,7 @@ class Inputs:
 
     def groups(self, tokens: int) -> Groups:
         """Every slot has an expert."""
-        from ...eager import Groups
+        from ckptkern.eager import Groups
 
         slots = self.TOP_K * tokens
         return Groups(*(self(n, dtype=self.dtype("int32")) for n in (slots, slots, self.EXPERTS + 1)), self.TOP_K)
@@ -410,8 +410,8 @@ def _launch_heads_bwd(case: Case, given: Inputs):
 
 
 def _launch_attention(case: AttentionCase, given: Inputs):
-    from ...eager import AttentionCore
-    from ...triton_kernels import attention
+    from ckptkern.eager import AttentionCore
+    from ckptkern.triton_kernels import attention
 
     dtype, wide, int8 = given.dtype(case.dtype), given.dtype("float32"), given.dtype("int8")
     B, S, H = given.BATCH, given.LENGTH, given.HEADS

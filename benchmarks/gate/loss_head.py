@@ -7,7 +7,7 @@ from .launchers import precision_of
 
 def _head(case, given):
     """(x, w, b, target, class weights) of a loss head, its scalars and dstats: with all options for "everything"."""
-    from ...eager import Head
+    from ckptkern.eager import Head
 
     everything, wide = case.activation == "everything", given.dtype("float32")
     M, K, V = (given.sizes(case)[letter] for letter in "MKN")

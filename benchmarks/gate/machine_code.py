@@ -13,8 +13,10 @@ import sys
 import textwrap
 from importlib.metadata import version
 
-from ...tools.compiling import Compiled, catch_launches, compile_launch, inspect_cubin, resources
+from ckptkern.tools.compiling import catch_launches, inspect_cubin, resources
+
 from .cases import AttentionCase, Case
+from .compiling import Compiled, compile_launch
 from .spills import ALLOWED_DRAWS, ALLOWED_HMMA, ALLOWED_TWICE, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.

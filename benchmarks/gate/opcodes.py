@@ -17,15 +17,18 @@ HEADER = ("form", "sm_80 kernels", "sm_90 kernels", "example")
 
 def keys_of(case: Case | AttentionCase) -> list[str]:
     """Of each launch of the case, what it is compiled for."""
-    from ...tools.compiling import catch_launches, specialize
+    from ckptkern.tools.compiling import catch_launches, specialize
 
     return [specialize(*launch, case.arch).key for launch in catch_launches(case.launch, case.arch)]
 
 
 def forms_of(case: Case | AttentionCase, places: list[int] | None = None) -> tuple[list[dict[str, str]], list[str]]:
     """(for each kernel {form: an instruction of it}, a line for what does not translate); places: of which launches."""
-    from ... import emulator
-    from ...tools.compiling import catch_launches, compile_launch
+    import emulator
+
+    from ckptkern.tools.compiling import catch_launches
+
+    from .compiling import compile_launch
 
     forms, faults = [], []
     for place, (kernel, args, kwargs) in enumerate(catch_launches(case.launch, case.arch)):

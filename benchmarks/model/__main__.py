@@ -1,4 +1,4 @@
-"""``python -m ckptkern.benchmarks.model``."""
+"""``python -m benchmarks.model``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...ops.dispatch import choices as _choices
-from ...ops.dispatch import routes as _routes
-from ..cases import BY_SUBLAYER, LEVELS, Item
-from ..run import DEFAULT_RESULTS, say, select
+from ckptkern.benchmarks.cases import BY_SUBLAYER, LEVELS, Item
+from ckptkern.benchmarks.run import DEFAULT_RESULTS, say, select
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.dispatch import routes as _routes
+
 from . import __doc__ as description
 from . import calibrate, published, rates, sheet
 
@@ -20,7 +21,7 @@ NOTES = Path("benchmarks/NOTES.md")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.model", description=description.split("\n")[0])
+    made = argparse.ArgumentParser(prog="python -m benchmarks.model", description=description.split("\n")[0])
     made.add_argument("--gpu", choices=rates.GPUS, default="h200", help="whose rates (default: %(default)s)")
     made.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     made.add_argument("--levels", default="", help=f"of ours: some of {','.join(LEVELS + BY_SUBLAYER)} (default: all)")
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--route", choices=_routes.ROUTES, metavar="ROUTE",
-        help="of all matmuls that may take it, instead of the table's (ops/_routes.py), such as dual or triton:128x128",
+        help="of all matmuls that may take it, instead of the table's (ops/dispatch/routes.py), such as dual or triton:128x128",
     )  # fmt: skip
     made.add_argument("--workers", type=int, default=2, help="compiling processes (default: %(default)s)")
     return made
@@ -108,10 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         gpu = rates.read(gpu, args.rates) if args.rates else gpu
     except re.error as error:
-        say(f"ckptkern.benchmarks.model: --explain {args.explain!r}: {error}")
+        say(f"benchmarks.model: --explain {args.explain!r}: {error}")
         return 2
     except (ValueError, OSError) as error:
-        say(f"ckptkern.benchmarks.model: {error}")
+        say(f"benchmarks.model: {error}")
         return 2
     with _choices.forced_route(args.route) if args.route else contextlib.nullcontext():
         steps = sheet.traces(gpu, items, levels)

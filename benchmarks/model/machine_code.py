@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...tools.compiling import compile_launch, inspect_cubin, resources, specialize
-from ..gate.machine_code import INSTRUCTION
+from benchmarks.gate.compiling import compile_launch
+from benchmarks.gate.machine_code import INSTRUCTION
+from ckptkern.tools.compiling import inspect_cubin, resources, specialize
+
 from .trace import Caught
 
 LABEL = re.compile(r"^\s*(\.L_x_\d+):")

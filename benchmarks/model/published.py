@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..cases import CASES as BENCHMARKED
-from ..cases import EAGER, Case, Item, Maker, Size, loss_head, ways
-from ..models import LossHead
-from ..report import with_part
+from ckptkern.benchmarks.cases import CASES as BENCHMARKED
+from ckptkern.benchmarks.cases import EAGER, Case, Item, Maker, Size, loss_head, ways
+from ckptkern.benchmarks.models import LossHead
+from ckptkern.benchmarks.report import with_part
+
 from .price import total
 from .rates import GPUS
 from .sheet import codes_of

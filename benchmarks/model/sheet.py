@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ...memory import format_size
-from ..cases import CHECKPOINT, EAGER, Item, Maker, ways
+from ckptkern.benchmarks.cases import CHECKPOINT, EAGER, Item, Maker, ways
+from ckptkern.memory import format_size
+
 from .machine_code import Code, key, read_all
 from .price import Codes, price, total
 from .rates import GPU, TABLE

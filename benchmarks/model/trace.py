@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ...memory import saved_tensors
-from ...ops.attention import core as attention_core
-from ...ops.dispatch import choices as _choices
-from ...ops.registration import functions as _functions
-from ...tools.compiling import instead_of_launches
-from ..cases import DTYPES, Item, Maker
-from ..gate.machine_code import ATTENTION, MATMULS
+from benchmarks.gate.machine_code import ATTENTION, MATMULS
+from ckptkern.benchmarks.cases import DTYPES, Item, Maker
+from ckptkern.memory import saved_tensors
+from ckptkern.ops.attention import core as attention_core
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.registration import functions as _functions
+from ckptkern.tools.compiling import instead_of_launches
+
 from .rates import GPU
 
 aten = torch.ops.aten
@@ -300,8 +301,8 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
 
     kernels: also Triton's, whose arguments the list then holds.
     """
-    from ... import triton_kernels  # noqa: F401  (patched below: has to be there)
-    from ...triton_kernels import attention, persistent
+    from ckptkern import triton_kernels  # noqa: F401  (patched below: has to be there)
+    from ckptkern.triton_kernels import attention, persistent
 
     log: list[Launch] = []
 

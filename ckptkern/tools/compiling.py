@@ -1,5 +1,5 @@
-"""From a launch to its PTX and machine code, for any compute capability and without a driver: what the gate reads, what the
-emulator runs, and what `autotune` asks before it times a tile."""
+"""From a launch to its machine code, for any compute capability and without a driver: what `autotune` asks before it times a
+tile."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
-
-PTX_ONLY = "ckptkern: PTX only"  # in the keys of Triton's cache, which must not take these for whole kernels
 
 
 @contextlib.contextmanager
@@ -46,34 +44,12 @@ def catch_launches(call: Callable, arch: int) -> list[tuple]:
     return caught
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A launch as PTX. arguments: (Triton's type, value) of what is no constant, in the order of the PTX's parameters."""
-
-    ptx: str
-    shared: int  # bytes that a block uses
-    scratch: int  # bytes of global memory that a block gets for itself
-    maps: list[dict] | None  # of descriptors among the arguments: how their TMA maps are made
-    bound: dict[str, object]  # every argument by name, for a grid that is a function of them
-    arguments: list[tuple[str, object]]
-    assemble: Callable[[], bytes]  # the cubin
-
-
-def _source_of(one: Specialized):
+def source_of(one: Specialized):
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     source = GluonASTSource if one.kernel.is_gluon() else ASTSource
     return source(one.kernel, one.signature, one.constexprs, one.attrs)
-
-
-def _leaves(kind, value) -> Iterator[tuple[str, object]]:
-    """The members of arguments that are tuples."""
-    if isinstance(kind, (tuple, list)):
-        for one, part in zip(kind, value, strict=True):
-            yield from _leaves(one, part)
-    elif kind != "constexpr":
-        yield kind, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +72,7 @@ class Specialized:
 
 
 def specialize(kernel, args, kwargs, arch: int) -> Specialized:
-    """As `compile_launch` compiles the launch."""
+    """What Triton would compile that launch for on compute capability `arch`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -108,25 +84,6 @@ def specialize(kernel, args, kwargs, arch: int) -> Specialized:
     bound, specialization, options = binder(*args, **kwargs)
     packed = kernel._pack_args(backend, kwargs, bound, specialization, options)
     return Specialized(kernel, target, backend, bound, *packed)
-
-
-def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
-    """The PTX of a launch for compute capability `arch`, compiled as that launch would be; Triton's cache keeps it."""
-    from ..triton_kernels import fences
-
-    def stop_at_ptx(stages: dict) -> None:
-        if fences.MISSING:
-            fences.fence(stages)
-        stages["cubin"] = lambda ptx, metadata: b""
-
-    one = specialize(kernel, args, kwargs, arch)
-    compiled = fences.compile_with(PTX_ONLY, stop_at_ptx, _source_of(one), one.target, one.options.__dict__)
-    ptx, metadata = compiled.asm["ptx"], compiled.metadata
-    arguments = [leaf for name, kind in one.signature.items() for leaf in _leaves(kind, one.bound[name])]
-    return Compiled(
-        ptx, metadata.shared, metadata.global_scratch_size, metadata.tensordesc_meta, one.bound, arguments,
-        lambda: one.backend.make_cubin(ptx, {}, one.options, arch),
-    )  # fmt: skip
 
 
 def inspect_cubin(cubin: bytes, tool: str, option: str) -> str:
@@ -171,7 +128,7 @@ def built(call: Callable, arch: int) -> list[Built]:
     found = {}
     for one, options in ((specialize(*caught, arch), caught[2]) for caught in matmuls):
         if one.key not in found:
-            compiled = compile(_source_of(one), one.target, one.options.__dict__)
+            compiled = compile(source_of(one), one.target, one.options.__dict__)
             tile = "{BLOCK_M}x{BLOCK_N}x{BLOCK_K}, {num_warps} warps, {num_stages} stages, SUB {SUB}".format(**options)
             tile += f", {options['maxnreg']} registers" if "maxnreg" in options else ""
             stack = resources(compiled.asm["cubin"])["stack"]

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -236,15 +240,28 @@ def checks() -> Iterator[Callable[[], Iterator[Result]]]:
                     yield lambda arguments=(name, activation, dtype, device, backend): check_op(*arguments)
 
 
+def from_checkout(module: str) -> ModuleType:
+    """One of the project's own modules, which are not installed."""
+    root = Path(__file__).resolve().parents[2]
+    sys.path += [path for path in (str(root), str(root / "tests")) if path not in sys.path]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"--emulated needs {error.name}, which is not installed: clone ckptkern's repository, `pip install "
+            "--no-build-isolation -e .` there, and run it again"
+        ) from error
+
+
 def emulated_checks() -> Iterator[Callable[[], Iterator[Result]]]:
     """Kernels as Triton compiles them here, for A100 and for H100 and H200, run by the emulator: any machine can."""
 
     if hint := missing("numpy", "triton"):
         raise RuntimeError(hint)
 
-    def check(arch: int, what: Callable[..., Iterator[Result]], *arguments) -> Iterator[Result]:
-        from .emulated import emulated
+    emulated = from_checkout("emulator.emulated").emulated
 
+    def check(arch: int, what: Callable[..., Iterator[Result]], *arguments) -> Iterator[Result]:
         with emulated(arch) as launches:
             for name, fault in what(*arguments):
                 yield f"sm_{arch}, emulated: {name}", fault
@@ -270,7 +287,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--emulated",
         action="store_true",
-        help="instead, compile kernels for A100 and H100 here and run their code on the CPU: is the compiler's code right?",
+        help="instead, compile kernels for A100 and H100 and run their code on the CPU: is it right? Needs a checkout",
     )
 
 

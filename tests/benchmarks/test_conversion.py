@@ -9,7 +9,7 @@ import torch
 from architectures import ARCHITECTURES, ids
 from torch import nn
 
-from ckptkern.benchmarks.conversion import families, measure
+from benchmarks.conversion import families, measure
 
 
 def test_a_sound_conversion() -> None:

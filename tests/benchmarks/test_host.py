@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ckptkern.benchmarks import host
+from benchmarks.dev import host
 
 
 def test_every_ratio_is_measured_and_reported(monkeypatch, capsys):

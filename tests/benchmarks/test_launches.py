@@ -6,7 +6,7 @@ import subprocess
 import outside
 import pytest
 
-from ckptkern.benchmarks import launches
+from benchmarks.dev import launches
 
 # What Triton's binder looks at one by one, and constants and options, of each kernel of the steps: a launch's host time is in
 # proportion to them.
@@ -24,7 +24,7 @@ MOST = {
 def report() -> list[str]:
     """What the command said, in a process without the interpreter."""
     process = outside.start(
-        "-m", "ckptkern.benchmarks.launches", "--rounds", "1", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        "-m", "benchmarks.dev.launches", "--rounds", "1", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     out, error = process.communicate()
     assert process.returncode == 0, error

@@ -16,9 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.model import calibrate, machine_code, price, published, rates, sheet, trace
+from benchmarks.model.__main__ import main
 from ckptkern.benchmarks import cases, measure
-from ckptkern.benchmarks.model import calibrate, machine_code, price, published, rates, sheet, trace
-from ckptkern.benchmarks.model.__main__ import main
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import routes as _routes
 

@@ -429,7 +429,7 @@ def test_runs_on_the_gpu(monkeypatch, tmp_path):
 
 def test_trade_writes_its_table_and_figure(tmp_path):
     """The figure of docs/concepts/segments.md: more segments keep less, until their inputs outweigh the rest."""
-    from ckptkern.benchmarks import trade
+    from benchmarks.dev import trade
 
     assert (
         trade.main(["--out", str(tmp_path), "--device", "cpu", "--width", "16", "--rows", "64", "--rounds", "1"]) == 0
@@ -441,7 +441,7 @@ def test_trade_writes_its_table_and_figure(tmp_path):
 
 
 def test_trade_names_the_strategy_that_failed(monkeypatch):
-    from ckptkern.benchmarks import trade
+    from benchmarks.dev import trade
 
     def clock(step, index):
         raise MemoryError("no room")

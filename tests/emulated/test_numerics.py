@@ -5,8 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-
-from ckptkern.emulator import matrices, numerics
+from emulator import matrices, numerics
 
 
 def floats(count: int = 20000) -> np.ndarray:

@@ -6,13 +6,12 @@ import json
 import re
 from importlib import metadata
 
+import emulator
 import numpy as np
 import pytest
+from emulator import Fault, Tensor, TensorMap, Unknown
+from emulator.numerics import from_bf16, high_half_of_64, to_bf16
 from outside import start
-
-from ckptkern import emulator
-from ckptkern.emulator import Fault, Tensor, TensorMap, Unknown
-from ckptkern.emulator.numerics import from_bf16, high_half_of_64, to_bf16
 
 THREADS, BYTES, BARRIER = 256, 1024, 2048  # a box has a word for each thread; the mbarrier comes after two boxes
 IN, OUT = 1 << 44, 2 << 44

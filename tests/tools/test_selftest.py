@@ -4,11 +4,12 @@ import argparse
 import re
 import subprocess
 
+import emulator
 import outside
 import pytest
 import torch
 
-from ckptkern import eager, emulator, ops, state
+from ckptkern import eager, ops, state
 from ckptkern.tools import selftest
 
 
@@ -157,6 +158,6 @@ def test_a_fault_of_a_compiled_kernel_fails(monkeypatch, capsys):
     def emulated(arch):
         raise emulator.Fault("race", "read at what thread 3 wrote", "kernel.py:7")
 
-    monkeypatch.setattr("ckptkern.tools.emulated.emulated", emulated)
+    monkeypatch.setattr("emulator.emulated.emulated", emulated)
     assert selftest.main(argparse.Namespace(quiet=True, emulated=True)) == 1
     assert "Fault: race: read at what thread 3 wrote [kernel.py:7]" in capsys.readouterr().out

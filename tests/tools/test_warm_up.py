@@ -257,7 +257,7 @@ def test_a_model_in_distributed_data_parallel(tmp_path) -> None:
 COMPILED = """
     import json, torch, ckptkern
     from triton import knobs
-    from ckptkern.tools.emulated import emulated
+    from emulator.emulated import emulated
 
     class Twice(torch.nn.Module):
         def __init__(self):

@@ -27,7 +27,7 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[int | None]:
     if arch is None:
         yield None
         return
-    from ckptkern.tools.emulated import emulated
+    from emulator.emulated import emulated
 
     with emulated(arch) as launches:
         yield arch

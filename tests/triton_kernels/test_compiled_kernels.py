@@ -6,15 +6,16 @@ import random
 import re
 import zlib
 
+import emulator
 import pytest
 import torch
+from emulator.emulated import emulated
 from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
 
 import ckptkern
-from ckptkern import eager, emulator, state, triton_kernels
-from ckptkern.benchmarks.gate.cases import ARCHS, PERSISTENT_OPS
+from benchmarks.gate.cases import ARCHS, PERSISTENT_OPS
+from ckptkern import eager, state, triton_kernels
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.tools.emulated import emulated
 from ckptkern.triton_kernels.tile import SMS, TILES
 
 BF16 = torch.bfloat16

@@ -22,8 +22,8 @@ from kernel_cases import (
 )
 from twins import pairwise
 
+from benchmarks.gate.cases import PERSISTENT_OPS
 from ckptkern import eager, triton_kernels
-from ckptkern.benchmarks.gate.cases import PERSISTENT_OPS
 from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 
 

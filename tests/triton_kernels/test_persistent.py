@@ -145,7 +145,7 @@ def test_the_order_of_ctas_changes_no_bit(name, architecture):
     """Each with several tiles, all results and dropout."""
     if architecture is None:
         pytest.skip("asks the emulator: --device emulated")
-    from ckptkern.tools.emulated import emulated
+    from emulator.emulated import emulated
 
     tensors = given(name, "cpu", M=328)
     held = tiles_of(name, architecture, "cpu")[1]
@@ -171,8 +171,8 @@ def test_injected(name, bug, fault, architecture, monkeypatch):
     """What only a second tile of one program can show, too."""
     if architecture is None:
         pytest.skip("asks the emulator: --device emulated")
-    from ckptkern.emulator import Fault
-    from ckptkern.tools.emulated import emulated
+    from emulator import Fault
+    from emulator.emulated import emulated
 
     monkeypatch.setattr(persistent, "sms_of", lambda x: 1)
     held = tiles_of(name, architecture, "cpu")[1]

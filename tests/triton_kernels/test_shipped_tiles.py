@@ -13,8 +13,7 @@ import torch
 from kernel_cases import LAUNCHERS, MATMULS, STATE, assert_accurate
 from torch import Tensor
 
-from ckptkern import eager, state, triton_kernels
-from ckptkern.benchmarks.gate.cases import (
+from benchmarks.gate.cases import (
     ARCHS,
     ATTENTION_KINDS,
     DMASK_KINDS,
@@ -27,6 +26,7 @@ from ckptkern.benchmarks.gate.cases import (
     Case,
     Inputs,
 )  # fmt: skip
+from ckptkern import eager, state, triton_kernels
 from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
 

@@ -282,7 +282,7 @@ VARIANTS = [(kernel, arch, *row.split(":")) for (kernel, arch), rows in TILES.it
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_routes_name_what_the_table_has(arch):
-    """ops/_routes.py does not import Triton, so the names are there once more."""
+    """ops/dispatch/routes.py does not import Triton, so the names are there once more."""
     there = {(row, name) for _, family, row, name in VARIANTS if family == arch}
     for route, row in (("triton", "16"), ("dual", "16"), ("persistent", "tma")):
         assert set(_routes.VARIANTS[route].get(arch, ())) == {name for kind, name in there if kind == row}, route

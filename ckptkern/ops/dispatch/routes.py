@@ -180,7 +180,7 @@ def candidates(backend: str, device_type: str, dtype: torch.dtype, capability: t
 SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input or output, in features
 
 # (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the GPUs, not from a
-# measurement: python -m ckptkern.benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a GPU without a row nothing is
+# measurement: python -m benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a GPU without a row nothing is
 # known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less than its own error. Other
 # tiles than the shipped ones have one where it sees more than 3 % in them, with its blind spots guessed at, too (NOTES.md).
 WIDE_BY_LIBRARY = ("triton",) * 4 + ("library",) * 2

@@ -1,4 +1,4 @@
-"""Launches on CPU tensors by running the kernels' PTX (ckptkern.emulator), as a GPU of that architecture would run it."""
+"""Launches on CPU tensors by running the kernels' PTX (emulator), as a GPU of that architecture would run it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from .. import emulator
-from ..ops.dispatch import choices as _choices
-from .compiling import Compiled, compile_launch, instead_of_launches
+import emulator
+from benchmarks.gate.compiling import Compiled, compile_launch
+from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.tools.compiling import instead_of_launches
 
 ARCHS = (80, 90)
 SCALARS = {

@@ -1,6 +1,6 @@
 """The models whose memory over a step docs/how-to/plan.md shows. They need transformers:
 
-python -m ckptkern report benchmarks/reports.py:llama --figure docs/how-to/report-llama.png
+python -m ckptkern report benchmarks/dev/reports.py:llama --figure docs/how-to/report-llama.png
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trade of general segments: saved bytes against time over segment counts, as CSV and a figure.
 
-    python -m ckptkern.benchmarks.trade --out docs/concepts
+    python -m benchmarks.dev.trade --out docs/concepts
 
 writes segments.csv and segments.png: a stack of blocks, cut into 1 to L segments, forward + backward, each cut beside
 the plain run in interleaved rounds. On a CPU only the ratio means anything; saved bytes are exact.
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import checkpoint_sequential
-from ..extras import missing
-from ..memory import saved_tensors
-from . import measure
+from ckptkern import checkpoint_sequential
+from ckptkern.benchmarks import measure
+from ckptkern.extras import missing
+from ckptkern.memory import saved_tensors
 
 LAYERS = 24
 
@@ -89,7 +89,7 @@ def draw(rows: list[dict[str, object]], title: str, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.trade", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.trade", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for segments.csv and segments.png")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, help="of the blocks (default: 128, 1024 on a GPU)")

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from ..conversion import convert
-from ..conversion.calls import pattern_of
-from . import cases, measure, models
+from ckptkern.benchmarks import cases, measure, models
+from ckptkern.conversion import convert
+from ckptkern.conversion.calls import pattern_of
 
 
 def _medians(case: str, *names: str, rounds: int | None = None) -> list[float]:
@@ -96,7 +96,7 @@ BOUNDS: dict[Callable[[], float], float] = {fused: 0.5, general: 0.45, eager_mlp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.host", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.host", description=__doc__)
     parser.add_argument("--tries", type=int, default=5, help="measurements of each (default: 5)")
     tries = parser.parse_args().tries
     if tries < 1:

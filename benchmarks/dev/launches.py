@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
-from . import cases
-from .model import rates, trace
+from benchmarks.model import rates, trace
+from ckptkern.benchmarks import cases
 
 # A step of each op, and what is to be within MOST torch.adds a launch, on average over its launches.
 STEPS = {
@@ -107,7 +107,7 @@ def costs(launches: list[trace.Caught], rounds: int = 300) -> list[Cost]:
     """Of every launch. Raises RuntimeError under TRITON_INTERPRET=1, where kernels have no binder."""
     if any(not hasattr(one.kernel, "device_caches") for one in launches):
         raise RuntimeError("kernels are interpreted (TRITON_INTERPRET=1), so nothing is launched")
-    from ..triton_kernels import tile
+    from ckptkern.triton_kernels import tile
 
     a = torch.zeros(4)
     made = []
@@ -130,7 +130,7 @@ def costs(launches: list[trace.Caught], rounds: int = 300) -> list[Cost]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ckptkern.benchmarks.launches", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.launches", description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=300, help="batches of each launch (default: 300)")
     rounds = parser.parse_args().rounds
     if rounds < 1:

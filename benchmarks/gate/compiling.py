@@ -1,0 +1,51 @@
+"""From a launch to its PTX, for any compute capability and without a driver: what the gate reads and the emulator runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from ckptkern.tools.compiling import source_of, specialize
+
+PTX_ONLY = "ckptkern: PTX only"  # in the keys of Triton's cache, which must not take these for whole kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A launch as PTX. arguments: (Triton's type, value) of what is no constant, in the order of the PTX's parameters."""
+
+    ptx: str
+    shared: int  # bytes that a block uses
+    scratch: int  # bytes of global memory that a block gets for itself
+    maps: list[dict] | None  # of descriptors among the arguments: how their TMA maps are made
+    bound: dict[str, object]  # every argument by name, for a grid that is a function of them
+    arguments: list[tuple[str, object]]
+    assemble: Callable[[], bytes]  # the cubin
+
+
+def _leaves(kind, value) -> Iterator[tuple[str, object]]:
+    """The members of arguments that are tuples."""
+    if isinstance(kind, (tuple, list)):
+        for one, part in zip(kind, value, strict=True):
+            yield from _leaves(one, part)
+    elif kind != "constexpr":
+        yield kind, value
+
+
+def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
+    """The PTX of a launch for compute capability `arch`, compiled as that launch would be; Triton's cache keeps it."""
+    from ckptkern.triton_kernels import fences
+
+    def stop_at_ptx(stages: dict) -> None:
+        if fences.MISSING:
+            fences.fence(stages)
+        stages["cubin"] = lambda ptx, metadata: b""
+
+    one = specialize(kernel, args, kwargs, arch)
+    compiled = fences.compile_with(PTX_ONLY, stop_at_ptx, source_of(one), one.target, one.options.__dict__)
+    ptx, metadata = compiled.asm["ptx"], compiled.metadata
+    arguments = [leaf for name, kind in one.signature.items() for leaf in _leaves(kind, one.bound[name])]
+    return Compiled(
+        ptx, metadata.shared, metadata.global_scratch_size, metadata.tensordesc_meta, one.bound, arguments,
+        lambda: one.backend.make_cubin(ptx, {}, one.options, arch),
+    )  # fmt: skip
