@@ -31,7 +31,7 @@ from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, LossHead, Mixtu
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
 
-LEVELS = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
 BY_SUBLAYER = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
 TOKENS = {"cuda": 16384, "cpu": 1024}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -61,7 +61,7 @@ class Case:
     """What is measured.
 
     model    width -> the reference module, eager PyTorch
-    ours     (model, level) -> the same function by ckptkern, on the model's parameters
+    ours     (model, mode) -> the same function by ckptkern, on the model's parameters
     sizes    device type -> sizes, the most important first
     priority lower runs first, up to HEADLINE apart from the others; a case's second size counts one more, and so on
     baselines   further ways; a maker that raises ImportError is reported as missing
@@ -77,7 +77,7 @@ class Case:
     ours: Callable[[nn.Module, str], Function]
     sizes: dict[str, Sequence[Size]]
     priority: int
-    levels: Sequence[str] = LEVELS
+    modes: Sequence[str] = MODES
     baselines: dict[str, Maker] = field(default_factory=dict)
     drops: bool = False
     exact: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
@@ -144,8 +144,8 @@ COMPILED: dict[str, Maker] = {
 def ways(case: Case) -> dict[str, Maker]:
     """All ways of a case by name, eager first, except those of torch.compile."""
     found: dict[str, Maker] = {EAGER: _eager, CHECKPOINT: functools.partial(_checkpoint, False)}
-    for level in case.levels:
-        found[f"ckptkern {level}".strip()] = lambda model, x, level=level: case.ours(model, level)
+    for mode in case.modes:
+        found[f"ckptkern {mode}".strip()] = lambda model, x, mode=mode: case.ours(model, mode)
     # last, because a run may end within a case
     return {**found, **case.baselines, REENTRANT: functools.partial(_checkpoint, True)}
 
@@ -158,14 +158,14 @@ def compiled_ways(case: Case) -> dict[str, Maker]:
 # -- ours, and the baselines that have the same thing ---------------------------------------------------------------------
 
 
-def _mlp(activation: str, model: MLP, level: str) -> Function:
+def _mlp(activation: str, model: MLP, mode: str) -> Function:
     return lambda x: ops.mlp(
-        x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, activation, recompute=level
+        x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, activation, recompute=mode
     )
 
 
-def _gated_mlp(model: GatedMLP, level: str) -> Function:
-    return lambda x: ops.gated_mlp(x, model.gate.weight, model.up.weight, model.down.weight, recompute=level)
+def _gated_mlp(model: GatedMLP, mode: str) -> Function:
+    return lambda x: ops.gated_mlp(x, model.gate.weight, model.up.weight, model.down.weight, recompute=mode)
 
 
 def _stack(width: int, depth: int = 10) -> nn.Module:
@@ -175,28 +175,28 @@ def _stack(width: int, depth: int = 10) -> nn.Module:
     return nn.Sequential(*itertools.chain.from_iterable((layer, nn.ReLU()) for layer in layers))
 
 
-def _linear_stack(model: nn.Sequential, level: str) -> Function:
+def _linear_stack(model: nn.Sequential, mode: str) -> Function:
     layers = model[::2]
     return lambda x: ops.linear_stack(
-        x, [layer.weight for layer in layers], [layer.bias for layer in layers], "relu", recompute=level
+        x, [layer.weight for layer in layers], [layer.bias for layer in layers], "relu", recompute=mode
     )
 
 
-def _attention(model: Attention, level: str) -> Function:
-    return lambda x: ops.attention_block(x, **model.arguments(x), training=model.training, recompute=level)
+def _attention(model: Attention, mode: str) -> Function:
+    return lambda x: ops.attention_block(x, **model.arguments(x), training=model.training, recompute=mode)
 
 
-def _layer(model: Layer | LlamaLayer, level: str) -> Function:
-    """level: one for both sublayers, or "attention's/MLP's"."""
-    recompute = tuple(level.split("/")) if "/" in level else level
+def _layer(model: Layer | LlamaLayer, mode: str) -> Function:
+    """mode: one for both sublayers, or "attention's/MLP's"."""
+    recompute = tuple(mode.split("/")) if "/" in mode else mode
     return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=recompute)
 
 
-def _linear_act(model: nn.Sequential, level: str) -> Function:
-    return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, "relu", recompute=level)
+def _linear_act(model: nn.Sequential, mode: str) -> Function:
+    return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, "relu", recompute=mode)
 
 
-def loss_head(model: LossHead, level: str, workspace: int | str | None = None) -> Function:
+def loss_head(model: LossHead, mode: str, workspace: int | str | None = None) -> Function:
     head = model.linear
     return lambda x: ops.linear_cross_entropy(
         x,
@@ -205,7 +205,7 @@ def loss_head(model: LossHead, level: str, workspace: int | str | None = None) -
         linear_bias=head.bias,
         softcap=model.softcap,
         reduction="none",
-        recompute=level,
+        recompute=mode,
         workspace=workspace,
     )
 
@@ -258,8 +258,8 @@ def cut_cross_entropy(model: LossHead, x: Tensor) -> Function:
     )  # fmt: skip
 
 
-def _mixture(model: Mixture, level: str) -> Function:
-    return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, recompute=level)
+def _mixture(model: Mixture, mode: str) -> Function:
+    return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, recompute=mode)
 
 
 def experts_by_turns(model: Mixture, x: Tensor) -> Function:
@@ -356,8 +356,8 @@ def _attention_case(name: str, priority: int, **options) -> Case:
 
 
 CASES = [
-    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, 0, LEVELS + BY_SUBLAYER, with_own_core(_layer)),
-    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 0, LEVELS + BY_SUBLAYER, with_own_core(_layer)),
+    Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, 0, MODES + BY_SUBLAYER, with_own_core(_layer)),
+    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 0, MODES + BY_SUBLAYER, with_own_core(_layer)),
     Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=0),
     Case(
         "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=3,
@@ -387,7 +387,7 @@ CASES = [
     Case(
         "linear_cross_entropy", lambda d: LossHead(d, {64: 1000, 1024: 50257}.get(d, 128256)), loss_head,
         {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, 8192), Size(2048, 8192)], "cpu": [Size(64, TOKENS["cpu"])]},
-        priority=0, levels=("none", "full"),
+        priority=0, modes=("none", "full"),
         baselines={"torch chunks": torch_chunks, "cut-cross-entropy, no filter": cut_cross_entropy},
     ),
     Case(
@@ -396,17 +396,17 @@ CASES = [
         priority=4,
     ),
     Case(
-        "dropout", lambda d: nn.Dropout(DROPOUT_P), lambda model, level: lambda x: ops.dropout(x, DROPOUT_P),
-        _sizes(cuda=(4096,), cpu=(256,)), priority=4, levels=("",), exact=functools.partial(dropout_exact, DROPOUT_P),
+        "dropout", lambda d: nn.Dropout(DROPOUT_P), lambda model, mode: lambda x: ops.dropout(x, DROPOUT_P),
+        _sizes(cuda=(4096,), cpu=(256,)), priority=4, modes=("",), exact=functools.partial(dropout_exact, DROPOUT_P),
     ),
     Case(
         "host", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"),
-        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=2, levels=("full",), host=True,
+        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=2, modes=("full",), host=True,
     ),
     Case(
         "host-general", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()),
-        lambda model, level: functools.partial(ckptkern_checkpoint, model),
-        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=2, levels=("",), host=True,
+        lambda model, mode: functools.partial(ckptkern_checkpoint, model),
+        {"cuda": [Size(64, 64)], "cpu": [Size(8, 4)]}, priority=2, modes=("",), host=True,
     ),
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import eager, memory, ops
 from . import cases
-from .cases import ATTENTION_BASELINES, LEVELS, TOKENS, Case, Function, Item, Maker, Size
+from .cases import ATTENTION_BASELINES, MODES, TOKENS, Case, Function, Item, Maker, Size
 from .models import MLP, Attention, Core, GatedMLP, GroupedRows, Layer, LossHead, Mixture, MLPBlock
 
 FEATURES = {"cuda": 1024, "cpu": 128}
@@ -107,55 +107,55 @@ def _attention(v: SimpleNamespace) -> Attention:
     return Attention(v.features, v.heads // v.kv_heads, v.dropout, v.heads, v.bias, v.norm, v.causal)
 
 
-def _run_linear(v: SimpleNamespace, model: nn.Sequential, level: str) -> Function:
-    return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, v.activation, recompute=level)
+def _run_linear(v: SimpleNamespace, model: nn.Sequential, mode: str) -> Function:
+    return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, v.activation, recompute=mode)
 
 
-def _run_stack(v: SimpleNamespace, model: nn.Sequential, level: str) -> Function:
+def _run_stack(v: SimpleNamespace, model: nn.Sequential, mode: str) -> Function:
     weights = [layer.weight for layer in model[::2]]
     biases = [layer.bias for layer in model[::2]] if v.bias else None
-    return lambda x: ops.linear_stack(x, weights, biases, v.activation, recompute=level)
+    return lambda x: ops.linear_stack(x, weights, biases, v.activation, recompute=mode)
 
 
-def _run_mlp(v: SimpleNamespace, model: MLP, level: str) -> Function:
+def _run_mlp(v: SimpleNamespace, model: MLP, mode: str) -> Function:
     return lambda x: ops.mlp(
         x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, v.activation, v.dropout,
-        training=model.training, recompute=level,
+        training=model.training, recompute=mode,
     )  # fmt: skip
 
 
-def _run_gated(v: SimpleNamespace, model: GatedMLP, level: str) -> Function:
+def _run_gated(v: SimpleNamespace, model: GatedMLP, mode: str) -> Function:
     return lambda x: ops.gated_mlp(
         x, model.gate.weight, model.up.weight, model.down.weight, v.activation, v.dropout, gate_bias=model.gate.bias,
-        up_bias=model.up.bias, down_bias=model.down.bias, training=model.training, recompute=level,
+        up_bias=model.up.bias, down_bias=model.down.bias, training=model.training, recompute=mode,
     )  # fmt: skip
 
 
-def _run_mixture(v: SimpleNamespace, model: Mixture, level: str) -> Function:
-    return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, v.activation, recompute=level)
+def _run_mixture(v: SimpleNamespace, model: Mixture, mode: str) -> Function:
+    return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, v.activation, recompute=mode)
 
 
-def _run_grouped_rows(v: SimpleNamespace, model: GroupedRows, level: str) -> Function:
+def _run_grouped_rows(v: SimpleNamespace, model: GroupedRows, mode: str) -> Function:
     def function(x: Tensor) -> Tensor:
         ends = torch.tensor(model.ends(x), dtype=torch.int32, device=x.device)
-        return ops.grouped_gated_mlp(x, ends, model.gate_up, model.down, v.activation, recompute=level)
+        return ops.grouped_gated_mlp(x, ends, model.gate_up, model.down, v.activation, recompute=mode)
 
     return function
 
 
-def _run_mlp_block(v: SimpleNamespace, model: MLPBlock, level: str) -> Function:
-    return lambda x: ops.mlp_block(x, **model.arguments(), training=model.training, recompute=level)
+def _run_mlp_block(v: SimpleNamespace, model: MLPBlock, mode: str) -> Function:
+    return lambda x: ops.mlp_block(x, **model.arguments(), training=model.training, recompute=mode)
 
 
-def _run_attention(v: SimpleNamespace, model: Attention, level: str) -> Function:
-    return lambda x: ops.attention_block(x, **model.arguments(x), training=model.training, recompute=level)
+def _run_attention(v: SimpleNamespace, model: Attention, mode: str) -> Function:
+    return lambda x: ops.attention_block(x, **model.arguments(x), training=model.training, recompute=mode)
 
 
-def _run_layer(v: SimpleNamespace, model: Layer, level: str) -> Function:
-    return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=level)
+def _run_layer(v: SimpleNamespace, model: Layer, mode: str) -> Function:
+    return lambda x: ops.transformer_layer(x, *model.arguments(x), training=model.training, recompute=mode)
 
 
-def _run_core(v: SimpleNamespace, model: Core, level: str) -> Function:
+def _run_core(v: SimpleNamespace, model: Core, mode: str) -> Function:
     def function(x: Tensor) -> Tensor:
         o = ops.scaled_dot_product_attention(
             *model.split(x), None, v.dropout if model.training else 0.0, v.causal, enable_gqa=v.heads != v.kv_heads
@@ -165,7 +165,7 @@ def _run_core(v: SimpleNamespace, model: Core, level: str) -> Function:
     return function
 
 
-def _run_varlen(v: SimpleNamespace, model: Core, level: str) -> Function:
+def _run_varlen(v: SimpleNamespace, model: Core, mode: str) -> Function:
     def function(x: Tensor) -> Tensor:
         q, k, v_ = (one.transpose(1, 2).flatten(0, 1) for one in model.split(x))
         bounds = torch.arange(0, x.shape[0] * x.shape[1] + 1, x.shape[1], dtype=torch.int32, device=x.device)
@@ -223,7 +223,7 @@ class Op:
     defaults: dict[str, Any]
     model: Make
     run: Callable[[SimpleNamespace, Any, str], Function]
-    levels: tuple[str, ...] = LEVELS
+    modes: tuple[str, ...] = MODES
     baselines: Callable[[SimpleNamespace], dict[str, Maker]] = field(default=lambda v: {})
 
 
@@ -234,7 +234,7 @@ OPS = {
     "linear_cross_entropy": Op(
         {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "softcap": 0.0, "bias": False},
         lambda v: LossHead(v.features, v.classes, v.bias, v.softcap or None),
-        lambda v, model, level: cases.loss_head(model, level), ("none", "full"),
+        lambda v, model, mode: cases.loss_head(model, mode), ("none", "full"),
         _head_baselines,
     ),
     "mlp": Op(
@@ -263,7 +263,7 @@ OPS = {
     ),
     "varlen_attn": Op(_CORE, _core, _run_varlen, ("",), lambda v: {"SDPA flash": cases.sdpa_flash}),
     "dropout": Op({**_ROWS, "dropout": cases.DROPOUT_P}, lambda v: nn.Dropout(v.dropout),
-                  lambda v, model, level: lambda x: ops.dropout(x, v.dropout), ("",)),
+                  lambda v, model, mode: lambda x: ops.dropout(x, v.dropout), ("",)),
 }  # fmt: skip
 
 
@@ -362,16 +362,16 @@ def _name(op: str, v: SimpleNamespace) -> str:
     return "-".join(parts)
 
 
-def item_of(args: argparse.Namespace, kind: str, levels: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
+def item_of(args: argparse.Namespace, kind: str, modes: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
     """The case of --op and its options. Raises ValueError with what is wrong with them."""
     given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     entry, v = OPS[args.op], values_of(args.op, given, kind)
-    if levels and entry.levels == ("",):
-        raise ValueError(f"--levels does not apply to --op {args.op}, which has one way to run")
+    if modes and entry.modes == ("",):
+        raise ValueError(f"--modes does not apply to --op {args.op}, which has one way to run")
     size = Size(v.features, v.tokens, getattr(v, "length", None))
     case = Case(
         _name(args.op, v), lambda width: entry.model(v), functools.partial(entry.run, v), {kind: [size]}, priority=0,
-        levels=levels or entry.levels, baselines=entry.baselines(v), dtype=dtype,
+        modes=modes or entry.modes, baselines=entry.baselines(v), dtype=dtype,
         drops=v.dropout > 0 and args.op != "dropout",
         exact=functools.partial(cases.dropout_exact, v.dropout) if args.op == "dropout" else None,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from ..tools.convert import load, model_and_inputs
-from .cases import LEVELS, Case, Function, Item
+from .cases import MODES, Case, Function, Item
 
 
 class Given(NamedTuple):
@@ -91,11 +91,11 @@ def segments_in(twin: Called) -> list[Segment]:
     return [one for one in found_segments(twin.module, args, kwargs, None, None) if not one.is_block]
 
 
-def at_level(model: Called, level: str) -> Function:
-    """The module with all its segments at a level."""
+def in_mode(model: Called, mode: str) -> Function:
+    """The module with all its segments in a mode."""
     twin = model.twin()
     for segment in segments_in(twin):
-        segment.set(Strategy(level))
+        segment.set(Strategy(mode))
     return twin
 
 
@@ -118,18 +118,18 @@ def _given(model: Called, device: torch.device, dtype: torch.dtype | None) -> tu
     return model, x
 
 
-def item_of(target: str, device: torch.device, levels: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
+def item_of(target: str, device: torch.device, modes: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
     """The case of FILE:FUNCTION. Raises ValueError with what is wrong with it."""
     module, args, kwargs = model_and_inputs(load(target)())
     model = Called(module, (args, kwargs))
     model, x = _given(model, device, dtype)
     if not segments_in(model.twin()):
         print(f"convert fuses nothing of it: python -m ckptkern convert {target} says why", file=sys.stderr)
-        levels = ()
+        modes = ()
     name, _, function = target.rpartition(":")
     file = name.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
     case = Case(
-        f"{file}.{function}", lambda width: model, at_level, {}, 0, LEVELS if levels is None else levels, drops=draws(model),
+        f"{file}.{function}", lambda width: model, in_mode, {}, 0, MODES if modes is None else modes, drops=draws(model),
         baselines={"ckptkern checkpoint": lambda model, x: functools.partial(ckptkern_checkpoint, model)}, dtype=dtype,
         given=functools.partial(_given, model),
     )  # fmt: skip

@@ -127,10 +127,10 @@ def standing(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
 
 def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
     """What the arguments ask for: built-in cases, an op, or a user's module. Raises ValueError with what is wrong with them."""
-    levels = tuple(filter(None, args.levels.split(","))) if args.levels is not None else None
-    known = cases.LEVELS if args.op or args.case else cases.LEVELS + cases.BY_SUBLAYER
-    if levels is not None and (not levels or set(levels) - {*known}):
-        raise ValueError(f"--levels: wanted some of {', '.join(known)}, with commas, but got {args.levels!r}")
+    modes = tuple(filter(None, args.modes.split(","))) if args.modes is not None else None
+    known = cases.MODES if args.op or args.case else cases.MODES + cases.BY_SUBLAYER
+    if modes is not None and (not modes or set(modes) - {*known}):
+        raise ValueError(f"--modes: wanted some of {', '.join(known)}, with commas, but got {args.modes!r}")
     dtype = FLOATS.get(args.dtype)
     if sum(map(bool, (args.op, args.case, args.cases))) > 1:
         raise ValueError("--op, --case and --cases exclude each other")
@@ -138,19 +138,19 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
     if stray:
         raise ValueError(f"{micro.flag(stray[0])} goes with --op, which names one of {', '.join(micro.OPS)}")
     if args.op:
-        item = micro.item_of(args, device.type, levels, dtype)
+        item = micro.item_of(args, device.type, modes, dtype)
         if not args.list:
             micro.check_fits(item, device, dtype or cases.DTYPES[device.type])
         return [item]
     if args.case:
-        return [own.item_of(args.case, device, levels, dtype)]
+        return [own.item_of(args.case, device, modes, dtype)]
     found = select(args.cases, device.type)
     if args.headline and not (found := [item for item in found if item.priority <= cases.HEADLINE]):
         raise ValueError(f"--headline: none of the cases that match {args.cases!r} is among the first figures")
-    if levels is not None:
+    if modes is not None:
         found = [
-            item._replace(case=dataclasses.replace(item.case, levels=[one for one in item.case.levels if one in levels]))
-            if item.case.levels != ("",) else item
+            item._replace(case=dataclasses.replace(item.case, modes=[one for one in item.case.modes if one in modes]))
+            if item.case.modes != ("",) else item
             for item in found
         ]  # fmt: skip
     return [item._replace(case=dataclasses.replace(item.case, dtype=dtype)) for item in found]
@@ -163,7 +163,7 @@ def say(text: str) -> None:
 CASE_HELP = """\
 --case: FUNCTION takes no arguments and returns (model, inputs): inputs are a tensor, a tuple of positional arguments, or a dict
 of keyword arguments, of the size that training has. FILE is a file or an importable module. The first floating-point input gets
-a gradient. "ckptkern LEVEL" is what ckptkern.convert makes of the model, or its own layers of ckptkern.nn at that level."""
+a gradient. "ckptkern MODE" is what ckptkern.convert makes of the model, or its own layers of ckptkern.nn in that mode."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,8 +176,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
     parser.add_argument(
-        "--levels",
-        metavar="LEVEL,...",
+        "--modes",
+        metavar="MODE,...",
         help="of none, selective and full; of layers among the cases also ATTENTION/MLP (default: all that a case has)",
     )
     parser.add_argument(

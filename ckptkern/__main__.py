@@ -19,7 +19,7 @@ COMMANDS = {
     ),
     "report": (
         ".tools.report",
-        "say what each segment of a model of yours keeps and costs at each level",
+        "say what each segment of a model of yours keeps and costs in each mode",
         (),
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),

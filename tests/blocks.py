@@ -13,7 +13,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, LEVELS, SEED, Tensors
+from cases import ACTIVATIONS, MODES, SEED, Tensors
 from torch import Tensor
 
 import ckptkern
@@ -342,11 +342,11 @@ class Attention(Sublayer):
         more_rows = math.prod(key_value.shape[:-1]) if self.key_features else 0
         return self.linear("out", o.transpose(-3, -2).flatten(-2), t, lora, more_rows)
 
-    def saved(self, level: str) -> tuple[int, int]:
+    def saved(self, mode: str) -> tuple[int, int]:
         """(elements in the compute dtype, bytes) per token, without x."""
         core, keys = HEADS * HEAD_DIM, 2 * self.kv_heads * HEAD_DIM * Fraction(self.columns(), LENGTH)
-        elements = {"full": 0, "selective": core, "none": 2 * core + keys}[level]
-        return elements, 0 if level == "full" else 4 * HEADS
+        elements = {"full": 0, "selective": core, "none": 2 * core + keys}[mode]
+        return elements, 0 if mode == "full" else 4 * HEADS
 
     def matmuls(self) -> dict[str, int]:
         """Multiply-adds per token of each matmul, and of one [S, D] x [D, S] of all heads."""
@@ -355,12 +355,12 @@ class Attention(Sublayer):
         qkv = FEATURES * core + keys * 2 * self.kv_heads * HEAD_DIM
         return {"qkv": qkv, "out": core * self.out, "core": core * self.columns()}
 
-    def multiply_adds(self, level: str) -> tuple[int, int]:
+    def multiply_adds(self, mode: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
         qkv, out, core = self.matmuls().values()
         backward = 2 * (qkv + out) + (7 if self.mask else 5) * core
-        backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[level]
-        recomputed = [name for name in ("q", "k", "v", "qkv") if level != "none"] + ["out"] * self.reads_branch()
+        backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[mode]
+        recomputed = [name for name in ("q", "k", "v", "qkv") if mode != "none"] + ["out"] * self.reads_branch()
         lora = self.lora_multiply_adds(recomputed)
         return qkv + out + 2 * core + lora[0], backward + (out if self.reads_branch() else 0) + lora[1]
 
@@ -393,22 +393,22 @@ class MLP(Sublayer):
         hidden = act(self.linear("gate", h, t, lora)) * up if self.gated else act(up)
         return self.linear("down", dropped(hidden, self.dropout_p, drawn), t, lora)
 
-    def saved(self, level: str) -> tuple[int, int]:
+    def saved(self, mode: str) -> tuple[int, int]:
         if self.gated:
-            return HIDDEN * {"full": 0, "selective": 2, "none": 3}[level], 0
-        return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[level], 0
+            return HIDDEN * {"full": 0, "selective": 2, "none": 3}[mode], 0
+        return HIDDEN * {"full": 0, "selective": 1, "none": 1 if self.activation == "relu" else 2}[mode], 0
 
     def matmuls(self) -> dict[str, int]:
         """Multiply-adds per token of each matmul."""
         return {"up": HIDDEN * FEATURES * (1 + self.gated), "out": HIDDEN * FEATURES}
 
-    def multiply_adds(self, level: str) -> tuple[int, int]:
+    def multiply_adds(self, mode: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
         up, down = self.matmuls().values()
-        backward = 2 * (up + down) + (up if level == "full" else 0)
-        recomputed = down + (up if level == "full" or self.lora else 0)  # what the branch gave
+        backward = 2 * (up + down) + (up if mode == "full" else 0)
+        recomputed = down + (up if mode == "full" or self.lora else 0)  # what the branch gave
         first = ("gate", "up")
-        again = first * (level == "full") + (*first, "down") * self.reads_branch()
+        again = first * (mode == "full") + (*first, "down") * self.reads_branch()
         lora = self.lora_multiply_adds(again)
         return up + down + lora[0], backward + (recomputed if self.reads_branch() else 0) + lora[1]
 
@@ -491,10 +491,10 @@ class Block:
         tokens, states = BATCH * LENGTH, 16 * sum(sublayer.states() for sublayer in self.sublayers)
         total = tokens * FEATURES * x_itemsize + states
         for sublayer in self.sublayers:
-            level = self.recompute
-            if sublayer is self.mlp and self.op == "transformer_layer" and level == "selective":
-                level = "full"
-            elements, more = sublayer.saved(level)
+            mode = self.recompute
+            if sublayer is self.mlp and self.op == "transformer_layer" and mode == "selective":
+                mode = "full"
+            elements, more = sublayer.saved(mode)
             total += tokens * (elements * itemsize + more)
         if self.op == "transformer_layer" and self.recompute == "none" and not self.parallel:
             total += (len(self.sublayers) - 1) * tokens * FEATURES * x_itemsize  # what passes between the sublayers
@@ -507,17 +507,17 @@ class Block:
         """
         if self.op != "transformer_layer":
             return sum(self.sublayers[0].multiply_adds(self.recompute))
-        level = self.recompute
+        mode = self.recompute
         if self.parallel:
-            return sum(self.attention.multiply_adds(level)) + sum(
-                self.mlp.multiply_adds("none" if level == "none" else "full")
+            return sum(self.attention.multiply_adds(mode)) + sum(
+                self.mlp.multiply_adds("none" if mode == "none" else "full")
             )
-        total = sum(self.mlp.multiply_adds("none" if level == "none" else "full"))
+        total = sum(self.mlp.multiply_adds("none" if mode == "none" else "full"))
         for sublayer in self.sublayers[:-1]:
-            forward, backward = sublayer.multiply_adds("none" if level == "full" else level)
+            forward, backward = sublayer.multiply_adds("none" if mode == "full" else mode)
             out = sublayer.matmuls()["out"] + sum(sublayer.lora_matmuls().get("out", ()))
-            between = {"none": 0, "selective": out, "full": forward}[level]
-            total += forward + backward + between - (out if level != "none" and sublayer.reads_branch() else 0)
+            between = {"none": 0, "selective": out, "full": forward}[mode]
+            total += forward + backward + between - (out if mode != "none" and sublayer.reads_branch() else 0)
         return total
 
 
@@ -569,27 +569,27 @@ VARIANTS = (
 )  # fmt: skip
 
 
-def _parameters(chosen: Iterable[Block], levels: Iterable[str]) -> list:
-    each = [block.with_(recompute=level) for block in chosen for level in levels]
+def _parameters(chosen: Iterable[Block], modes: Iterable[str]) -> list:
+    each = [block.with_(recompute=mode) for block in chosen for mode in modes]
     return [pytest.param(block, id=str(block).replace(" ", "_")) for block in each]
 
 
-def variants(levels=LEVELS, names: tuple[str, ...] | None = None) -> list:
-    """pytest parameters: every variant, or those of these names, at every level."""
-    return _parameters([one for one in VARIANTS if names is None or one.name in names], levels)
+def variants(modes=MODES, names: tuple[str, ...] | None = None) -> list:
+    """pytest parameters: every variant, or those of these names, in every mode."""
+    return _parameters([one for one in VARIANTS if names is None or one.name in names], modes)
 
 
-def in_turn(chosen: Iterable[Block] = BLOCKS, levels=LEVELS, shift: int = 0) -> list:
-    """pytest parameters: every block once, the levels in turn, so that each op comes at each level.
+def in_turn(chosen: Iterable[Block] = BLOCKS, modes=MODES, shift: int = 0) -> list:
+    """pytest parameters: every block once, the modes in turn, so that each op comes in each mode.
 
-    With a shift from case to case of another option, each of its values comes with every level, and with every block.
+    With a shift from case to case of another option, each of its values comes with every mode, and with every block.
     """
-    each = [block.with_(recompute=levels[(i + shift) % len(levels)]) for i, block in enumerate(chosen)]
+    each = [block.with_(recompute=modes[(i + shift) % len(modes)]) for i, block in enumerate(chosen)]
     return [pytest.param(block, id=str(block).replace(" ", "_")) for block in each]
 
 
-def blocks(levels=LEVELS, *, names: tuple[str, ...] | None = None, dropout: bool = True) -> list:
-    """pytest parameters: every block, or those of these names, at every level."""
+def blocks(modes=MODES, *, names: tuple[str, ...] | None = None, dropout: bool = True) -> list:
+    """pytest parameters: every block, or those of these names, in every mode."""
     chosen = [block for block in BLOCKS if names is None or block.name in names]
     chosen = chosen if dropout else [block.without_dropout() for block in chosen]
-    return _parameters(chosen, levels)
+    return _parameters(chosen, modes)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 import ckptkern
 from ckptkern import eager, state
 
-LEVELS = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
 LAYERS = ("linear_act", "linear_stack", "mlp", "gated_mlp")  # ops with parameters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Their values are held to formulas in tests/triton_kernels/test_elementwise.py.
@@ -53,8 +53,8 @@ class Op:
     parameters  (features, hidden, out) -> shapes by name
     call        (tensors, **options) -> y
     plain       (tensors, act, drop) -> y in PyTorch ops
-    saved        (activation, level, features, hidden, out) -> (elements, mask bytes) per token that backward needs
-    matmuls    forward and backward GEMMs by level, all inputs trained
+    saved        (activation, mode, features, hidden, out) -> (elements, mask bytes) per token that backward needs
+    matmuls    forward and backward GEMMs by mode, all inputs trained
     masked      width of the tensor that dropout acts on, from (features, hidden, out); None: no dropout
     """
 
@@ -68,28 +68,28 @@ class Op:
     masked: Callable[[int, int, int], int] | None = None
 
 
-def _linear_act_saved(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
-    if activation == "identity" or level == "full":
+def _linear_act_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
+    if activation == "identity" or mode == "full":
         return d, 0
-    if activation == "relu" and level == "selective":
+    if activation == "relu" and mode == "selective":
         return d, -(-e // 8)
     return d + e, 0
 
 
-def _linear_stack_saved(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
-    if level == "full":
+def _linear_stack_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
+    if mode == "full":
         return d, -(-e // 8) if activation == "relu" else 0
     return d + h + (h + 1) + e, 0
 
 
-def _mlp_saved(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
-    if level == "full":
+def _mlp_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
+    if mode == "full":
         return d, 0
-    return d + h * (2 if level == "none" and activation != "relu" else 1), 0
+    return d + h * (2 if mode == "none" and activation != "relu" else 1), 0
 
 
-def _gated_mlp_saved(activation: str, level: str, d: int, h: int, e: int) -> tuple[int, int]:
-    return d + h * {"none": 3, "selective": 2, "full": 0}[level], 0
+def _gated_mlp_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
+    return d + h * {"none": 3, "selective": 2, "full": 0}[mode], 0
 
 
 def _stack_lists(t: Tensors) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -239,11 +239,11 @@ class Setup:
 
 def setups(
     activations: Iterable[str] = ("relu", "gelu"),
-    levels: Iterable[str] | None = None,
+    modes: Iterable[str] | None = None,
     dropout: Sequence[float] = (0.0,),
     ops: Iterable[str] | None = None,
 ) -> list:
-    """pytest parameters: every op × activation × level (by default all that there are) × dropout. The op dropout comes once,
+    """pytest parameters: every op × activation × mode (by default all that there are) × dropout. The op dropout comes once,
     with a probability."""
 
     def each() -> Iterator[Setup]:
@@ -254,9 +254,9 @@ def setups(
                 yield Setup(op, dropout_p=max(dropout) or P)
                 continue
             for activation in activations:
-                for level in op.matmuls if levels is None else levels:
+                for mode in op.matmuls if modes is None else modes:
                     for p in dropout if op.masked else (0.0,):
-                        yield Setup(op, activation, level, p)
+                        yield Setup(op, activation, mode, p)
 
     return [pytest.param(setup, id=str(setup)) for setup in each()]
 
@@ -436,7 +436,7 @@ class Watch(TorchDispatchMode):
     flops       multiply-adds times two of all matmuls
     registered  the same, by the formulas registered for ckptkern's ops and, outside of them, for aten's
     dtypes      (left, right) of every matmul, in order
-    strings     every string argument of ckptkern's ops, in order: levels, activations, ...
+    strings     every string argument of ckptkern's ops, in order: modes, activations, ...
     """
 
     def __init__(self):

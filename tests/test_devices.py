@@ -1,4 +1,4 @@
-"""What a training step asks of a device: layers at every level, autocast with a scaler, torch.compile, convert, replays, and a
+"""What a training step asks of a device: layers in every mode, autocast with a scaler, torch.compile, convert, replays, and a
 device that is not the current one. On a CPU the same tests run interpreted kernels, and a replay is another call."""
 
 import functools
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from architectures import ids
-from cases import LEVELS, SEED, P, Tensors, assert_same, assert_same_within_rounding, check_exactness, gradients
+from cases import MODES, SEED, P, Tensors, assert_same, assert_same_within_rounding, check_exactness, gradients
 from torch import Tensor, nn
 from training import build
 
@@ -49,9 +49,9 @@ def running(
 @pytest.mark.parametrize(
     ("layer", "dtype"), [(ENCODER, torch.bfloat16), (LLAMA, torch.float32)], ids=["encoder-bf16", "llama-fp32"]
 )
-def test_layers_at_every_level(layer, dtype, device):
-    """One result at every level, and as exact as PyTorch's; with dropout, and the MLP's backward in chunks of rows."""
-    first, *others = (layer(recompute=level).to(device, dtype) for level in LEVELS)
+def test_layers_in_every_mode(layer, dtype, device):
+    """One result in every mode, and as exact as PyTorch's; with dropout, and the MLP's backward in chunks of rows."""
+    first, *others = (layer(recompute=mode).to(device, dtype) for mode in MODES)
     tensors = leaves(first, device, dtype)
     expected = gradients(running(first), tensors)
     for other in others:

@@ -48,10 +48,10 @@ def test_a_module_stands_for_its_parameters_and_buffers():
     assert sorted(nbytes for _, _, nbytes in saved.tensors if nbytes) == [3 * 6 * 4, 3 * 8 * 4]
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
-def test_meta_tensors_are_counted_as_real_ones(level):
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_meta_tensors_are_counted_as_real_ones(mode):
     def count(device: str) -> list:
-        mlp = ckptkern.nn.MLP(16, 48, recompute=level, device=device)
+        mlp = ckptkern.nn.MLP(16, 48, recompute=mode, device=device)
         with ckptkern.memory.saved_tensors(mlp) as saved:
             mlp(torch.ones(5, 16, device=device, requires_grad=True))
         return saved.tensors

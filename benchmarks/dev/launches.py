@@ -95,11 +95,11 @@ def _quickest(calls: list[Callable[[], object]], rounds: int, batch: int = 20) -
     return least
 
 
-def caught_launches(case: str, level: str) -> list[trace.Caught]:
+def caught_launches(case: str, mode: str) -> list[trace.Caught]:
     """Triton's launches of a step of ours on an H200, of a case's first size."""
     item = next(item for item in cases.items("cuda") if item.case.name == case)
     model, x = trace.build(item)
-    step = trace.step(rates.GPUS["h200"], cases.ways(item.case)[f"ckptkern {level}"], model, x)
+    step = trace.step(rates.GPUS["h200"], cases.ways(item.case)[f"ckptkern {mode}"], model, x)
     return [launch.caught for launch in step.launches if launch.caught is not None]
 
 
@@ -136,11 +136,11 @@ def main() -> None:
     if rounds < 1:
         parser.error(f"--rounds must be at least 1, not {rounds}")
     print("host time of a launch / torch.add, without what the driver's launcher does; arguments passed + constants")
-    for case, level in STEPS.items():
-        made = costs(caught_launches(case, level), rounds)
+    for case, mode in STEPS.items():
+        made = costs(caught_launches(case, mode), rounds)
         mean = sum(one.adds for one in made) / len(made)
         verdict = "within" if mean <= MOST else "ABOVE"
-        print(f"{case} {level}: {len(made)} launches, {verdict} {MOST:.1f}: {mean:.2f}", flush=True)
+        print(f"{case} {mode}: {len(made)} launches, {verdict} {MOST:.1f}: {mean:.2f}", flush=True)
         for one in dict.fromkeys(one.name for one in made):
             of_name = [cost for cost in made if cost.name == one]
             least = min(of_name, key=lambda cost: cost.adds)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptkern.benchmarks.cases import BY_SUBLAYER, LEVELS, Item
+from ckptkern.benchmarks.cases import BY_SUBLAYER, MODES, Item
 from ckptkern.benchmarks.run import DEFAULT_RESULTS, say, select
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import routes as _routes
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.model", description=description.split("\n")[0])
     made.add_argument("--gpu", choices=rates.GPUS, default="h200", help="whose rates (default: %(default)s)")
     made.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
-    made.add_argument("--levels", default="", help=f"of ours: some of {','.join(LEVELS + BY_SUBLAYER)} (default: all)")
+    made.add_argument("--modes", default="", help=f"of ours: some of {','.join(MODES + BY_SUBLAYER)} (default: all)")
     made.add_argument(
         "--explain", nargs="?", const="", metavar="REGEX",
         help="print every launch, its price and what bounds it; of all steps, or of those whose 'CASE, WAY' matches",
@@ -79,8 +79,8 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
 
 
 def _published(args: argparse.Namespace) -> None:
-    if args.cases or args.levels or args.explain is not None or args.rates or args.calibrate:
-        raise ValueError("--published has cases, levels, GPUs and rates of its own: give it --out and --workers alone")
+    if args.cases or args.modes or args.explain is not None or args.rates or args.calibrate:
+        raise ValueError("--published has cases, modes, GPUs and rates of its own: give it --out and --workers alone")
     path = (args.out or DEFAULT_RESULTS / "model") / "published.csv"
     published.write(published.priced(workers=args.workers), path)
     text = published.table(path)
@@ -92,11 +92,11 @@ def _published(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 for arguments that make no sense."""
     args = parser().parse_args(argv)
-    levels = [level for level in args.levels.split(",") if level]
+    modes = [mode for mode in args.modes.split(",") if mode]
     gpu = rates.GPUS[args.gpu]
     try:
-        if unknown := set(levels) - {*LEVELS, *BY_SUBLAYER}:
-            raise ValueError(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS + BY_SUBLAYER)}")
+        if unknown := set(modes) - {*MODES, *BY_SUBLAYER}:
+            raise ValueError(f"--modes: {', '.join(sorted(unknown))} is none of {', '.join(MODES + BY_SUBLAYER)}")
         if args.workers < 1:
             raise ValueError(f"--workers: wanted at least 1 but got {args.workers}")
         re.compile(args.explain or "")
@@ -115,14 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"benchmarks.model: {error}")
         return 2
     with _choices.forced_route(args.route) if args.route else contextlib.nullcontext():
-        steps = sheet.traces(gpu, items, levels)
+        steps = sheet.traces(gpu, items, modes)
     codes = sheet.codes_of(gpu, steps, args.workers)
     if args.explain is not None:
         told = {name: trace for name, trace in steps.items() if re.search(args.explain, ", ".join(name))}
         print(sheet.explanation(gpu, told, codes))
     found = sheet.rows(gpu, steps, codes)
     print(sheet.table(gpu, found))
-    whole = not (args.cases or args.levels or args.rates or args.route)
+    whole = not (args.cases or args.modes or args.rates or args.route)
     if folder := args.out or (DEFAULT_RESULTS / "model" if whole else None):
         sheet.write(gpu, found, folder / f"{gpu.name}.csv")
         print(f"MODEL in {folder / gpu.name}.csv")

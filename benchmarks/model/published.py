@@ -57,7 +57,7 @@ class Group(NamedTuple):
 def _head(tokens: int, width: int, classes: int) -> Item:
     case = Case(
         f"linear_cross_entropy-V{classes}", lambda d: LossHead(d, classes), loss_head, {"cuda": [Size(width, tokens)]}, 1,
-        levels=("none", "full"), baselines={CHUNKED: lambda model, x: loss_head(model, "full", "256MiB")},
+        modes=("none", "full"), baselines={CHUNKED: lambda model, x: loss_head(model, "full", "256MiB")},
     )  # fmt: skip
     return Item(case, case.sizes["cuda"][0], 1)
 

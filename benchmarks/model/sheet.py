@@ -23,24 +23,24 @@ HEADER = (
 )  # fmt: skip
 
 
-def modelled(item: Item, levels: Sequence[str] = ()) -> dict[str, Maker]:
-    """The ways of an item that have a price: eager, two checkpoints, and ours at these levels (none given: at all)."""
+def modelled(item: Item, modes: Sequence[str] = ()) -> dict[str, Maker]:
+    """The ways of an item that have a price: eager, two checkpoints, and ours in these modes (none given: at all)."""
     found = {name: make for name, make in ways(item.case).items() if name in (EAGER, CHECKPOINT, SAVED)}
     for name, make in ways(item.case).items():
-        level = name.replace(",", "").split()[-1]
-        if (name.startswith("ckptkern") or name == OWN) and (not levels or level in (*levels, "ckptkern")):
+        mode = name.replace(",", "").split()[-1]
+        if (name.startswith("ckptkern") or name == OWN) and (not modes or mode in (*modes, "ckptkern")):
             found[name] = make
     return found
 
 
 def traces(
-    gpu: GPU, items: Iterable[Item], levels: Sequence[str] = (), only: Collection[tuple[str, str]] | None = None
+    gpu: GPU, items: Iterable[Item], modes: Sequence[str] = (), only: Collection[tuple[str, str]] | None = None
 ) -> dict[tuple[str, str], Trace]:
     """(case, way) -> its launches, of all or of `only` these."""
     found = {}
     for item in items:
         model, x = build(item)
-        for name, make in modelled(item, levels).items():
+        for name, make in modelled(item, modes).items():
             if only is None or (item.name, name) in only:
                 found[item.name, name] = step(gpu, make, model, x)
     return found

@@ -29,12 +29,12 @@ UNSEEN = object()
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
 
-def level_of(op: str, activation: str | None, level: str) -> str:
-    """An op's level in a model at `level`. What "selective" spares is attention and the bits of a relu: an MLP at "selective"
+def mode_of(op: str, activation: str | None, mode: str) -> str:
+    """An op's mode in a model at `mode`. What "selective" spares is attention and the bits of a relu: an MLP at "selective"
     would keep its widest tensors."""
-    if level != "selective" or op in ("transformer_layer", "attention_block"):
-        return level
-    return level if (op, activation) == ("linear_act", "relu") else "full"
+    if mode != "selective" or op in ("transformer_layer", "attention_block"):
+        return mode
+    return mode if (op, activation) == ("linear_act", "relu") else "full"
 
 
 def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -214,10 +214,10 @@ class Segment:
         self.biases = [one.index for one in firsts if one is not None]
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
-    def __call__(self, flat: list[Any], level: str) -> object:
+    def __call__(self, flat: list[Any], mode: str) -> object:
         arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x])))
         y = getattr(ops, self.op)(
-            flat[self.x], **arguments, recompute=level_of(self.op, self.template.get("activation"), level)
+            flat[self.x], **arguments, recompute=mode_of(self.op, self.template.get("activation"), mode)
         )
         return y if self.result is None else in_place(y, flat, *self.result)
 
@@ -257,7 +257,7 @@ def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: 
 class Forward:
     """What convert sets as a module's `forward`.
 
-    It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the level, or one for each
+    It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the mode, or one for each
     sublayer of a transformer_layer. store: where what is saved goes; a copy of the module has none.
     """
 
@@ -357,7 +357,7 @@ class General(Forward):
 
 
 class Own(Forward):
-    """The class's forward, which reads its module's own level, under a store."""
+    """The class's forward, which reads its module's own mode, under a store."""
 
     def run(self, *args, **kwargs):
         return self.original(*args, **kwargs)

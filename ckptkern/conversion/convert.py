@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from .. import nn as twins
 from ..extras import missing
 from ..nn.plain import untouched
-from ..ops.dispatch.checks import check_level
+from ..ops.dispatch.checks import check_mode
 from ..subclasses import own_dispatch
 from .alike import Proven
 from .binding import Forward, General, Runs
@@ -283,13 +283,13 @@ def convert(
     is gathered while it is proven. It must be the model whose forward the training calls. Its shards are afterwards as before.
 
     Raises TypeError if model is no nn.Module, ValueError for one that is compiled or that FullyShardedDataParallel already took
-    (convert first) and unknown levels. An error of the model's own call is its own.
+    (convert first) and unknown recompute modes. An error of the model's own call is its own.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, not {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ValueError("convert: the model is compiled: convert first, then compile")
-    check_level("convert", recompute)
+    check_mode("convert", recompute)
     check_not_fsdp1(model)
     check_not_split("convert", model)
     revert(model)

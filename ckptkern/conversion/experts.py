@@ -17,7 +17,7 @@ from ..eager import ACTIVATIONS
 from ..extras import missing
 from ..nn.experts import BIASES, check_layout
 from ..nn.twin import activation_in
-from ..ops.dispatch.checks import check_level
+from ..ops.dispatch.checks import check_mode
 from .leaves import Weight
 from .reading import Argument, Reading
 from .trace import Unreadable
@@ -103,9 +103,9 @@ def register_experts(name: str = "ckptkern", recompute: str = "full") -> None:
     parallelism each rank has its experts, and slots of others' are dropped, in backward too. Experts of another kind (a gate
     of their own, interleaved or transposed weights) raise TypeError when they are called.
 
-    recompute: the level, see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (level).
+    recompute: the mode, see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (mode).
     """
-    check_level("register_experts", recompute)
+    check_mode("register_experts", recompute)
     if hint := missing("transformers"):
         raise ImportError(hint)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

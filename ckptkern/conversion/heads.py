@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..memory import saved_tensors
 from ..nn.plain import dense, hooked, strided, untouched
 from ..subclasses import PLAIN
-from .binding import Forward, level_of
+from .binding import Forward, mode_of
 from .logits import Matmul, Step, Wanted
 from .proof import TOLERANCE, difference, results, rms, unmoved, wide
 from .report import Row
@@ -68,8 +68,8 @@ class Head(Forward):
     def run(self, *args, **kwargs):
         if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not self.takes(args[0]):
             return self.original(*args, **kwargs)
-        level = level_of(OP, None, self.recompute)
-        return Matmul(args[0], self.module.weight, self.module.bias, level, self.log).logits()
+        mode = mode_of(OP, None, self.recompute)
+        return Matmul(args[0], self.module.weight, self.module.bias, mode, self.log).logits()
 
     def takes(self, x: Tensor) -> bool:
         module = self.module
@@ -103,8 +103,8 @@ class Chain(NamedTuple):
     def plain(self, flat: list[Tensor]) -> Tensor:
         return self.after(F.linear(*flat))
 
-    def fused(self, flat: list[Tensor], level: str = "full") -> Tensor:
-        return self.after(Matmul(*flat, *[None] * (3 - len(flat)), level).logits())
+    def fused(self, flat: list[Tensor], mode: str = "full") -> Tensor:
+        return self.after(Matmul(*flat, *[None] * (3 - len(flat)), mode).logits())
 
     def after(self, values: Tensor) -> Tensor:
         for step in self.steps:
@@ -123,11 +123,11 @@ class Chain(NamedTuple):
         theirs, ours = (results(run, flat, list(range(len(flat))), []) for run in (self.plain, self.fused))
         return difference(ours, theirs)
 
-    def saved(self, level: str) -> tuple[int, int]:
+    def saved(self, mode: str) -> tuple[int, int]:
         """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
         flat, found, loss = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
         given = [one for one in leaves_of((loss.args, loss.kwargs)) if type(one) is Tensor]
-        for run in (self.plain, lambda flat: self.fused(flat, level)):
+        for run in (self.plain, lambda flat: self.fused(flat, mode)):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 run(flat)
             found.append(saved.bytes)
@@ -187,10 +187,10 @@ class Heads:
             passed = next((w.step.name for w in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
             return None if self.any_replaced else row, None
-        level = level_of(OP, None, recompute)
+        mode = mode_of(OP, None, recompute)
         with unmoved(module):
             row.error = max(chain.error() for chain in chains.values())
-            saved = [chain.saved(level) for chain in chains.values()]
+            saved = [chain.saved(mode) for chain in chains.values()]
         if row.error > TOLERANCE:
             row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
             return row, None

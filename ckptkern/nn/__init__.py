@@ -1,6 +1,6 @@
 """Drop-in modules: the constructor, parameter names, layout and initialisation of their torch.nn twins.
 
-Their state_dict is the twin's. A layer's keyword argument `recompute` is the level of the op it calls.
+Their state_dict is the twin's. A layer's keyword argument `recompute` is the mode of the op it calls.
 """
 
 import torch

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..ops.attention.masks import diagonal_of
 from ..ops.attention.sdpa import attention_with_weights
-from ..ops.dispatch.checks import check_level
+from ..ops.dispatch.checks import check_mode
 from ..ops.dispatch.choices import autocast_dtype
 from ..ops.dispatch.shard import refuse_shard
 from ..subclasses import PLAIN, own_dispatch
@@ -79,8 +79,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added, and may be
     trained. attn_mask may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
-    Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block at level
-    `recompute`. Everything else keeps the inputs, q, k, v, o and the logsumexp at every level, because projections and core
+    Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block in mode
+    `recompute`. Everything else keeps the inputs, q, k, v, o and the logsumexp in every mode, because projections and core
     are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and saves them: pass False if
     the weights are not needed.
     Dropout of the weights saves 16 bytes and draws the same mask with and without need_weights.
@@ -111,14 +111,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        check_level(type(self).__name__, recompute)
+        check_mode(type(self).__name__, recompute)
         self.recompute = recompute
 
     @classmethod
     def from_torch(cls, module: torch.nn.MultiheadAttention, recompute: str = "selective") -> MultiheadAttention:
         """A twin of `module` that shares its parameters, buffers, hooks and settings."""
         check_kind(cls, module, torch.nn.MultiheadAttention)
-        check_level(cls.__name__, recompute)
+        check_mode(cls.__name__, recompute)
         return share(cls, module, recompute=recompute)
 
     def extra_repr(self) -> str:

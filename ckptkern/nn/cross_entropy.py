@@ -11,7 +11,7 @@ from torch.nn.modules.loss import _WeightedLoss
 from .. import eager, ops
 from ..errors import ShapeError
 from ..ops.cross_entropy import check_scalars, loss_of_logits, scaled_and_capped
-from ..ops.dispatch.checks import check_choice, check_level
+from ..ops.dispatch.checks import check_choice, check_mode
 from ..ops.dispatch.choices import parse_bytes
 from .plain import composed, plain
 from .share import check_kind, share
@@ -74,7 +74,7 @@ class LinearCrossEntropyLoss(TWIN or _WeightedLoss):
 
     def _set(self, own: dict) -> None:
         check_scalars(self.label_smoothing, own["logit_scale"], own["softcap"], own["z_loss"])
-        check_level(NAME, own["recompute"])
+        check_mode(NAME, own["recompute"])
         parse_bytes(NAME, own["workspace"])
         self.__dict__.update(own)
 

@@ -256,8 +256,8 @@ class LlamaDecoderLayer(torch.nn.Module):
     num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads, intermediate_size to 4 hidden_size.
     qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: only tables that are passed rotate q and k.
     dropout of the attention weights, resid_dropout of both branches: replayed from 16 bytes each.
-    recompute (a level, or a pair of levels for attention and MLP), workspace: see ckptkern.transformer_layer. The q, k and v
-    weights are never concatenated.
+    recompute (a recompute mode, or a pair of recompute modes for attention and MLP), workspace: see
+    ckptkern.transformer_layer. The q, k and v weights are never concatenated.
     If a submodule is of another type (LoRA, another norm), has hooks or a weight that is no plain memory (parametrised,
     quantised, sharded), the layer is one ckptkern.checkpoint that calls it, and saves x as recompute="full" does.
     """

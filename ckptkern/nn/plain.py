@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ..ops.dispatch.choices import choose_level, log_composed
+from ..ops.dispatch.choices import choose_mode, log_composed
 from ..ops.dispatch.shard import refuse_shard
 from ..segments.checkpoint import checkpoint
 from ..subclasses import own_dispatch
@@ -92,7 +92,7 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     refuse_shard(f"{type(module).__name__} calls its submodules")
     if (
         not torch.is_grad_enabled()
-        or choose_level(module.recompute) in ("none", ("none", "none"))
+        or choose_mode(module.recompute) in ("none", ("none", "none"))
         or torch._C._are_functorch_transforms_active()
         or torch.compiler.is_exporting()
         or parametrize._cache_enabled

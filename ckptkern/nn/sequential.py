@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.dispatch.checks import check_count
-from ..ops.dispatch.choices import autocast_dtype, own_levels
+from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..segments import sequential
 from ..segments.checkpoint import checkpoint
 from .share import check_kind, share
@@ -75,8 +75,8 @@ class Sequential(torch.nn.Sequential):
 
 
 def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *args: Any) -> Tensor:
-    """x through the layers, each at its own level, also inside a segment."""
-    with nullcontext() if torch.compiler.is_compiling() else own_levels():  # compiled, ops keep to their levels anyway
+    """x through the layers, each in its own mode, also inside a segment."""
+    with nullcontext() if torch.compiler.is_compiling() else own_modes():  # compiled, ops keep to their modes anyway
         for layer in layers:
             x = layer(x, *args, **kwargs)
             if not isinstance(x, Tensor):
@@ -94,7 +94,7 @@ class LayerStack(torch.nn.ModuleList):
         x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
 
     Saved for backward: the input of each group of k layers, and `args` and `kwargs`, once. Backward runs a group again, in
-    which each layer saves what its own level says ("selective": x, o and lse), of k layers at a time. So k times fewer inputs
+    which each layer saves what its own mode says ("selective": x, o and lse), of k layers at a time. So k times fewer inputs
     are saved, for one more forward pass of all groups but the last: its backward comes at once, so it saves what its layers do.
     every: k; the last group takes what remains. options: those of `ckptkern.checkpoint`.
 

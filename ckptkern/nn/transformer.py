@@ -143,15 +143,15 @@ class _Layer:
         if arguments is None:
             return self._half(x, self.norm1, lambda h: self._sa_block(h, *masks))
         swapped = x.dim() == 3 and not self.self_attn.batch_first
-        level, _ = modes_of_sublayers(type(self).__name__, self.recompute)
-        y = ops.attention_block(x.transpose(0, 1) if swapped else x, **arguments, recompute=level)
+        mode, _ = modes_of_sublayers(type(self).__name__, self.recompute)
+        y = ops.attention_block(x.transpose(0, 1) if swapped else x, **arguments, recompute=mode)
         return y.transpose(0, 1) if swapped else y
 
     def _mlp_sublayer(self, x: Tensor, norm: torch.nn.Module, arguments: dict[str, Any] | None) -> Tensor:
         if arguments is None:
             return self._half(x, norm, self._ff_block)
-        _, level = modes_of_sublayers(type(self).__name__, self.recompute)
-        return ops.mlp_block(x, **arguments, recompute=level)
+        _, mode = modes_of_sublayers(type(self).__name__, self.recompute)
+        return ops.mlp_block(x, **arguments, recompute=mode)
 
 
 def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
@@ -170,7 +170,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule
     has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a key padding mask
     needs a gradient, the layer is one ckptkern.checkpoint that calls it, and keeps src as "full" does ("none": what its
-    modules keep). Global module hooks see the layer, not the submodules that its segments stand for. A pair of levels,
+    modules keep). Global module hooks see the layer, not the submodules that its segments stand for. A pair of modes,
     such as ("selective", "none"), is of attention and of the MLP.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to

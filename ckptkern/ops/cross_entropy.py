@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from .. import eager
 from ..errors import DtypeError, ShapeError
-from .dispatch.checks import check_choice, check_input, check_level, check_number, check_tensor, check_weight
+from .dispatch.checks import check_choice, check_input, check_mode, check_number, check_tensor, check_weight
 from .dispatch.choices import (
     autocast_off,
     cast_input,
     choose_backend,
-    choose_level,
+    choose_mode,
     choose_workspace,
     compose,
     matmul_precision,
@@ -319,7 +319,7 @@ def linear_cross_entropy(
         counted.
 
     A floating-point target of shape [..., V] holds probabilities of classes, and runs as PyTorch ops on all logits.
-    Inside torch.utils.checkpoint the level is "none": the checkpoint already recomputes the segment.
+    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the segment.
     Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
     DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
     """
@@ -342,7 +342,7 @@ def linear_cross_entropy(
             loss, lse = loss_of_logits(z, target, weight, reduction, ignore_index, label_smoothing, z_loss)
         return (loss, lse) if return_lse else loss
     options = LinearCrossEntropyOptions(
-        label_smoothing, logit_scale, softcap, ignore_index, first, name, size, vocab_start is None, choose_level(recompute),
+        label_smoothing, logit_scale, softcap, ignore_index, first, name, size, vocab_start is None, choose_mode(recompute),
         choose_backend(NAME, x), matmul_precision(x), choose_workspace(NAME, workspace, x),
     )  # fmt: skip
     losses, squares, lse = _apply(options, x, linear_weight, linear_bias, target, weight).unbind(0)
@@ -388,7 +388,7 @@ def loss_of_logits(
 
 
 def check_arguments(x, w, b, weight, reduction: str, recompute: str) -> None:
-    check_level(NAME, recompute)
+    check_mode(NAME, recompute)
     check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
     check_input(NAME, x)
     check_weight(NAME, "linear_weight", w, b, x, x.shape[-1], "input")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from .. import eager
 from ..errors import DtypeError, ShapeError
 from .dispatch.checks import check_input, check_options, check_tensor
-from .dispatch.choices import cast_input, choose_backend, choose_level, matmul_precision, primitives
+from .dispatch.choices import cast_input, choose_backend, choose_mode, matmul_precision, primitives
 from .registration.functions import build
 from .registration.gradients import main_grad_of
 from .registration.needs import flags, needed
@@ -168,7 +168,7 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
 
 def _call(op, x, index, s, w, b, wd, bd, activation, recompute):
     x = cast_input(op, x, w, b, wd, bd)
-    options = ExpertsOptions(activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x))
+    options = ExpertsOptions(activation, choose_mode(recompute), choose_backend(op, x), matmul_precision(x))
     return _apply(options, x, index, s, w, b, wd, bd)
 
 
@@ -201,10 +201,10 @@ def moe_mlp(
         "none", "selective"  x, g, u, routing    9
         "full"               x, routing         11
 
-    Routing is top_k_index, top_k_weights, 8 bytes a slot and 4 an expert. h is saved at no level: the pass that reads g and u
+    Routing is top_k_index, top_k_weights, 8 bytes a slot and 4 an expert. h is saved in no mode: the pass that reads g and u
     writes it, times its weight, as the gradient of down_weight wants it.
     Gradients of one expert are summed in float32 and rounded once, or added to a weight's `main_grad`.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level),
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode),
     RuntimeError (backend).
     """
     op = "moe_mlp"
@@ -245,7 +245,7 @@ def grouped_gated_mlp(
 
     row_weights: [R], what y's rows are multiplied by, or None. Weights that are applied outside of the op need its output
     saved; here they need none. Dispatch and combine stay outside: "full" saves these rows, and recompute never communicates.
-    Dtypes, levels and errors: see moe_mlp, which runs.
+    Dtypes, modes and errors: see moe_mlp, which runs.
     """
     op = "grouped_gated_mlp"
     check_options(op, activation, recompute)

@@ -235,7 +235,7 @@ def transformer_layer(
         "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o
         "full"       x
 
-    and key_value itself. "none" and "selective" keep these of both attentions. A pair of levels, of the attentions and of the
+    and key_value itself. "none" and "selective" keep these of both attentions. A pair of modes, of the attentions and of the
     MLP, makes each sublayer a segment of its own, which saves its input: ("selective", "full") is "selective" with what passes
     between the sublayers saved, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
@@ -245,14 +245,14 @@ def transformer_layer(
     check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
     if cross_attention_arguments is not None:
         check_cross(op, cross_attention_arguments, parallel)
-    levels = modes_of_sublayers(op, recompute)
+    modes = modes_of_sublayers(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
         check_parallel(op, attention_arguments, mlp_arguments)
         mlp_arguments = dict(mlp_arguments) | {"residual": False}
     given = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
     if not isinstance(recompute, str):
-        return _by_sublayers(x, given, mlp_arguments, levels, parallel, training=training, workspace=workspace)
+        return _by_sublayers(x, given, mlp_arguments, modes, parallel, training=training, workspace=workspace)
     if ACTIVE.shard is not None:
         return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
     sublayers = [

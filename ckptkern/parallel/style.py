@@ -29,9 +29,9 @@ class TensorParallel(ParallelStyle):
 
     x: what the block takes, [..., S, d], equal on all ranks; y alike. sequence_parallel: x and y are this rank's rows,
     [..., S/n, d], as many on each, and every other argument is that of all rows; an all-gather and a reduce-scatter take the
-    all-reduce's place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and levels are the block's.
+    all-reduce's place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and modes are the block's.
 
-    Saved for backward: of each sublayer its x (this rank's rows under sequence_parallel), 1/n of what else the level saves, 16
+    Saved for backward: of each sublayer its x (this rank's rows under sequence_parallel), 1/n of what else the mode saves, 16
     bytes for each dropout, and the input of a norm behind the branch. Dropout draws the masks of the unsharded block if the
     ranks of the group are seeded alike; their first states are compared.
 

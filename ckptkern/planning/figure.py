@@ -18,10 +18,10 @@ def draw_timelines(timelines: dict[str, Timeline], path: str | os.PathLike) -> N
     axes = figure.add_subplot()
     top = max(one.peak for one in timelines.values())
     unit, size = next(((unit, size) for unit, size in UNITS if top >= size), UNITS[-1])
-    for level, one in timelines.items():
+    for mode, one in timelines.items():
         heights = [n / size for n in one.bytes]
-        label = f"{level}: peak {three_digits(one.peak / size)} {unit}"
-        axes.step(places(one), heights, where="post", color=COLORS.get(level), linewidth=1.4, label=label)
+        label = f"{mode}: peak {three_digits(one.peak / size)} {unit}"
+        axes.step(places(one), heights, where="post", color=COLORS.get(mode), linewidth=1.4, label=label)
     axes.axvline(1.0, color="#9aa3ab", linewidth=1.0, linestyle=":")
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)

@@ -112,11 +112,11 @@ class Table:
         seconds, flops, workspace = self.kinds[row.kind].costs[strategy]
         return Cost(None if seconds is None else seconds * row.calls, flops * row.calls, workspace)
 
-    def uniform(self, level: str) -> list[int]:
-        """Every segment at one level."""
+    def uniform(self, mode: str) -> list[int]:
+        """Every segment in one mode."""
         return [
-            row.strategies.index(Strategy(level))
-            if Strategy(level) in row.strategies
+            row.strategies.index(Strategy(mode))
+            if Strategy(mode) in row.strategies
             else row.strategies.index(Strategy("full"))
             for row in self.rows
         ]
@@ -355,7 +355,7 @@ def measure(
     strategies: Sequence[list[Strategy]],
     shown: Callable[[str], None],
 ) -> Table:
-    """The table of a model's segments in their strategies. The model, its levels and random states are afterwards as before.
+    """The table of a model's segments in their strategies. The model, its modes and random states are afterwards as before.
 
     strategies: of each segment. shown: is told what is measured.
     """

@@ -191,7 +191,7 @@ def plan(
 
     Segments are modules of ckptkern.nn and what convert made; a model without any is converted first. Members of lists of
     layers that have no segment inside may become general segments (ckptkern.checkpoint). The strategies of a segment are its
-    levels; those of a layer also a level for each sublayer, such as "full/none"; and each of them with what is saved going to
+    modes; those of a layer also a mode for each sublayer, such as "full/none"; and each of them with what is saved going to
     one of `stores`.
 
     What is measured: saved bytes of every segment, exactly, by forwards of the model that hold nothing; time, matmuls and

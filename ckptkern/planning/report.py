@@ -1,4 +1,4 @@
-"""report: what each segment of a model keeps and costs at each level, beside stock PyTorch."""
+"""report: what each segment of a model keeps and costs in each mode, beside stock PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..conversion.proof import unmoved
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of
 from ..extras import missing
-from ..ops.dispatch.checks import LEVELS
+from ..ops.dispatch.checks import MODES
 from .measure import Cost, Table, measure, no_main_grad
 from .plan import found_segments, time_of
 from .segments import Segment, Strategy, check_model, segments_of, stock
@@ -28,7 +28,7 @@ STOCK = "stock PyTorch"
 
 @dataclasses.dataclass
 class Line:
-    """A segment at a level, "stock PyTorch" for its forward before convert.
+    """A segment in a mode, "stock PyTorch" for its forward before convert.
 
     saved: bytes that it saves for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
     their matmuls. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
@@ -38,7 +38,7 @@ class Line:
     name: str
     kind: str
     replaced_by: str
-    level: str
+    mode: str
     saved: int
     seconds: float | None
     flops: int
@@ -49,9 +49,9 @@ class Line:
 class Report:
     """print(report) shows the segments, those that are alike in one line, and the whole model.
 
-    lines: of all segments, in the model's order. totals: bytes that the whole model keeps, by level, with segments that do not
+    lines: of all segments, in the model's order. totals: bytes that the whole model keeps, by mode, with segments that do not
     have it at "full"; "stock PyTorch" is left out if a segment has no stock forward. timelines: memory
-    over one step, by level; empty on the meta device.
+    over one step, by mode; empty on the meta device.
     """
 
     lines: list[Line]
@@ -66,7 +66,7 @@ class Report:
             writer.writerows(map(dataclasses.asdict, self.lines))
 
     def figure(self, path: str | os.PathLike) -> None:
-        """Draws memory over the step, one curve for each level, into a file (PNG, SVG, PDF). Needs matplotlib."""
+        """Draws memory over the step, one curve for each mode, into a file (PNG, SVG, PDF). Needs matplotlib."""
         if hint := missing("matplotlib"):
             raise ImportError(f"report: {hint}")
         if not self.timelines:
@@ -76,13 +76,13 @@ class Report:
         draw_timelines(self.timelines, path)
 
     def __str__(self) -> str:
-        text = [("segment", "replaced by", "level", "saved", "of stock", "time", "GFLOP", "workspace")]
+        text = [("segment", "replaced by", "mode", "saved", "of stock", "time", "GFLOP", "workspace")]
         for names, lines in self._alike():
-            before = next((line.saved for line in lines if line.level == STOCK), None)
+            before = next((line.saved for line in lines if line.mode == STOCK), None)
             for i, line in enumerate(lines):
                 text.append(
                     (
-                        name_of(names) if i == 0 else "", line.replaced_by if i == 0 else "", line.level,
+                        name_of(names) if i == 0 else "", line.replaced_by if i == 0 else "", line.mode,
                         memory.format_size(line.saved),
                         f"{line.saved / before:.1%}" if before else "",
                         time_of(line.seconds),
@@ -94,10 +94,10 @@ class Report:
 
     def _totals(self) -> list[str]:
         rows = []
-        for level, saved in self.totals.items():
-            peak = self.timelines[level].peak if level in self.timelines else None
+        for mode, saved in self.totals.items():
+            peak = self.timelines[mode].peak if mode in self.timelines else None
             rows.append(
-                (f"  {level}", memory.format_size(saved), "" if peak is None else f"peak {memory.format_size(peak)}")
+                (f"  {mode}", memory.format_size(saved), "" if peak is None else f"peak {memory.format_size(peak)}")
             )
         return aligned(rows)
 
@@ -108,7 +108,7 @@ class Report:
             of_name.setdefault(line.name, []).append(line)
         groups: dict[tuple, list[str]] = {}
         for name, lines in of_name.items():
-            key = tuple((one.kind, one.replaced_by, one.level, one.saved, one.flops, one.seconds) for one in lines)
+            key = tuple((one.kind, one.replaced_by, one.mode, one.saved, one.flops, one.seconds) for one in lines)
             groups.setdefault(key, []).append(name)
         for names in groups.values():
             yield names, of_name[names[0]]
@@ -125,14 +125,14 @@ def lines_of(table: Table) -> list[Line]:
             (str(strategy), held.bytes, cost)
             for strategy, held, cost in zip(row.strategies, row.held, kind.costs, strict=True)
         ]
-        for level, saved, cost in found:
-            lines.append(Line(segment.name, type(segment.module).__name__, segment.replaced_by, level, saved, *cost))
+        for mode, saved, cost in found:
+            lines.append(Line(segment.name, type(segment.module).__name__, segment.replaced_by, mode, saved, *cost))
     return lines
 
 
-def levels_of(segment: Segment) -> list[Strategy]:
-    """One level for the whole segment."""
-    return [Strategy(level) for level in segment.levels() if isinstance(level, str)]
+def modes_of(segment: Segment) -> list[Strategy]:
+    """One mode for the whole segment."""
+    return [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
 
 
 # -- memory over one step
@@ -184,30 +184,30 @@ def timeline(model: nn.Module, args: tuple, kwargs: dict[str, Any], device: torc
 
 
 def timelines(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], table: Table, levels: Sequence[str]
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], table: Table, modes: Sequence[str]
 ) -> dict[str, memory.Timeline]:
-    """Of the levels that fit."""
+    """Of the modes that fit."""
     if table.device.type == "meta":
         return {}
     found = {}
     before = [row.segment.strategy for row in table.rows]
     try:
-        for level in levels:
-            if level == STOCK:
+        for mode in modes:
+            if mode == STOCK:
                 with stock(model):
-                    found[level] = timeline(model, args, kwargs, table.device)
+                    found[mode] = timeline(model, args, kwargs, table.device)
                 continue
-            for row, strategy in zip(table.rows, table.uniform(level), strict=True):
+            for row, strategy in zip(table.rows, table.uniform(mode), strict=True):
                 row.segment.set(row.strategies[strategy])
-            found[level] = timeline(model, args, kwargs, table.device)
+            found[mode] = timeline(model, args, kwargs, table.device)
     finally:
         for row, strategy in zip(table.rows, before, strict=True):
             row.segment.set(strategy)
-    return {level: one for level, one in found.items() if one is not None}
+    return {mode: one for mode, one in found.items() if one is not None}
 
 
 def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Report:
-    """Measures what each segment of a model keeps and costs at each level, and stock PyTorch beside it.
+    """Measures what each segment of a model keeps and costs in each mode, and stock PyTorch beside it.
 
         report = ckptkern.report(model, input_ids)
         print(report)
@@ -218,8 +218,8 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
     model is as before in any case. Members of lists of layers without a segment inside are shown as general segments.
 
     Saved bytes are counted, and exact, on any device. Times are medians of one segment of each kind, run alone in turns with
-    its other levels, on the input that it has in the model. matmuls: torch's FlopCounterMode. Memory over the step: what the
-    profiler saw the allocator do in one training step of the whole model at each level; a level that does not fit is left out.
+    its other modes, on the input that it has in the model. matmuls: torch's FlopCounterMode. Memory over the step: what the
+    profiler saw the allocator do in one training step of the whole model in each mode; a mode that does not fit is left out.
 
     example_inputs, example_kwargs: a call of the model, of the size that training has. If the output has a `loss`, that is
     differentiated, else the sum of its floating-point tensors.
@@ -231,9 +231,9 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
     try:
         with progress("report") as shown:
             segments = found_segments(model, example_inputs, example_kwargs, None, None)
-            table = measure(model, example_inputs, example_kwargs, segments, list(map(levels_of, segments)), shown)
+            table = measure(model, example_inputs, example_kwargs, segments, list(map(modes_of, segments)), shown)
             totals = {} if table.eager_saved is None else {STOCK: table.eager_saved}
-            totals |= {level: table.saved(table.uniform(level)) for level in LEVELS}
+            totals |= {mode: table.saved(table.uniform(mode)) for mode in MODES}
             shown("memory over a step")
             over_time = timelines(model, example_inputs, example_kwargs, table, list(totals))
     finally:

@@ -1,4 +1,4 @@
-"""The segments of a model: the modules that have a level, the strategies in which each may run, and its stock forward."""
+"""The segments of a model: the modules that have a mode, the strategies in which each may run, and its stock forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.convert import TWINNED, Which, check_not_split, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.plain import runs_class_forward
-from ..ops.dispatch.checks import LEVELS
+from ..ops.dispatch.checks import MODES
 from ..storage import Store
 
 LAYERS = (twins.LlamaDecoderLayer, twins.TransformerEncoderLayer, twins.TransformerDecoderLayer)
@@ -27,19 +27,19 @@ OURS = tuple(
 
 
 class Strategy(NamedTuple):
-    """A level, or one for each half of a layer, and where what is saved goes: None stays on the device."""
+    """A mode, or one for each half of a layer, and where what is saved goes: None stays on the device."""
 
-    level: str | tuple[str, str]
+    mode: str | tuple[str, str]
     store: Store | None = None
 
     def __str__(self) -> str:
-        level = self.level if isinstance(self.level, str) else "/".join(self.level)
-        return level if self.store is None else f"{level} + {type(self.store).__name__}"
+        mode = self.mode if isinstance(self.mode, str) else "/".join(self.mode)
+        return mode if self.store is None else f"{mode} + {type(self.store).__name__}"
 
 
 class Segment(NamedTuple):
-    """A module that has a level. replaced_by: as in a row of Conversion. is_block: a module that may become a general segment,
-    and is none at level "none"."""
+    """A module that has a mode. replaced_by: as in a row of Conversion. is_block: a module that may become a general segment,
+    and is none in mode "none"."""
 
     name: str
     module: nn.Module
@@ -71,11 +71,11 @@ class Segment(NamedTuple):
         if strategy != self.strategy:
             forward = self.stand_in(strategy)
             if not self.is_block and (forward is None or isinstance(forward, Own)):
-                self.module.recompute = strategy.level
+                self.module.recompute = strategy.mode
             if forward is not None:
-                forward.store, forward.recompute = strategy.store, strategy.level
+                forward.store, forward.recompute = strategy.store, strategy.mode
             for _, _, run in forward.runs if isinstance(forward, Runs) else ():
-                run.recompute = strategy.level
+                run.recompute = strategy.mode
 
     def stand_in(self, strategy: Strategy) -> Forward | None:
         """What stands in for its class's forward in this strategy; what is not needed goes."""
@@ -91,16 +91,16 @@ class Segment(NamedTuple):
             forward = None
         return forward
 
-    def levels(self) -> list[str | tuple[str, str]]:
-        """Its levels; for a layer of two sublayers, those of each sublayer too."""
+    def modes(self) -> list[str | tuple[str, str]]:
+        """Its modes; for a layer of two sublayers, those of each sublayer too."""
         if self.replaced_by == "checkpoint":
             return ["none", "full"]
         if self.replaced_by != "transformer_layer":
-            return list(LEVELS)
-        return [*LEVELS, *itertools.product(LEVELS, LEVELS)]
+            return list(MODES)
+        return [*MODES, *itertools.product(MODES, MODES)]
 
     def strategies(self, stores: Sequence[Store]) -> list[Strategy]:
-        return [Strategy(level, store) for store in (None, *stores) for level in self.levels()]
+        return [Strategy(mode, store) for store in (None, *stores) for mode in self.modes()]
 
 
 def segments_of(
@@ -108,7 +108,7 @@ def segments_of(
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
 ) -> list[Segment]:
-    """The outermost modules that have a level, in the model's order. include, exclude: as in convert."""
+    """The outermost modules that have a mode, in the model's order. include, exclude: as in convert."""
     found: list[Segment] = []
     seen: set[int] = set()
 
@@ -128,7 +128,7 @@ def segments_of(
 
 
 def server_of(module: nn.Module) -> str | None:
-    """What replaces a module that has a level."""
+    """What replaces a module that has a mode."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, Fused):
         return next(one.op for one in forward.segments.values() if one is not None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import memory
 from ..conversion import Conversion, Row, convert
 
-LEVELS = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
 
 HELP = """\
 FUNCTION takes no arguments and returns the model, or (model, inputs): a tensor, a tuple of positional arguments, or a dict of
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = HELP
     parser.add_argument("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
-    parser.add_argument("--recompute", choices=LEVELS, default="selective", help="the level (default: %(default)s)")
+    parser.add_argument("--recompute", choices=MODES, default="selective", help="the mode (default: %(default)s)")
     parser.add_argument(
         "--include", action="append", help="only modules of this name, wildcards allowed; may be repeated"
     )

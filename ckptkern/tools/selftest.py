@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 @dataclass(frozen=True)
 class Op:
-    """An op, the same in PyTorch ops, and what it keeps: (level, relu?) -> (elements, mask bytes) per token."""
+    """An op, the same in PyTorch ops, and what it keeps: (mode, relu?) -> (elements, mask bytes) per token."""
 
     shapes: dict[str, tuple[int, ...]]  # parameters
     fused: Callable[..., Tensor]  # (x, *parameters, activation=, recompute=)
@@ -56,31 +56,27 @@ OPS = {
         {"weight": (OUT, FEATURES), "bias": (OUT,)},
         ops.linear_act,
         lambda act, x, w, b: act(F.linear(x, w, b)),
-        lambda level, relu: (
-            (FEATURES, -(-OUT // 8))
-            if level == "selective" and relu
-            else (FEATURES + (0 if level == "full" else OUT), 0)
+        lambda mode, relu: (
+            (FEATURES, -(-OUT // 8)) if mode == "selective" and relu else (FEATURES + (0 if mode == "full" else OUT), 0)
         ),
     ),
     "linear_stack": Op(
         {"weight 0": (HIDDEN, FEATURES), "bias 0": (HIDDEN,), "weight 1": (OUT, HIDDEN), "bias 1": (OUT,)},
         lambda x, w0, b0, w1, b1, **options: ops.linear_stack(x, [w0, w1], [b0, b1], **options),
         _stack_plain,
-        lambda level, relu: (
-            (FEATURES, -(-OUT // 8) if relu else 0) if level == "full" else (FEATURES + HIDDEN + OUT, 0)
-        ),
+        lambda mode, relu: (FEATURES, -(-OUT // 8) if relu else 0) if mode == "full" else (FEATURES + HIDDEN + OUT, 0),
     ),
     "mlp": Op(
         {"fc1_weight": (HIDDEN, FEATURES), "fc1_bias": (HIDDEN,), "fc2_weight": (OUT, HIDDEN), "fc2_bias": (OUT,)},
         ops.mlp,
         lambda act, x, w1, b1, w2, b2: F.linear(act(F.linear(x, w1, b1)), w2, b2),
-        lambda level, relu: (FEATURES + HIDDEN * {"none": 1 if relu else 2, "selective": 1, "full": 0}[level], 0),
+        lambda mode, relu: (FEATURES + HIDDEN * {"none": 1 if relu else 2, "selective": 1, "full": 0}[mode], 0),
     ),
     "gated_mlp": Op(
         {"gate_weight": (HIDDEN, FEATURES), "up_weight": (HIDDEN, FEATURES), "down_weight": (OUT, HIDDEN)},
         ops.gated_mlp,
         lambda act, x, g, u, d: F.linear(act(F.linear(x, g)) * F.linear(x, u), d),
-        lambda level, relu: (FEATURES + HIDDEN * {"none": 3, "selective": 2, "full": 0}[level], 0),
+        lambda mode, relu: (FEATURES + HIDDEN * {"none": 3, "selective": 2, "full": 0}[mode], 0),
     ),
 }
 
@@ -187,7 +183,7 @@ def check_dropout(device: str, backend: str) -> Iterator[Result]:
 
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
-    """Outputs, gradients and saved bytes at the three levels."""
+    """Outputs, gradients and saved bytes at the three recompute modes."""
     op, act = OPS[name], ACTIVATIONS[activation]
     generator = torch.Generator().manual_seed(0)
 
@@ -203,20 +199,20 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
     exact = gradients(lambda: op.plain(act, *doubles.values()), doubles, dy.double())
     eager = relative_errors(gradients(lambda: op.plain(act, *leaves.values()), leaves, dy), exact)
     parameters = [leaf for key, leaf in leaves.items() if key != "x"]
-    for level in _checks.LEVELS:
+    for mode in _checks.MODES:
 
-        def fused(level: str = level) -> Tensor:
+        def fused(mode: str = mode) -> Tensor:
             with ops.backend(backend):
-                return op.fused(*leaves.values(), activation=activation, recompute=level)
+                return op.fused(*leaves.values(), activation=activation, recompute=mode)
 
         with saved_tensors(exclude=parameters) as saved:
             fused()
         ratio, worst = error_ratio(relative_errors(gradients(fused, leaves, dy), exact), eager, dtype)
-        elements, mask_bytes = op.saved(level, activation == "relu")
+        elements, mask_bytes = op.saved(mode, activation == "relu")
         wanted = TOKENS * (elements * dtype.itemsize + mask_bytes)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
         faults += [] if saved.bytes == wanted else [f"keeps {saved.bytes} B, documented are {wanted}"]
-        what = f"{name} {activation} {level}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
+        what = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
         yield f"{what}: error {ratio:.2f} of eager's, {saved.bytes / TOKENS:g} B/token", "; ".join(faults) or None
 
 

@@ -35,10 +35,10 @@ def test_every_step_is_measured_and_judged(report):
     found = {}
     for line in report:
         if not line.startswith(" "):
-            case, level, count, verdict, mean = re.fullmatch(
+            case, mode, count, verdict, mean = re.fullmatch(
                 rf"(\S+) (\w+): (\d+) launches, (within|ABOVE) {launches.MOST:.1f}: ([\d.]+)", line
             ).groups()
-            found[case] = level
+            found[case] = mode
             assert int(count) >= 2
             if float(mean) != launches.MOST:  # as printed, rounded
                 assert verdict == ("within" if float(mean) < launches.MOST else "ABOVE")

@@ -50,8 +50,8 @@ def test_ours_are_right_at_any_sizes(op, variant):
     model, x, dy = cases.build(made, CPU)
     assert model.training == (not made.case.drops)
     judge = measure.Judge(made, model, x, dy)
-    for level in made.case.levels:
-        assert judge.ratio(made.case.ours(model, level))[0] <= 2
+    for mode in made.case.modes:
+        assert judge.ratio(made.case.ours(model, mode))[0] <= 2
     shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
     if "experts" in micro.OPS[op].defaults:
         assert {(3, 80, 32), (3, 32, 40)} <= shapes
@@ -70,14 +70,14 @@ def test_dropout_is_drawn_where_it_is_timed():
     for op in ("mlp", "gated_mlp", "mlp_block", "attention_block", "transformer_layer", "scaled_dot_product_attention"):
         made = sized(op, dropout=0.5)
         model, x, _ = cases.build(made, CPU)
-        for function in (model, made.case.ours(model, made.case.levels[0])):
+        for function in (model, made.case.ours(model, made.case.modes[0])):
             for training in (False, True):
                 model.train(training)
                 assert torch.equal(function(x), function(x)) != training, op
 
 
 def test_an_op_from_the_command_line(tmp_path, capsys):
-    arguments = "--op mlp --features 16 --hidden 24 --tokens 8 --activation relu --dtype bf16 --levels selective,full"
+    arguments = "--op mlp --features 16 --hidden 24 --tokens 8 --activation relu --dtype bf16 --modes selective,full"
     status, rows = bench(tmp_path, *arguments.split())
     assert status == 0
     assert {"eager", *cases.CHECKPOINTS, "ckptkern selective", "ckptkern full"} <= set(rows)
@@ -106,8 +106,8 @@ def test_an_op_from_the_command_line(tmp_path, capsys):
         ("--op attention_block --features 30 --heads 4", "--features 30 is no multiple of --heads 4"),
         ("--op attention_block --heads 8 --kv-heads 3", "--heads 8 is no multiple of --kv-heads 3"),
         ("--op attention_block --length 100", "--tokens 1024 is no multiple of --length 100"),
-        ("--op varlen_attn --levels full", "--levels does not apply to --op varlen_attn"),
-        ("--op mlp --levels some", "--levels: wanted some of none, selective, full, with commas, but got 'some'"),
+        ("--op varlen_attn --modes full", "--modes does not apply to --op varlen_attn"),
+        ("--op mlp --modes some", "--modes: wanted some of none, selective, full, with commas, but got 'some'"),
         ("--op mlp --tokens 1000000000000", "are free on cpu: take fewer --tokens, or smaller sizes"),
         ("--op mlp --features 100000000000000", "no such tensors can be made"),
         ("--case nowhere.py:f", "there is no file nowhere.py"),
@@ -180,13 +180,13 @@ def test_a_module_of_ones_own(file, tmp_path):
     """Dropout, batch statistics, a loss, an input that is no x, an unused parameter: each way is right."""
     status, rows = bench(tmp_path / "out", "--case", f"{file}:build")
     assert status == 0, rows
-    ways = {"eager", *cases.CHECKPOINTS, *(f"ckptkern {level}" for level in (*cases.LEVELS, "checkpoint"))}
+    ways = {"eager", *cases.CHECKPOINTS, *(f"ckptkern {mode}" for mode in (*cases.MODES, "checkpoint"))}
     assert {way: row["status"] for way, row in rows.items()} == dict.fromkeys(ways, "ok")
     assert {row["note"] for row in rows.values()} == {measure.DROPS}
     assert {row["case"] for row in rows.values()} == {"a_module.build/8"}
     assert int(rows["ckptkern full"]["saved_bytes"]) < int(rows["ckptkern none"]["saved_bytes"])
 
-    _, rows = bench(tmp_path / "out", "--case", f"{file}:plain", "--levels", "full", "--dtype", "bf16")
+    _, rows = bench(tmp_path / "out", "--case", f"{file}:plain", "--modes", "full", "--dtype", "bf16")
     assert (rows["ckptkern full"]["saved_bytes"], rows["ckptkern full"]["dtype"]) == (str(4 * 8 * 2), "bfloat16")
     assert "ckptkern none" not in rows
 
@@ -258,7 +258,7 @@ def test_times_of_another_torch_are_not_compared_and_bytes_are(tmp_path):
 
 
 def test_compare_reads_before_it_writes(tmp_path, capsys):
-    arguments = ["--op", "linear_act", "--features", "8", "--tokens", "4", "--levels", "full"]
+    arguments = ["--op", "linear_act", "--features", "8", "--tokens", "4", "--modes", "full"]
     bench(tmp_path, *arguments)
     path = tmp_path / "results.csv"
     path.write_text(path.read_text().replace("ckptkern full", "ckptkern old"))

@@ -412,7 +412,7 @@ def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     process = outside.start(
         str(outside.ROOT / "tests" / "modelled.py"), str(folder / "launched.json"), "--cases", "linear_act-relu/d4096x128",
-        "--levels", "selective,full", "--explain", "ckptkern full", "--workers", "1", "--out", str(folder),
+        "--modes", "selective,full", "--explain", "ckptkern full", "--workers", "1", "--out", str(folder),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     out, error = process.communicate()
@@ -440,8 +440,8 @@ def test_launches_of_experts(outcome):
     """Tiles, gate and up, tiles, down, and the sum over each row's experts. Backward has no gathered row to add up."""
     launched, *_ = outcome
     rows, router = 8192 * 8, 3 * 2 * 8192 * 8 * 2048
-    for level, matmuls, first in (("selective", 9, "experts_act_grad"), ("full", 11, "experts_bwd")):
-        found = launched[f"h200 moe_mlp-silu/d2048x8192 ckptkern {level}"]
+    for mode, matmuls, first in (("selective", 9, "experts_act_grad"), ("full", 11, "experts_bwd")):
+        found = launched[f"h200 moe_mlp-silu/d2048x8192 ckptkern {mode}"]
         ours = [name for name in found["forward"] if name == "tiles" or name.startswith("experts")]
         assert ours == ["tiles", "experts_fwd", "tiles", "experts_gemm", "experts_combine"]
         ours = [name for name in found["backward"] if name.startswith("experts")]
@@ -599,10 +599,10 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
     [
         (["--cases", "nothing"], "matches none of"),
         (["--cases", "host"], "host time has no price"),
-        (["--levels", "some"], "--levels: some is none of none, selective, full"),
+        (["--modes", "some"], "--modes: some is none of none, selective, full"),
         (["--workers", "0"], "--workers: wanted at least 1 but got 0"),
         (["--explain", "("], "--explain '(': "),
-        (["--published", "--cases", "moe"], "--published has cases, levels, GPUs and rates of its own"),
+        (["--published", "--cases", "moe"], "--published has cases, modes, GPUs and rates of its own"),
         (["--rates", "none.json"], "No such file"),
         (["--rates", str(CPU_RESULTS)], "is no file of --calibrate"),
     ],
@@ -615,7 +615,7 @@ def test_arguments_that_make_no_sense(arguments, said, capsys):
 def test_a_route_instead_of_the_tables(monkeypatch, capsys):
     seen = []
 
-    def traces(gpu, items, levels):
+    def traces(gpu, items, modes):
         with trace.as_on(gpu):
             x = torch.empty(16384, 64, dtype=torch.bfloat16, device="meta")
             seen.append(_choices.choose_route("mlp", x, 64, 64, 64))

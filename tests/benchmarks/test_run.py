@@ -18,9 +18,9 @@ from ckptkern.benchmarks import cases, measure, models, report, run
 TINY = cases.Case(
     "tiny",
     lambda width: models.MLP(width, nn.GELU()),
-    lambda model, level: (
+    lambda model, mode: (
         lambda x: ckptkern.mlp(
-            x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, "gelu", recompute=level
+            x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, "gelu", recompute=mode
         )
     ),
     {"cpu": [cases.Size(16, 24)], "cuda": [cases.Size(16, 24)]},
@@ -247,7 +247,7 @@ def test_a_row_and_the_report_are_on_the_disk_before_the_run_ends(monkeypatch, t
     status, _ = bench(monkeypatch, tmp_path, case=with_ways(baseline=ends))
     assert status == 1
     assert statuses == dict.fromkeys(
-        ("eager", "torch checkpoint", *(f"ckptkern {one}" for one in cases.LEVELS)), "checked"
+        ("eager", "torch checkpoint", *(f"ckptkern {one}" for one in cases.MODES)), "checked"
     )
     assert (tmp_path / "report.md").exists()
 
@@ -298,8 +298,8 @@ def test_ours_are_right_in_every_case(item):
     small = item._replace(size=cases.Size(32, 200, 50 if item.size.length else None))
     model, x, dy = cases.build(small, torch.device("cpu"))
     judge = measure.Judge(small, model, x, dy)
-    for level in item.case.levels:
-        assert judge.ratio(item.case.ours(model, level))[0] <= 2
+    for mode in item.case.modes:
+        assert judge.ratio(item.case.ours(model, mode))[0] <= 2
 
 
 def only(name: str) -> cases.Item:
@@ -328,10 +328,10 @@ def rows_of(item: cases.Item, *ways: str, **more) -> dict[str, measure.Row]:
 )
 def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
     """Saved: x, o and the logsumexp at "selective", as by the checkpoint that saves SDPA's results; x at "full"."""
-    levels = ("ckptkern none", "ckptkern selective", "ckptkern full")
+    modes = ("ckptkern none", "ckptkern selective", "ckptkern full")
     selective = "torch checkpoint, SDPA saved"
-    rows = rows_of(only(name), *levels, selective)
-    assert {way: row.status for way, row in rows.items()} == dict.fromkeys([*levels, selective], "ok")
+    rows = rows_of(only(name), *modes, selective)
+    assert {way: row.status for way, row in rows.items()} == dict.fromkeys([*modes, selective], "ok")
     x = 200 * 4 * 32
     assert rows["ckptkern none"].saved_bytes == x + 200 * 4 * none + extra
     assert rows["ckptkern selective"].saved_bytes == x + 200 * 4 * (32 + 2) + extra

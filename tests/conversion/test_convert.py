@@ -73,7 +73,7 @@ def test_revert_gives_back_the_original(name: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_levels_keep_less_and_less(recompute: str) -> None:
+def test_modes_keep_less_and_less(recompute: str) -> None:
     model = ARCHITECTURES["llama"].model()
     theirs = results(model)
     ckptkern.convert(model, ids(), recompute=recompute)

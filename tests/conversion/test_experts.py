@@ -130,12 +130,12 @@ def test_under_autocast() -> None:
     assert_as_exact(mine, want, exact)
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
-def test_levels(level: str) -> None:
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_modes(mode: str) -> None:
     theirs = model_of()
-    ours = converted(theirs, recompute=level)
+    ours = converted(theirs, recompute=mode)
     assert_same_step(ours, theirs)
-    assert (saved(ours) > saved(converted(theirs, recompute="full"))) == (level == "none")
+    assert (saved(ours) > saved(converted(theirs, recompute="full"))) == (mode == "none")
 
 
 @pytest.mark.parametrize("copied", [by_deepcopy, by_pickle])

@@ -362,23 +362,23 @@ def test_what_was_there_before_is_read(what: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_levels_and_the_table(dtype: torch.dtype) -> None:
+def test_modes_and_the_table(dtype: torch.dtype) -> None:
     theirs, saved = model_of(lambda m, z, t: flat(m, z.float(), t)).to(dtype), {}
-    for level in ("none", "selective", "full"):
+    for mode in ("none", "selective", "full"):
         model = copy.deepcopy(theirs)
-        (row,) = ckptkern.convert(model, ids(), ids(1), recompute=level)
+        (row,) = ckptkern.convert(model, ids(), ids(1), recompute=mode)
         assert (row.name, row.kind) == ("head", "Linear")
         assert row.error < 2e-5
-        if level == "none" and dtype is torch.float32:  # both keep 4 bytes of a logit
+        if mode == "none" and dtype is torch.float32:  # both keep 4 bytes of a logit
             assert (row.replaced_by, row.reason) == (None, "linear_cross_entropy saves no less")
             continue
         assert row.replaced_by == "linear_cross_entropy"
         with saved_tensors(model) as found:
             model(ids(), ids(1))
-        saved[level] = found.bytes
+        saved[mode] = found.bytes
         with saved_tensors(theirs) as found:
             theirs(ids(), ids(1))
-        assert found.bytes - saved[level] == row.saved_before - row.saved_after
+        assert found.bytes - saved[mode] == row.saved_before - row.saved_after
     assert saved["selective"] == saved["full"] < saved.get("none", 10**9)
 
 

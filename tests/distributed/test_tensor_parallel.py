@@ -22,7 +22,7 @@ from ckptkern.memory import saved_tensors
 from ckptkern.ops import sharded
 
 B, S, WIDTH, HEADS, HIDDEN, P = 3, 8, 32, 8, 128, 0.25
-LEVELS = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
 
 
 def style(**options):
@@ -72,9 +72,9 @@ BLOCKS = {
 TAIL = {"packed, norm after"}  # what the norm behind a branch reads is saved
 
 
-def block(name: str, level: str, seed: int = 0) -> nn.Module:
+def block(name: str, mode: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    made = BLOCKS[name](recompute=level, dtype=torch.float64)
+    made = BLOCKS[name](recompute=mode, dtype=torch.float64)
     for parameter in made.parameters():  # biases and norms are not zeros and ones
         nn.init.normal_(parameter, std=0.3)
     return made
@@ -126,8 +126,8 @@ def check_saved(name: str, plain, ours, n: int, sequence: bool) -> None:
 
 def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
     for name in BLOCKS:
-        for level in LEVELS:
-            plain, what = block(name, level), f"{name}, {level}"
+        for mode in MODES:
+            plain, what = block(name, mode), f"{name}, {mode}"
             ours = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
             assert ours.state_dict().keys() == plain.state_dict().keys()
             x = torch.randn(B, S, WIDTH, dtype=torch.float64)
@@ -146,7 +146,7 @@ def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, ranks):
-    """Results, gradients and saved bytes at every level. With dropout too, so each rank draws its part of the masks."""
+    """Results, gradients and saved bytes in every mode. With dropout too, so each rank draws its part of the masks."""
     on_mesh(ranks, n, _check_blocks, sequence)
 
 

@@ -60,13 +60,13 @@ def shard_of(t, sizes, rank):
     return {"x": t["x"], "weight": t["weight"][place], "bias": t["bias"][place]}, place
 
 
-def _check(rank: int, sizes, options: dict, dtype: torch.dtype, level: str, backend: str) -> None:
+def _check(rank: int, sizes, options: dict, dtype: torch.dtype, mode: str, backend: str) -> None:
     """Loss, lse and x's gradient are the whole vocabulary's, the parameters' are their rows; all ranks have equal bits."""
     if backend == "triton":
         quicken()
     t, target = make(sum(sizes), dtype)
     mine, place = shard_of(t, sizes, rank)
-    given = dict(options, classes=sum(sizes), recompute=level, group=dist.group.WORLD)
+    given = dict(options, classes=sum(sizes), recompute=mode, group=dist.group.WORLD)
     given |= {} if len(set(sizes)) == 1 else {"vocab_start": place.start}
     with ckptkern.backend(backend):
         found = gradients(functools.partial(loss_of, target, workspace=1, **given), mine)
@@ -91,11 +91,11 @@ def test_shards(split, options, ranks):
     ranks.run(len(sizes), _check, sizes, OPTIONS[options], torch.float32, "full", "eager")
 
 
-@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_sixteen_bits_and_kernels(level, backend, ranks):
+def test_sixteen_bits_and_kernels(mode, backend, ranks):
     sizes = SPLITS["an empty one"]
-    ranks.run(len(sizes), _check, sizes, OPTIONS["everything"], torch.bfloat16, level, backend)
+    ranks.run(len(sizes), _check, sizes, OPTIONS["everything"], torch.bfloat16, mode, backend)
 
 
 class Sent(torch.utils._python_dispatch.TorchDispatchMode):

@@ -86,7 +86,7 @@ def test_equals_torch(case):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_levels_equal_torch(recompute):
+def test_modes_equal_torch(recompute):
     ours, theirs = build(recompute=recompute)
     assert_twins(ours, theirs, lambda m, x: m(x, x, x, need_weights=False), {"x": tokens("seq_first", L)})
 

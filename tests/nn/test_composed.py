@@ -131,8 +131,8 @@ def test_saved_bytes_are_those_of_torchs_checkpoint(name, change):
     inputs = 4 * B * S * E * (2 if name == "TransformerDecoderLayer" else 1)
     expected, whole = step(name, build(name, change, "none"))
     _, torchs_saved = step(name, build(name, change, "none"), lambda *args: torchs(*args, use_reentrant=False))
-    levels = ("full",) if name in ("Linear", "LinearStack", "MLP", "GatedMLP") else ("selective", "full")
-    for recompute in levels:
+    modes = ("full",) if name in ("Linear", "LinearStack", "MLP", "GatedMLP") else ("selective", "full")
+    for recompute in modes:
         made, saved = step(name, build(name, change, recompute))
         torch.testing.assert_close(made, expected)
         assert saved == inputs <= torchs_saved < whole

@@ -207,11 +207,11 @@ def test_saved_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
     saved_theirs, peak_theirs = step(theirs, *arguments, parameters)
     assert saved_theirs >= slots * itemsize * (2 * d + 4 * h)
     routing = slots * 8 + 4 * (experts + 1)
-    for level, elements in (("none", 2 * h), ("selective", 2 * h), ("full", 0)):
-        ours = ckptkern.nn.Experts.from_torch(theirs, recompute=level)
+    for mode, elements in (("none", 2 * h), ("selective", 2 * h), ("full", 0)):
+        ours = ckptkern.nn.Experts.from_torch(theirs, recompute=mode)
         saved_ours, peak_ours = step(ours, *arguments, parameters)
         assert saved_ours == slots * itemsize * elements + routing
-        if level == "full":
+        if mode == "full":
             assert peak_ours < min(peak, peak_theirs)
 
 

@@ -156,12 +156,12 @@ def test_saved_bytes(dropout, recompute, saved):
     assert found.bytes == 8 * B * S * saved + (48 if dropout else 0), found.tensors
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
-def test_layers_keep_no_tables(level):
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_layers_keep_no_tables(mode):
     """Four layers keep four times what one keeps, and as much as without rotation."""
 
     def saved(theta, count):
-        model = torch.nn.Sequential(*(layer(recompute=level, rope_theta=theta) for _ in range(count)))
+        model = torch.nn.Sequential(*(layer(recompute=mode, rope_theta=theta) for _ in range(count)))
         x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
         with saved_tensors(exclude=model.parameters()) as found:
             model(x)

@@ -23,8 +23,8 @@ def test_gated_mlp_defaults():
     assert (mlp.activation, mlp.dropout, mlp.recompute, mlp.workspace) == ("silu", 0.0, "full", None)
 
 
-def test_level_and_workspace_may_be_changed_later():
-    """The level is a plain attribute: a planner may set it on a built model."""
+def test_mode_and_workspace_may_be_changed_later():
+    """The mode is a plain attribute: a planner may set it on a built model."""
     mlp = ckptkern.nn.MLP(6)
     x = torch.randn(300, 6, requires_grad=True)
     expected = torch.autograd.grad(mlp(x).square().sum(), x)[0]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, LEVELS, SEED, assert_same, assert_same_within_rounding, expected_mask
+from cases import ACTIVATIONS, MODES, SEED, assert_same, assert_same_within_rounding, expected_mask
 from torch import Tensor, nn
 
 import ckptkern
@@ -142,11 +142,11 @@ def test_same_state_dict_and_initialisation(name, bias):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
 @every_layer
-def test_results_are_the_compositions(name, level, activation):
+def test_results_are_the_compositions(name, mode, activation):
     options = {"dropout": 0.25} if TWINS[name].masked else {}
-    ours = seeded(TWINS[name].ours, activation=activation, recompute=level, dtype=torch.float64, **options)
+    ours = seeded(TWINS[name].ours, activation=activation, recompute=mode, dtype=torch.float64, **options)
     twin = seeded(TWINS[name].twin, dtype=torch.float64)
     x = data(torch.float64)
     expected = plain_step(name, twin, x, activation, 0.25 if options else 0.0)

@@ -76,9 +76,9 @@ B, S, D = 2, 6, 32
 ROW = B * S * D * 4  # bytes of a layer's input
 
 
-def llama(level="selective", layers=5, p=0.1):
+def llama(mode="selective", layers=5, p=0.1):
     torch.manual_seed(2)
-    options = dict(intermediate_size=48, dropout=p, resid_dropout=p, recompute=level)
+    options = dict(intermediate_size=48, dropout=p, resid_dropout=p, recompute=mode)
     return [LlamaDecoderLayer(D, 4, **options) for _ in range(layers)]
 
 
@@ -101,10 +101,10 @@ def in_turn(layers):
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize("level", ["selective", "full", ("selective", "none")])
-def test_a_stack_keeps_the_inputs_of_groups(level, every):
+@pytest.mark.parametrize("mode", ["selective", "full", ("selective", "none")])
+def test_a_stack_keeps_the_inputs_of_groups(mode, every):
     """The last group, of what remains, saves what its layers do; the results, dropout too, are those of the loop."""
-    layers = llama(level)
+    layers = llama(mode)
     parameters = [p for layer in layers for p in layer.parameters()]
     expected, all_saved = step(in_turn(layers), parameters)
     found, saved = step(LayerStack(layers, every), parameters)
@@ -115,15 +115,15 @@ def test_a_stack_keeps_the_inputs_of_groups(level, every):
     assert 0 <= saved - ((groups - 1) * ROW + last * all_saved // len(layers)) <= groups * state
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
-def test_in_a_stack_layers_keep_to_their_levels(level, monkeypatch):
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_in_a_stack_layers_keep_to_their_modes(mode, monkeypatch):
     """In a segment of one's own they do not: there they run at "none"."""
     module = importlib.import_module("ckptkern.ops.transformer_layer")
     sublayer, seen = module.attention_sublayer, []
     monkeypatch.setattr(module, "attention_sublayer", lambda x, t, o: seen.append(o.recompute) or sublayer(x, t, o))
-    stack, x = LayerStack(llama(level, 4)), torch.randn(B, S, D, requires_grad=True)
+    stack, x = LayerStack(llama(mode, 4)), torch.randn(B, S, D, requires_grad=True)
     stack(x).sum().backward()
-    assert seen == [level] * (4 + 2), "forward, and the first group again"
+    assert seen == [mode] * (4 + 2), "forward, and the first group again"
     seen.clear()
     ckptkern.checkpoint(stack[0], x).sum().backward()
     assert seen == ["none"] * 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from blocks import Attention, Block, draws, plain_attention
 from cases import (
     DTYPES,
-    LEVELS,
+    MODES,
     SEED,
     assert_as_exact,
     assert_flat_memory,
@@ -711,11 +711,11 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize(("level", "backend"), [*((level, "eager") for level in LEVELS), ("full", "triton")])
+@pytest.mark.parametrize(("mode", "backend"), [*((mode, "eager") for mode in MODES), ("full", "triton")])
 @pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)
-def test_options_of_a_block(options, level, backend):
+def test_options_of_a_block(options, mode, backend):
     """Values and gradients, with dropout. The kernels give eager's results, whose error is known."""
-    block = Block("", Attention(norm=None, resid_p=0.0, **options), recompute=level)
+    block = Block("", Attention(norm=None, resid_p=0.0, **options), recompute=mode)
     if backend == "eager":
         check_exactness(block.fused, block.plain, block.make())
         return
@@ -728,10 +728,10 @@ def test_options_of_a_block(options, level, backend):
 ENDS = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
 
 
-def rotated_block(rotary, level="selective", **options):
+def rotated_block(rotary, mode="selective", **options):
     def run(t):
         return ckptkern.attention_block(
-            t["x"], t["qkv_weight"], t["qkv_bias"], t["out_weight"], t["out_bias"], 4, rotary=rotary, recompute=level,
+            t["x"], t["qkv_weight"], t["qkv_bias"], t["out_weight"], t["out_bias"], 4, rotary=rotary, recompute=mode,
             is_causal=True, **options,
         )  # fmt: skip
 
@@ -754,17 +754,17 @@ def test_tables_of_one_row_serve_a_batch(backend, interleaved):
 
 
 @pytest.mark.parametrize(
-    ("level", "backend", "interleaved", "cu"),
-    [*itertools.product(LEVELS, ["eager"], [False, True], [None, ENDS]), ("full", "triton", True, ENDS)],
+    ("mode", "backend", "interleaved", "cu"),
+    [*itertools.product(MODES, ["eager"], [False, True], [None, ENDS]), ("full", "triton", True, ENDS)],
 )
-def test_theta_stands_for_its_tables(level, backend, interleaved, cu):
+def test_theta_stands_for_its_tables(mode, backend, interleaved, cu):
     """The same bits in first and second order, and no tables are saved."""
     block = Block("", Attention(norm=None, residual=False))
     tensors = block.make() if cu is None else block.make(lead=(11,))
     positions = torch.arange(7) if cu is None else torch.tensor([*range(4), *range(7)])
     tables = ckptkern.nn.rotary_tables(positions, 6, 10.0, interleaved=interleaved)
     by_theta, by_tables = (
-        rotated_block(rotary, level, rotary_interleaved=interleaved, cu_seqlens=cu) for rotary in (10.0, tables)
+        rotated_block(rotary, mode, rotary_interleaved=interleaved, cu_seqlens=cu) for rotary in (10.0, tables)
     )
     with ckptkern.backend(backend):
         assert_same(gradients(by_theta, tensors), gradients(by_tables, tensors))
@@ -780,11 +780,11 @@ def test_theta_stands_for_its_tables(level, backend, interleaved, cu):
     assert saved_with_tables.bytes - saved.bytes == sum(table.nbytes for table in tables)
 
 
-def packed_block(level):
+def packed_block(mode):
     def run(t):
         return ckptkern.attention_block(
             t["x"], t["qkv_weight"], t["qkv_bias"], t["out_weight"], t["out_bias"], 4, is_causal=True, dropout_p=P,
-            cu_seqlens=ENDS, max_seqlen=7, recompute=level,
+            cu_seqlens=ENDS, max_seqlen=7, recompute=mode,
         )  # fmt: skip
 
     return seeded(run)
@@ -806,15 +806,15 @@ def plain_packed_block(t):
 PACKED_BLOCK = Block("", Attention(norm=None, residual=False))
 
 
-@pytest.mark.parametrize(("level", "backend"), [*((level, "eager") for level in LEVELS), ("full", "triton")])
-def test_packed_sequences_with_dropout(level, backend):
+@pytest.mark.parametrize(("mode", "backend"), [*((mode, "eager") for mode in MODES), ("full", "triton")])
+def test_packed_sequences_with_dropout(mode, backend):
     """Backward uses forward's mask: with another, gradients would be those of another function."""
     with ckptkern.backend(backend):
-        check_exactness(packed_block(level), plain_packed_block, PACKED_BLOCK.make(lead=(11,), seed=2))
+        check_exactness(packed_block(mode), plain_packed_block, PACKED_BLOCK.make(lead=(11,), seed=2))
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_packed_sequences_with_dropout_at_every_level(backend):
+def test_packed_sequences_with_dropout_in_every_mode(backend):
     """The same bits."""
     tensors = PACKED_BLOCK.make(torch.bfloat16, lead=(11,))
     with ckptkern.backend(backend):
@@ -1013,9 +1013,9 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("fused", ["cudnn", "flash"])
-def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
+def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary):
     """On tensors without data: torch's kernels take q, k, v as they lie in the packed projection and return what the op
     promises; o and lse are saved as always, and only "full" runs forward's kernel again."""
     B, S, H, D = 2, 48, 4, 64
@@ -1025,7 +1025,7 @@ def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
         weights = [x.new_empty((H + 2 * kv_heads) * D, d), None, x.new_empty(d, d), x.new_empty(d)]
         with ckptkern.backend("eager"):
             t, o = gather(
-                "test", x, *weights, H, kv_heads, is_causal=True, residual=True, recompute=level,
+                "test", x, *weights, H, kv_heads, is_causal=True, residual=True, recompute=mode,
                 rotary=tuple(x.new_empty(2, S, D, dtype=torch.float32)) if rotary else None,
             )  # fmt: skip
         o = o._replace(fused=fused)
@@ -1044,7 +1044,7 @@ def test_a_block_round_torchs_kernel(fused, level, kv_heads, rotary):
     }  # fmt: skip
     core = f"_scaled_dot_product_{fused}_attention"
     assert (forward.count(core), forward.count(f"{core}_backward")) == (1, 0)
-    assert (backward.count(core), backward.count(f"{core}_backward")) == (level == "full", 1)
+    assert (backward.count(core), backward.count(f"{core}_backward")) == (mode == "full", 1)
     unwanted = {"repeat_interleave", "exp", "_softmax"} | (set() if rotary else {"clone"})
     assert not unwanted & {*forward.names, *backward.names}
 

@@ -24,7 +24,7 @@ from blocks import (
 from cases import (
     DRAWS,
     DTYPES,
-    LEVELS,
+    MODES,
     SEED,
     Saved,
     Watch,
@@ -131,7 +131,7 @@ def test_autocast(block):
     assert_as_exact(*map(joined_biases, (ours, theirs, exact)))
 
 
-# Every block at every level and in every dtype, not in every level's every dtype: levels give the same bits.
+# Every block in every mode and in every dtype, not in every mode in every dtype: modes give the same bits.
 EXACT_CASES = [(one, dtype) for shift, dtype in enumerate(DTYPES) for one in in_turn(ALL, shift=shift)]
 
 
@@ -142,7 +142,7 @@ def test_gradients_are_as_exact_as_torchs(block, dtype):
 
 
 @pytest.mark.parametrize("block", blocks(("none", "full")) + variants(("none", "full")))
-def test_every_level_gives_the_same_bits(block):
+def test_every_mode_gives_the_same_bits(block):
     """Backward overwrites nothing that was saved or given (mamba#939)."""
     tensors = block.make(torch.bfloat16)
     assert_same(gradients(block.fused, tensors), gradients(block.with_(recompute="selective").fused, tensors))
@@ -259,7 +259,7 @@ WITHOUT_DROPOUT = [one.without_dropout().with_(name=f"{one.name} without dropout
 
 @pytest.mark.parametrize("block", blocks() + variants() + in_turn(WITHOUT_DROPOUT))
 def test_number_of_matmuls(block):
-    """No matmul that the level does not recompute; the registered FLOPs are those that run, and torch's counter's."""
+    """No matmul that the mode does not recompute; the registered FLOPs are those that run, and torch's counter's."""
     seen = watched(block, block.make())
     assert seen.flops == 2 * BATCH * LENGTH * block.multiply_adds()
     with FlopCounterMode(display=False) as counter:
@@ -302,10 +302,10 @@ def test_the_core_forms_what_leads_to_a_trained_weight():
     assert head_matmuls["x"] - all_weights - core["k_weight"] == core["k_weight"] - core["q_weight"]
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
-def test_a_bias_of_several_layers(level):
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_bias_of_several_layers(mode):
     """As in T5 all layers add one mask. It is saved once, and nothing else of its size; gradients of the layers add up."""
-    (block,) = (one.values[0] for one in variants((level,), ("learned bias",)) if one.values[0].mlp is None)
+    (block,) = (one.values[0] for one in variants((mode,), ("learned bias",)) if one.values[0].mlp is None)
     block = block.without_dropout()
     tensors = block.make()
 
@@ -320,17 +320,17 @@ def test_a_bias_of_several_layers(level):
 
 
 @pytest.mark.parametrize("hides", [False, True])
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
-def test_a_pair_of_masks(level, hides):
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_pair_of_masks(mode, hides):
     """A trained bias and a mask that hides: the sum's numbers, while both are saved as they are."""
-    (block,) = (one.values[0] for one in variants((level,), ("learned bias",)) if one.values[0].mlp is None)
+    (block,) = (one.values[0] for one in variants((mode,), ("learned bias",)) if one.values[0].mlp is None)
     block = block.without_dropout().with_(attention=replace(block.attention, dropout_p=0.0, padded=False))
     seen = torch.rand(BATCH, 1, LENGTH, LENGTH) > 0.4
     seen[..., 0] = True
 
     def call(t, mask):
         arguments = block.attention.arguments(t) | {"attn_mask": mask, "mask_is_exclusion": hides}
-        return ckptkern.attention_block(t["x"], **arguments, recompute=level)
+        return ckptkern.attention_block(t["x"], **arguments, recompute=mode)
 
     def pair(t):
         return call(t, (t["mask"], ~seen if hides else seen))
@@ -418,7 +418,7 @@ def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
 
 @pytest.mark.parametrize("block", blocks(("selective",), names=("llama",)))
 def test_inductor(block):
-    """At the level that hands o and the logsumexp from graph to graph, their fakes' strides are the real ones."""
+    """At the mode that hands o and the logsumexp from graph to graph, their fakes' strides are the real ones."""
     torch._dynamo.reset()
     tensors, call = block.make(), torch.compile(block.call, backend="inductor", fullgraph=True)
     with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph has the fakes of an earlier run
@@ -558,7 +558,7 @@ def test_retained_graph_and_ten_runs(block):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("block", in_turn(levels=("none", "full")))
+@pytest.mark.parametrize("block", in_turn(modes=("none", "full")))
 def test_nothing_given_is_overwritten(block):
     """Neither x nor a parameter nor dy is written; and a change between forward and backward is caught."""
     before, tensors = block.make(), block.make()
@@ -582,7 +582,7 @@ def test_memory_is_flat_without_the_garbage_collector(block):
     assert_flat_memory(block.call, block.make(), "x", steps=6)
 
 
-@pytest.mark.parametrize("block", in_turn(levels=("none", "full")))
+@pytest.mark.parametrize("block", in_turn(modes=("none", "full")))
 def test_inference_keeps_nothing(block):
     tensors = block.make()
     expected = block.fused(tensors).detach()
@@ -591,7 +591,7 @@ def test_inference_keeps_nothing(block):
     assert saved.bytes == [0]
 
 
-@pytest.mark.parametrize("block", in_turn(levels=("none", "full")))
+@pytest.mark.parametrize("block", in_turn(modes=("none", "full")))
 def test_inference_mode_then_training(block):
     """Inference leaves nothing behind that would break training."""
     tensors = block.make()
@@ -706,15 +706,15 @@ def test_dropout_stops_outside_of_training():
 CU = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "bare"), dropout=False)[:2])
-def test_packed_sequences(block, level):
+def test_packed_sequences(block, mode):
     """Each sequence is computed as if it were alone; one of them is empty."""
     tensors = block.make(lead=(11,))
 
     def packed(t):
         return ckptkern.attention_block(
-            t["x"], **block.attention.arguments(t), cu_seqlens=CU, max_seqlen=7, recompute=level
+            t["x"], **block.attention.arguments(t), cu_seqlens=CU, max_seqlen=7, recompute=mode
         )
 
     def one_by_one(t):
@@ -724,10 +724,10 @@ def test_packed_sequences(block, level):
 
 
 @pytest.mark.parametrize(
-    ("level", "backend"), [("none", "eager"), ("selective", "eager"), ("full", "eager"), ("full", "triton")]
+    ("mode", "backend"), [("none", "eager"), ("selective", "eager"), ("full", "eager"), ("full", "triton")]
 )
 @pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "llama"), dropout=False)[:2])
-def test_tokens_in_no_sequence(block, level, backend):
+def test_tokens_in_no_sequence(block, mode, backend):
     """Attention gives them zeros and does not see them: the others' results and gradients are those without them."""
     tensors = block.make(lead=(14,))
     if block.attention.rotary:
@@ -736,7 +736,7 @@ def test_tokens_in_no_sequence(block, level, backend):
     def packed(t):
         with ckptkern.backend(backend):
             return ckptkern.attention_block(
-                t["x"], **block.attention.arguments(t), cu_seqlens=CU, max_seqlen=7, recompute=level
+                t["x"], **block.attention.arguments(t), cu_seqlens=CU, max_seqlen=7, recompute=mode
             )
 
     few = {**tensors, "x": tensors["x"].detach()[:11].requires_grad_()}
@@ -790,7 +790,7 @@ ERRORS = {
     "packed and mask": (ValueError, "no meaning for sequences packed", {
         "x": X[0], "cu_seqlens": CU, "key_padding_mask": torch.zeros(7, dtype=torch.bool)}),
     "dtypes": (TypeError, "use one dtype, or torch.autocast", {"qkv_weight": QKV.double()}),
-    "level": (ValueError, "recompute must be one of", {"recompute": "some"}),
+    "mode": (ValueError, "recompute must be one of", {"recompute": "some"}),
     "learned slopes": (ValueError, "no gradient is formed for alibi_slopes", {
         "alibi_slopes": torch.ones(4, requires_grad=True)}),
     "learned padding": (ValueError, "no gradient is formed for key_padding_mask", {
@@ -865,7 +865,7 @@ MLP_ERRORS = {
     "gate": (ValueError, "gate_bias needs gate_weight", {"gate_bias": UP[:, 0]}),
     "residual": (ValueError, "residual needs down_weight with 10 rows", {"down_weight": DOWN[:9]}),
     "activation": (ValueError, "activation must be one of", {"activation": "tanh"}),
-    "level": (ValueError, "recompute must be one of", {"recompute": "some"}),
+    "mode": (ValueError, "recompute must be one of", {"recompute": "some"}),
     "probability": (ValueError, "dropout probability has to be", {"dropout_p": -0.1}),
     "dtype": (TypeError, "use one dtype, or torch.autocast", {"up_weight": UP.double()}),
     "device": (ValueError, "input is on cpu but up_weight is on meta", {"up_weight": UP.to("meta")}),
@@ -970,12 +970,12 @@ KERNEL_VARIANTS += [
 
 @pytest.mark.parametrize("block", KERNEL_BLOCKS + in_turn(KERNEL_VARIANTS, ("full",)))
 def test_whole_ops_on_the_kernels(block):
-    """Every level on the interpreted kernels: the 2x rule, and the same bits at every level, so recompute = forward."""
+    """Every mode on the interpreted kernels: the 2x rule, and the same bits in every mode, so recompute = forward."""
     tensors = block.make(torch.bfloat16)
     with ckptkern.backend("triton"):
-        # an MLP's levels: triton_kernels/test_ops.py
-        levels = LEVELS if block.name == "pre-norm" and not block.mlp else ("none", "full")
-        ours = {level: gradients(block.with_(recompute=level).fused, tensors) for level in levels}
+        # an MLP's modes: triton_kernels/test_ops.py
+        modes = MODES if block.name == "pre-norm" and not block.mlp else ("none", "full")
+        ours = {mode: gradients(block.with_(recompute=mode).fused, tensors) for mode in modes}
     eager = gradients(block.plain, tensors)
     exact = gradients(block.plain, clone(tensors, torch.float64))
     assert_as_exact(*map(joined_biases, (ours["full"], eager, exact)))
@@ -993,14 +993,13 @@ def test_recomputed_output_of_the_core_is_that_of_forward(block):
         dy[1, token, 3] = 1
         with ckptkern.backend("triton"):
             rows = [
-                gradients(block.with_(recompute=level).fused, tensors, dy)["out_weight"][3]
-                for level in ("none", "full")
+                gradients(block.with_(recompute=mode).fused, tensors, dy)["out_weight"][3] for mode in ("none", "full")
             ]
         assert rows[0].any()
         assert torch.equal(*rows)
 
 
-@pytest.mark.parametrize("block", in_turn(levels=("selective", "full")))
+@pytest.mark.parametrize("block", in_turn(modes=("selective", "full")))
 def test_exported_graphs_have_gradients(block):
     tensors = block.make()
     assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))

@@ -10,7 +10,7 @@ import ckptkern
 from ckptkern.ops.registration import functions as _functions
 
 D, HIDDEN, HEADS = 32, 64, 2
-LEVELS = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
 
 
 class Casts(TorchDispatchMode):
@@ -52,34 +52,34 @@ def once(*names: str) -> Counter:
     return Counter(names)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("needs_dx", [True, False])
-def test_an_mlp_casts_what_its_matmuls_read(monkeypatch, level, needs_dx):
+def test_an_mlp_casts_what_its_matmuls_read(monkeypatch, mode, needs_dx):
     t = parameters(**PLAIN)
     x = torch.randn(6, D, requires_grad=needs_dx)
-    made = casts(monkeypatch, lambda x: ckptkern.mlp(x, *t.values(), recompute=level), t, x)
-    recomputed = ("up_weight", "up_bias") if level == "full" else ()
+    made = casts(monkeypatch, lambda x: ckptkern.mlp(x, *t.values(), recompute=mode), t, x)
+    recomputed = ("up_weight", "up_bias") if mode == "full" else ()
     read = {"down_weight", *recomputed, *["up_weight"] * needs_dx}
     assert made == (once(*t), once(*read))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("needs_dx", [True, False])
-def test_a_gated_mlp_casts_what_its_matmuls_read(monkeypatch, level, needs_dx):
+def test_a_gated_mlp_casts_what_its_matmuls_read(monkeypatch, mode, needs_dx):
     t = parameters(**GATE, **PLAIN)
     x = torch.randn(6, D, requires_grad=needs_dx)
     weights = [t[f"{layer}_weight"] for layer in ("gate", "up", "down")]
     biases = {name: one for name, one in t.items() if name.endswith("bias")}
-    made = casts(monkeypatch, lambda x: ckptkern.gated_mlp(x, *weights, **biases, recompute=level), t, x)
-    recomputed = ("gate_weight", "gate_bias", "up_weight", "up_bias") if level == "full" else ()
+    made = casts(monkeypatch, lambda x: ckptkern.gated_mlp(x, *weights, **biases, recompute=mode), t, x)
+    recomputed = ("gate_weight", "gate_bias", "up_weight", "up_bias") if mode == "full" else ()
     read = {"down_weight", *recomputed, *("gate_weight", "up_weight") * needs_dx}
     assert made == (once(*t), once(*read))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("kind", ["attention", "mlp", "gated", "low rank", "layer", "cross"])
-def test_a_block_casts_no_parameter_twice(monkeypatch, kind, norm_first, level):
+def test_a_block_casts_no_parameter_twice(monkeypatch, kind, norm_first, mode):
     attention, mlp = parameters(**ATTENTION), parameters(**PLAIN, **(GATE if kind in ("gated", "low rank") else {}))
     norms = [parameters(norm_weight=(D,), norm_bias=(D,)) for _ in range(3)]
     around = [dict(one, norm="layer", norm_first=norm_first) for one in norms]
@@ -90,17 +90,17 @@ def test_a_block_casts_no_parameter_twice(monkeypatch, kind, norm_first, level):
 
     def call(x):
         if kind == "attention":
-            return ckptkern.attention_block(x, **of_attention, residual=True, recompute=level)
+            return ckptkern.attention_block(x, **of_attention, residual=True, recompute=mode)
         if kind in ("layer", "cross"):
             cross = None
             if kind == "cross":
                 own = {name.removeprefix("cross_"): one for name, one in crossing.items()}
                 cross = dict(own, **around[2], num_heads=HEADS, key_value=torch.randn(2, 8, D))
             return ckptkern.transformer_layer(
-                x, of_attention, dict(mlp, **around[1]), cross_attention_arguments=cross, recompute=level
+                x, of_attention, dict(mlp, **around[1]), cross_attention_arguments=cross, recompute=mode
             )
         update = {"up": ckptkern.LoRA(lora["lora_a"], lora["lora_b"])} if kind == "low rank" else None
-        return ckptkern.mlp_block(x, **mlp, **around[1], lora=update, recompute=level)
+        return ckptkern.mlp_block(x, **mlp, **around[1], lora=update, recompute=mode)
 
     tensors = {} if kind in ("mlp", "gated", "low rank") else dict(attention)
     tensors |= {} if kind == "attention" else mlp

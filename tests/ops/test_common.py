@@ -15,7 +15,7 @@ import torch
 from cases import (
     ACTIVATIONS,
     LAYERS,
-    LEVELS,
+    MODES,
     P,
     Sizes,
     Watch,
@@ -87,7 +87,7 @@ def test_every_pair_of_dtypes(setup, x_dtype, weight_dtype, around):
     assert_as_exact(ours, plain, exact)
 
 
-@pytest.mark.parametrize("setup", setups(("gelu",), LEVELS, dropout=(P,), ops=LAYERS))
+@pytest.mark.parametrize("setup", setups(("gelu",), MODES, dropout=(P,), ops=LAYERS))
 @pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "chunked"])
 def test_backward_runs_in_the_autocast_of_forward(setup, workspace):
     """bf16 forward and backward called outside, or fp32 forward and backward called inside."""
@@ -330,7 +330,7 @@ def test_workspace_units(given, size):
     assert _choices.parse_bytes("mlp", given) == size
 
 
-# -- backend and level -------------------------------------------------------------------------------------------------
+# -- backend and mode -------------------------------------------------------------------------------------------------
 
 
 def test_backend_is_given_back():
@@ -502,7 +502,7 @@ def wrong_options() -> list:
 
 WANTED = {
     "activation": f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not ",
-    "recompute": "recompute must be one of {levels}, not ",
+    "recompute": "recompute must be one of {modes}, not ",
     "dropout_p": "dropout probability has to be a number between 0 and 1, but got ",
     "workspace": "workspace must be a positive number of bytes or a string like '64MiB', not ",
 }
@@ -510,7 +510,7 @@ WANTED = {
 
 @pytest.mark.parametrize(("setup", "option", "value"), wrong_options())
 def test_wrong_options(setup, option, value):
-    wanted = WANTED[option].format(levels=", ".join(map(repr, setup.op.matmuls)))
+    wanted = WANTED[option].format(modes=", ".join(map(repr, setup.op.matmuls)))
     with raises(ValueError, f"{setup.op.name}: {wanted}{value!r}"):
         setup.with_(**{option: value}).call(make(setup))
 

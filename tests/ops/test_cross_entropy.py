@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import (
     DTYPES,
-    LEVELS,
+    MODES,
     Saved,
     Watch,
     assert_flat_memory,
@@ -98,7 +98,7 @@ def check(target, tensors, **options):
 
 
 OPTIONS = pairwise(
-    dtype=DTYPES, recompute=LEVELS, reduction=("mean", "sum", "none"), bias=(True, False), weighted=(False, True),
+    dtype=DTYPES, recompute=MODES, reduction=("mean", "sum", "none"), bias=(True, False), weighted=(False, True),
     label_smoothing=(0.0, 0.1, 1.0), softcap=(None, 5.0), logit_scale=(1.0, 0.5), z_loss=(0.0, 0.02),
     return_lse=(False, True), workspace=(None, 1), ignore=("none", "some", "all but one"), classes=(40, 300),
 )  # fmt: skip
@@ -128,16 +128,16 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(shape, backend, level):
+def test_shapes(shape, backend, mode):
     tensors, target = make(**SHAPES[shape], ignore="none")
     with ckptkern.backend(backend):
         for reduction in ("sum", "none"):
             smoothing = 0.0 if shape == "one" else 0.1  # of one class nothing is left but its rounding
             options = dict(reduction=reduction, label_smoothing=smoothing, workspace=1)
-            check(target, tensors, recompute=level, **options)
+            check(target, tensors, recompute=mode, **options)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
@@ -154,11 +154,11 @@ def test_all_tokens_ignored(reduction, backend):
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("level", ["none", "full"])
-def test_an_ignored_tokens_input_does_not_matter(backend, level):
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_an_ignored_tokens_input_does_not_matter(backend, mode):
     """Infinite logits of padding give no NaN: not in the loss, not in x's and the bias's gradients."""
     tensors, target = make(ignore="some")
-    run = functools.partial(ours, target, recompute=level, label_smoothing=0.1)
+    run = functools.partial(ours, target, recompute=mode, label_smoothing=0.1)
     with ckptkern.backend(backend):
         expected = gradients(run, tensors)
         with torch.no_grad():
@@ -183,41 +183,41 @@ def test_another_ignore_index():
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradcheck(level):
+@pytest.mark.parametrize("mode", MODES)
+def test_gradcheck(mode):
     tensors, target = make((2, 2), 3, 5, torch.float64)
 
     def loss(*values):
         options = dict(weight=class_weights(5, torch.float64), label_smoothing=0.1, softcap=3.0, logit_scale=0.7)
         named = dict(zip(tensors, values, strict=True))
-        return ours(target, named, recompute=level, z_loss=0.1, return_lse=True, reduction="none", **options)
+        return ours(target, named, recompute=mode, z_loss=0.1, return_lse=True, reduction="none", **options)
 
     assert torch.autograd.gradcheck(loss, tuple(tensors.values()))
-    if level == "full":
+    if mode == "full":
         assert torch.autograd.gradgradcheck(loss, tuple(tensors.values()))
 
 
 @pytest.mark.parametrize("frozen", list(itertools.product((False, True), repeat=3))[1:-1])
-@pytest.mark.parametrize("level", ["none", "full"])
-def test_every_subset_of_frozen_inputs(frozen, level):
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_every_subset_of_frozen_inputs(frozen, mode):
     """The others' gradients have the same bits, and no matmul is run for what is frozen."""
     tensors, target = make()
-    full = gradients(functools.partial(ours, target, recompute=level), tensors)
+    full = gradients(functools.partial(ours, target, recompute=mode), tensors)
     for t, off in zip(tensors.values(), frozen, strict=True):
         t.requires_grad_(not off)
     with Watch() as watch:
-        part = gradients(functools.partial(ours, target, recompute=level), tensors)
+        part = gradients(functools.partial(ours, target, recompute=mode), tensors)
     assert_same(part, {name: full[name] for name in part})
-    matmuls = 1 + (level == "full") + (not frozen[0]) + (not frozen[1])
+    matmuls = 1 + (mode == "full") + (not frozen[0]) + (not frozen[1])
     assert watch.flops == watch.registered == matmuls * 2 * 15 * 7 * 12
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_matmuls_and_flop_counter(level):
+@pytest.mark.parametrize("mode", MODES)
+def test_matmuls_and_flop_counter(mode):
     tensors, target = make()
     with FlopCounterMode(display=False) as counter:
-        gradients(functools.partial(ours, target, recompute=level), tensors)
-    assert counter.get_total_flops() == {"full": 4}.get(level, 3) * 2 * 15 * 7 * 12
+        gradients(functools.partial(ours, target, recompute=mode), tensors)
+    assert counter.get_total_flops() == {"full": 4}.get(mode, 3) * 2 * 15 * 7 * 12
 
 
 def test_strides_of_inputs_and_gradients():
@@ -260,8 +260,8 @@ def test_saved_bytes(dtype, softcap):
         assert saved_by(target, tensors, recompute="full", **options) == 4 * TOKENS + count
     slices = 0 if softcap else 4  # the eager backend has one
     logits = CLASSES * dtype.itemsize + slices + 4 + 4
-    for level in ("none", "selective"):
-        assert saved_by(target, tensors, recompute=level, softcap=softcap, reduction="sum") == TOKENS * logits
+    for mode in ("none", "selective"):
+        assert saved_by(target, tensors, recompute=mode, softcap=softcap, reduction="sum") == TOKENS * logits
 
 
 def test_saved_bytes_of_the_kernels():
@@ -342,15 +342,15 @@ def test_peak_of_a_step_against_pytorch(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_workspace_bounds_the_memory_of_backward(dtype, level, softcap, monkeypatch):
+def test_workspace_bounds_the_memory_of_backward(dtype, mode, softcap, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     tensors, target = make((256,), 16, 2048, dtype)
     module = sys.modules["ckptkern.ops.cross_entropy"]
 
     def transient(workspace):
-        loss = ours(target, tensors, recompute=level, softcap=softcap, workspace=workspace)
+        loss = ours(target, tensors, recompute=mode, softcap=softcap, workspace=workspace)
         x = 256 * 16 * 4 * (2 if dtype == torch.float32 else 3)  # dx's sum, and in 16-bit types a copy of x and of dx
         with peak_memory("cpu") as peak:
             found = torch.autograd.grad(loss, list(tensors.values()))
@@ -393,20 +393,20 @@ def test_ten_runs_are_bitwise_equal():
         assert_same(gradients(run, tensors), first)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("workspace", [1, "40KiB"])
-def test_levels_and_chunks_agree(level, workspace):
+def test_modes_and_chunks_agree(mode, workspace):
     tensors, target = make((40,), 20, 600)
     for options in (dict(label_smoothing=0.1), dict(softcap=4.0)):
         expected = gradients(functools.partial(ours, target, **options), tensors)
-        found = gradients(functools.partial(ours, target, recompute=level, workspace=workspace, **options), tensors)
+        found = gradients(functools.partial(ours, target, recompute=mode, workspace=workspace, **options), tensors)
         assert_same_within_rounding(found, expected)
 
 
 def test_second_backward_through_a_retained_graph():
     tensors, target = make()
-    for level in LEVELS:
-        loss, inputs = ours(target, tensors, recompute=level), list(tensors.values())
+    for mode in MODES:
+        loss, inputs = ours(target, tensors, recompute=mode), list(tensors.values())
         first = torch.autograd.grad(loss, inputs, retain_graph=True)
         assert all(map(torch.equal, first, torch.autograd.grad(loss, inputs, retain_graph=True)))
         torch.autograd.grad(loss, inputs)
@@ -434,11 +434,11 @@ def test_second_order():
         torch.autograd.grad(loss, tensors["x"], create_graph=True)
 
 
-@pytest.mark.parametrize("level", ["none", "full"])
-def test_changes_between_forward_and_backward_are_caught(level):
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_changes_between_forward_and_backward_are_caught(mode):
     for name in ("x", "weight", "target"):
         tensors, target = make()
-        loss = ours(target, tensors, recompute=level)
+        loss = ours(target, tensors, recompute=mode)
         with torch.no_grad():
             (target if name == "target" else tensors[name]).add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -451,7 +451,7 @@ def test_memory_is_flat_without_the_garbage_collector():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_inside_a_checkpoint_the_level_is_none(reentrant):
+def test_inside_a_checkpoint_the_mode_is_none(reentrant):
     tensors, target = make()
     expected = gradients(functools.partial(ours, target), tensors)
     with Watch() as watch:
@@ -506,11 +506,11 @@ def samples(tensors, target, **options):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_opcheck(level, softcap):
+def test_opcheck(mode, softcap):
     tensors, target = make()
-    options = dict(recompute=level, softcap=softcap, label_smoothing=0.1, weight=class_weights(12))
+    options = dict(recompute=mode, softcap=softcap, label_smoothing=0.1, weight=class_weights(12))
     for backend in ("eager", "triton"):
         with ckptkern.backend(backend):
             found = samples(tensors, target, **options)
@@ -523,14 +523,14 @@ def test_opcheck(level, softcap):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("level", ["none", "full"])
-def test_compiled_equals_eager(level):
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_equals_eager(mode):
     """One graph, for every number of tokens."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def call(t, target):
         options = dict(label_smoothing=0.1, weight=class_weights(12), z_loss=0.1, return_lse=True)
-        return ours(target, t, recompute=level, **options)
+        return ours(target, t, recompute=mode, **options)
 
     compiled = torch.compile(call, backend=counter, fullgraph=True)
     for tokens in (5, 8, 3):
@@ -588,23 +588,23 @@ def test_export():
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("level", ["none", "full"])
-def test_saved_tensors_may_come_back_with_other_strides(level, backend):
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_saved_tensors_may_come_back_with_other_strides(mode, backend):
     tensors, target = make((40,), 20, 100)
-    run = functools.partial(ours, target, recompute=level)
+    run = functools.partial(ours, target, recompute=mode)
     with ckptkern.backend(backend):
         assert_same_within_rounding(gradients(with_saved_transposed(run), tensors), gradients(run, tensors))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_on_a_gpu(dtype, level):
+def test_on_a_gpu(dtype, mode):
     """The shipped kernels and cuBLAS by the 2x rule, in chunks and whole; no host synchronisation; bits of a CUDA graph."""
     tensors, target = make((3, 300), 256, 5000, dtype)
     tensors = {name: t.detach().cuda().requires_grad_() for name, t in tensors.items()}
     target = target.cuda()
-    options = dict(label_smoothing=0.1, softcap=20.0, z_loss=1e-3, recompute=level, weight=class_weights(5000).cuda())
+    options = dict(label_smoothing=0.1, softcap=20.0, z_loss=1e-3, recompute=mode, weight=class_weights(5000).cuda())
     for workspace in (None, 1):
         check(target, tensors, workspace=workspace, **options)
 
@@ -665,8 +665,8 @@ def test_weights_of_any_dtype_under_autocast_on_a_gpu(dtype):
 def test_meta_tensors():
     tensors, target = make()
     meta = {name: torch.empty_like(t, device="meta").requires_grad_() for name, t in tensors.items()}
-    for level in LEVELS:
-        loss = ours(target.to("meta"), meta, recompute=level)
+    for mode in MODES:
+        loss = ours(target.to("meta"), meta, recompute=mode)
         assert (loss.shape, loss.device.type) == ((), "meta")
         loss.backward()
         assert all(t.grad.shape == t.shape for t in meta.values())
@@ -780,13 +780,13 @@ def test_a_first_token_that_is_ignored_does_not_silence_the_others():
     assert_same_within_rounding(gradients(run, tensors, dy), expected)
 
 
-@pytest.mark.parametrize("level", ["none", "full"])
-def test_fp16_keeps_the_loss_scale(level):
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_fp16_keeps_the_loss_scale(mode):
     """dz is formed under the scale, so that fp16 holds it: unscaled, 32 % of it would be 0 (Liger-Kernel#512)."""
     tensors, target = make((512,), 32, 2048, torch.float16, bias=False, ignore="none")
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     plain(target, exact).backward()
-    (ours(target, tensors, recompute=level) * 65536.0).backward()
+    (ours(target, tensors, recompute=mode) * 65536.0).backward()
     error = (tensors["weight"].grad.double() / 65536 - exact["weight"].grad).norm() / exact["weight"].grad.norm()
     assert error < 5e-4
 
@@ -851,15 +851,15 @@ def test_a_sentinel_beyond_the_vocabulary(backend):
         tensors["bias"][:4] += 1
     target[target.eq(5) | target.eq(6)] = 0
     with ckptkern.backend(backend):
-        for level in ("none", "full"):
-            run = functools.partial(ours, target, ignore_index=12, recompute=level)
+        for mode in ("none", "full"):
+            run = functools.partial(ours, target, ignore_index=12, recompute=mode)
             expected = gradients(functools.partial(plain, target, ignore_index=12), tensors)
             assert_same_within_rounding(gradients(run, tensors), expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("level", ["none", "full"])
-def test_tokens_that_are_nearly_certain(level, backend):
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_tokens_that_are_nearly_certain(mode, backend):
     """p of the target close to 1: its gradient p - 1 keeps its digits, though exponentials are saved in 16 bits."""
     tensors, target = make((64,), 32, 96, torch.bfloat16, bias=False, ignore="none")
     with torch.no_grad():
@@ -867,5 +867,5 @@ def test_tokens_that_are_nearly_certain(level, backend):
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     plain(target, exact, reduction="sum").backward()
     with ckptkern.backend(backend):
-        found = gradients(functools.partial(ours, target, recompute=level, reduction="sum"), tensors, torch.ones(()))
+        found = gradients(functools.partial(ours, target, recompute=mode, reduction="sum"), tensors, torch.ones(()))
     assert (found["x"].double() - exact["x"].grad).norm() < 0.01 * exact["x"].grad.norm()

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cases import LEVELS, SEED, P, Setup, Sizes, assert_same, expected_mask, gradients, make, setups
+from cases import MODES, SEED, P, Setup, Sizes, assert_same, expected_mask, gradients, make, setups
 
 import ckptkern
 from ckptkern import state
@@ -72,7 +72,7 @@ def test_draws(setup):
 @pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "chunked"])
 @pytest.mark.parametrize("setup", setups(dropout=(P,), ops=WITH_DROPOUT))
 def test_generator_after_a_step(setup, workspace):
-    """Forward draws 16 bytes at every level, backward nothing, so the draws that follow are the same."""
+    """Forward draws 16 bytes in every mode, backward nothing, so the draws that follow are the same."""
     tensors = make(setup, Sizes(lead=(150,)))
     torch.manual_seed(SEED)
     torch.randint(-(2**63), 2**63 - 1, (2,))
@@ -90,7 +90,7 @@ def test_nothing_is_drawn_without_dropout(setup):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,), ops=WITH_DROPOUT))
+@pytest.mark.parametrize("setup", setups(modes=("none", "full"), dropout=(P,), ops=WITH_DROPOUT))
 def test_draw_in_another_generator_state_changes_nothing_in_backward(setup):
     """The mask is the same, whatever is drawn or seeded between forward and backward."""
     tensors = make(setup)
@@ -119,9 +119,9 @@ def test_probabilities(p):
 
 def test_all_and_nothing():
     x = torch.randn(5, 6, requires_grad=True)
-    for level in LEVELS:
+    for mode in MODES:
         w = torch.randn(6, 6)
-        y = ckptkern.mlp(x, w, None, w, torch.ones(6), dropout_p=1.0, recompute=level)
+        y = ckptkern.mlp(x, w, None, w, torch.ones(6), dropout_p=1.0, recompute=mode)
         assert torch.equal(y, torch.ones(5, 6))
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.zeros(5, 6))
     y = ckptkern.dropout(x, 1.0)

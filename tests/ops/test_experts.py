@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import (
     DTYPES,
-    LEVELS,
+    MODES,
     Op,
     Setup,
     Watch,
@@ -79,15 +79,15 @@ MOE = Op(
         down_bias=t.get("down_bias"), **options,
     ),
     plain=plain,
-    saved=lambda activation, level, d, h, e: (0, 0),  # below
+    saved=lambda activation, mode, d, h, e: (0, 0),  # below
     matmuls={},
     options=("activation", "recompute"),
 )  # fmt: skip
-SETUPS = [pytest.param(Setup(MOE, "gelu", level), id=level) for level in ("selective", "full")]
+SETUPS = [pytest.param(Setup(MOE, "gelu", mode), id=mode) for mode in ("selective", "full")]
 
 PROMISES = [
     test_op.test_every_subset_of_frozen_inputs, test_op.test_gradcheck, test_op.test_gradgradcheck,
-    test_op.test_every_level_gives_the_same_bits, test_op.test_ten_runs_are_bitwise_equal, test_op.test_third_order,
+    test_op.test_every_mode_gives_the_same_bits, test_op.test_ten_runs_are_bitwise_equal, test_op.test_third_order,
     test_op.test_second_backward_through_a_retained_graph, test_op.test_output_changed_in_place,
     test_op.test_nothing_saved_or_given_is_overwritten, test_op.test_memory_is_flat_without_the_garbage_collector,
     test_op.test_inference_mode_then_training, test_op.test_saved_tensors_on_the_cpu,
@@ -119,12 +119,12 @@ def test_inside_a_checkpoint(setup, reentrant):
     test_op.test_inside_a_checkpoint(setup, reentrant)
 
 
-@pytest.mark.parametrize("level", ["selective", "full"])
-def test_batched_gradients(level):
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_batched_gradients(mode):
     """is_grads_batched runs another vmap, which torch.func's queries do not see."""
     index = routing("dropped", 30, 2, 3)
     t = tensors_of(index, 3, 8, 8, torch.float32)
-    y = ours_of(index, recompute=level)(t)
+    y = ours_of(index, recompute=mode)(t)
     dys = torch.stack([output_gradient(y, seed) for seed in range(3)])
     batched = torch.autograd.grad(y, list(t.values()), dys, is_grads_batched=True, retain_graph=True)
     for i, dy in enumerate(dys):
@@ -222,8 +222,8 @@ def test_an_empty_expert_has_exact_zeros(backend):
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_rows_beyond_the_last_offset(backend, level):
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_beyond_the_last_offset(backend, mode):
     """They hold what they like: zeros come out, and zeros as their gradient (pytorch#154557, #193633, transformers#48205)."""
     offs = torch.tensor([7, 7, 20], dtype=torch.int32)
     t = tensors_of(torch.zeros(37, 1), 3, 16, 24, torch.float32, bias=False)
@@ -234,7 +234,7 @@ def test_rows_beyond_the_last_offset(backend, level):
     dy = output_gradient(x)
     dy[20:] = float("nan")
     with ckptkern.backend(backend):
-        y = ckptkern.grouped_gated_mlp(x, offs, t["w"], t["wd"], row_weights=weights, recompute=level)
+        y = ckptkern.grouped_gated_mlp(x, offs, t["w"], t["wd"], row_weights=weights, recompute=mode)
         dx, ds, dw, dwd = torch.autograd.grad(y, (x, weights, t["w"], t["wd"]), dy)
     for rows in (y[20:], dx[20:], ds[20:], dw[1], dwd[1]):
         assert torch.equal(rows, torch.zeros_like(rows))
@@ -262,12 +262,12 @@ def test_grouped_rows_equal_a_mixture_of_one():
         assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_routing_does_not_depend_on_the_level(level):
+@pytest.mark.parametrize("mode", MODES)
+def test_routing_does_not_depend_on_the_mode(mode):
     """Counts are made once, in forward: backward recomputes g and u, and never the routing (torchtitan#1593)."""
     index = routing("dropped", 33, 2, 3)
     t = tensors_of(index, 3, 8, 8, torch.float32)
-    y = ours_of(index, recompute=level)(t)
+    y = ours_of(index, recompute=mode)(t)
     with Watch(), torch.autograd.profiler.profile() as profile:
         torch.autograd.grad(y.sum(), list(t.values()))
     assert not {"aten::sort", "aten::searchsorted"} & {event.name for event in profile.function_events}
@@ -278,19 +278,19 @@ def test_routing_does_not_depend_on_the_level(level):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-def test_saved_bytes(level, compiled, dtype):
+@pytest.mark.parametrize("mode", MODES)
+def test_saved_bytes(mode, compiled, dtype):
     """x, g and u, and the routing: its arguments, two int32 a slot and one an expert. No cast weight, no gathered row."""
     tokens, top_k, experts, d, h = 50, 2, 5, 24, 20
     index = routing("even", tokens, top_k, experts)
     t = tensors_of(index, experts, d, h, torch.float32)
-    ours = ours_of(index, recompute=level)
+    ours = ours_of(index, recompute=mode)
     if compiled:
         ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
     around = torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
     with around, saved_tensors(exclude=[t[name] for name in ("w", "wd", "b", "bd")]) as saved:
         ours(t)
-    slots, elements = tokens * top_k, tokens * d + (tokens * top_k * 2 * h if level != "full" else 0)
+    slots, elements = tokens * top_k, tokens * d + (tokens * top_k * 2 * h if mode != "full" else 0)
     assert saved.bytes == dtype.itemsize * elements + slots * (8 + 4 + 8) + 4 * (experts + 1)
 
 
@@ -303,21 +303,21 @@ def test_a_frozen_first_weight_lets_go_of_the_input():
     assert saved.bytes == 4 * 100 * 40 + 8 * 100 + 4 * 6
 
 
-@pytest.mark.parametrize(("level", "matmuls"), [("none", 9), ("selective", 9), ("full", 11)])
-def test_number_of_matmuls(level, matmuls):
+@pytest.mark.parametrize(("mode", "matmuls"), [("none", 9), ("selective", 9), ("full", 11)])
+def test_number_of_matmuls(mode, matmuls):
     """The docstring's table, as run and as registered; matmuls of T k rows, and no others."""
     index = routing("even", 30, 2, 4)
     t = tensors_of(index, 4, 6, 6, torch.float32)
     with Watch() as watch, FlopCounterMode(display=False) as counter:
-        gradients(ours_of(index, recompute=level), t)
+        gradients(ours_of(index, recompute=mode), t)
     assert watch.flops == matmuls * 2 * 60 * 6 * 6
     with FlopCounterMode(display=False) as counter:
-        gradients(ours_of(index, recompute=level), t)
+        gradients(ours_of(index, recompute=mode), t)
     assert counter.get_total_flops() == watch.flops
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_matmuls_of_every_subset_of_frozen_inputs(level):
+@pytest.mark.parametrize("mode", MODES)
+def test_matmuls_of_every_subset_of_frozen_inputs(mode):
     """What is frozen costs no matmul, and the registered FLOPs are those that run."""
     index, size = routing("even", 30, 2, 4), 2 * 60 * 6 * 6
     names = ["x", "s", "w", "wd", "b", "bd"]
@@ -327,10 +327,10 @@ def test_matmuls_of_every_subset_of_frozen_inputs(level):
             for name in set(names) - set(trained):
                 t[name].requires_grad_(False)
             with Watch() as watch:
-                gradients(ours_of(index, recompute=level), t)
+                gradients(ours_of(index, recompute=mode), t)
             above, last = bool({"x", "s", "w", "b"} & {*trained}), "wd" in trained
             expected = 3 + above + last + 2 * ("x" in trained) + 2 * ("w" in trained)
-            expected += 2 * (level == "full" and (above or last))
+            expected += 2 * (mode == "full" and (above or last))
             assert watch.flops == expected * size, trained
             assert watch.registered == watch.flops, trained
 

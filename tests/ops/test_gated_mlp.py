@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LEVELS
+from cases import MODES
 
 import ckptkern
 
@@ -23,8 +23,8 @@ def test_defaults():
     torch.testing.assert_close(ckptkern.gated_mlp(x, wg, wu, wd), F.linear(F.silu(x @ wg.T) * (x @ wu.T), wd))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_subset_of_biases(level):
+@pytest.mark.parametrize("mode", MODES)
+def test_every_subset_of_biases(mode):
     x, wg, wu, wd = (torch.randn(shape, dtype=torch.float64) for shape in ((5, 4), (6, 4), (6, 4), (3, 6)))
     x.requires_grad_()
     for present in itertools.product((False, True), repeat=3):
@@ -33,7 +33,7 @@ def test_every_subset_of_biases(level):
             for n, here in zip((6, 6, 3), present, strict=True)
         )
         wanted = [x, *(b for b in (bg, bu, bd) if b is not None)]
-        ours = ckptkern.gated_mlp(x, wg, wu, wd, gate_bias=bg, up_bias=bu, down_bias=bd, recompute=level)
+        ours = ckptkern.gated_mlp(x, wg, wu, wd, gate_bias=bg, up_bias=bu, down_bias=bd, recompute=mode)
         plain = F.linear(F.silu(F.linear(x, wg, bg)) * F.linear(x, wu, bu), wd, bd)
         torch.testing.assert_close(ours, plain)
         ours, plain = (torch.autograd.grad(y.square().sum(), wanted) for y in (ours, plain))
@@ -52,7 +52,7 @@ def test_gate_and_up_as_halves_of_one_parameter():
     """A fused [gate; up] parameter, as many checkpoints hold it, is sliced and never copied."""
     both = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
     x, wd = torch.randn(5, 4, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
-    for level in LEVELS:
-        ours = torch.autograd.grad(ckptkern.gated_mlp(x, both[:6], both[6:], wd, recompute=level).sum(), both)[0]
+    for mode in MODES:
+        ours = torch.autograd.grad(ckptkern.gated_mlp(x, both[:6], both[6:], wd, recompute=mode).sum(), both)[0]
         plain = torch.autograd.grad(F.linear(F.silu(x @ both[:6].T) * (x @ both[6:].T), wd).sum(), both)[0]
         torch.testing.assert_close(ours, plain)

@@ -1,4 +1,4 @@
-"""transformer_layer with a level for each sublayer: other bytes, the same results."""
+"""transformer_layer with a mode for each sublayer: other bytes, the same results."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import ckptkern
 from ckptkern.memory import saved_tensors
 
-LEVELS = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
 B, S, D = 2, 6, 32
 ROW = B * S * D * 4  # bytes of x
 
@@ -55,22 +55,22 @@ def run(layer: nn.Module, x: Tensor, memory: list[Tensor]) -> tuple[list[Tensor]
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_level_for_each_half(name: str) -> None:
+def test_a_mode_for_each_half(name: str) -> None:
     layer, memory = LAYERS[name]()
     x = torch.randn(B, S, D, requires_grad=True)
     found = {}
-    for level in (*LEVELS, *itertools.product(LEVELS, LEVELS)):
-        layer.recompute = level
-        found[level] = run(layer, x, memory)
-        torch.testing.assert_close(found[level][0], found["none"][0], rtol=1e-4, atol=1e-5)
-    bytes_ = {level: saved for level, (_, saved) in found.items()}
+    for mode in (*MODES, *itertools.product(MODES, MODES)):
+        layer.recompute = mode
+        found[mode] = run(layer, x, memory)
+        torch.testing.assert_close(found[mode][0], found["none"][0], rtol=1e-4, atol=1e-5)
+    bytes_ = {mode: saved for mode, (_, saved) in found.items()}
     between = 0 if name == "parallel" else 2 * ROW if name == "decoder" else ROW  # what each sublayer is given
     small = 64 * 5  # states of dropout
     assert bytes_["full", "full"] == pytest.approx(bytes_["full"] + between, abs=small)
     assert bytes_["selective", "full"] == pytest.approx(bytes_["selective"] + between, abs=small)
     row, branches = B * S * 48 * 4, 2 if name == "llama" else 1  # of the hidden layer: g and u, or z
-    relu = name in ("encoder", "decoder")  # h alone is saved, at both levels
-    for attention in LEVELS:
+    relu = name in ("encoder", "decoder")  # h alone is saved, in both modes
+    for attention in MODES:
         least = bytes_[attention, "full"]
         assert bytes_[attention, "none"] == least + row * (1 if relu else branches + 1)
         assert bytes_[attention, "selective"] == least + row * branches
@@ -107,7 +107,7 @@ def test_a_pair_where_submodules_are_called(name: str, called: str) -> None:
     layer.recompute = ("selective", "none")
     expected, _ = run(layer, x, memory)
     layer.get_submodule(place).register_forward_hook(lambda *args: None)
-    for pair in itertools.product(LEVELS, LEVELS):
+    for pair in itertools.product(MODES, MODES):
         layer.recompute = pair
         found, saved = run(layer, x, memory)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -3,19 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, LEVELS
+from cases import ACTIVATIONS, MODES
 
 import ckptkern
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_at_zero_and_nan(activation, level):
+def test_at_zero_and_nan(activation, mode):
     """relu's gradient is 0 at 0; NaN passes through value and gradient, as in torch. z is x itself here."""
     x = torch.tensor([[-1.0, -0.0, 0.0, 2.0, float("nan"), float("inf")]]).T.contiguous()
     results = []
     for function in (
-        lambda x: ckptkern.linear_act(x, torch.ones(1, 1), None, activation, recompute=level),
+        lambda x: ckptkern.linear_act(x, torch.ones(1, 1), None, activation, recompute=mode),
         lambda x: ACTIVATIONS[activation](F.linear(x, torch.ones(1, 1))),
     ):
         leaf = x.clone().requires_grad_()

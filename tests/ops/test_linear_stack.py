@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, LEVELS, SEED, check_exactness, gradients
+from cases import ACTIVATIONS, MODES, SEED, check_exactness, gradients
 
 import ckptkern
 from ckptkern.memory import saved_tensors
@@ -26,15 +26,15 @@ def layers_of(t: dict) -> tuple[list, list]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("widths", [[5, 6], [5, 6, 7], [9, 1, 9, 2], [8] * 5, [70, 65, 3, 66, 64]], ids=str)
-def test_depths_and_widths(widths, activation, level, dtype):
+def test_depths_and_widths(widths, activation, mode, dtype):
     """One layer, two, and more, narrow and wide, growing and shrinking."""
     tensors = stack(widths, dtype)
 
     def fused(t):
-        return ckptkern.linear_stack(t["x"], *layers_of(t), activation, recompute=level)
+        return ckptkern.linear_stack(t["x"], *layers_of(t), activation, recompute=mode)
 
     def plain(t):
         h = t["x"]
@@ -47,11 +47,11 @@ def test_depths_and_widths(widths, activation, level, dtype):
 
 def test_one_layer_is_a_linear_act():
     tensors = stack([5, 6])
-    for level in LEVELS:
-        one = gradients(lambda t, level=level: ckptkern.linear_stack(t["x"], *layers_of(t), recompute=level), tensors)
+    for mode in MODES:
+        one = gradients(lambda t, mode=mode: ckptkern.linear_stack(t["x"], *layers_of(t), recompute=mode), tensors)
         act = gradients(lambda t: ckptkern.linear_act(t["x"], t["w0"], t["b0"]), tensors)
         for name in one:
-            assert torch.equal(one[name], act[name]), (level, name)
+            assert torch.equal(one[name], act[name]), (mode, name)
 
 
 def test_saved_bytes_do_not_grow_with_the_depth():
@@ -100,8 +100,8 @@ def test_one_weight_used_by_every_layer():
     """A shared weight gets the sum of its layers' gradients; nothing is overwritten."""
     w = (torch.randn(6, 6, dtype=torch.float64) * 0.6).requires_grad_()
     x = torch.randn(4, 6, dtype=torch.float64)
-    for level in LEVELS:
-        (ours,) = torch.autograd.grad(ckptkern.linear_stack(x, [w, w, w], None, "silu", recompute=level).sum(), w)
+    for mode in MODES:
+        (ours,) = torch.autograd.grad(ckptkern.linear_stack(x, [w, w, w], None, "silu", recompute=mode).sum(), w)
         h = x
         for _ in range(3):
             h = F.silu(F.linear(h, w))

@@ -30,19 +30,19 @@ def test_chunks_of_tokens(block, backend):
         assert_same_within_rounding(gradients(small, tensors), gradients(block.fused, tensors))
 
 
-def test_levels_of_chunks_have_the_same_bits():
+def test_modes_of_chunks_have_the_same_bits():
     """Forward takes the chunks that backward takes."""
     tensors = GATED.make(lead=(300,))
 
-    def at(level):
+    def at(mode):
         def small(t):
             torch.manual_seed(SEED)
-            return ckptkern.mlp_block(t["x"], **GATED.mlp.arguments(t), recompute=level, workspace=1)
+            return ckptkern.mlp_block(t["x"], **GATED.mlp.arguments(t), recompute=mode, workspace=1)
 
         return gradients(small, tensors)
 
-    for level in ("selective", "none"):
-        assert_same(at(level), at("full"))
+    for mode in ("selective", "none"):
+        assert_same(at(mode), at("full"))
 
 
 def test_a_frozen_layer_has_gradients_of_its_updates_alone():
@@ -65,12 +65,12 @@ SUBLAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SUBLAYERS)
-def test_float32_updates_of_a_16_bit_layer(name, dtype, level):
+def test_float32_updates_of_a_16_bit_layer(name, dtype, mode):
     """As peft makes them: what is summed for A and B has float32's range and precision."""
-    block, ours, eager, exact = SUBLAYERS[name].with_(recompute=level), [], [], []
+    block, ours, eager, exact = SUBLAYERS[name].with_(recompute=mode), [], [], []
     for seed in range(DRAWS):
         tensors = {
             key: t.detach().float().requires_grad_() if "lora" in key else t

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LEVELS
+from cases import MODES
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
@@ -21,13 +21,13 @@ def test_defaults():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_one_bias_without_the_other(level):
+@pytest.mark.parametrize("mode", MODES)
+def test_one_bias_without_the_other(mode):
     x, w1, w2 = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4), torch.randn(3, 6)
     b1, b2 = torch.randn(6, requires_grad=True), torch.randn(3, requires_grad=True)
     for first, second in ((b1, None), (None, b2)):
         wanted = [x] + [b for b in (first, second) if b is not None]
-        ours = torch.autograd.grad(ckptkern.mlp(x, w1, first, w2, second, recompute=level).square().sum(), wanted)
+        ours = torch.autograd.grad(ckptkern.mlp(x, w1, first, w2, second, recompute=mode).square().sum(), wanted)
         plain = torch.autograd.grad(F.linear(F.gelu(F.linear(x, w1, first)), w2, second).square().sum(), wanted)
         for mine, theirs in zip(ours, plain, strict=True):
             torch.testing.assert_close(mine, theirs)
@@ -56,8 +56,8 @@ def test_one_weight_in_two_places():
     """fc2 tied to fc1's transpose: both contributions arrive, through a view of one parameter."""
     w = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     x = torch.randn(5, 4, dtype=torch.float64)
-    for level in LEVELS:
-        (ours,) = torch.autograd.grad(ckptkern.mlp(x, w, None, w.T, None, recompute=level).sum(), w)
+    for mode in MODES:
+        (ours,) = torch.autograd.grad(ckptkern.mlp(x, w, None, w.T, None, recompute=mode).sum(), w)
         (plain,) = torch.autograd.grad(F.linear(F.gelu(F.linear(x, w)), w.T).sum(), w)
         torch.testing.assert_close(ours, plain)
 

@@ -8,7 +8,7 @@ import torch
 from cases import (
     DTYPES,
     LAYERS,
-    LEVELS,
+    MODES,
     SAVED_SETS,
     SEED,
     P,
@@ -74,7 +74,7 @@ def test_autocast_keeps_no_cast_weight(setup):
         assert saved_by(setup, make(setup)) == expected_bytes(setup, Sizes(), itemsize)
 
 
-@pytest.mark.parametrize("setup", setups(levels=("none", "selective")))
+@pytest.mark.parametrize("setup", setups(modes=("none", "selective")))
 def test_a_frozen_first_weight_lets_go_of_the_input(setup):
     first = {"gate_weight", "up_weight"} if setup.op.name == "gated_mlp" else {*list(make(setup))[1:2]}
     saved = saved_by(setup, make(setup, frozen=first))
@@ -85,7 +85,7 @@ def test_a_frozen_first_weight_lets_go_of_the_input(setup):
         assert saved <= expected_bytes(setup, Sizes(), 4)
 
 
-@pytest.mark.parametrize("setup", setups(levels=("full",)))
+@pytest.mark.parametrize("setup", setups(modes=("full",)))
 def test_nothing_is_saved_without_a_gradient(setup):
     frozen = make(setup, frozen=list(make(setup)))
     assert saved_by(setup, frozen) == 0
@@ -181,7 +181,7 @@ def test_expanded_input(setup):
     check_against_float64(setup, tensors)
 
 
-@pytest.mark.parametrize("setup", setups(levels=("full",)))
+@pytest.mark.parametrize("setup", setups(modes=("full",)))
 def test_gradient_strides_are_the_parameters(setup):
     """.grad of a transposed or dense parameter has the parameter's strides, as optimisers expect."""
     tensors = {name: transposed(t.detach()).requires_grad_() for name, t in make(setup).items()}
@@ -201,8 +201,8 @@ def test_gradcheck(setup):
 
 
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
-def test_every_level_gives_the_same_bits(setup):
-    """The levels differ in what they keep, not in any result: what is recomputed equals what forward computed."""
+def test_every_mode_gives_the_same_bits(setup):
+    """The modes differ in what they keep, not in any result: what is recomputed equals what forward computed."""
     tensors = make(setup, dtype=torch.bfloat16)
     assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
 
@@ -299,7 +299,7 @@ def test_number_of_matmuls(setup):
     assert matmuls(setup.fused, tensors).flops == expected * 2 * 4 * 6 * 6
 
 
-@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("full",), dropout=(P,)))
 def test_flop_counter(setup):
     """torch's own counter finds the registered formulas."""
     tensors = make(setup)
@@ -335,7 +335,7 @@ def gradient_penalty(function, tensors: dict) -> dict:
     return {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in tensors.items() if t.requires_grad}
 
 
-@pytest.mark.parametrize("setup", setups(("gelu",), levels=("none", "full"), ops=LAYERS))
+@pytest.mark.parametrize("setup", setups(("gelu",), modes=("none", "full"), ops=LAYERS))
 @pytest.mark.parametrize("where", ["x", "parameters"])
 def test_second_order_with_frozen_inputs(setup, where):
     """They are right, or an error if the input that they need was not saved."""
@@ -366,7 +366,7 @@ def test_second_order_of_a_linear_layer_with_a_frozen_weight(setup):
     torch.testing.assert_close(penalty(setup.fused), penalty(setup.plain))
 
 
-@pytest.mark.parametrize("setup", setups(("silu",), levels=("full",), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(("silu",), modes=("full",), dropout=(P,)))
 def test_third_order(setup):
     tensors = make(setup, Sizes((2,), 3, 4, 2), torch.float64)
 
@@ -399,7 +399,7 @@ def test_second_backward_through_a_retained_graph(setup):
         torch.autograd.grad(y, inputs, dy)
 
 
-@pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("none", "full"), dropout=(P,)))
 def test_changes_between_forward_and_backward_are_caught(setup):
     """x and every weight, except those that backward does not read: dropout does not read x."""
     for name in make(setup):
@@ -417,8 +417,8 @@ def test_changes_between_forward_and_backward_are_caught(setup):
 
 
 def keeps_its_output(setup: Setup) -> bool:
-    level = {"linear_act": ("none",), "linear_stack": ("none", "selective")}.get(setup.op.name, ())
-    return setup.activation == "relu" and setup.recompute in level
+    mode = {"linear_act": ("none",), "linear_stack": ("none", "selective")}.get(setup.op.name, ())
+    return setup.activation == "relu" and setup.recompute in mode
 
 
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
@@ -470,7 +470,7 @@ def test_inference_keeps_nothing(setup):
         assert saved.bytes == [0]
 
 
-@pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("none", "full"), dropout=(P,)))
 def test_inference_mode_then_training(setup):
     """Inference leaves nothing behind that would break training."""
     tensors = make(setup)
@@ -494,7 +494,7 @@ def test_saved_tensors_on_the_cpu(setup):
     assert_same(gradients(offloaded, tensors), gradients(setup.fused, tensors))
 
 
-@pytest.mark.parametrize("setup", setups(levels=("none", "full"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("none", "full"), dropout=(P,)))
 def test_every_saved_tensor_is_unpacked_once(setup):
     """Hooks of checkpointing and sharding fire once for each saved tensor."""
     packed, unpacked = [], []
@@ -514,7 +514,7 @@ def test_every_saved_tensor_is_unpacked_once(setup):
     assert sorted(unpacked) == packed
 
 
-@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("full",), dropout=(P,)))
 def test_forward_mode_is_refused(setup):
     tensors = make(setup)
     with torch.autograd.forward_ad.dual_level():
@@ -523,7 +523,7 @@ def test_forward_mode_is_refused(setup):
             setup.fused({**tensors, "x": dual})
 
 
-@pytest.mark.parametrize("setup", setups(("relu",), levels=("full",), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(("relu",), modes=("full",), dropout=(P,)))
 def test_nodes_are_named_after_their_op(setup):
     """The names show in tracebacks of anomaly mode, profiles and drawings of the graph."""
     y = setup.fused(make(setup))  # before torch 2.13 a grad_fn does not outlive its output
@@ -535,8 +535,8 @@ def test_nodes_are_named_after_their_op(setup):
 # -- inside torch.utils.checkpoint -------------------------------------------------------------------------------------
 
 
-def levels_of(watch: Watch) -> list[str]:
-    return [level for level in watch.strings if level in (*LEVELS, "forward")]
+def modes_of(watch: Watch) -> list[str]:
+    return [mode for mode in watch.strings if mode in (*MODES, "forward")]
 
 
 @pytest.mark.parametrize("reentrant", [False, True, None], ids=["non-reentrant", "reentrant", "ours"])
@@ -556,14 +556,14 @@ def test_inside_a_checkpoint(setup, reentrant):
     ours = matmuls(seeded(checkpointed(setup.call)), tensors)
     assert_same(ours.gradients, gradients(lambda t: setup.fused(t).sin(), tensors))
     assert ours.flops <= matmuls(checkpointed(setup.plain), tensors).flops
-    levels = levels_of(ours)
+    modes = modes_of(ours)
     if "recompute" in setup.op.options:
-        # backward runs at the level of the recomputed forward; a reentrant first forward makes nothing to keep
-        assert levels[1:] == ["none", "none"]
-        assert levels[0] in (("full", "forward") if reentrant else ("none",))
+        # backward runs in the mode of the recomputed forward; a reentrant first forward makes nothing to keep
+        assert modes[1:] == ["none", "none"]
+        assert modes[0] in (("full", "forward") if reentrant else ("none",))
 
 
-@pytest.mark.parametrize("setup", setups(("gelu",), levels=("none",), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(("gelu",), modes=("none",), dropout=(P,)))
 def test_selective_checkpoint_may_save_the_op(setup):
     """A policy of torch's selective checkpointing sees the forward op and can keep its results."""
     tensors = make(setup)
@@ -592,7 +592,7 @@ def seeded(function):
     return run
 
 
-@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("full",), dropout=(P,)))
 def test_checkpoint_under_autocast(setup):
     """No cast that is made in forward and missing in recompute, or the other way round."""
     tensors = make(setup)

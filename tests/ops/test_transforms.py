@@ -209,7 +209,7 @@ def test_compiled_module_in_a_chain(setup):
 
 @pytest.mark.parametrize("setup", setups(("relu",), ("none",), dropout=(P,)))
 def test_compiled_without_gradients(setup):
-    """Evaluation, under no_grad and with nothing that needs a gradient: the graph has the level that saves nothing."""
+    """Evaluation, under no_grad and with nothing that needs a gradient: the graph has the mode that saves nothing."""
     tensors = make(setup)
     expected, counter = setup.fused(tensors).detach(), CompileCounterWithBackend("aot_eager")
     assert torch.equal(compiled(setup, counter)({name: t.detach() for name, t in tensors.items()}), expected)
@@ -219,9 +219,9 @@ def test_compiled_without_gradients(setup):
     assert torch.equal(y, expected)
     op = getattr(torch.ops.ckptkern, f"{setup.op.name}_fwd").default
     calls = [node for graph in counter.graphs for node in graph.graph.nodes if node.target is op]
-    levels = [[one for one in call.args[3] if one in ("none", "selective", "full", "forward")] for call in calls]
-    level = {"dropout": [], "linear_stack": ["forward"]}.get(setup.op.name, ["full"])
-    assert levels == [level, level]
+    modes = [[one for one in call.args[3] if one in ("none", "selective", "full", "forward")] for call in calls]
+    mode = {"dropout": [], "linear_stack": ["forward"]}.get(setup.op.name, ["full"])
+    assert modes == [mode, mode]
 
 
 def test_changing_the_backend_compiles_again():
@@ -347,7 +347,7 @@ def test_batched_gradients(setup, create_graph):
             assert torch.equal(ours[i], theirs)
 
 
-@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("full",), dropout=(P,)))
 def test_forward_mode_of_torch_func_is_refused(setup):
     tensors = make(setup)
     x = tensors["x"].detach()
@@ -355,7 +355,7 @@ def test_forward_mode_of_torch_func_is_refused(setup):
         torch.func.jvp(lambda one: setup.call({**tensors, "x": one}), (x,), (torch.ones_like(x),))
 
 
-@pytest.mark.parametrize("setup", setups(("gelu",), levels=("full",), ops=("mlp",)))
+@pytest.mark.parametrize("setup", setups(("gelu",), modes=("full",), ops=("mlp",)))
 def test_compiled_transforms(setup):
     """torch.compile of vmap(grad) breaks the graph at the op, and says why where that is not allowed."""
     tensors = make(setup, Sizes(lead=(3, 2)))

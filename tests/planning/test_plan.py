@@ -232,7 +232,7 @@ def test_on_the_meta_device_matmuls_are_what_counts() -> None:
         ckptkern.plan(layers("meta"), x)
 
 
-def test_a_copy_keeps_the_levels_and_not_the_stores() -> None:
+def test_a_copy_keeps_the_modes_and_not_the_stores() -> None:
     model, x = model_of("llama"), ids()
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
     for row in plan.table.rows:

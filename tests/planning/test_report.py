@@ -16,7 +16,7 @@ from ckptkern.planning.report import STOCK, gradients_there
 from ckptkern.planning.segments import segments_of
 
 NAMES = ["llama", "gpt", "bert", "decoder", "torch attention"]
-LEVELS = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
 
 
 def model_of(name: str) -> nn.Module:
@@ -46,10 +46,10 @@ def test_bytes_are_those_of_saved_tensor_hooks(name: str) -> None:
     plain = hooked(copy.deepcopy(model), x)
     report = ckptkern.report(model, x)
     assert report.totals[STOCK] == plain
-    for level in LEVELS:
+    for mode in MODES:
         other = copy.deepcopy(model)
-        ckptkern.convert(other, x, recompute=level)
-        assert report.totals[level] == hooked(other, x), level
+        ckptkern.convert(other, x, recompute=mode)
+        assert report.totals[mode] == hooked(other, x), mode
 
 
 def test_the_model_is_as_before() -> None:
@@ -67,7 +67,7 @@ def test_the_model_is_as_before() -> None:
     before = [m.__dict__.get("forward") for m in model.modules()]
     ckptkern.report(model, x)
     assert before == [m.__dict__.get("forward") for m in model.modules()]
-    assert [segment.strategy.level for segment in segments_of(model)] == ["full", ("selective", "none")]
+    assert [segment.strategy.mode for segment in segments_of(model)] == ["full", ("selective", "none")]
 
 
 def test_statistics_of_batches_are_as_before() -> None:
@@ -82,7 +82,7 @@ def test_a_model_without_a_stock_forward() -> None:
     model = nn.Sequential(ckptkern.nn.MLP(8, 32), nn.Linear(8, 8))
     report = ckptkern.report(model, torch.randn(3, 8, requires_grad=True))
     assert list(report.totals) == ["none", "selective", "full"]
-    assert {line.level for line in report.lines} == {"none", "selective", "full"}
+    assert {line.mode for line in report.lines} == {"none", "selective", "full"}
     assert report.totals["full"] == 3 * 8 * 4 * 2
 
 
@@ -91,10 +91,10 @@ def test_general_segments() -> None:
     model, x = nn.Sequential(nn.Conv1d(4, 4, 1), *block), torch.randn(2, 4, 6)
     report = ckptkern.report(model, x)
     assert {line.replaced_by for line in report.lines} == {"checkpoint"}
-    by_level = {line.level: line.saved for line in report.lines if line.name == "1"}
-    assert by_level.pop(STOCK) == by_level["none"]
+    by_mode = {line.mode: line.saved for line in report.lines if line.name == "1"}
+    assert by_mode.pop(STOCK) == by_mode["none"]
     # its input; what each convolution and the GELU read
-    assert by_level == {"none": 4 * 2 * 6 * (4 + 8 + 8), "full": 4 * 2 * 6 * 4}
+    assert by_mode == {"none": 4 * 2 * 6 * (4 + 8 + 8), "full": 4 * 2 * 6 * 4}
     assert report.totals["none"] == report.totals[STOCK] == hooked(model, x)
 
 
@@ -113,8 +113,8 @@ def test_csv_and_text(tmp_path: Path) -> None:
     report = ckptkern.report(model_of("llama"), ids())
     report.csv(tmp_path / "report.csv")
     rows = list(csv.DictReader((tmp_path / "report.csv").open()))
-    assert [(row["name"], row["level"]) for row in rows] == [
-        (f"layers.{i}", level) for i in range(2) for level in (STOCK, *LEVELS)
+    assert [(row["name"], row["mode"]) for row in rows] == [
+        (f"layers.{i}", mode) for i in range(2) for mode in (STOCK, *MODES)
     ]
     assert [int(row["saved"]) for row in rows] == [line.saved for line in report.lines]
     text = str(report)
@@ -126,10 +126,10 @@ def test_memory_over_a_step(tmp_path: Path) -> None:
     """It rises in forward to more than what is saved, and in backward falls to nothing."""
     report = ckptkern.report(model_of("llama"), ids())
     assert list(report.timelines) == list(report.totals)
-    for level, timeline in report.timelines.items():
+    for mode, timeline in report.timelines.items():
         at_backward = [n for t, n in zip(timeline.milliseconds, timeline.bytes, strict=True)
                        if t <= timeline.marks["backward"]][-1]  # fmt: skip
-        assert timeline.peak >= at_backward >= report.totals[level] - ids().nbytes, level
+        assert timeline.peak >= at_backward >= report.totals[mode] - ids().nbytes, mode
         assert timeline.bytes[-1] <= 64, "scalars"
         assert all(a <= b for a, b in itertools.pairwise(timeline.milliseconds))
     assert report.timelines[STOCK].peak > report.timelines["full"].peak * 0.5

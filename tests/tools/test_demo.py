@@ -101,9 +101,9 @@ def test_a_loss_that_is_not_a_number_fails():
 
 def test_dropout_is_replayed(tmp_path, capsys):
     losses = {}
-    for level in ("full", "none"):
-        assert run_demo(tmp_path / level, "--dropout", "0.2", "--recompute", level) == 0
-        losses[level] = losses_by_way(tmp_path / level)
+    for mode in ("full", "none"):
+        assert run_demo(tmp_path / mode, "--dropout", "0.2", "--recompute", mode) == 0
+        losses[mode] = losses_by_way(tmp_path / mode)
     assert "no limit: their dropout masks come from different random streams" in capsys.readouterr().out
     assert losses["full"]["torch"] == losses["full"]["torch.utils.checkpoint"]
     assert losses["full"]["torch"] != losses["full"]["ckptkern"]

@@ -40,7 +40,7 @@ def test_the_report_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.
     assert "stock PyTorch" in text
     assert "saved: 128 B of a budget of 256 B" in text
     rows = list(csv.DictReader(out.open()))
-    assert [(row["level"], row["saved"]) for row in rows][-1] == ("full", "128")
+    assert [(row["mode"], row["saved"]) for row in rows][-1] == ("full", "128")
     assert figure.stat().st_size > 1000
 
 

@@ -100,13 +100,13 @@ def test_recompute_equals_forward(kind, dtype, device):
     assert_equal({"ds": full[2]}, {"ds": saved[2]}, {"ds"})
 
 
-@pytest.mark.parametrize("level", ["none", "selective"])
+@pytest.mark.parametrize("mode", ["none", "selective"])
 @each_dtype
-def test_every_level_gives_the_same_bits(level, dtype):
+def test_every_mode_gives_the_same_bits(mode, dtype):
     index = routing("dropped", 50, 2, 3)
     t = tensors_of(index, 3, 24, 40, dtype)
     with ckptkern.backend("triton"):
-        full, other = (gradients(ours_of(index, recompute=one), t) for one in ("full", level))
+        full, other = (gradients(ours_of(index, recompute=one), t) for one in ("full", mode))
     assert_equal(other, full, {"s"})
 
 
@@ -183,21 +183,21 @@ class NoSync(Watch):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize("level", ["selective", "full"])
-def test_nothing_waits_for_the_host(level, monkeypatch):
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_nothing_waits_for_the_host(mode, monkeypatch):
     index = routing("dropped", 40, 2, 3)
     t = tensors_of(index, 3, 16, 16, torch.float32)
     offs = torch.tensor([3, 7, 30])
     monkeypatch.setattr(Tensor, "tolist", None, raising=False)
     with ckptkern.backend("triton"), NoSync():
-        gradients(ours_of(index, recompute=level), t)
-        y = ckptkern.grouped_gated_mlp(t["x"], offs, t["w"], t["wd"], row_weights=t["s"][:, 0], recompute=level)
+        gradients(ours_of(index, recompute=mode), t)
+        y = ckptkern.grouped_gated_mlp(t["x"], offs, t["w"], t["wd"], row_weights=t["s"][:, 0], recompute=mode)
         torch.autograd.grad(y.sum(), [t[name] for name in ("x", "s", "w", "wd")])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["selective", "full"])
-def test_a_graph_is_captured_and_serves_another_routing(level):
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_graph_is_captured_and_serves_another_routing(mode):
     """On a GPU, forward and backward in one CUDA graph; replayed with other choices it gives their result."""
     first, second = (routing("dropped", 256, 2, 4, seed).cuda() for seed in (1, 2))
     t = {
@@ -206,7 +206,7 @@ def test_a_graph_is_captured_and_serves_another_routing(level):
     index, dy = first.clone(), torch.randn(256, 64, device="cuda").bfloat16()
 
     def step():
-        y = ours_of(index, recompute=level)(t)
+        y = ours_of(index, recompute=mode)(t)
         return (y, *torch.autograd.grad(y, list(t.values()), dy))
 
     side = torch.cuda.Stream()

@@ -32,11 +32,11 @@ def _triton() -> Iterator[None]:
 
 
 def sizes_of(setup):
-    """A stack's usual sizes are narrow: one kernel at "full", which the levels that keep tensors do not have."""
+    """A stack's usual sizes are narrow: one kernel at "full", which the modes that keep tensors do not have."""
     return WIDE if setup.op.name == "linear_stack" else Sizes()
 
 
-@pytest.mark.parametrize("setup", setups(levels=("full",), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("full",), dropout=(P,)))
 def test_the_kernels_serve(setup):
     with Watch() as watch:
         gradients(setup.fused, make(setup))
@@ -46,7 +46,7 @@ def test_the_kernels_serve(setup):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("full",), (P,)))
 def test_gradients_are_as_exact_as_torchs(setup, dtype, device):
-    """At one level: all give the same bits."""
+    """At one mode: all give the same bits."""
     check_against_float64(setup, make(setup, sizes_of(setup), dtype, device=device))
 
 
@@ -132,11 +132,11 @@ def test_views_of_one_tensor(setup):
     assert_same(gradients(setup.fused, views, dy), gradients(setup.fused, {**dense, "x": x}, dy), BIASES)
 
 
-# --- one result at every level and in every chunking
+# --- one result in every mode and in every chunking
 
 
 # One activation for each set of saved tensors in bf16, whose rounding shows most, and one in each other dtype.
-LEVELS_AND_DTYPES = [
+MODES_AND_DTYPES = [
     pytest.param(*setup.values, dtype, id=f"{setup.id}-{dtype}")
     for activation, dtype in (
         *((activation, torch.bfloat16) for activation in cases.SAVED_SETS), ("relu", torch.float32), ("gelu", torch.float16)
@@ -145,13 +145,13 @@ LEVELS_AND_DTYPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("setup", "dtype"), LEVELS_AND_DTYPES)
-def test_every_level_gives_the_same_bits(setup, dtype, device):
-    """y and all gradients are those of level "none", which recomputes nothing."""
+@pytest.mark.parametrize(("setup", "dtype"), MODES_AND_DTYPES)
+def test_every_mode_gives_the_same_bits(setup, dtype, device):
+    """y and all gradients are those of mode "none", which recomputes nothing."""
     tensors = make(setup, sizes_of(setup), dtype, device=device)
     expected = gradients(setup.fused, tensors)
-    for level in ("selective", "full"):
-        assert_same(gradients(setup.with_(recompute=level).fused, tensors), expected, BIASES)
+    for mode in ("selective", "full"):
+        assert_same(gradients(setup.with_(recompute=mode).fused, tensors), expected, BIASES)
 
 
 ONE_CHUNK, MANY_CHUNKS = None, 1  # bytes of workspace: at least 128 rows are taken at a time

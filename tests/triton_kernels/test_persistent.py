@@ -200,13 +200,13 @@ def test_a_cuda_graph_keeps_the_descriptors(name):
 # -- the route ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("op", ["linear_act", "mlp", "gated_mlp"])
-def test_a_route_of_its_own(op, level, device, architecture, launched):
+def test_a_route_of_its_own(op, mode, device, architecture, launched):
     """The results of the route "triton", by persistent kernels alone, since all sizes are aligned."""
     if architecture or device == "cuda":
         pytest.skip("wants the interpreter's tiles, which are small")
-    (setup,) = setups(("gelu",), (level,), (0.3,), ops=(op,))
+    (setup,) = setups(("gelu",), (mode,), (0.3,), ops=(op,))
     tensors = whole_numbers(make(setup.values[0], Sizes((140,), 32, 48, 64), BF16))
     results = {}
     for route in ("triton", "persistent"):

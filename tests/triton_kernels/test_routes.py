@@ -55,9 +55,9 @@ def test_gradients_are_as_exact_as_torchs(route, setup, dtype):
         check_against_float64(setup, make(setup, dtype=dtype))
 
 
-@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("route", _routes.OF_KERNELS)
-def test_masks_do_not_depend_on_the_route(route, level):
+def test_masks_do_not_depend_on_the_route(route, mode):
     """The second weight I spells the hidden layer; dy = I makes its gradient spell it as backward recomputed it; dy = 1 makes
     the bias's count the units that backward saved."""
     N = 160  # two chunks
@@ -65,7 +65,7 @@ def test_masks_do_not_depend_on_the_route(route, level):
     w, b = torch.randn(N, 7), torch.randn(N, requires_grad=True)
     torch.manual_seed(3)
     with _choices.forced_route(route):
-        y = ckptkern.mlp(x, w, b, eye, None, "identity", P, recompute=level, workspace=1)
+        y = ckptkern.mlp(x, w, b, eye, None, "identity", P, recompute=mode, workspace=1)
         (h,) = torch.autograd.grad(y, eye, torch.eye(N), retain_graph=True)
         (db,) = torch.autograd.grad(y, b, torch.ones(N, N))
     torch.manual_seed(3)

@@ -9,7 +9,7 @@ from ... import eager
 from ...errors import DeviceError, DtypeError, LayoutError, ShapeError
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)  # every name that an `activation` may be
-LEVELS = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
 
 
 def check_choice(op: str, what: str, value, choices) -> None:
@@ -17,27 +17,27 @@ def check_choice(op: str, what: str, value, choices) -> None:
         raise ValueError(f"{op}: {what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
-def check_level(op: str, recompute: str) -> None:
-    check_choice(op, "recompute", recompute, LEVELS)
+def check_mode(op: str, recompute: str) -> None:
+    check_choice(op, "recompute", recompute, MODES)
 
 
 def modes_of_sublayers(op: str, recompute: str | tuple[str, str]) -> tuple[str, str]:
-    """The levels of a layer's attentions and of its MLP, from one for both ("selective" recomputes all of the MLP) or a
+    """The modes of a layer's attentions and of its MLP, from one for both ("selective" recomputes all of the MLP) or a
     pair."""
     if isinstance(recompute, (tuple, list)) and len(recompute) == 2:
         attention, mlp = recompute
     else:
         attention, mlp = recompute, "full" if recompute == "selective" else recompute
-    for level in (attention, mlp):
-        check_level(op, level)
+    for mode in (attention, mlp):
+        check_mode(op, mode)
     return attention, mlp
 
 
 def check_options(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
     if activation not in ACTIVATIONS:
         check_choice(op, "activation", activation, ACTIVATIONS)
-    if recompute not in LEVELS:
-        check_level(op, recompute)
+    if recompute not in MODES:
+        check_mode(op, recompute)
     if type(dropout_p) is not float or not 0.0 <= dropout_p <= 1.0:
         check_probability(op, dropout_p)
 

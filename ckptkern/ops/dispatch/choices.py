@@ -1,4 +1,4 @@
-"""What is chosen for a call: backend, level, precision and workspace."""
+"""What is chosen for a call: backend, mode, precision and workspace."""
 
 from __future__ import annotations
 
@@ -289,26 +289,26 @@ def _inside_checkpoint() -> bool:
 
 
 class _Nested(threading.local):
-    """Do this thread's ops keep to their own level inside a segment? (`nn.LayerStack`)"""
+    """Do this thread's ops keep to their own mode inside a segment? (`nn.LayerStack`)"""
 
-    levels = False
+    modes = False
 
 
 _NESTED = _Nested()
 
 
 @contextmanager
-def own_levels() -> Iterator[None]:
-    """Inside a segment of several layers: what its recompute recomputes at once is then what they keep at their levels."""
-    before, _NESTED.levels = _NESTED.levels, True
+def own_modes() -> Iterator[None]:
+    """Inside a segment of several layers: what its recompute recomputes at once is then what they keep in their modes."""
+    before, _NESTED.modes = _NESTED.modes, True
     try:
         yield
     finally:
-        _NESTED.levels = before
+        _NESTED.modes = before
 
 
-def choose_level(recompute: str) -> str:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _NESTED.levels:
+def choose_mode(recompute: str) -> str:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _NESTED.modes:
         return recompute
     return "none" if _inside_checkpoint() else recompute
 

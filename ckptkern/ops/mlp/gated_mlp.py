@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
+from ..dispatch.choices import cast_input, choose_mode, choose_route, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import mask
@@ -68,7 +68,7 @@ def gated_mlp(
     workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
     least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     probability, workspace), RuntimeError (backend).
     """
     op = "gated_mlp"
@@ -91,7 +91,7 @@ def gated_mlp(
     check_weight(op, "down_weight", down_weight, down_bias, x, gate_weight.shape[0], "the hidden layer")
     x = cast_input(op, x, gate_weight, up_weight, down_weight)
     options = BranchOptions(
-        activation, float(dropout_p), choose_level(recompute),
+        activation, float(dropout_p), choose_mode(recompute),
         choose_route(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0]), matmul_precision(x),
         choose_workspace(op, workspace, x), 0,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import eager
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_level, choose_route, compose, matmul_precision, primitives
+from ..dispatch.choices import cast_input, choose_mode, choose_route, compose, matmul_precision, primitives
 from ..registration.functions import build
 from ..registration.gradients import WeightGrad
 from ..registration.needs import needed
@@ -104,7 +104,7 @@ def linear_act(
 
     activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
     recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward (identity saves x
-    at every level):
+    in every mode):
 
                      relu                                     others    matmuls
         "none"       x, y (no memory of its own in a chain)   x, z      3
@@ -113,7 +113,7 @@ def linear_act(
 
     A sparse weight (COO, CSR, CSC), or any that is not strided, goes to torch's own ops, with their errors and gradients.
     torch then chooses what is saved.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level),
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode),
     RuntimeError (backend).
     """
     check_options("linear_act", activation, recompute)
@@ -124,5 +124,5 @@ def linear_act(
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
     x = cast_input("linear_act", x, weight)
     route = choose_route("linear_act", x, weight.shape[1], 0, weight.shape[0])
-    options = LinearActOptions(activation, choose_level(recompute), route, matmul_precision(x))
+    options = LinearActOptions(activation, choose_mode(recompute), route, matmul_precision(x))
     return _apply(options, x, weight, bias)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import eager
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_backend, choose_level, choose_workspace, matmul_precision, primitives
+from ..dispatch.choices import cast_input, choose_backend, choose_mode, choose_workspace, matmul_precision, primitives
 from ..registration.functions import build
 from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ..registration.needs import needed
@@ -216,7 +216,7 @@ def linear_stack(
     workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
     least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     workspace), RuntimeError (backend).
     """
     op = "linear_stack"
@@ -239,7 +239,7 @@ def linear_stack(
         features = w.shape[0]
     x = cast_input(op, x, *weights)
     options = LinearStackOptions(
-        activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), choose_workspace(op, workspace, x),
+        activation, choose_mode(recompute), choose_backend(op, x), matmul_precision(x), choose_workspace(op, workspace, x),
         len(weights),
     )  # fmt: skip
     return _apply(options, x, *weights, *biases)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_level, choose_route, choose_workspace, matmul_precision
+from ..dispatch.choices import cast_input, choose_mode, choose_route, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import in_order, mask, needed_names
@@ -101,8 +101,8 @@ def mlp(
     least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
 
-    Inside torch.utils.checkpoint the level is "none": the checkpoint already recomputes the segment.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
+    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the segment.
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     probability, workspace), RuntimeError (backend).
     """
     if ACTIVE.shard is not None:
@@ -118,7 +118,7 @@ def mlp(
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
     route = choose_route("mlp", x, x.shape[-1], fc1_weight.shape[0], fc2_weight.shape[0])
     options = BranchOptions(
-        activation, float(dropout_p), choose_level(recompute), route, matmul_precision(x),
+        activation, float(dropout_p), choose_mode(recompute), route, matmul_precision(x),
         choose_workspace("mlp", workspace, x), 0,
     )  # fmt: skip
     return _apply(options, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, draw_state(x, dropout_p, training))
