@@ -1,4 +1,4 @@
-"""What tests/triton_kernels/test_gate.py learns from compiled kernels, as JSON: compiled.py NAME
+"""What tests/triton_kernels/test_codegen.py learns from compiled kernels, as JSON: compiled.py NAME
 
 It runs in a process of its own, without TRITON_INTERPRET, because a kernel decorated under that cannot be compiled.
 """
@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from benchmarks.gate import cases, machine_code
-from benchmarks.gate.compiling import compile_launch
+from benchmarks.codegen import cases, machine_code
+from benchmarks.codegen.compiling import compile_launch
 from benchmarks.model import rates, trace
 from ckptkern import triton_kernels
 from ckptkern.eager import AttentionCore, Groups, Head
@@ -60,7 +60,7 @@ def early_return() -> None:
     triton_kernels.tile.launch(_early_kernel, (1,), x, ((x, 1), None), N=64, num_warps=4)
 
 
-# Launches that the gate must find fault with, each for one reason. A larger tile compiles for longer.
+# Launches that the code-generation check must find fault with, each for one reason. A larger tile compiles for longer.
 INJECTED = {
     "spill": (90, "bfloat16", lambda: act_grad(tile=Tile(64, 256, 64, 4, 3, 1))),
     "ragged": (90, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 64, 8, 2))),
@@ -81,7 +81,7 @@ def injected() -> dict[str, list[str]]:
     for name, (arch, dtype, launch) in {**INJECTED, "none": (90, "bfloat16", act_grad)}.items():
         cases.OPS[name] = lambda case, given, launch=launch: launch()
         case = cases.Case(name, arch, dtype, ragged=False, activation="gelu", dropout=True, extras=True)
-        faults[name] = [fault for _, found in machine_code.gate(case) for fault in found]
+        faults[name] = [fault for _, found in machine_code.check(case) for fault in found]
     unknown = cases.Case("act_grad", 90, "bfloat16", ragged=False, activation="tanh", dropout=False, extras=False)
     faults["does not compile"] = machine_code.run([unknown], workers=1, progress=False)[1]
     return faults

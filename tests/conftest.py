@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 sys.path.append(
     str(ROOT)
-)  # benchmarks.gate and others that are not installed; last, so that an installed ckptkern is tested
+)  # benchmarks.codegen and others that are not installed; last, so that an installed ckptkern is tested
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.gate.launchers import LAUNCHERS, Launcher
+from benchmarks.codegen.launchers import LAUNCHERS, Launcher
 from ckptkern import eager, state, triton_kernels
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks.gate.compiling import compile_launch
+from benchmarks.codegen.compiling import compile_launch
 
 # Triton 3.9 has other names for both, and the old ones raise when a kernel is compiled.
 async_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)

@@ -61,7 +61,7 @@ INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so tha
 # whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
 # smaller). "tma" stands in for "16" where a route asks for persistent kernels. Behind a colon: a variant, which stands in for
 # its class where a route asks for tiles of that name (`ops/dispatch/routes.py` has the names; `python -m ckptkern
-# autotune` times them). Every entry passes the code-generation check: python -m benchmarks.gate
+# autotune` times them). Every entry passes the code-generation check: python -m benchmarks.codegen
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.gate.compiling import compile_launch
-from benchmarks.gate.machine_code import INSTRUCTION
+from benchmarks.codegen.compiling import compile_launch
+from benchmarks.codegen.machine_code import INSTRUCTION
 from ckptkern.tools.compiling import inspect_cubin, resources, specialize
 
 from .trace import Caught
@@ -113,7 +113,8 @@ def _read_by_name(module: str, name: str, args: tuple, kwargs: dict, arch: int) 
 
 
 def read_all(launches: dict[str, Caught], arch: int, workers: int = 2) -> dict[str, Code]:
-    """The code of every launch by its key. Workers are spawned, as the gate's are, and report progress on stderr.
+    """The code of every launch by its key. Workers are spawned, as the code-generation check's are, and report progress
+    on stderr.
 
     Raises RuntimeError where Triton interprets: a kernel that was decorated so cannot be compiled.
     """

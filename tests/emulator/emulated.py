@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import emulator
-from benchmarks.gate.compiling import Compiled, compile_launch
+from benchmarks.codegen.compiling import Compiled, compile_launch
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.tools.compiling import instead_of_launches
 

@@ -13,7 +13,7 @@ from emulator.emulated import emulated
 from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
 
 import ckptkern
-from benchmarks.gate.cases import ARCHS, PERSISTENT_OPS
+from benchmarks.codegen.cases import ARCHS, PERSISTENT_OPS
 from ckptkern import eager, state, triton_kernels
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.triton_kernels.tile import SMS, TILES

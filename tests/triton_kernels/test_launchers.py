@@ -22,7 +22,7 @@ from kernel_cases import (
 )
 from twins import pairwise
 
-from benchmarks.gate.cases import PERSISTENT_OPS
+from benchmarks.codegen.cases import PERSISTENT_OPS
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 

@@ -13,7 +13,7 @@ import torch
 from kernel_cases import LAUNCHERS, MATMULS, STATE, assert_accurate
 from torch import Tensor
 
-from benchmarks.gate.cases import (
+from benchmarks.codegen.cases import (
     ARCHS,
     ATTENTION_KINDS,
     DMASK_KINDS,
@@ -103,7 +103,7 @@ class Again(Small):
 
 
 def of_matmuls() -> list[Case]:
-    """In the sample with SiLU, whose code is short; with GELU, as the gate compiles them, besides."""
+    """In the sample with SiLU, whose code is short; with GELU, as the code-generation check compiles them, besides."""
 
     def case(op: str, activation: str, dtype: str, ragged: bool, kind: str = "") -> Case:
         return Case(op, 80, dtype, ragged, activation, op in DROPOUT_OPS, True, kind)
@@ -146,7 +146,8 @@ def of_others() -> list[Case]:
 
 
 def of_attention() -> list[AttentionCase]:
-    """Every mask with dropout and without at 64 dims, which is the sample; at 128 the heaviest, which the gate compiles too."""
+    """Every mask with dropout and without at 64 dims, which is the sample; at 128 the heaviest, which the
+    code-generation check compiles too."""
     ops, kinds = ("attn_fwd_delta", "attn_bwd"), ("", *ATTENTION_KINDS)
 
     def case(op: str, head_dim: int, dropout: bool, kind: str = "", dtype: str = "bfloat16") -> AttentionCase:

@@ -1,4 +1,5 @@
-"""A table of the launchers of matmuls and activations, for the gate's launches and for the tests of their results.
+"""A table of the launchers of matmuls and activations, for the launches of the code-generation check and for the tests
+of their results.
 
 A launcher has the arguments and results of the function of the same name in `ckptkern.eager`.
 """

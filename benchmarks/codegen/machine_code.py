@@ -181,7 +181,7 @@ def loses_constants(kernel, args: tuple) -> bool:
     return nested and any(isinstance(node, ast.Return) for branch in branches for node in ast.walk(branch))
 
 
-def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
+def check(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
     """Compile one case; a report and its faults for every kernel that it launches."""
     results = []
     caught = catch_launches(case.launch, case.arch)
@@ -212,9 +212,9 @@ def gate(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
     return results
 
 
-def _gate_or_error(case: Case | AttentionCase):
+def _check_or_error(case: Case | AttentionCase):
     try:
-        return case, gate(case), None
+        return case, check(case), None
     except Exception as error:  # a kernel that does not compile is a finding, and the others still want their turn
         return case, [], f"{type(error).__name__}: {error}"
 
@@ -222,11 +222,11 @@ def _gate_or_error(case: Case | AttentionCase):
 def run(cases: list[Case | AttentionCase], workers: int = 2, progress: bool = True) -> tuple[list[Report], list[str]]:
     """All reports, and one line for every fault. Workers are spawned: a forked child would inherit the interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError("the gate compiles kernels: run it in a process without TRITON_INTERPRET=1")
+        raise RuntimeError("the code-generation check compiles kernels: run it in a process without TRITON_INTERPRET=1")
     reports, faults = [], []
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for done, (case, results, error) in enumerate(pool.map(_gate_or_error, cases, chunksize=4), 1):
+        for done, (case, results, error) in enumerate(pool.map(_check_or_error, cases, chunksize=4), 1):
             new = [f"{case.name}: {error}"] if error else []
             for report, found in results:
                 reports.append(report)

@@ -1,4 +1,5 @@
-"""From a launch to its PTX, for any compute capability and without a driver: what the gate reads and the emulator runs."""
+"""From a launch to its PTX, for any compute capability and without a driver: what the code-generation check reads and
+the emulator runs."""
 
 from __future__ import annotations
 

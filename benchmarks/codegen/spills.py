@@ -1,4 +1,4 @@
-"""What the gate lets pass: the spills of every kernel that has some, and why there was no better tile."""
+"""What the code-generation check lets pass: the spills of every kernel that has some, and why there was no better tile."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from importlib import metadata
 import outside
 import pytest
 
-from benchmarks.gate import cases, machine_code, spills
+from benchmarks.codegen import cases, machine_code, spills
 from ckptkern.triton_kernels.tile import TILES
 
 
@@ -69,7 +69,7 @@ def test_a_shipped_tile_of_every_kernel_passes():
     assert {case.op for case in sample} == {case.op for case in cases.shipped_cases()}
     assert {case.arch for case in sample} == set(cases.ARCHS)
     beside_others = "PYTEST_XDIST_WORKER" in os.environ  # which keep the other cores busy
-    status, out, error = outcome("-m", "benchmarks.gate", "--sample", "--workers", "1" if beside_others else "2")
+    status, out, error = outcome("-m", "benchmarks.codegen", "--sample", "--workers", "1" if beside_others else "2")
     assert status == 0, f"{out[-4000:]}\n{error[-4000:]}"
     *table, verdict = out.splitlines()
     compiled = {line.split()[0] for line in table if re.search(r" reg +\d+ stack +\d+ smem ", line)}
