@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from benchmarks.codegen import cases, machine_code
+from benchmarks.codegen import cases, sass
 from benchmarks.codegen.compiling import compile_launch
 from benchmarks.model import rates, trace
 from ckptkern import triton_kernels
@@ -81,9 +81,9 @@ def injected() -> dict[str, list[str]]:
     for name, (arch, dtype, launch) in {**INJECTED, "none": (90, "bfloat16", act_grad)}.items():
         cases.OPS[name] = lambda case, given, launch=launch: launch()
         case = cases.Case(name, arch, dtype, ragged=False, activation="gelu", dropout=True, extras=True)
-        faults[name] = [fault for _, found in machine_code.check(case) for fault in found]
+        faults[name] = [fault for _, found in sass.check(case) for fault in found]
     unknown = cases.Case("act_grad", 90, "bfloat16", ragged=False, activation="tanh", dropout=False, extras=False)
-    faults["does not compile"] = machine_code.run([unknown], workers=1, progress=False)[1]
+    faults["does not compile"] = sass.run([unknown], workers=1, progress=False)[1]
     return faults
 
 
@@ -211,7 +211,7 @@ def uneven() -> dict[str, list[str]]:
         found = {}
         for name, arch in itertools.product(matmuls, cases.ARCHS):
             (_, _, arguments), *_ = compiling.catch_launches(launches(activation="gelu", **options)[name], arch)
-            found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in machine_code.TILE_KEYS}
+            found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in sass.TILE_KEYS}
         return found
 
     ragged, aligned = tiles(N=4095, K=1023, D=1023), tiles()
@@ -326,7 +326,7 @@ def philox_words() -> dict[str, list[bool]]:
             values = {(i,): value for i, value in enumerate((*COUNTER_AND_KEY, *words), 1)}
             signature = dict.fromkeys(_philox_kernel.arg_names, "constexpr") | {"out_ptr": "*i32"}
             compiled = triton.compile(ASTSource(_philox_kernel, signature, values), target, {"num_warps": 1})
-            found.append("STG" in machine_code.inspect_cubin(compiled.asm["cubin"], "nvdisasm", "-c"))
+            found.append("STG" in sass.inspect_cubin(compiled.asm["cubin"], "nvdisasm", "-c"))
     return stores
 
 

@@ -1,9 +1,9 @@
 """The code-generation check compiles every kernel to a cubin for sm_80, sm_90 and other GPUs without a GPU and reads its
-machine code.
+SASS.
 
     python -m benchmarks.codegen            the shipped tiles (what `make test` runs)
     python -m benchmarks.codegen --all      every activation and flag too (`make codegen-check`)
 
 Launchers are called on meta tensors and their launches caught, so a kernel is compiled with exactly the types,
-divisibility and constants of a real launch. `machine_code.Report.faults` has the assertions.
+divisibility and constants of a real launch. `sass.Report.faults` has the assertions.
 """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from . import __doc__ as description
 from .cases import ARCHS, all_cases, sample_cases, shipped_cases
-from .machine_code import ATTENTION, Report, run
 from .opcodes import write_opcodes
+from .sass import ATTENTION, Report, run
 from .spills import misplaced
 
 DROPOUT_LIMIT = 35  # instructions per element; tl.rand costs 52, and registers spill

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from .machine_code import Code
 from .rates import GPU, STREAMS, Scales
+from .sass import Code
 from .trace import Caught, Launch
 
 PROLOGUE = 800  # cycles until the first tile of a main loop is there: two waits for memory of some 400
@@ -121,7 +121,7 @@ def _of_ours(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, s
 
 
 def price(launch: Launch, gpu: GPU, codes: Codes) -> Price:
-    """What a launch costs. codes: the machine code of a launch of ours."""
+    """What a launch costs. codes: the SASS of a launch of ours."""
     moving = launch.bytes / (gpu.bandwidth * STREAMS.get(launch.kind, STREAMS["elementwise"])) * gpu.scales.bandwidth
     gap = {"launch": gpu.launch * gpu.scales.launch}
     family, working, bound, epilogue, note = "bandwidth", 0.0, "bytes", 0.0, ""

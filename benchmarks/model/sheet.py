@@ -11,9 +11,9 @@ from typing import NamedTuple
 from ckptkern.benchmarks.cases import CHECKPOINT, EAGER, Item, Maker, ways
 from ckptkern.memory import format_size
 
-from .machine_code import Code, key, read_all
 from .price import Codes, price, total
 from .rates import GPU, TABLE
+from .sass import Code, key, read_all
 from .trace import Caught, Launch, Trace, build, step
 
 SAVED, OWN = f"{CHECKPOINT}, SDPA saved", "own core, selective"
@@ -47,7 +47,7 @@ def traces(
 
 
 def codes_of(gpu: GPU, steps: dict[tuple[str, str], Trace], workers: int) -> Codes:
-    """Compiles every kernel with matmuls that the steps launch, once; the machine code of each launch."""
+    """Compiles every kernel with matmuls that the steps launch, once; the SASS of each launch."""
     caught = [one.caught for trace in steps.values() for one in trace.launches if one.kind == "kernel"]
     keys = {id(one): key(one, gpu.arch) for one in caught}
     found = read_all({keys[id(one)]: one for one in caught}, gpu.arch, workers)

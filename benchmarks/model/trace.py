@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.codegen.machine_code import ATTENTION, MATMULS
+from benchmarks.codegen.sass import ATTENTION, MATMULS
 from ckptkern.benchmarks.cases import DTYPES, Item, Maker
 from ckptkern.memory import saved_tensors
 from ckptkern.ops.attention import core as attention_core
@@ -263,7 +263,7 @@ def _kernel_flops(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, ...
         inner = (MATMULS[name] - ("D" in given)) * K + given.get("D", 0)
         return 2 * M * N * inner, (M, N, inner)
     if "BLOCK_K" in given:
-        raise NotImplementedError(f"{name} has a BLOCK_K but no entry in MATMULS (benchmarks/codegen/machine_code.py)")
+        raise NotImplementedError(f"{name} has a BLOCK_K but no entry in MATMULS (benchmarks/codegen/sass.py)")
     return 0, ()
 
 

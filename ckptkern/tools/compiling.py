@@ -1,4 +1,4 @@
-"""From a launch to its machine code, for any compute capability and without a driver: what `autotune` asks before it times a
+"""From a launch to its SASS, for any compute capability and without a driver: what `autotune` asks before it times a
 tile."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def specialize(kernel, args, kwargs, arch: int) -> Specialized:
 
 
 def inspect_cubin(cubin: bytes, tool: str, option: str) -> str:
-    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of machine code."""
+    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of SASS."""
     import triton
 
     path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.model import calibrate, machine_code, price, published, rates, sheet, trace
+from benchmarks.model import calibrate, price, published, rates, sass, sheet, trace
 from benchmarks.model.__main__ import main
 from ckptkern.benchmarks import cases, measure
 from ckptkern.ops.dispatch import choices as _choices
@@ -270,7 +270,7 @@ def test_selective_checkpoint_is_cheaper_by_the_core():
     assert saved == pytest.approx(seconds([core]))
 
 
-CODE = machine_code.Code(registers=128, stack=0, shared=100_000, warps=8, loops=(100,), outside=1000)
+CODE = sass.Code(registers=128, stack=0, shared=100_000, warps=8, loops=(100,), outside=1000)
 
 
 def of_ours(M=16384, N=4096, K=1024, tile=(128, 128, 64), moved=0, name="_linear_fwd_kernel") -> trace.Launch:
@@ -339,7 +339,7 @@ def test_attention_of_ours_visits_what_is_visible():
     assert whole.parts["kernels"] == pytest.approx(cycles / 132 / 1.55e9)
 
 
-# -- machine code ------------------------------------------------------------------------------------------------------
+# -- SASS --------------------------------------------------------------------------------------------------------------
 
 SASS = """
 .L_x_0:
@@ -367,7 +367,7 @@ SASS = """
 
 def test_the_innermost_loop_with_matmuls_is_found():
     """The wait in it is a loop of its own, behind all."""
-    loops, others = machine_code.innermost_loops(SASS)
+    loops, others = sass.innermost_loops(SASS)
     assert loops == [["MUFU.EX2", "BRA", "HGMMA.64", "BRA"]]
     assert others == ["MOV", "LOP3.LUT", "BRA", "FADD", "BRA", "BRA", "EXIT", "SYNCS.PHASECHK", "BRA", "BRA"]
 
@@ -382,7 +382,7 @@ def test_the_innermost_loop_with_matmuls_is_found():
     ],
 )
 def test_issue_cycles(mnemonics, cycles):
-    assert machine_code.issue_cycles(mnemonics) == cycles
+    assert sass.issue_cycles(mnemonics) == cycles
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_programs_of_a_multiprocessor(changes, programs):
 def test_the_model_refuses_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="run it in a process without TRITON_INTERPRET=1"):
-        machine_code.read_all({"a": None}, 90)
+        sass.read_all({"a": None}, 90)
 
 
 @pytest.fixture(scope="module")

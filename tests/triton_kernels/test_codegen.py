@@ -11,7 +11,7 @@ from importlib import metadata
 import outside
 import pytest
 
-from benchmarks.codegen import cases, machine_code, spills
+from benchmarks.codegen import cases, sass, spills
 from ckptkern.triton_kernels.tile import TILES
 
 
@@ -76,7 +76,7 @@ def test_a_shipped_tile_of_every_kernel_passes():
     assert compiled == {case.name for case in sample}
     assert re.fullmatch(r"code-generation check: \d+ kernels, no fault", verdict)
     dropout = [line.split() for line in table if " Philox calls for 8" in line]
-    assert {kernel for _, kernel, *_ in dropout} == set(machine_code.ATTENTION)
+    assert {kernel for _, kernel, *_ in dropout} == set(sass.ATTENTION)
 
 
 def test_spills_that_the_tables_name_wrongly():
@@ -194,4 +194,4 @@ def test_known_answer_of_philox_as_compiled():
 def test_the_gate_refuses_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="run it in a process without TRITON_INTERPRET=1"):
-        machine_code.run(cases.shipped_cases()[:1])
+        sass.run(cases.shipped_cases()[:1])

@@ -1,4 +1,4 @@
-"""What the machine code of a kernel with matmuls says of its time: programs per SM, and what is issued where."""
+"""What the SASS of a kernel with matmuls says of its time: programs per SM, and what is issued where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.codegen.compiling import compile_launch
-from benchmarks.codegen.machine_code import INSTRUCTION
+from benchmarks.codegen.sass import INSTRUCTION
 from ckptkern.tools.compiling import inspect_cubin, resources, specialize
 
 from .trace import Caught
@@ -87,7 +87,7 @@ def read(kernel, args: tuple, kwargs: dict, arch: int) -> Code:
 
     compiled = compile_launch(kernel, args, kwargs, arch)
     text = f"{arch} {triton.__version__} {kwargs.get('maxnreg')} {compiled.ptx}"
-    path = Path(triton.knobs.cache.dir) / "machine_code" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    path = Path(triton.knobs.cache.dir) / "sass" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
     if not path.exists():
         cubin = compiled.assemble()
         loops, outside = innermost_loops(inspect_cubin(cubin, "nvdisasm", "-c"))
@@ -104,7 +104,7 @@ def read(kernel, args: tuple, kwargs: dict, arch: int) -> Code:
 
 
 def key(caught: Caught, arch: int) -> str:
-    """Equal for launches with the same machine code."""
+    """Equal for launches with the same SASS."""
     return specialize(caught.kernel, caught.args, caught.kwargs, arch).key
 
 

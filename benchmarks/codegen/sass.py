@@ -1,4 +1,4 @@
-"""Catches and compiles a case's launches, and reads their machine code."""
+"""Catches and compiles a case's launches, and reads their SASS."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MATMULS = {
 
 @dataclasses.dataclass
 class Report:
-    """What the machine code of one case says."""
+    """What the SASS of one case says."""
 
     case: str
     kernel: str
@@ -111,7 +111,7 @@ def tensor_core_of(arch: int) -> str:
 
 
 def read_cubin(compiled: Compiled) -> dict:
-    """Registers, stack, shared memory and instruction counts, from the machine code."""
+    """Registers, stack, shared memory and instruction counts, from the SASS."""
     cubin = compiled.assemble()
     sass = inspect_cubin(cubin, "nvdisasm", "-c")
     mnemonics = INSTRUCTION.findall(sass)
@@ -155,7 +155,7 @@ def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:
 
 
 def loops_of(kernel: str, options: dict) -> int:
-    """Copies of the loop over matmuls in a kernel's machine code: in attention one with an edge mask and one without."""
+    """Copies of the loop over matmuls in a kernel's SASS: in attention one with an edge mask and one without."""
     if kernel == "_attn_fwd_kernel":  # a window has a second edge; at 256 dims one loop does all
         return 2 if not options["LEFT"] else 3 if options["HEAD_D"] <= 128 else 1
     if kernel == "_attn_dq_kernel":
@@ -164,7 +164,7 @@ def loops_of(kernel: str, options: dict) -> int:
 
 
 def needed_multiplies(kernel: str, options: dict) -> float:
-    """Multiplies per warp in the machine code of a tile's matmuls, if each matmul is computed once."""
+    """Multiplies per warp in the SASS of a tile's matmuls, if each matmul is computed once."""
     count = loops_of(kernel, options) * MATMULS.get(kernel, 0)
     length = options.get("HEAD_D") or options.get("BLOCK_K", 0)
     return count * options.get("BLOCK_M", 0) * options.get("BLOCK_N", 0) * length / options["num_warps"]
