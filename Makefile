@@ -65,7 +65,7 @@ bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.che
 	$(PY) -m benchmarks.dev.host $(ARGS)
 	$(PY) -m benchmarks.dev.launches
 
-cost-model: $(STAMP) ## MODEL, not measured: the price of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
+cost-model: $(STAMP) ## cost model, not measured: the estimate of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
 	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m benchmarks.model $(ARGS)
 
 convert-families: $(STAMP) ## convert on 40 families of models of transformers and timm, which it needs. ARGS="--only llama"

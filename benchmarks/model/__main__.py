@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--modes", default="", help=f"of ours: some of {','.join(MODES + BY_SUBLAYER)} (default: all)")
     made.add_argument(
         "--explain", nargs="?", const="", metavar="REGEX",
-        help="print every launch, its price and what bounds it; of all steps, or of those whose 'CASE, WAY' matches",
+        help="print every launch, its estimated time and what bounds it; of all steps, or of those whose 'CASE, WAY' matches",
     )  # fmt: skip
     made.add_argument(
         "--out", type=Path, metavar="DIR",
@@ -53,10 +53,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def chosen(pattern: str) -> list[Item]:
-    """Items with a price. Raises ValueError where no name matches."""
+    """Items that have an estimate. Raises ValueError where no name matches."""
     found = [item for item in select(pattern, "cuda") if not item.case.host]
     if not found:
-        raise ValueError(f"--cases {pattern!r}: host time has no price")
+        raise ValueError(f"--cases {pattern!r}: host time has no estimate")
     return found
 
 
@@ -67,7 +67,7 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
     steps = sheet.traces(gpu, timed.values(), only={(row.case, row.way) for row in measured})
     rows = [row for row in measured if (row.case, row.way) in steps]
     if not rows:
-        raise ValueError(f"{args.calibrate} has no way that the model prices")
+        raise ValueError(f"{args.calibrate} has no way that the model estimates")
     codes = sheet.codes_of(gpu, steps, args.workers)
     fitted = calibrate.fit(gpu, [steps[row.case, row.way] for row in rows], [row.ms for row in rows], codes)
     print("\n".join(calibrate.report(gpu, fitted, rows, steps, codes)))
@@ -82,7 +82,7 @@ def _published(args: argparse.Namespace) -> None:
     if args.cases or args.modes or args.explain is not None or args.rates or args.calibrate:
         raise ValueError("--published has cases, modes, GPUs and rates of its own: give it --out and --workers alone")
     path = (args.out or DEFAULT_RESULTS / "model") / "published.csv"
-    published.write(published.priced(workers=args.workers), path)
+    published.write(published.estimated(workers=args.workers), path)
     text = published.table(path)
     print(text)
     if args.out is None and NOTES.exists():
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = not (args.cases or args.modes or args.rates or args.route)
     if folder := args.out or (DEFAULT_RESULTS / "model" if whole else None):
         sheet.write(gpu, found, folder / f"{gpu.name}.csv")
-        print(f"MODEL in {folder / gpu.name}.csv")
+        print(f"cost model in {folder / gpu.name}.csv")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Rates that fit a run of the benchmark: factors on the times of which the model's prices consist.
+"""Rates that fit a run of the benchmark: factors on the times of which the model's estimates consist.
 
 log(measured / modelled) of every case and way is made small by Gauss and Newton's steps. A part's share of the modelled time is
 the derivative by the logarithm of its factor, so factors stay positive. What no row depends on stays at 1.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .price import Codes, total
+from .estimate import Codes, total
 from .rates import GPU, Scales
 from .trace import Trace
 
@@ -27,7 +27,7 @@ STEPS, CLOSE, FARTHEST = (
     1e-9,
     0.5,
 )  # Newton's steps at most, and a step's smallest and largest change of a logarithm
-WITHOUT_PRICE = ("ceiling", "host")  # beginnings of cases that no price is asked for
+NOT_ESTIMATED = ("ceiling", "host")  # beginnings of cases that no estimate is asked for
 
 
 class Measured(NamedTuple):
@@ -46,11 +46,11 @@ def read(path: Path, gpu: GPU, known: Sequence[str]) -> list[Measured]:
             lines = [row for row in reader if row["status"] == "ok" and row["ms"]]
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    lines = [row for row in lines if not row["case"].startswith(WITHOUT_PRICE)]
+    lines = [row for row in lines if not row["case"].startswith(NOT_ESTIMATED)]
     if not lines:
         raise ValueError(f"{path} has no case that was timed")
     if others := {row["device"] for row in lines} - {"cuda"}:
-        raise ValueError(f"{path} was measured on {', '.join(sorted(others))}; the model prices CUDA devices")
+        raise ValueError(f"{path} was measured on {', '.join(sorted(others))}; the model estimates CUDA devices")
     if others := {row["dtype"] for row in lines} - {"bfloat16"}:
         raise ValueError(f"{path} has times in {', '.join(sorted(others))}; the model's are in bfloat16")
     if others := sorted({row["case"] for row in lines} - set(known)):
@@ -70,7 +70,7 @@ class Fit(NamedTuple):
 
 
 def fit(gpu: GPU, steps: Sequence[Trace], ms: Sequence[float], codes: Codes) -> Fit:
-    """The factors that bring the prices of the steps closest to `ms`, in the mean square of logarithms."""
+    """The factors that bring the estimates of the steps closest to `ms`, in the mean square of logarithms."""
     measured = torch.tensor(ms, dtype=torch.float64).log()
     logs = torch.zeros(len(Scales._fields), dtype=torch.float64)
     hold = math.sqrt(HELD) * torch.eye(len(logs), dtype=torch.float64)
@@ -106,7 +106,7 @@ def report(
         ),
         "gap between launches, us": (1e6 * table.launch, 1 / scales.launch),
     }  # fmt: skip
-    lines = [f"MODEL of {table.name}, fitted to {len(rows)} rows: rate in the table, and fitted"]
+    lines = [f"cost model of {table.name}, fitted to {len(rows)} rows: rate in the table, and fitted"]
     for (name, (rate, scale)), error in zip(rates.items(), fit.errors, strict=True):
         sure = f"± {100 * error:.1f} %" if math.isfinite(error) else "no row depends on it"
         lines.append(f"  {name:62} {rate:8.3g} {rate / scale:8.3g}  {sure}")

@@ -1,4 +1,4 @@
-"""MODEL beside what others have published: the same sizes, priced for the GPU that they measured on.
+"""The cost model beside what others have published: the same sizes, estimated for the GPU that they measured on.
 
 What they published was not run here. Where it is eager PyTorch's time, the model's own error shows: the two should be equal.
 """
@@ -16,7 +16,7 @@ from ckptkern.benchmarks.cases import EAGER, Case, Item, Maker, Size, loss_head,
 from ckptkern.benchmarks.models import LossHead
 from ckptkern.benchmarks.report import with_part
 
-from .price import total
+from .estimate import total
 from .rates import GPUS
 from .sheet import codes_of
 from .trace import build, peak, step
@@ -115,7 +115,7 @@ def _makers(item: Item) -> dict[str, Maker]:
     return {name: make for name, make in ways(item.case).items() if name == EAGER or name.startswith("ckptkern")}
 
 
-def priced(groups: Iterable[Group] = GROUPS, workers: int = 2) -> list[tuple[Group, list[Figure]]]:
+def estimated(groups: Iterable[Group] = GROUPS, workers: int = 2) -> list[tuple[Group, list[Figure]]]:
     """Each group with its figures, the published ones first, then the model's of eager and of ours."""
     traced: dict[tuple[str, str], dict] = {}
     for group in groups:
@@ -137,7 +137,7 @@ def priced(groups: Iterable[Group] = GROUPS, workers: int = 2) -> list[tuple[Gro
         for way, (one, most) in traced[group.gpu, group.item.name].items():
             launches = {STEP: one.launches, FORWARD: one.forward, BACKWARD: one.backward}[group.part]
             ms = 1e3 * total(launches, GPUS[group.gpu], codes[group.gpu]).seconds
-            own.append(Figure("MODEL", way, ms, mib=most / 2**20 if group.part == STEP else None))
+            own.append(Figure("cost model", way, ms, mib=most / 2**20 if group.part == STEP else None))
         found.append((group, [group.complete(one) for one in (*group.figures, *own)]))
     return found
 

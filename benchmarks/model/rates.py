@@ -1,4 +1,5 @@
-"""What a GPU can do: the one table that prices are made of. Nothing in it was measured by this project; sources are beside it.
+"""What a GPU can do: the one table that estimates are made of. Nothing in it was measured by this project; sources are
+beside it.
 
 FLOP/s of attention count what is visible: half of the scores under a causal mask.
 """
@@ -15,7 +16,7 @@ TERA, GIB = 1e12, 2**30
 
 
 class Scales(NamedTuple):
-    """Factors on the time of what a price consists of: 1 is the table's rate, 2 is half as fast."""
+    """Factors on the time of what an estimate consists of: 1 is the table's rate, 2 is half as fast."""
 
     matmuls: float = 1.0  # cuBLAS
     kernels: float = 1.0  # our kernels with matmuls on tensor cores
@@ -105,7 +106,7 @@ GPUS = {
 
 def write(gpu: GPU, path: Path, note: str) -> None:
     """The factors of a calibrated GPU, for `read`."""
-    found = {"source": "MODEL", "gpu": gpu.name, "time factors": gpu.scales._asdict(), "note": note}
+    found = {"source": "cost model", "gpu": gpu.name, "time factors": gpu.scales._asdict(), "note": note}
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""MODEL: a case by every way as rows of a table, and the launches of a way with what bounds each."""
+"""Cost model: a case by every way as rows of a table, and the launches of a way with what bounds each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ckptkern.benchmarks.cases import CHECKPOINT, EAGER, Item, Maker, ways
 from ckptkern.memory import format_size
 
-from .price import Codes, price, total
+from .estimate import Codes, estimate, total
 from .rates import GPU, TABLE
 from .sass import Code, key, read_all
 from .trace import Caught, Launch, Trace, build, step
@@ -24,7 +24,7 @@ HEADER = (
 
 
 def modelled(item: Item, modes: Sequence[str] = ()) -> dict[str, Maker]:
-    """The ways of an item that have a price: eager, two checkpoints, and ours in these modes (none given: at all)."""
+    """The ways of an item that have an estimate: eager, two checkpoints, and ours in these modes (none given: at all)."""
     found = {name: make for name, make in ways(item.case).items() if name in (EAGER, CHECKPOINT, SAVED)}
     for name, make in ways(item.case).items():
         mode = name.replace(",", "").split()[-1]
@@ -85,7 +85,7 @@ def rows(gpu: GPU, steps: dict[tuple[str, str], Trace], codes: Codes) -> list[Ro
 
 def table(gpu: GPU, found: Sequence[Row]) -> str:
     lines = [
-        f"MODEL, not measured: {gpu.name}, bf16" + (", calibrated" if gpu.scales != TABLE else ""),
+        f"cost model, not measured: {gpu.name}, bf16" + (", calibrated" if gpu.scales != TABLE else ""),
         f"{'case':40} {'way':28} {'launches':>8} {'GFLOP':>9} {'GB':>7} {'fwd ms':>8} {'bwd ms':>8} {'ms':>8} "
         f"{'/ eager':>7} {'saved':>9}",
     ]
@@ -100,7 +100,7 @@ def table(gpu: GPU, found: Sequence[Row]) -> str:
 
 def write(gpu: GPU, found: Sequence[Row], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    source = "MODEL" if gpu.scales == TABLE else "MODEL, calibrated"
+    source = "cost model" if gpu.scales == TABLE else "calibrated cost model"
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(HEADER)
@@ -114,9 +114,9 @@ def write(gpu: GPU, found: Sequence[Row], path: Path) -> None:
 def explained(gpu: GPU, launches: Sequence[Launch], codes: Codes) -> list[str]:
     """A line per launch, in order; equal neighbours share one."""
     lines = []
-    priced = ((one, price(one, gpu, codes)) for one in launches)
+    estimated = ((one, estimate(one, gpu, codes)) for one in launches)
     for (name, flops, moved), group in itertools.groupby(
-        priced, lambda pair: (pair[0].name, pair[0].flops, pair[0].bytes)
+        estimated, lambda pair: (pair[0].name, pair[0].flops, pair[0].bytes)
     ):
         (_, first), *others = group
         exposed = f"{100 * first.epilogue:.0f} %" if first.epilogue else ""
@@ -128,9 +128,12 @@ def explained(gpu: GPU, launches: Sequence[Launch], codes: Codes) -> list[str]:
 
 
 def explanation(gpu: GPU, steps: dict[tuple[str, str], Trace], codes: Codes) -> str:
-    """Every launch of every way with its price; the last columns: what bounds it, and the part of it that is epilogue (in
-    attention, softmax) during which tensor cores wait."""
-    lines = [f"MODEL, not measured: {gpu.name}", f"  {'':6}{'launch':40} {'GFLOP':>9} {'MB':>9} {'each':>12}  bound by"]
+    """Every launch of every way with its estimated time; the last columns: what bounds it, and the part of it that is
+    epilogue (in attention, softmax) during which tensor cores wait."""
+    lines = [
+        f"cost model, not measured: {gpu.name}",
+        f"  {'':6}{'launch':40} {'GFLOP':>9} {'MB':>9} {'each':>12}  bound by",
+    ]
     for (case, way), trace in steps.items():
         for name, launches in (("forward", trace.forward), ("backward", trace.backward)):
             seconds = total(launches, gpu, codes).seconds

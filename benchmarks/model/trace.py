@@ -149,7 +149,7 @@ class FusedRMSNorm(torch.autograd.Function):
 def _attention(gpu: GPU, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """torch's scaled_dot_product_attention with its own choice on that GPU."""
     if attn_mask is not None:
-        raise NotImplementedError("the model prices attention without a mask tensor only")
+        raise NotImplementedError("the model estimates attention without a mask tensor only")
     if gpu.core == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, is_causal, False, scale=scale)[
             0

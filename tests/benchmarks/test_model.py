@@ -1,4 +1,4 @@
-"""The model's launches, FLOPs and prices against torch's own counts and formulas by hand; none of it is a time of a GPU."""
+"""The model's launches, FLOPs and estimates against torch's own counts and formulas by hand; none of it is a time of a GPU."""
 
 import csv
 import dataclasses
@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.model import calibrate, price, published, rates, sass, sheet, trace
+from benchmarks.model import calibrate, estimate, published, rates, sass, sheet, trace
 from benchmarks.model.__main__ import main
 from ckptkern.benchmarks import cases, measure
 from ckptkern.ops.dispatch import choices as _choices
@@ -42,7 +42,7 @@ def steps(name: str, width: int, rows: int, length: int | None = None, gpu=H200)
 
 
 def seconds(launches, gpu=H200) -> float:
-    return price.total(launches, gpu, no_codes).seconds
+    return estimate.total(launches, gpu, no_codes).seconds
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -160,10 +160,10 @@ def test_experts_of_ours_by_hand(tile):
     launch = trace.Launch("experts_fwd", "kernel", flops, 0, shape, caught=caught)
     tensor = 2 * tile * 128 * 2 * 2048 / 4096 / 0.86 * 1.13
     turns = math.ceil((65536 / tile + 64) * 6 / 132)
-    assert priced(launch, registers=200).parts["kernels"] == pytest.approx(turns * (tensor + 3300) / 1.55e9)
+    assert estimated(launch, registers=200).parts["kernels"] == pytest.approx(turns * (tensor + 3300) / 1.55e9)
     busy = max(1.04 * tensor, (1000 * 2 + 1000 * 32 * 2) / 0.85) + 0.15 * 3300
     turns = 2 * math.ceil((65536 / tile + 64) * 6 / 264)
-    assert priced(launch, loops=(1000,)).parts["kernels"] == pytest.approx(turns * busy / 1.55e9)
+    assert estimated(launch, loops=(1000,)).parts["kernels"] == pytest.approx(turns * busy / 1.55e9)
 
 
 def test_gradients_of_experts_by_hand():
@@ -218,7 +218,7 @@ def test_everything_is_as_before_afterwards():
     assert before == after
 
 
-# -- prices ------------------------------------------------------------------------------------------------------------
+# -- estimates ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpu", rates.GPUS.values(), ids=lambda gpu: gpu.name)
@@ -279,24 +279,24 @@ def of_ours(M=16384, N=4096, K=1024, tile=(128, 128, 64), moved=0, name="_linear
     return trace.Launch("linear_fwd", "kernel", 2 * M * N * K, moved, (M, N, K), caught=caught)
 
 
-def priced(launch, **changes) -> price.Price:
-    return price.price(launch, H200, lambda caught: dataclasses.replace(CODE, **changes))
+def estimated(launch, **changes) -> estimate.Estimate:
+    return estimate.estimate(launch, H200, lambda caught: dataclasses.replace(CODE, **changes))
 
 
 def test_a_matmul_of_ours_by_hand():
     """4096 tiles of 128 x 128 on 132 SMs; 128 wide, so shared memory slows the tensor cores by 1.13."""
     tensor = 2 * 128 * 128 * 1024 / 4096 / 0.86 * 1.13
     alone = math.ceil(4096 / 132) * (tensor + 800 + 1000 * 2 / 0.80) / 1.55e9
-    found = priced(of_ours(), registers=200)
+    found = estimated(of_ours(), registers=200)
     assert found.parts == pytest.approx({"kernels": alone, "launch": 1.5e-6})
     assert (found.bound, found.epilogue) == ("tensor cores", pytest.approx(2500 / (tensor + 3300)))
     by_tma = alone - math.ceil(4096 / 132) * tensor * (1 - 0.86 / 0.89) / 1.55e9
     persistent = of_ours(name="_linear_fwd_persistent_kernel")
-    assert priced(persistent, registers=200).parts["kernels"] == pytest.approx(by_tma)
+    assert estimated(persistent, registers=200).parts["kernels"] == pytest.approx(by_tma)
     issue = (2000 + 100 * 16 * 2) / 0.85
     assert issue < tensor
     shared = math.ceil(4096 / 264) * 2 * (1.04 * tensor + 0.15 * 3300) / 1.55e9
-    assert priced(of_ours()).parts["kernels"] == pytest.approx(shared)
+    assert estimated(of_ours()).parts["kernels"] == pytest.approx(shared)
 
 
 def test_few_tiles_of_ours_by_hand():
@@ -304,7 +304,7 @@ def test_few_tiles_of_ours_by_hand():
 
     def turns(tiles: int) -> tuple[float, float]:
         launch = of_ours(M=128 * tiles, N=128)
-        return priced(launch, registers=200).parts["kernels"], priced(launch).parts["kernels"]
+        return estimated(launch, registers=200).parts["kernels"], estimated(launch).parts["kernels"]
 
     (alone, also_alone), (twice, shared) = turns(132), turns(133)
     assert also_alone == alone
@@ -313,25 +313,25 @@ def test_few_tiles_of_ours_by_hand():
 
 
 def test_what_bounds_a_launch():
-    assert priced(of_ours(), registers=200, outside=20_000).bound == "epilogue"
-    assert priced(of_ours(moved=2**33)).parts.keys() == {"bandwidth", "launch"}
-    assert priced(of_ours(moved=2**33)).bound == "bytes"
-    assert priced(of_ours(M=128, N=128, K=64), outside=100).bound == "launch"
-    assert priced(of_ours(), outside=2000).seconds > priced(of_ours()).seconds
-    assert priced(of_ours(M=128)).seconds < priced(of_ours(M=1024)).seconds
+    assert estimated(of_ours(), registers=200, outside=20_000).bound == "epilogue"
+    assert estimated(of_ours(moved=2**33)).parts.keys() == {"bandwidth", "launch"}
+    assert estimated(of_ours(moved=2**33)).bound == "bytes"
+    assert estimated(of_ours(M=128, N=128, K=64), outside=100).bound == "launch"
+    assert estimated(of_ours(), outside=2000).seconds > estimated(of_ours()).seconds
+    assert estimated(of_ours(M=128)).seconds < estimated(of_ours(M=1024)).seconds
 
 
-def attention_of_ours(causal: bool) -> price.Price:
+def attention_of_ours(causal: bool) -> estimate.Estimate:
     flops = 4 * 8 * 8 * 2048 * 2048 * 128
     named = dict(BLOCK_M=128, BLOCK_N=64, HEAD_D=128)
     caught = types.SimpleNamespace(named=named, grid=(1024,))
     launch = trace.Launch("attn_fwd", "kernel", flops, 0, (8, 8, 2048, 2048, 128), causal, caught)
-    return priced(launch, registers=200, loops=(434, 562))
+    return estimated(launch, registers=200, loops=(434, 562))
 
 
 def test_attention_of_ours_visits_what_is_visible():
-    assert price.visible_tiles(2048, 2048, 128, 64, False) == 16 * 32
-    assert price.visible_tiles(2048, 2048, 128, 64, True) == sum(2 * (i + 1) for i in range(16))
+    assert estimate.visible_tiles(2048, 2048, 128, 64, False) == 16 * 32
+    assert estimate.visible_tiles(2048, 2048, 128, 64, True) == sum(2 * (i + 1) for i in range(16))
     causal, whole = attention_of_ours(True), attention_of_ours(False)
     assert 0.5 < causal.seconds / whole.seconds < 0.6
     tensor, issue = 4 * 128 * 64 * 128 / 4096, 434 * 2
@@ -486,12 +486,12 @@ def test_the_gpu_decides_cores_and_chunks(outcome):
 def test_the_command(outcome):
     _, out, error, rows = outcome
     assert "3/3 kernels read" in error
-    assert out.count("MODEL, not measured: h200") == 2
+    assert out.count("cost model, not measured: h200") == 2
     explained = [line for line in out.splitlines() if " x linear_" in line]
     assert len(explained) == 2
     assert all("64x64x64" in line and "registers" in line for line in explained)
     assert {(row["source"], row["gpu"], row["case"]) for row in rows} == {
-        ("MODEL", "h200", "linear_act-relu/d4096x128")
+        ("cost model", "h200", "linear_act-relu/d4096x128")
     }
     by_way = {row["way"]: row for row in rows}
     assert list(by_way) == ["eager", "torch checkpoint", "ckptkern selective", "ckptkern full"]
@@ -527,7 +527,7 @@ def sample():
 @pytest.mark.parametrize("scales", [rates.Scales(1.3, 1.5, 0.8, 2.0, 3.0), rates.Scales(0.7, 0.9, 1.6, 0.6, 0.5)])
 def test_calibration_recovers_other_rates(sample, scales):
     other = dataclasses.replace(H200, scales=scales)
-    ms = [1e3 * price.total(step.launches, other, lambda caught: CODE).seconds for step in sample]
+    ms = [1e3 * estimate.total(step.launches, other, lambda caught: CODE).seconds for step in sample]
     fitted = calibrate.fit(H200, sample, ms, lambda caught: CODE)
     assert fitted.gpu.scales == pytest.approx(scales, rel=1e-3)
     assert max(fitted.errors) < 1e-3
@@ -582,14 +582,14 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
         assert main(["--calibrate", str(path), *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "was measured on cpu; the model prices CUDA devices" in refused(CPU_RESULTS)
+    assert "was measured on cpu; the model estimates CUDA devices" in refused(CPU_RESULTS)
     assert "No such file" in refused(tmp_path / "none.csv")
     row = ("mlp-gelu/d1024x16384", "eager", "cuda", 1.0)
     assert "does not know: mlp/d1" in refused(results(row, ("mlp/d1", "eager", "cuda", 1.0)))
     assert "was measured on nvidia-a100-sxm4-80gb, not on h200" in refused(results(row, name="nvidia-a100-sxm4-80gb"))
     assert "times in float16" in refused(results(row, dtype="float16"))
     assert "has no case that was timed" in refused(results(("ceiling", "copy", "cuda", 1.0)))
-    assert "has no way that the model prices" in refused(results((row[0], "compile", "cuda", 1.0)))
+    assert "has no way that the model estimates" in refused(results((row[0], "compile", "cuda", 1.0)))
     (tmp_path / "results.csv").write_text("case,ms\n")
     assert "has no column way, device, dtype, status" in refused(tmp_path / "results.csv")
 
@@ -598,7 +598,7 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
     ("arguments", "said"),
     [
         (["--cases", "nothing"], "matches none of"),
-        (["--cases", "host"], "host time has no price"),
+        (["--cases", "host"], "host time has no estimate"),
         (["--modes", "some"], "--modes: some is none of none, selective, full"),
         (["--workers", "0"], "--workers: wanted at least 1 but got 0"),
         (["--explain", "("], "--explain '(': "),
@@ -664,14 +664,14 @@ def test_published_figures_are_what_their_group_counts():
 
 
 def test_the_table_of_published_figures(tmp_path, monkeypatch):
-    """Eager's prices need no compiler: they are those of the same steps, in whole or in part, beside what was published."""
+    """Eager's estimates need no compiler: they are those of the same steps, in whole or in part, beside what was published."""
     monkeypatch.setattr(published, "_makers", lambda item: {"eager": sheet.modelled(item)["eager"]})
     groups = [group for group in published.GROUPS if group.gpu == "h100"]
-    found = published.priced(groups)
+    found = published.estimated(groups)
     published.write(found, tmp_path / "published.csv")
     for group, figures in found:
         assert [one.way for one in figures] == [*(one.way for one in group.figures), "eager"]
-        assert figures[-1].source == "MODEL"
+        assert figures[-1].source == "cost model"
         assert (figures[-1].mib is not None) == (group.part == published.STEP)
     forward, whole = (figures[-1].ms for group, figures in found if "moe" in group.item.name)
     assert 0.2 < forward / whole < 0.5

@@ -1,4 +1,4 @@
-"""MODEL: seconds of a launch, of what they consist, and what bounds them.
+"""Cost model: seconds of a launch, of what they consist, and what bounds them.
 
 A matmul of ours is a tile after another on each SM. Where one program fits there, its main loop, its prologue and
 its epilogue follow one another; where two do, one's epilogue runs beside the other's matmuls, and the larger of both counts.
@@ -29,7 +29,7 @@ CORE_EFFICIENCY = 0.85  # of matmuls and softmax in turns; gives Triton's publis
 Codes = Callable[[Caught], Code]
 
 
-class Price(NamedTuple):
+class Estimate(NamedTuple):
     """Seconds by what they scale with, a word for what bounds the launch, and the part of it that is exposed epilogue."""
 
     parts: dict[str, float]  # names of Scales
@@ -120,7 +120,7 @@ def _of_ours(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, s
     return model(launch, code, gpu)
 
 
-def price(launch: Launch, gpu: GPU, codes: Codes) -> Price:
+def estimate(launch: Launch, gpu: GPU, codes: Codes) -> Estimate:
     """What a launch costs. codes: the SASS of a launch of ours."""
     moving = launch.bytes / (gpu.bandwidth * STREAMS.get(launch.kind, STREAMS["elementwise"])) * gpu.scales.bandwidth
     gap = {"launch": gpu.launch * gpu.scales.launch}
@@ -137,7 +137,7 @@ def price(launch: Launch, gpu: GPU, codes: Codes) -> Price:
         family, working, bound, epilogue = "bandwidth", moving, "bytes", 0.0
     if working < gap["launch"]:
         bound = "launch"
-    return Price({family: working, **gap}, bound, epilogue, note)
+    return Estimate({family: working, **gap}, bound, epilogue, note)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +154,6 @@ class Sum:
 def total(launches: Iterable[Launch], gpu: GPU, codes: Codes) -> Sum:
     parts = dict.fromkeys(Scales._fields, 0.0)
     for launch in launches:
-        for family, seconds in price(launch, gpu, codes).parts.items():
+        for family, seconds in estimate(launch, gpu, codes).parts.items():
             parts[family] += seconds
     return Sum(Scales(**parts))
