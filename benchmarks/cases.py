@@ -121,12 +121,12 @@ def _compiled(budget: float | None, checkpointed: bool, model: nn.Module, x: Ten
     # Dynamo caches compiled graphs by code object: without one of its own, this budget would get another's graph
     call = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
     function = torch.compile(call, dynamic=False)
-    judged = model.training
+    checked = model.training
     with config.patch(activation_memory_budget=1.0 if budget is None else budget):
-        for training in sorted({judged, True}):  # a model with dropout is checked in one and timed in the other
+        for training in sorted({checked, True}):  # a model with dropout is checked in one and timed in the other
             model.train(training)
             function(x)
-    model.train(judged)
+    model.train(checked)
     return function
 
 

@@ -29,7 +29,7 @@ GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matt
 # Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
 OURS_AT_MOST, BASELINES_AT_MOST = 2.0, 8.0
 ENOUGH = 7  # rounds at least, whatever time they take
-DROPS = "timed with dropout, judged without it: every way draws its own masks"
+DROPS = "timed with dropout, checked without it: every way draws its own masks"
 
 
 @dataclass
@@ -87,7 +87,7 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-class Judge:
+class Checker:
     """Compares a way's output and gradients with float64, in units of eager's own error."""
 
     def __init__(self, item: Item, model: nn.Module, x: Tensor, dy: Tensor):
@@ -244,7 +244,7 @@ def _measure(
 ) -> None:
     cuda = device.type == "cuda"
     model, x, dy = build(item, device)
-    judge = Judge(item, model, x, dy)
+    checker = Checker(item, model, x, dy)
     inputs = rotation(x, dy)
     dtype = str(dy.dtype).removeprefix("torch.")
     rows: dict[str, Row] = {}
@@ -255,14 +255,14 @@ def _measure(
             row.status, row.note = "dropped", "over the budget of time"
             emit(row)
             continue
-        with unmoved(model):  # no way judges or times the batch statistics that another one moved
-            step = _ready(item, model, make, judge, inputs, device, row)
+        with unmoved(model):  # no way checks or times the batch statistics that another one moved
+            step = _ready(item, model, make, checker, inputs, device, row)
         if step is None:
             emit(row)
         else:
             rows[name], steps[name] = row, step
             emit(dataclasses.replace(row, status="checked"))
-    del judge
+    del checker
     model.train()
 
     clock = host_clock if item.case.host else cuda_clock if cuda else cpu_clock
@@ -284,17 +284,17 @@ def _measure(
 
 
 def _ready(
-    item: Item, model: nn.Module, make: Maker, judge: Judge, inputs: list[tuple[Tensor, Tensor]], device: torch.device, row: Row
+    item: Item, model: nn.Module, make: Maker, checker: Checker, inputs: list[tuple[Tensor, Tensor]], device: torch.device, row: Row
 ) -> Step | None:  # fmt: skip
     """A way's step, warm, if its results are right; None if its row says what is wrong."""
-    x, ours = judge.x, row.way.startswith("ckptkern")
+    x, ours = checker.x, row.way.startswith("ckptkern")
     try:
         model.train(not item.case.drops)
         function = make(model, x)
-        row.error_ratio, worst = judge.ratio(function)
+        row.error_ratio, worst = checker.ratio(function)
         if ours:
             with poisoned():
-                row.error_ratio, worst = max((row.error_ratio, worst), judge.ratio(function))
+                row.error_ratio, worst = max((row.error_ratio, worst), checker.ratio(function))
         if not row.error_ratio <= (OURS_AT_MOST if ours else BASELINES_AT_MOST):
             row.status, row.note = "wrong", f"error of {worst} is {row.error_ratio:.3g} times eager's"
             return None

@@ -54,7 +54,7 @@ OPTIONS = {
     "gated": Option(bool, "act(gate(x)) * up(x) in place of act(up(x))", "gated"),
     "bias": Option(bool, "of the linear layers", "bias"),
     "causal": Option(bool, "each token sees those before it", "causal"),
-    "dropout": Option(float, "probability, of attention's weights and of hidden layers; timed, not judged", "p"),
+    "dropout": Option(float, "probability, of attention's weights and of hidden layers; timed, not checked", "p"),
 }
 
 

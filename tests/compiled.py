@@ -76,7 +76,7 @@ INJECTED = {
 
 
 def injected() -> dict[str, list[str]]:
-    """The faults of each injected launch, judged as aligned, and of a launch as shipped."""
+    """The faults of each injected launch, checked as aligned, and of a launch as shipped."""
     faults = {}
     for name, (arch, dtype, launch) in {**INJECTED, "none": (90, "bfloat16", act_grad)}.items():
         cases.OPS[name] = lambda case, given, launch=launch: launch()

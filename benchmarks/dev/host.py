@@ -103,7 +103,7 @@ def main() -> None:
         parser.error(f"--tries must be at least 1, not {tries}")
     print(
         f"time / torch.utils.checkpoint, and of convert: guard in µs, conversion in ms a layer; {tries} tries, of which the "
-        "smallest is judged, because other work on the host slows some"
+        "smallest is compared with its bound, because other work on the host slows some"
     )
     for measured, bound in BOUNDS.items():
         ratios = [measured() for _ in range(tries)]

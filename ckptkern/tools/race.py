@@ -123,7 +123,7 @@ def forward(problem: Problem, t: dict[str, Tensor]) -> Tensor:
     return ops.gated_mlp(t["x"], t["gate_weight"], t["up_weight"], t["down_weight"], "silu", recompute="full")
 
 
-def judge(problem: Problem, t: dict[str, Tensor]) -> Callable[[str], str | None]:
+def checker(problem: Problem, t: dict[str, Tensor]) -> Callable[[str], str | None]:
     """Says what is wrong with a route's results, by the rule of error_ratio."""
 
     def found(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ class Race:
         rows = CHECKED_ROWS
         if self.device.type == "cuda":
             rows = max(rows, CHECKED_RESULTS // (self.problem.hidden or self.problem.out))
-        return judge(self.problem, tensors_of(self.problem, self.device, min(self.problem.tokens, rows)))
+        return checker(self.problem, tensors_of(self.problem, self.device, min(self.problem.tokens, rows)))
 
     @property
     def shared_memory(self) -> int | None:

@@ -81,7 +81,7 @@ OPS = {
 }
 
 
-# -- the rule by which results are judged, also in the benchmarks -----------------------------------------------------
+# -- the rule by which results are checked, also in the benchmarks -----------------------------------------------------
 
 
 def gradients(function: Callable[[], Tensor], leaves: Tensors, dy: Tensor) -> Tensors:

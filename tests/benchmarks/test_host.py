@@ -1,4 +1,4 @@
-"""`make bench-host` measures every ratio and judges it by its bound. No ratio is asserted, because it is one of times."""
+"""`make bench-host` measures every ratio and compares it with its bound. No ratio is asserted, because it is one of times."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ def test_every_ratio_is_measured_and_reported(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("least", "verdict"), [(0.4, "within 0.50"), (0.6, "ABOVE 0.50")])
-def test_the_least_of_the_tries_is_judged(monkeypatch, capsys, least, verdict):
+def test_the_least_of_the_tries_is_compared(monkeypatch, capsys, least, verdict):
     ratios = iter([0.9, least, 0.8])
 
     def fused() -> float:

@@ -49,9 +49,9 @@ def test_ours_are_right_at_any_sizes(op, variant):
     made = sized(op, **{name: value for name, value in variant.items() if name in micro.OPS[op].defaults})
     model, x, dy = cases.build(made, CPU)
     assert model.training == (not made.case.drops)
-    judge = measure.Judge(made, model, x, dy)
+    checker = measure.Checker(made, model, x, dy)
     for mode in made.case.modes:
-        assert judge.ratio(made.case.ours(model, mode))[0] <= 2
+        assert checker.ratio(made.case.ours(model, mode))[0] <= 2
     shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
     if "experts" in micro.OPS[op].defaults:
         assert {(3, 80, 32), (3, 32, 40)} <= shapes

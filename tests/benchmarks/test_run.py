@@ -107,7 +107,7 @@ def test_ours_may_err_twice_as_much_as_eager_and_baselines_eight_times(monkeypat
     }
 
 
-def test_ours_are_judged_as_they_are_timed_and_once_more_with_poison(monkeypatch, tmp_path):
+def test_ours_are_checked_as_they_are_timed_and_once_more_with_poison(monkeypatch, tmp_path):
     """Under deterministic algorithms another attention core runs."""
 
     def wrong_unless_deterministic(model, x):
@@ -297,9 +297,9 @@ def test_ours_are_right_in_every_case(item):
     """Checks only correctness of the real cases, at a size that takes no time."""
     small = item._replace(size=cases.Size(32, 200, 50 if item.size.length else None))
     model, x, dy = cases.build(small, torch.device("cpu"))
-    judge = measure.Judge(small, model, x, dy)
+    checker = measure.Checker(small, model, x, dy)
     for mode in item.case.modes:
-        assert judge.ratio(item.case.ours(model, mode))[0] <= 2
+        assert checker.ratio(item.case.ours(model, mode))[0] <= 2
 
 
 def only(name: str) -> cases.Item:
@@ -340,7 +340,7 @@ def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
         assert rows[selective].saved_bytes == rows["ckptkern selective"].saved_bytes
 
 
-def test_dropout_of_attention_is_off_where_a_way_is_judged_and_on_where_it_is_timed():
+def test_dropout_of_attention_is_off_where_a_way_is_checked_and_on_where_it_is_timed():
     seen = []
 
     def watched(model, x):
@@ -353,9 +353,9 @@ def test_dropout_of_attention_is_off_where_a_way_is_judged_and_on_where_it_is_ti
     rows = rows_of(only("attention-dropout"), "ckptkern selective", watched=watched)
     assert {row.status for row in rows.values()} == {"ok"}
     assert {row.note for row in rows.values()} == {measure.DROPS}
-    judged = seen.index(True)
-    assert judged == 1
-    assert all(seen[judged:])
+    checked = seen.index(True)
+    assert checked == 1
+    assert all(seen[checked:])
     rows = rows_of(only("attention"), "ckptkern selective")
     assert rows["ckptkern selective"].note == ""
 
@@ -374,9 +374,9 @@ def test_attention_in_float64_is_sdpas():
 def test_dropout_that_keeps_too_much_is_wrong():
     (item,) = (item for item in cases.items("cpu") if item.case.name == "dropout")
     model, x, dy = cases.build(item, torch.device("cpu"))
-    judge = measure.Judge(item, model, x, dy)
+    checker = measure.Checker(item, model, x, dy)
     with pytest.raises(ValueError, match="keeps"):
-        judge.ratio(lambda x: nn.functional.dropout(x, 0.1) * (0.9 / 0.875))
+        checker.ratio(lambda x: nn.functional.dropout(x, 0.1) * (0.9 / 0.875))
 
 
 def test_rounds_are_interleaved_and_end_after_enough():
