@@ -42,9 +42,9 @@ def explained(op: str, case: str) -> tuple[str, float]:
     return WIDE if "ieee" in case or NO_PRODUCT.fullmatch(op) else TF32
 
 
-def shipped_tiles():
-    """tests/triton_kernels/test_shipped_tiles.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("shipped_tiles", HERE / "triton_kernels" / "test_shipped_tiles.py")
+def default_tiles():
+    """tests/triton_kernels/test_default_tiles.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("default_tiles", HERE / "triton_kernels" / "test_default_tiles.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -60,7 +60,7 @@ def results(chosen: str, arch: int) -> dict[str, dict[str, torch.Tensor]]:
 
     from ckptkern.triton_kernels.tile import SMS
 
-    tiles, found = shipped_tiles(), {}
+    tiles, found = default_tiles(), {}
     for case in tiles.CASES:
         if not re.search(chosen, case.name) or ("narrow" in case.kind and arch != 80):
             continue

@@ -76,7 +76,7 @@ INJECTED = {
 
 
 def injected() -> dict[str, list[str]]:
-    """The faults of each injected launch, checked as aligned, and of a launch as shipped."""
+    """The faults of each injected launch, checked as aligned, and of a launch with the default tile."""
     faults = {}
     for name, (arch, dtype, launch) in {**INJECTED, "none": (90, "bfloat16", act_grad)}.items():
         cases.OPS[name] = lambda case, given, launch=launch: launch()
@@ -238,7 +238,7 @@ def maxima() -> dict[str, list[str]]:
 
 
 def pruned() -> dict[str, str]:
-    """What `autotune` says of tiles of an MLP on an H200: "" if they are worth a run, "shipped" if they are the shipped
+    """What `autotune` says of tiles of an MLP on an H200: "" if they are worth a run, "default" if they are the default
     ones."""
     gpu, table = rates.GPUS["h200"], TILES["act_grad", 90]
     problem = race.Problem("mlp", 1024, 4096, 1024, torch.bfloat16, 8192)
@@ -250,7 +250,7 @@ def pruned() -> dict[str, str]:
         leaves = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
         one.operands = [(leaves, meta(8192, 1024))]
         skipped = one.pruned(route)
-        return one.outcome.wrong.get(route, "shipped" if skipped else "")
+        return one.outcome.wrong.get(route, "default" if skipped else "")
 
     with trace.as_on(gpu), mock.patch.object(race.Race, "shared_memory", gpu.block_shared):
         found = {route: said(route) for route in ("triton:128x128", "triton:128x256", "triton:128x64")}

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick", action="store_true", help="only the first case of every test function, and no long test"
     )
     parser.addoption(
-        "--sample", action="store_true", help="of the shipped tiles, what `make test` runs on the emulator"
+        "--sample", action="store_true", help="of the default tiles, what `make test` runs on the emulator"
     )
     parser.addoption(
         "--device",

@@ -180,7 +180,7 @@ def tile_for(
     that is no multiple of 16 bytes makes the launch ragged: no asynchronous copy fits its rows.
     persistent: a tile of a persistent kernel, where there is one and TMA takes the operands: 16-bit, aligned, rows that do not
     overlap, and something in them.
-    variant: a name of a tile that the kernel may have beside the shipped one of its shape class; if not, it takes that one, so
+    variant: a name of a tile that the kernel may have beside the default one of its shape class; if not, it takes that one, so
     that all kernels of an op are asked for the same.
     """
     family, itemsize = family_of(arch), operands[0].dtype.itemsize

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from . import __doc__ as description
-from .cases import ARCHS, all_cases, sample_cases, shipped_cases
+from .cases import ARCHS, all_cases, default_cases, sample_cases
 from .opcodes import write_opcodes
 from .sass import ATTENTION, Report, run
 from .spills import misplaced
@@ -55,7 +55,7 @@ def write_csv(reports: list[Report], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.codegen", description=description.split("\n")[0])
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--all", action="store_true", help="every activation and flag, not only the shipped tiles")
+    kind.add_argument("--all", action="store_true", help="every activation and flag, not only the default tiles")
     kind.add_argument("--sample", action="store_true", help="one case of every kernel, in a minute")
     parser.add_argument("--only", default="", help="regular expression on case names, e.g. 'mlp_bwd/sm_90'")
     parser.add_argument("--workers", type=int, default=2, help="compiling processes (default: 2)")
@@ -66,7 +66,7 @@ def main() -> int:
         help="instead, write the opcode forms of the kernels here, and see that the emulator knows all",
     )
     args = parser.parse_args()
-    chosen = all_cases() if args.all else sample_cases() if args.sample else shipped_cases()
+    chosen = all_cases() if args.all else sample_cases() if args.sample else default_cases()
     cases = [case for case in chosen if re.search(args.only, case.name)]
     if not cases:
         parser.error(f"--only {args.only!r} matches no case")

@@ -96,7 +96,7 @@ def attention_cases(
     ]
 
 
-def shipped_attention() -> list[AttentionCase]:
+def default_attention() -> list[AttentionCase]:
     """Each head dim causal, with and without dropout, which dropout's table compares; each kind with the heaviest flags at 128
     dims, and what has tiles of its own.
 
@@ -143,7 +143,7 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
     return found
 
 
-def shipped_cases() -> list[Case | AttentionCase]:
+def default_cases() -> list[Case | AttentionCase]:
     """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags; also matmuls at torch's default
     precision of float32, and narrow chains; and what other GPUs run.
 
@@ -160,7 +160,7 @@ def shipped_cases() -> list[Case | AttentionCase]:
         cases += [heaviest(op, arch, "bfloat16", ragged=ragged) for ragged in (False, True)]
         for variant in VARIANTS.get(op, ())[1:]:
             cases.append(Case(op, arch, "bfloat16", False, variant, False, False))
-    return cases + shipped_attention() + other_gpus()
+    return cases + default_attention() + other_gpus()
 
 
 def heaviest(op: str, arch: int, dtype: str, kind: str = "", ragged: bool = False) -> Case:
@@ -181,10 +181,10 @@ def other_gpus() -> list[Case | AttentionCase]:
 
 
 def sample_cases() -> list[Case | AttentionCase]:
-    """The first shipped case, in bfloat16 where there is one, of every kernel, for one architecture and then the other; of
+    """The first default case, in bfloat16 where there is one, of every kernel, for one architecture and then the other; of
     attention with dropout and without."""
     chosen: dict[tuple, Case | AttentionCase] = {}
-    for case in sorted(shipped_cases(), key=lambda case: (bool(case.kind), case.dtype != "bfloat16")):
+    for case in sorted(default_cases(), key=lambda case: (bool(case.kind), case.dtype != "bfloat16")):
         chosen.setdefault((case.arch, case.op, isinstance(case, AttentionCase) and case.dropout), case)
     attention = [case for (arch, *_), case in chosen.items() if isinstance(case, AttentionCase) and arch == 90]
     others = [case for case in chosen.values() if isinstance(case, Case)]
@@ -217,7 +217,7 @@ def all_cases() -> list[Case | AttentionCase]:
 
 
 class Inputs:
-    """What a case is launched on: tensors without data, large enough that the shipped tiles are chosen.
+    """What a case is launched on: tensors without data, large enough that the default tiles are chosen.
 
     The emulator's tests launch the same cases, so the same compilations, on small tensors with data: they override all.
     """

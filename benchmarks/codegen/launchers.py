@@ -28,7 +28,7 @@ class Launcher:
         return bool(self.tiles)
 
     def variants(self, arch: int) -> list[str]:
-        """The routes that name other tiles than the shipped ones of this launcher on sm_80 or sm_90."""
+        """The routes that name other tiles than the default ones of this launcher on sm_80 or sm_90."""
         from ckptkern.triton_kernels.tile import TILES
 
         routes = {"16": "triton", "tma": "persistent"} if self.name in PERSISTENT_OPS else {"16": "triton"}

@@ -11,7 +11,7 @@ COMPILERS = ("3.7", "3.6")  # Triton's versions whose spills are named: that of 
 # that is up to twice the matmuls (benchmarks/NOTES.md), while the spills are some ten local instructions of a thousand. The
 # same holds for 64 columns in dkdv for heads of 80 to 128 on sm_90. gated_act_grad's three results want a few registers more
 # than the 128 at which two programs share an SM.
-SHIPPED_SPILLS: dict[str, tuple[int, int]] = {
+DEFAULT_SPILLS: dict[str, tuple[int, int]] = {
     r"attn_bwd/sm_80/b?float16/d(80|96)\+causal\+dropout _attn_dq_kernel": (24, 24),
     r"attn_bwd/sm_90/b?float16/d(80|96)(\+causal)?(\+dropout)? _attn_dkdv_kernel": (104, 208),
     r"attn_bwd/sm_90/b?float16/d128(\+gqa|\+varlen)?\+causal(\+dropout)? _attn_dkdv_kernel": (88, 184),
@@ -100,22 +100,22 @@ def allowed_stack(launch: str, version: str) -> int | None:
     place = compiler(version)
     if place is None:
         return None
-    named = {pattern: sizes[place] for pattern, sizes in SHIPPED_SPILLS.items()} | OTHER_SPILLS
+    named = {pattern: sizes[place] for pattern, sizes in DEFAULT_SPILLS.items()} | OTHER_SPILLS
     return max((size for pattern, size in named.items() if re.fullmatch(pattern, launch)), default=0)
 
 
 def misplaced(spilling: list[str]) -> list[str]:
-    """What is wrong with the tables, given every shipped "case kernel" that spills: none may be fixed and still excused."""
+    """What is wrong with the tables, given every default "case kernel" that spills: none may be fixed and still excused."""
     place = compiler(version("triton"))
     if place is None:
         return []
     found = [
-        f"spills.py: no shipped kernel spills under Triton {COMPILERS[place]} that {pattern} excuses"
-        for pattern, sizes in SHIPPED_SPILLS.items()
+        f"spills.py: no default kernel spills under Triton {COMPILERS[place]} that {pattern} excuses"
+        for pattern, sizes in DEFAULT_SPILLS.items()
         if sizes[place] and not any(re.fullmatch(pattern, launch) for launch in spilling)
     ]
     return found + [
-        f"spills.py: {pattern} belongs to SHIPPED_SPILLS, because of {launch}"
+        f"spills.py: {pattern} belongs to DEFAULT_SPILLS, because of {launch}"
         for pattern in OTHER_SPILLS
         for launch in spilling
         if place == 0 and re.fullmatch(pattern, launch)

@@ -3,7 +3,7 @@ this machine.
 
 Of every op, dtype, size and number of rows the routes (`ops/dispatch/routes.py`) are checked against float64, then timed in
 turns, forward and backward at "full". Of the quickest routes of kernels the variants follow, the same routes with other tiles:
-those that compile for this GPU without more spills than the shipped tiles have, and fit into its shared memory, are checked
+those that compile for this GPU without more spills than the default tiles have, and fit into its shared memory, are checked
 and timed likewise, together with the routes that they come from and the default (`race.py`). The table has one row for an op,
 a dtype, a class of sizes, and few or many rows; what replaces the default there is quicker by more than the noise, summed over
 the problems of the row: its medians by MARGIN, and its 80th percentiles below the default's medians.

@@ -194,13 +194,13 @@ class Timed:
         return 1e3 * self.clock(lambda: self.replay) / len(self.operands)
 
 
-def unfit(own: Sequence[Built], shipped: Sequence[Built], limit: int) -> str | None:
+def unfit(own: Sequence[Built], default: Sequence[Built], limit: int) -> str | None:
     """Why tiles are not worth a run where a block has `limit` bytes of shared memory: they do not fit, or spill more than the
-    shipped ones of that kernel."""
+    default ones of that kernel."""
     for one in own:
         if one.shared > limit:
             return f"{one.kernel} of {one.tile} takes {one.shared} bytes of shared memory, and a block has {limit}"
-        if one.stack > max((other.stack for other in shipped if other.kernel == one.kernel), default=0):
+        if one.stack > max((other.stack for other in default if other.kernel == one.kernel), default=0):
             return f"{one.kernel} of {one.tile} spills {one.stack} bytes"
     return None
 
@@ -253,11 +253,11 @@ class Race:
         base, _, variant = route.partition(":")
         if not variant or self.shared_memory is None:
             return False
-        own, shipped = self.compiled(route), self.compiled(base)
-        if set(own) == set(shipped):
+        own, default = self.compiled(route), self.compiled(base)
+        if set(own) == set(default):
             self.outcome.same.append(route)
             return True
-        if why := unfit(own, shipped, self.shared_memory):
+        if why := unfit(own, default, self.shared_memory):
             self.outcome.wrong[route] = why
         return bool(why)
 
@@ -324,7 +324,7 @@ def measure(
     problem: Problem, device: torch.device, patience: float, deadline: float = math.inf, timer=None,
     say: Callable[[str], None] = lambda stage: None,
 ) -> Outcome:  # fmt: skip
-    """Routes with the shipped tiles, the default first, then the tiles of the quickest of them, each timed for half of
+    """Routes with the default tiles, the default first, then the tiles of the quickest of them, each timed for half of
     `patience` seconds.
 
     Nothing more is tried after `deadline`, of time.perf_counter. say: is told what is being done.
@@ -343,13 +343,13 @@ def measure(
                 say(f"{problem}: {name}")
                 race.enter(name)
 
-    shipped = [name for name in names if ":" not in name or name == outcome.default]
-    enter(sorted(shipped, key=lambda name: name != outcome.default))
+    default = [name for name in names if ":" not in name or name == outcome.default]
+    enter(sorted(default, key=lambda name: name != outcome.default))
     share = patience / (2 if any(":" in name for name in names) else 1)
     race.run(share)
     medians = outcome.medians
     near = {name for name, ms in medians.items() if ms <= (1 + REACH) * min(medians.values())}
-    tiles = [name for name in names if name not in (*medians, *shipped)]
+    tiles = [name for name in names if name not in (*medians, *default)]
     enter([name for name in tiles if name.partition(":")[0] in near])
     if race.steps.keys() - medians.keys():
         against = near | {outcome.default}

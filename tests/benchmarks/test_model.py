@@ -638,7 +638,7 @@ def test_routes_are_those_of_the_gpu(gpu):
         for op in ("linear_act", "mlp", "gated_mlp"):
             with trace.as_on(gpu):
                 chosen = _choices.choose_route(op, x, size, size, size)
-            assert chosen == _routes.shipped_route(op, gpu.capability, 2, _routes.size_class(size), rows == 128)
+            assert chosen == _routes.default_route(op, gpu.capability, 2, _routes.size_class(size), rows == 128)
 
 
 # -- published figures -------------------------------------------------------------------------------------------------

@@ -600,7 +600,7 @@ def test_saved_tensors_may_come_back_with_other_strides(mode, backend):
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype, mode):
-    """The shipped kernels and cuBLAS by the 2x rule, in chunks and whole; no host synchronisation; bits of a CUDA graph."""
+    """The default kernels and cuBLAS by the 2x rule, in chunks and whole; no host synchronisation; bits of a CUDA graph."""
     tensors, target = make((3, 300), 256, 5000, dtype)
     tensors = {name: t.detach().cuda().requires_grad_() for name, t in tensors.items()}
     target = target.cuda()

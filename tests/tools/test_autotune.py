@@ -216,7 +216,7 @@ def test_what_is_tuned_is_what_runs(monkeypatch, capsys):
 
 
 def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
-    """The shipped ones may have a spill, which others of that kernel are forgiven, too."""
+    """The default ones may have a spill, which others of that kernel are forgiven, too."""
     forward, backward = (
         Built("_linear_fwd_kernel", "128x256x64", 0, 9000),
         Built("_act_grad_kernel", "128x128x64", 8, 9000),
@@ -230,7 +230,7 @@ def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
     monkeypatch.setattr(race.Race, "_compiled", lambda race, route: compiled.get(route, [forward, backward]))
     monkeypatch.setattr(race.Race, "shared_memory", 10_000)
     outcome = raced({"persistent": 9.0, "dual": 9.0, "triton:64x256": 0.1})
-    assert outcome.ms.keys() == {*_routes.OF_KERNELS, "triton:128x128"}  # 128x64 and 64x128 are the shipped tiles here
+    assert outcome.ms.keys() == {*_routes.OF_KERNELS, "triton:128x128"}  # 128x64 and 64x128 are the default tiles here
     assert outcome.wrong == {
         "triton:128x256": "_linear_fwd_kernel of 128x256x64 spills 4 bytes",
         "triton:256x128": "_act_grad_kernel of 128x128x64 spills 16 bytes",
@@ -266,7 +266,7 @@ def test_pruning_reads_what_the_compiler_made():
     """For an H200 that is not here."""
     found = learned("pruned")
     assert found["triton:128x256"] == found["triton:128x128"] == ""
-    assert found["triton:128x64"] == "shipped"  # of an MLP's two kernels none has such a tile
+    assert found["triton:128x64"] == "default"  # of an MLP's two kernels none has such a tile
     assert re.fullmatch(r"_act_grad_kernel of 64x256x64, 4 warps, 3 stages, SUB 1 spills \d+ bytes", found["spill"])
     assert re.fullmatch(
         r"_act_grad_kernel of .* takes 245760 bytes of shared memory, and a block has 232448", found["shared"]
@@ -275,9 +275,9 @@ def test_pruning_reads_what_the_compiler_made():
 
 @pytest.mark.parametrize(("library", "chosen"), [(0.999, "triton:128x128"), (0.9, "library")])
 def test_a_default_with_tiles_that_a_problem_does_not_use(library, chosen, monkeypatch):
-    """Rows of odd length run the shipped ones. Its route stands in for it."""
+    """Rows of odd length run the default ones. Its route stands in for it."""
     monkeypatch.setattr(_choices, "default_route", lambda *key: "triton:128x128")
-    monkeypatch.setattr(race.Race, "_compiled", lambda race, route: [Built("kernel", "shipped", 0, 9000)])
+    monkeypatch.setattr(race.Race, "_compiled", lambda race, route: [Built("kernel", "default", 0, 9000)])
     monkeypatch.setattr(race.Race, "shared_memory", 10_000)
     outcome = raced({"triton": 1.0, "library": library})
     assert outcome.ms.keys() == set(_routes.OF_KERNELS)
@@ -361,7 +361,7 @@ def test_every_op_is_timed_for_real(op):
 
 @pytest.mark.gpu
 def test_tiles_are_tuned_on_a_gpu():
-    """Every tile is timed, unless it spills, does not fit, or is the shipped one; none is wrong."""
+    """Every tile is timed, unless it spills, does not fit, or is the default one; none is wrong."""
     device = torch.device("cuda", torch.cuda.current_device())
     problem = autotune.Problem("mlp", 1024, 4096, 1024, BF16, 8192)
     outcome = autotune.measure(problem, device, 1.0)

@@ -1,4 +1,4 @@
-"""The code-generation check: the shipped tiles pass it, injected faults do not, and no value compiles a kernel again."""
+"""The code-generation check: the default tiles pass it, injected faults do not, and no value compiles a kernel again."""
 
 import itertools
 import json
@@ -28,11 +28,11 @@ def learned(what: str) -> dict:
     return json.loads(out)
 
 
-def test_the_shipped_cases():
+def test_the_default_cases():
     """Every kernel, tile row, architecture and dtype, aligned and ragged: what `make codegen-check` compiles."""
-    shipped = cases.shipped_cases()
-    assert len(shipped) <= 750
-    other = {(case.op, case.arch, case.kind) for case in shipped if isinstance(case, cases.Case) and case.kind}
+    default = cases.default_cases()
+    assert len(default) <= 750
+    other = {(case.op, case.arch, case.kind) for case in default if isinstance(case, cases.Case) and case.kind}
     matmuls = set(itertools.product(cases.PRODUCT_OPS, cases.ARCHS, ("ieee",)))
     few = {(op, arch, "few") for op, arch, _ in matmuls if not op.startswith("stack_")}
     persistent = {(op, 90, "persistent") for op in cases.PERSISTENT_OPS}
@@ -45,16 +45,16 @@ def test_the_shipped_cases():
             for op in ops if name else ():
                 wanted = (op.name, arch, f"{route}:{name}")
                 assert wanted in other or (route == "persistent" and op.name not in cases.PERSISTENT_OPS), wanted
-    some = {(case.op, case.arch) for case in shipped if case.dtype == "bfloat16"}
+    some = {(case.op, case.arch) for case in default if case.dtype == "bfloat16"}
     assert some >= set(itertools.product((*cases.OPS, "attn_fwd_delta", "attn_bwd", "attn_dmask"), cases.OTHER_ARCHS))
-    narrow = {(case.op, case.arch) for case in shipped if case.kind == "16B"}
+    narrow = {(case.op, case.arch) for case in default if case.kind == "16B"}
     ops = (op for op in cases.OPS if not re.match("heads_|cross_entropy_", op))
     assert narrow == set(itertools.product(ops, cases.ARCHS))
     for op in cases.OPS:
         for arch in cases.ARCHS:
-            kinds = {case.ragged for case in shipped if (case.op, case.arch, case.dtype) == (op, arch, "bfloat16")}
+            kinds = {case.ragged for case in default if (case.op, case.arch, case.dtype) == (op, arch, "bfloat16")}
             assert kinds == {False, True}, (op, arch)
-    attention = [case for case in shipped if isinstance(case, cases.AttentionCase)]
+    attention = [case for case in default if isinstance(case, cases.AttentionCase)]
     kinds = {(case.arch, case.kind) for case in attention}
     assert kinds >= set(itertools.product(cases.ARCHS, ("", "ieee", *cases.ATTENTION_KINDS))) | {(80, "small")}
     plain = {case.name for case in attention if not case.dropout}
@@ -62,11 +62,11 @@ def test_the_shipped_cases():
     assert compared == set(cases.HEAD_DIMS)
 
 
-def test_a_shipped_tile_of_every_kernel_passes():
-    """No spill, tensor cores, asynchronous copies. `make codegen-check` compiles all shipped tiles, four minutes of two
+def test_a_default_tile_of_every_kernel_passes():
+    """No spill, tensor cores, asynchronous copies. `make codegen-check` compiles all default tiles, four minutes of two
     cores."""
     sample = cases.sample_cases()
-    assert {case.op for case in sample} == {case.op for case in cases.shipped_cases()}
+    assert {case.op for case in sample} == {case.op for case in cases.default_cases()}
     assert {case.arch for case in sample} == set(cases.ARCHS)
     beside_others = "PYTEST_XDIST_WORKER" in os.environ  # which keep the other cores busy
     status, out, error = outcome("-m", "benchmarks.codegen", "--sample", "--workers", "1" if beside_others else "2")
@@ -86,9 +86,9 @@ def test_spills_that_the_tables_name_wrongly():
     ]
     found = spills.misplaced(spilling)
     if spills.compiler(metadata.version("triton")) == 0:
-        shipped = [sizes for sizes in spills.SHIPPED_SPILLS.values() if sizes[0]]
-        assert len(found) == len(shipped)  # all patterns but one, and the second launch
-        assert any("belongs to SHIPPED_SPILLS, because of act_grad/sm_80/" in line for line in found)
+        default = [sizes for sizes in spills.DEFAULT_SPILLS.values() if sizes[0]]
+        assert len(found) == len(default)  # all patterns but one, and the second launch
+        assert any("belongs to DEFAULT_SPILLS, because of act_grad/sm_80/" in line for line in found)
         assert not any("_attn_dq_kernel excuses" in line and "sm_90/b?float16/d256" in line for line in found)
 
 
@@ -194,4 +194,4 @@ def test_known_answer_of_philox_as_compiled():
 def test_the_gate_refuses_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="run it in a process without TRITON_INTERPRET=1"):
-        sass.run(cases.shipped_cases()[:1])
+        sass.run(cases.default_cases()[:1])

@@ -147,7 +147,7 @@ def test_slices_are_combined(slices, device):
 def test_any_tile(row, interpreted):
     """Slices of columns and rows of tiles are where the launcher says, for other tiles of the interpreter."""
     if not interpreted:
-        pytest.skip("the shipped tiles are tests/triton_kernels/test_shipped_tiles.py")
+        pytest.skip("the default tiles are tests/triton_kernels/test_default_tiles.py")
     tile = Tile(16, 64, 16, 4, 1, 2) if row == "16" else Tile(64, 32, 64, 4, 1)
     tensors = inputs_of(torch.float32, V=150)
     head = eager.Head(1.0, 0.0, IGNORED)

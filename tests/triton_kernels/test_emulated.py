@@ -9,8 +9,8 @@ import triton
 
 # file, and what of it
 PARTS = {
-    "shipped tiles of sm_80": ("test_shipped_tiles.py", "sm_80"),
-    "shipped tiles of sm_90": ("test_shipped_tiles.py", "sm_90"),
+    "default tiles of sm_80": ("test_default_tiles.py", "sm_80"),
+    "default tiles of sm_90": ("test_default_tiles.py", "sm_90"),
     "what only it can show": ("test_compiled_kernels.py", ""),
 }
 

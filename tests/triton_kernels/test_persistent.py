@@ -233,6 +233,6 @@ def test_which_gpus_have_the_route(gpu, dtype, there, monkeypatch):
     try:
         found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)[-1]
         assert (found == "persistent") == there
-        assert there or found == _routes.shipped_route("mlp", gpu, dtype.itemsize, 2)
+        assert there or found == _routes.default_route("mlp", gpu, dtype.itemsize, 2)
     finally:
         _choices._route.cache_clear()

@@ -107,7 +107,7 @@ def tiles(monkeypatch) -> set[tuple]:
 @pytest.mark.parametrize("setup", setups(("gelu",), dropout=(P,), ops=("linear_act", "mlp", "gated_mlp")))
 @pytest.mark.parametrize("route", ["triton:128x128", "dual:128x64", "persistent:128x256"])
 def test_backward_takes_the_tiles_of_forward(route, setup, device, architecture, tiles):
-    """Where another route is forced meanwhile. Results are those of the shipped tiles."""
+    """Where another route is forced meanwhile. Results are those of the default tiles."""
     if architecture or device == "cuda":
         pytest.skip("wants the interpreter's tiles")
     tensors = whole_numbers(make(setup, Sizes((140,), 32, 48, 64), torch.bfloat16))
@@ -165,23 +165,23 @@ def test_workspace_bounds_the_library_too(name, hidden):
 def test_the_table():
     sizes = [_routes.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)]
     assert sizes == [0, 0, 1, 2, 5, 5]
-    assert {len(routes) for routes in _routes.SHIPPED.values()} == {len(_routes.SIZES)}
-    assert {len(routes) for routes in _routes.SHIPPED_FEW.values()} == {len(_routes.SIZES)}
+    assert {len(routes) for routes in _routes.DEFAULT.values()} == {len(_routes.SIZES)}
+    assert {len(routes) for routes in _routes.DEFAULT_FEW.values()} == {len(_routes.SIZES)}
     for (_, gpu, size), routes in (
-        *_routes.SHIPPED.items(),
-        *(((*key, 2), few) for key, few in _routes.SHIPPED_FEW.items()),
+        *_routes.DEFAULT.items(),
+        *(((*key, 2), few) for key, few in _routes.DEFAULT_FEW.items()),
     ):
         dtype = torch.bfloat16 if size == 2 else torch.float32
         assert set(routes) <= set(_routes.candidates("triton", "cuda", dtype, gpu))
-    assert _routes.shipped_route("mlp", (9, 0), 2, 0) == "triton"
-    assert _routes.shipped_route("mlp", (9, 0), 4, 0) == "dual"
-    assert _routes.shipped_route("gated_mlp", (8, 0), 2, 3) == "triton:128x128"
-    assert _routes.shipped_route("mlp", (12, 0), 2, 0) == "library"
+    assert _routes.default_route("mlp", (9, 0), 2, 0) == "triton"
+    assert _routes.default_route("mlp", (9, 0), 4, 0) == "dual"
+    assert _routes.default_route("gated_mlp", (8, 0), 2, 3) == "triton:128x128"
+    assert _routes.default_route("mlp", (12, 0), 2, 0) == "library"
     assert [_routes.size_text(place) for place in (0, 5)] == ["up to 256 features", "more than 4096 features"]
     assert _routes.size_text(1, few=True) == "up to 512 features, few rows"
-    few = functools.partial(_routes.shipped_route, few=True)
+    few = functools.partial(_routes.default_route, few=True)
     assert few("linear_act", (8, 0), 2, 4) == "library"
-    assert _routes.shipped_route("linear_act", (8, 0), 2, 4) == few("linear_act", (8, 0), 4, 4) == "triton"
+    assert _routes.default_route("linear_act", (8, 0), 2, 4) == few("linear_act", (8, 0), 4, 4) == "triton"
     assert few("mlp", (12, 0), 2, 0) == "library"
     with pytest.raises(ValueError, match="wanted at most 4611686018427387904 features"):
         _routes.size_class(2**62 + 1)
@@ -275,7 +275,7 @@ def test_which_gpus_have_which_tiles(gpu, route, there, monkeypatch):
         for dtype, taken in ((torch.bfloat16, there), (torch.float32, False)):
             _choices._route.cache_clear()
             found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)[-1]
-            assert found == (route if taken else _routes.shipped_route("mlp", gpu, dtype.itemsize, 2))
+            assert found == (route if taken else _routes.default_route("mlp", gpu, dtype.itemsize, 2))
     finally:
         _choices._route.cache_clear()
 

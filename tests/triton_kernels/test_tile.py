@@ -226,7 +226,7 @@ def test_interpreted_tile_is_one_for_all(kernel):
 
 
 @pytest.mark.parametrize(("kernel", "arch"), sorted(TILES), ids=str)
-def test_shipped_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
+def test_default_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
     """Slices of the epilogue start at multiples of 32 columns (philox.py); sm_90 dots are at least 64 wide in M, N."""
     persistent = {"tma"} if arch == 90 and kernel in ("linear", "act_grad", "gated_act_grad") else set()
     assert {row for row in TILES[kernel, arch] if ":" not in row} == {"16", "few", "32", "ragged"} | persistent
@@ -290,7 +290,7 @@ def test_the_routes_name_what_the_table_has(arch):
 
 @pytest.mark.parametrize(("kernel", "arch", "row", "name"), VARIANTS)
 def test_a_variant_stands_in_for_its_class_alone(kernel, arch, row, name):
-    """Few rows, float32 and ragged rows keep the shipped tiles; so do other routes, GPUs and kernels without such a name."""
+    """Few rows, float32 and ragged rows keep the default tiles; so do other routes, GPUs and kernels without such a name."""
     operand, rows = meta(64, 64), TILES[kernel, arch]
     persistent = {"persistent": row == "tma"}
 

@@ -135,7 +135,7 @@ def default_route(
     """The route where nothing was tuned."""
     if backend == "eager":
         return backend
-    return _routes.shipped_route(op, capability_of(device_type, index), dtype.itemsize, size, few)
+    return _routes.default_route(op, capability_of(device_type, index), dtype.itemsize, size, few)
 
 
 def few_rows(backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> int:

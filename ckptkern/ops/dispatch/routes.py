@@ -11,7 +11,7 @@ In PyTorch ops there are two: `eager`, and for 16-bit types on a CPU `wide`, whi
 float32. A CPU without instructions for a type takes many times as long for torch's own matmuls of it: on an EPYC of the
 Zen 4 kind [2048, 512] x [512, 512] takes 57 to 377 ms in float16 and 12 in float32.
 
-A route of kernels may name other tiles than the shipped ones behind a colon, "triton:128x128": every kernel of the op that has
+A route of kernels may name other tiles than the default ones behind a colon, "triton:128x128": every kernel of the op that has
 a tile of this name takes it (`VARIANTS`).
 
 A route is one of the ops' static arguments, chosen in forward and saved for backward. On "triton", "persistent" and "dual",
@@ -153,7 +153,7 @@ VARIANTS: dict[str, dict[int, tuple[str, ...]]] = {
 
 
 def with_tiles(route: str, family: int) -> tuple[str, ...]:
-    """The names of a route with other tiles than the shipped ones."""
+    """The names of a route with other tiles than the default ones."""
     return tuple(f"{route}:{tiles}" for tiles in VARIANTS.get(route, {}).get(family, ()))
 
 
@@ -168,7 +168,7 @@ def of_kernels(name: str, kernels: ModuleType) -> Dual:
 
 
 def candidates(backend: str, device_type: str, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[str, ...]:
-    """The routes that such a call may take, those with shipped tiles first. "persistent" wants TMA and rows of 16 bits; these
+    """The routes that such a call may take, those with default tiles first. "persistent" wants TMA and rows of 16 bits; these
     have other tiles."""
     if backend == "eager":
         return ("eager", "wide") if device_type == "cpu" and dtype in (torch.float16, torch.bfloat16) else ("eager",)
@@ -182,10 +182,10 @@ SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input o
 # (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the GPUs, not from a
 # measurement: python -m benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a GPU without a row nothing is
 # known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less than its own error. Other
-# tiles than the shipped ones have one where it sees more than 3 % in them, with its blind spots guessed at, too (NOTES.md).
+# tiles than the default ones have one where it sees more than 3 % in them, with its blind spots guessed at, too (NOTES.md).
 WIDE_BY_LIBRARY = ("triton",) * 4 + ("library",) * 2
 NARROW_DUAL = ("dual",) * 3 + ("triton",) * 3
-SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
+DEFAULT: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
     ("mlp", (9, 0), 2): WIDE_BY_LIBRARY,
     ("mlp", (9, 0), 4): NARROW_DUAL,
     ("mlp", (8, 0), 2): ("dual",) * 2 + ("triton",) * 4,
@@ -197,7 +197,7 @@ SHIPPED: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
 } | {("linear_act", capability, size): ("triton",) * 6 for capability in ((9, 0), (8, 0)) for size in (2, 4)}
 # The same of few rows of 16 bits (`few_rows`): the model's best, where it is 3 % below the route for many rows (NOTES.md).
 DUAL_UP_TO_512 = ("dual",) * 2
-SHIPPED_FEW: dict[tuple[str, tuple[int, int]], tuple[str, ...]] = {
+DEFAULT_FEW: dict[tuple[str, tuple[int, int]], tuple[str, ...]] = {
     ("linear_act", (9, 0)): ("triton", "library", "library", "library", "triton", "library"),
     ("mlp", (9, 0)): (*DUAL_UP_TO_512, "triton", "triton", "library", "library"),
     ("gated_mlp", (9, 0)): (*DUAL_UP_TO_512, "triton", "triton", "library", "library"),
@@ -233,6 +233,6 @@ def few_rows(capability: tuple[int, int], itemsize: int, size: int) -> int:
     return tile.few_rows(tile.TILES["linear", family]["16"], family, (0, *SIZES)[size] + 1)
 
 
-def shipped_route(op: str, capability: tuple[int, int], itemsize: int, size: int, few: bool = False) -> str:
-    many = SHIPPED.get((op, capability, itemsize), UNKNOWN_GPU)
-    return (SHIPPED_FEW.get((op, capability), many) if few and itemsize == 2 else many)[size]
+def default_route(op: str, capability: tuple[int, int], itemsize: int, size: int, few: bool = False) -> str:
+    many = DEFAULT.get((op, capability, itemsize), UNKNOWN_GPU)
+    return (DEFAULT_FEW.get((op, capability), many) if few and itemsize == 2 else many)[size]

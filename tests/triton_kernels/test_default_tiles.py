@@ -1,4 +1,4 @@
-"""The shipped tiles, compiled: every kernel on aligned and ragged sizes, in both classes of dtypes, with every mask.
+"""The default tiles, compiled: every kernel on aligned and ragged sizes, in both classes of dtypes, with every mask.
 
 These are the code-generation check's cases on small tensors with data. They run on a GPU (`-m gpu`) and in the emulator
 (`--device emulated`; `make test` runs them there on both architectures).
