@@ -1,9 +1,9 @@
 """The benchmark cases, declared once: a model in PyTorch, ours on the same parameters, and the baselines.
 
-A way is a name and a maker `(model, x) -> function`, whose function takes x to y with the model's own parameters. So
-all ways are checked against one float64 copy of the model and share its weights. To add a case, append to CASES.
+A variant is a name and a maker `(model, x) -> function`, whose function takes x to y with the model's own parameters. So
+all variants are checked against one float64 copy of the model and share its weights. To add a case, append to CASES.
 
-Attention and layers with dropout are checked without it and timed with it, because every way draws its own masks. tests/
+Attention and layers with dropout are checked without it and timed with it, because every variant draws its own masks. tests/
 checks that masks are replayed and follow their definition.
 """
 
@@ -64,9 +64,9 @@ class Case:
     ours     (model, mode) -> the same function by ckptkern, on the model's parameters
     sizes    device type -> sizes, the most important first
     priority lower runs first, up to HEADLINE apart from the others; a case's second size counts one more, and so on
-    baselines   further ways; a maker that raises ImportError is reported as missing
+    baselines   further variants; a maker that raises ImportError is reported as missing
     drops    has dropout: checked with the model in evaluation, timed in training
-    exact    (float64 model, float64 x, a way's y) -> float64 y; None: the model itself
+    exact    (float64 model, float64 x, a variant's y) -> float64 y; None: the model itself
     host     time the host alone: tiny tensors, one thread, no device synchronisation between steps
     dtype    None: the device's own, of DTYPES
     given    (device, dtype or None) -> (model, x): what is measured in place of a model of the size and random numbers
@@ -98,7 +98,7 @@ class Item(NamedTuple):
         return f"{self.case.name}/{self.size}"
 
 
-# -- ways that every case has -----------------------------------------------------------------------------------------
+# -- variants that every case has -----------------------------------------------------------------------------------------
 
 
 def _eager(model: nn.Module, x: Tensor) -> Function:
@@ -141,8 +141,8 @@ COMPILED: dict[str, Maker] = {
 }
 
 
-def ways(case: Case) -> dict[str, Maker]:
-    """All ways of a case by name, eager first, except those of torch.compile."""
+def variants(case: Case) -> dict[str, Maker]:
+    """All variants of a case by name, eager first, except those of torch.compile."""
     found: dict[str, Maker] = {EAGER: _eager, CHECKPOINT: functools.partial(_checkpoint, False)}
     for mode in case.modes:
         found[f"ckptkern {mode}".strip()] = lambda model, x, mode=mode: case.ours(model, mode)
@@ -150,8 +150,8 @@ def ways(case: Case) -> dict[str, Maker]:
     return {**found, **case.baselines, REENTRANT: functools.partial(_checkpoint, True)}
 
 
-def compiled_ways(case: Case) -> dict[str, Maker]:
-    """The ways of torch.compile, and eager to compare with; none for host cases."""
+def compiled_variants(case: Case) -> dict[str, Maker]:
+    """The variants of torch.compile, and eager to compare with; none for host cases."""
     return {} if case.host else {EAGER: _eager, **COMPILED}
 
 
@@ -211,7 +211,7 @@ def loss_head(model: LossHead, mode: str, workspace: int | str | None = None) ->
 
 
 def dropout_exact(p: float, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Dropout by the mask that y shows, since every way draws its own. Raises if the rate of saved elements is off."""
+    """Dropout by the mask that y shows, since every variant draws its own. Raises if the rate of saved elements is off."""
     saved = y != 0
     rate, sigma = saved.double().mean().item(), (p * (1 - p) / y.numel()) ** 0.5
     if abs(rate - (1 - p)) > 6 * sigma:
@@ -420,7 +420,7 @@ def items(device: str) -> list[Item]:
 def build(item: Item, device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
     """(model, x, dy) of an item, random, in its case's dtype; a floating x that is made here needs a gradient.
 
-    The model is as ways are checked: in evaluation if it has dropout.
+    The model is as variants are checked: in evaluation if it has dropout.
     """
     torch.manual_seed(seed)
     if item.case.given is not None:

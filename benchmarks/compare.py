@@ -11,15 +11,15 @@ from .cases import EAGER
 from .report import MIB, Rows, table
 
 RULE = (
-    "A time is a ratio to eager's of the same run. It moved if the ranges of the two runs do not meet: from the way's 20th\n"
+    "A time is a ratio to eager's of the same run. It moved if the two runs' ranges do not meet: from the variant's 20th\n"
     "percentile over eager's 80th to its 80th over eager's 20th. Eager itself is compared in ms, by its own percentiles."
 )
-COLUMNS = {"case", "way", "dtype", "ms", "p20_ms", "p80_ms", "ratio", "saved_bytes", "peak_bytes"}
+COLUMNS = {"case", "variant", "dtype", "ms", "p20_ms", "p80_ms", "ratio", "saved_bytes", "peak_bytes"}
 Key = tuple[str, str, str]
 
 
 class Run(NamedTuple):
-    """The rows of a results.csv by (case, way, dtype), and what its env.json says that times depend on."""
+    """The rows of a results.csv by (case, variant, dtype), and what its env.json says that times depend on."""
 
     rows: dict[Key, dict[str, str]]
     setting: dict[str, str]
@@ -40,7 +40,7 @@ def read(path: Path) -> Run:
         env = json.loads((path.parent / "env.json").read_text())
     except (OSError, ValueError):
         env = {}
-    keyed = {(row["case"], row["way"], row["dtype"]): row for row in rows if row["case"] != "ceiling"}
+    keyed = {(row["case"], row["variant"], row["dtype"]): row for row in rows if row["case"] != "ceiling"}
     return Run(keyed, setting_of(env))
 
 
@@ -53,11 +53,11 @@ def setting_of(env: dict) -> dict[str, str]:
 
 
 def span(row: dict[str, str], eager: dict[str, str] | None) -> tuple[float, float, float] | None:
-    """(a way's time, from, to): over eager's, or of eager itself in ms. None if it was not timed."""
+    """(a variant's time, from, to): over eager's, or of eager itself in ms. None if it was not timed."""
     if not row["ms"] or eager is None or not eager["ms"]:
         return None
     ms, low, high = (float(row[field]) for field in ("ms", "p20_ms", "p80_ms"))
-    if row["way"] == EAGER:
+    if row["variant"] == EAGER:
         return ms, low, high
     base, base_low, base_high = (float(eager[field]) for field in ("ms", "p20_ms", "p80_ms"))
     return ms / base, low / base_high, high / base_low
@@ -77,7 +77,7 @@ def _bytes(text: str) -> str:
 
 
 def changed_bytes(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """What a way keeps or peaks at, where it is another figure than before."""
+    """What a variant keeps or peaks at, where it is another figure than before."""
     return [
         f"{name} {_bytes(old[field])} -> {_bytes(new[field])}"
         for name, field in (("saved", "saved_bytes"), ("peak", "peak_bytes"))
@@ -86,7 +86,8 @@ def changed_bytes(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 
 def compare(old: Run, new: Run) -> str:
-    """A Markdown table with a line per (case, way) of both runs. Times are left out if the runs had another device or torch."""
+    """A Markdown table with a line per (case, variant) of both runs. Times are left out if the runs had another device
+    or torch."""
     other = [f"{name}: {value}, now {new.setting[name]}" for name, value in old.setting.items()
              if "unknown" in (value, new.setting[name]) or value != new.setting[name]]  # fmt: skip
     lines, notes = [], []
@@ -109,13 +110,13 @@ def compare(old: Run, new: Run) -> str:
             lines.append([key[0], key[1], *times, ", ".join(moved)])
         elif moved:
             lines.append([key[0], key[1], ", ".join(moved)])
-    notes += [f"- {case} {way}: only in the old file" for case, way, dtype in old.rows.keys() - new.rows.keys()
+    notes += [f"- {case} {variant}: only in the old file" for case, variant, dtype in old.rows.keys() - new.rows.keys()
               if case in {one[0] for one in new.rows}]  # fmt: skip
     if other:
         text = f"WARNING: times are not compared, because these differ: {'; '.join(other)}"
-        heading = ["case", "way", "bytes"]
+        heading = ["case", "variant", "bytes"]
         return "\n\n".join(
             filter(None, (text, table(heading, lines) if lines else "No bytes changed.", "\n".join(notes)))
         )
-    heading = ["case", "way", "old", "new", "time", "bytes"]
+    heading = ["case", "variant", "old", "new", "time", "bytes"]
     return "\n\n".join(filter(None, (table(heading, lines), "\n".join(sorted(notes)), RULE)))

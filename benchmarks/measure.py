@@ -1,4 +1,4 @@
-"""How a case is measured: every way is checked against float64, then all that pass are timed in turns, A B C A B C."""
+"""How a case is measured: every variant is checked against float64, then all that pass are timed in turns, A B C A B C."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matt
 # Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
 OURS_AT_MOST, BASELINES_AT_MOST = 2.0, 8.0
 ENOUGH = 7  # rounds at least, whatever time they take
-DROPS = "timed with dropout, checked without it: every way draws its own masks"
+DROPS = "timed with dropout, checked without it: every variant draws its own masks"
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Row:
     """One line of results.csv. Times in ms of forward + backward; ratio: of the medians, to eager's of the same run."""
 
     case: str
-    way: str
+    variant: str
     device: str
     dtype: str
     # checked: right, and not timed yet; wrong: not timed; failed: raised; missing: not installed; dropped: over budget
@@ -74,8 +74,8 @@ def one_line(error: BaseException, length: int = 200) -> str:
 def poisoned() -> Iterator[None]:
     """Inside, torch fills every empty tensor with NaN, so that an element nobody writes shows.
 
-    torch does so only under deterministic algorithms, which may differ from those that are timed. So ways are checked without
-    it too.
+    torch does so only under deterministic algorithms, which may differ from those that are timed. So variants are
+    checked without it too.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -88,7 +88,7 @@ def poisoned() -> Iterator[None]:
 
 
 class Checker:
-    """Compares a way's output and gradients with float64, in units of eager's own error."""
+    """Compares a variant's output and gradients with float64, in units of eager's own error."""
 
     def __init__(self, item: Item, model: nn.Module, x: Tensor, dy: Tensor):
         self.case, self.dy = item.case, dy
@@ -168,7 +168,7 @@ def interleaved(
                     continue
                 try:
                     takes[name] = clock(step, index)
-                except Exception as error:  # it is the way's result, reported in its row
+                except Exception as error:  # it is the variant's result, reported in its row
                     errors[name] = one_line(error)  # the error itself would hold the frames' tensors
             if cuda:
                 torch.cuda.synchronize()
@@ -230,9 +230,10 @@ def measure(
     item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int = 30, seconds: float = 4.0,
     deadline: float = math.inf,
 ) -> None:  # fmt: skip
-    """Measures one case by all its ways. `emit` gets a way's row when it is checked, and again, complete, when it is timed.
+    """Measures one case in all its variants. `emit` gets a variant's row when it is checked, and again, complete, when
+    it is timed.
 
-    deadline: by time.monotonic(); ways that are not ready by then are dropped, and the others timed.
+    deadline: by time.monotonic(); variants that are not ready by then are dropped, and the others timed.
     """
     torch._dynamo.reset()  # a new size would make the shapes of an old graph dynamic
     with threads(1 if item.case.host else None):
@@ -255,7 +256,7 @@ def _measure(
             row.status, row.note = "dropped", "over the budget of time"
             emit(row)
             continue
-        with unmoved(model):  # no way checks or times the batch statistics that another one moved
+        with unmoved(model):  # no variant checks or times the batch statistics that another one moved
             step = _ready(item, model, make, checker, inputs, device, row)
         if step is None:
             emit(row)
@@ -284,10 +285,11 @@ def _measure(
 
 
 def _ready(
-    item: Item, model: nn.Module, make: Maker, checker: Checker, inputs: list[tuple[Tensor, Tensor]], device: torch.device, row: Row
+    item: Item, model: nn.Module, make: Maker, checker: Checker, inputs: list[tuple[Tensor, Tensor]],
+    device: torch.device, row: Row
 ) -> Step | None:  # fmt: skip
-    """A way's step, warm, if its results are right; None if its row says what is wrong."""
-    x, ours = checker.x, row.way.startswith("ckptkern")
+    """A variant's step, warm, if its results are right; None if its row says what is wrong."""
+    x, ours = checker.x, row.variant.startswith("ckptkern")
     try:
         model.train(not item.case.drops)
         function = make(model, x)
@@ -313,7 +315,7 @@ def _ready(
         return step
     except ImportError as error:
         row.status, row.note = "missing", one_line(error)
-    except Exception as error:  # whatever a way raises is its result, and the others still run
+    except Exception as error:  # whatever a variant raises is its result, and the others still run
         row.status, row.note = "failed", one_line(error)
     return None
 
@@ -331,7 +333,7 @@ def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> d
             continue
         try:
             replays[name] = functools.partial(_replayed, captured(functools.partial(step, 0)))
-        except Exception as error:  # not every way can be captured
+        except Exception as error:  # not every variant can be captured
             rows[name].add_note(f"no CUDA graph: {one_line(error, 120)}")
     times, _ = interleaved(replays, cuda_clock, rounds, cuda=True)
     return {name: statistics.median(taken) for name, taken in times.items()}

@@ -50,16 +50,16 @@ def _bytes(row: dict[str, str], field: str) -> str:
 
 
 def case_table(rows: Rows, timed: bool) -> str:
-    """All measured ways of a case. timed: with milliseconds, which mean something on a GPU only."""
-    base = next((float(row["ms"]) for row in rows if row["way"] == CHECKPOINT and row["ms"]), None)
+    """All measured variants of a case. timed: with milliseconds, which mean something on a GPU only."""
+    base = next((float(row["ms"]) for row in rows if row["variant"] == CHECKPOINT and row["ms"]), None)
     graphs = any(row["graph_ms"] for row in rows)
-    heading = ["way", "time / eager", "time / checkpoint", "saved", "peak", "error / eager's"]
+    heading = ["variant", "time / eager", "time / checkpoint", "saved", "peak", "error / eager's"]
     heading += ["ms (p20–p80)"] * timed + ["CUDA graph ms"] * graphs
     lines = []
     for row in rows:
         if row["status"] != "ok":
             continue
-        line = [row["way"], _figure(row, "ratio", ".2f"), _figure(row, "ms", ".2f", 1 / base) if base else "–"]
+        line = [row["variant"], _figure(row, "ratio", ".2f"), _figure(row, "ms", ".2f", 1 / base) if base else "–"]
         line += [_bytes(row, "saved_bytes"), _bytes(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
         if timed:
             line.append(
@@ -68,7 +68,7 @@ def case_table(rows: Rows, timed: bool) -> str:
                 )
             )
         lines.append(line + [_figure(row, "graph_ms", ".3f")] * graphs)
-    others = [f"- {row['way'] or 'case'}: {row['status']}: {row['note']}" for row in rows if row["status"] != "ok"]
+    others = [f"- {row['variant'] or 'case'}: {row['status']}: {row['note']}" for row in rows if row["status"] != "ok"]
     notes = dict.fromkeys(row["note"] for row in rows if row["status"] == "ok" and row["note"])
     others = [f"- {note}" for note in notes] + others
     return "\n\n".join(filter(None, (table(heading, lines) if lines else "", "\n".join(others))))
@@ -91,7 +91,7 @@ def report(folder: Path) -> str:
     by_case, env = read(folder)
     parts = [f"# {env.get('device', folder.name)}", preface(env)]
     parts.append(
-        "Time of forward + backward, median of interleaved rounds. Every way was checked against float64 first; an\n"
+        "Time of forward + backward, median of interleaved rounds. Every variant was checked against float64 first; an\n"
         "error is the largest of the output's and the gradients', in eager's own."
     )
     for case, rows in by_case.items():
@@ -101,11 +101,11 @@ def report(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """One table of a folder: a line per case, time / eager and saved bytes of every way that was measured somewhere."""
+    """One table of a folder: a line per case, time / eager and saved bytes of every variant that was measured somewhere."""
     by_case, env = read(folder)
-    measured = [{row["way"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
+    measured = [{row["variant"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
     fullest_first = sorted((found for found in measured if "eager" in found), key=len, reverse=True)
-    names = list(dict.fromkeys(way for found in fullest_first for way in found))
+    names = list(dict.fromkeys(variant for found in fullest_first for variant in found))
     lines = []
     for case, found in zip(by_case, measured, strict=True):
         if "eager" in found:
@@ -119,7 +119,7 @@ def summary(folder: Path) -> str:
 
 
 def draw(folder: Path) -> list[Path]:
-    """figures/<case>.png: time against eager's and saved bytes, one bar per way. Needs matplotlib."""
+    """figures/<case>.png: time against eager's and saved bytes, one bar per variant. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     by_case, env = read(folder)
@@ -129,7 +129,7 @@ def draw(folder: Path) -> list[Path]:
         found = [row for row in rows if row["status"] == "ok" and row["ratio"]]
         if not found:
             continue
-        names = [row["way"] for row in found]
+        names = [row["variant"] for row in found]
         colors = [
             "#0b6e7f" if "ckptkern" in name else "#e38b2c" if "checkpoint" in name else "#a9b4c0" for name in names
         ]

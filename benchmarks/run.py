@@ -85,11 +85,11 @@ def select(pattern: str, device: str) -> list[cases.Item]:
 
 
 class Sheet:
-    """results.csv, each row on the disk when it is known. A row takes the place of an earlier one of its case and way."""
+    """results.csv, each row on the disk when it is known. A row takes the place of an earlier one of its case and variant."""
 
     def __init__(self, path: Path, standing: Iterable[dict[str, str]] = ()):
         self._path = path
-        self.rows = {(row["case"], row["way"]): row for row in standing}
+        self.rows = {(row["case"], row["variant"]): row for row in standing}
         self._write()
 
     def _write(self) -> None:
@@ -101,13 +101,13 @@ class Sheet:
         new.replace(self._path)
 
     def __call__(self, row: measure.Row) -> None:
-        self.rows[row.case, row.way] = {
+        self.rows[row.case, row.variant] = {
             name: "" if value is None else f"{value:.5g}" if isinstance(value, float) else value
             for name, value in dataclasses.asdict(row).items()
         }
         self._write()
         measured = f"{row.ms:.4g} ms" + (f", {row.ratio:.2f} of eager" if row.ratio else "") if row.ms else row.note
-        say(f"  {row.way:30} {row.status:8} {measured}")
+        say(f"  {row.variant:30} {row.status:8} {measured}")
 
 
 STAND = ("ok", "missing")  # a row's status, if a resumed run need not measure it again
@@ -168,7 +168,7 @@ a gradient. "ckptkern MODE" is what ckptkern.convert makes of the model, or its 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern bench``."""
-    parser.description = "Measure every case by every way: time, saved and peak bytes, error. Correct before fast."
+    parser.description = "Measure every case in every variant: time, saved and peak bytes, error. Correct before fast."
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
     parser.add_argument(
@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OLD.csv",
         help="a results.csv of before: print what moved beyond noise since (with its env.json beside it)",
     )
-    parser.add_argument("--list", action="store_true", help="print the cases and their ways, and measure nothing")
+    parser.add_argument("--list", action="store_true", help="print the cases and their variants, and measure nothing")
     parser.add_argument(
         "--out",
         type=Path,
@@ -197,7 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"(default: {DEFAULT_RESULTS}/<device>; of --op and --case {OWN_RESULTS}/<device>)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
-    parser.add_argument("--rounds", type=int, default=30, help="turns of every way (default: 30; on a CPU at most)")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of every variant (default: 30; on a CPU at most)")
     parser.add_argument(
         "--budget-minutes", type=float, metavar="M",
         help=f"after this, the cases of lowest priority are dropped and named (default: {MINUTES['cuda']:g} on a GPU, "
@@ -213,13 +213,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def jobs_of(items: list[cases.Item], compiling: bool, measured: Container[tuple[str, str]]) -> list[Job]:
-    """What is to be run, in order: cases with the ways that are not measured yet, and eager, to be timed in turns with them."""
-    every = [(item, cases.ways(item.case)) for item in items]
+    """What is to be run, in order: cases with the variants that are not measured yet, and eager, to be timed in turns
+    with them."""
+    every = [(item, cases.variants(item.case)) for item in items]
     if compiling:  # last, because compilers are slow
-        every += [(item, cases.compiled_ways(item.case)) for item in items]
+        every += [(item, cases.compiled_variants(item.case)) for item in items]
     found = []
     for item, makers in every:
-        if left := {way: make for way, make in makers.items() if (item.name, way) not in measured}:
+        if left := {variant: make for variant, make in makers.items() if (item.name, variant) not in measured}:
             found.append((item, {cases.EAGER: makers[cases.EAGER]} | left))
     return found
 
@@ -242,11 +243,11 @@ def measure_all(
     jobs = jobs_of(items, compiling, sheet.rows)
 
     def emit(row: measure.Row) -> None:
-        if sheet.rows.get((row.case, row.way), {}).get("status") in STAND:
+        if sheet.rows.get((row.case, row.variant), {}).get("status") in STAND:
             return  # eager, once more
         sheet(row)
-        if row.way.startswith("ckptkern") and row.status not in ("ok", "checked"):
-            bad.append(f"{row.case} {row.way}: {row.status}: {row.note}")
+        if row.variant.startswith("ckptkern") and row.status not in ("ok", "checked"):
+            bad.append(f"{row.case} {row.variant}: {row.status}: {row.note}")
 
     if kind == "cuda":
         found["ceilings"] = measure.ceilings(device, emit, rounds)
@@ -255,8 +256,8 @@ def measure_all(
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
         if time.monotonic() > deadline:
             dropped.append(f"{item.name}, compiled" if compiled else item.name)
-            way = "compile" if compiled else ""
-            emit(measure.Row(item.name, way, kind, "", "dropped", note=f"over the budget of {minutes:.3g} minutes"))
+            variant = "compile" if compiled else ""
+            emit(measure.Row(item.name, variant, kind, "", "dropped", note=f"over the budget of {minutes:.3g} minutes"))
             continue
         say(f"[{place}/{len(jobs)}] {item.name}{', compiled' * compiled}")
         try:
@@ -296,8 +297,8 @@ def main(args: argparse.Namespace) -> int:
         return 2
     if args.list:
         for item in items:
-            ways = cases.ways(item.case) | (cases.compiled_ways(item.case) if compiling else {})
-            print(f"{item.name:36} {', '.join(ways)}")
+            variants = cases.variants(item.case) | (cases.compiled_variants(item.case) if compiling else {})
+            print(f"{item.name:36} {', '.join(variants)}")
         return 0
     out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
     out.mkdir(parents=True, exist_ok=True)

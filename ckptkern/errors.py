@@ -19,7 +19,7 @@ class LayoutError(TypeError, NotImplementedError):
 
 
 class BudgetError(ValueError, RuntimeError):
-    """A budget that no choice of ways meets. least: the bytes that would do."""
+    """A budget that no choice of strategies meets. least: the bytes that would do."""
 
     def __init__(self, message: str, least: int = 0):
         super().__init__(message, least)

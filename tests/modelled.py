@@ -15,14 +15,15 @@ ITEMS = ((rates.GPUS["h200"], (MLP, LAYER, DROPOUT, EXPERTS)), (rates.GPUS["a100
 
 
 def launched() -> dict[str, dict]:
-    """GPU, case and way -> names and FLOPs of the launches, forward and backward; what is saved, and of experts the peak."""
+    """GPU, case and variant -> names and FLOPs of the launches, forward and backward; what is saved, and of experts the
+    peak."""
     items = {item.name: item for item in cases.items("cuda")}
     found = {}
     for gpu, names in ITEMS:
-        for (case, way), step in sheet.traces(gpu, [items[name] for name in names]).items():
+        for (case, variant), step in sheet.traces(gpu, [items[name] for name in names]).items():
             model, x = trace.build(items[case])
-            found[f"{gpu.name} {case} {way}"] = {
-                "peak": trace.peak(gpu, sheet.modelled(items[case])[way], model, x) if case == EXPERTS else None,
+            found[f"{gpu.name} {case} {variant}"] = {
+                "peak": trace.peak(gpu, sheet.modelled(items[case])[variant], model, x) if case == EXPERTS else None,
                 "forward": [launch.name for launch in step.forward],
                 "backward": [launch.name for launch in step.backward],
                 "flops": sum(launch.flops for launch in step.launches),

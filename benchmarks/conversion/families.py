@@ -215,10 +215,10 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    ways = (("saved_plain", "plain", "#c8c8c8"), ("saved_checkpoint", "torch.utils.checkpoint", "#e08214"),
+    variants = (("saved_plain", "plain", "#c8c8c8"), ("saved_checkpoint", "torch.utils.checkpoint", "#e08214"),
             ("saved_converted", "converted, \"selective\"", "#2166ac"))  # fmt: skip
     figure, axes = pyplot.subplots(figsize=(7.5, 0.32 * len(rows) + 1))
-    for i, (key, label, colour) in enumerate(ways):
+    for i, (key, label, colour) in enumerate(variants):
         shares = [100 * int(row[key]) / int(row["saved_plain"]) for row in rows]
         places = [k + 0.27 * (i - 1) for k in range(len(rows))]
         axes.barh(places, shares, 0.25, label=label, color=colour)

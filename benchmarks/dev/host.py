@@ -20,10 +20,10 @@ from ckptkern.conversion.calls import pattern_of
 
 
 def _medians(case: str, *names: str, rounds: int | None = None) -> list[float]:
-    """ms of the ways of a case: medians over interleaved rounds, in each of which the quickest step of a batch counts."""
+    """ms of the variants of a case: medians over interleaved rounds, in each of which the quickest step of a batch counts."""
     item = next(item for item in cases.items("cpu") if item.case.name == case)
     model, x, dy = cases.build(item, torch.device("cpu"))
-    makers = cases.ways(item.case)
+    makers = cases.variants(item.case)
     steps = {name: measure.stepper(makers[name](model, x), model, [(x, dy)]) for name in names}
     with measure.threads(1):
         clock = measure.host_clock if item.case.host else measure.cpu_clock

@@ -99,7 +99,7 @@ def caught_launches(case: str, mode: str) -> list[trace.Caught]:
     """Triton's launches of a step of ours on an H200, of a case's first size."""
     item = next(item for item in cases.items("cuda") if item.case.name == case)
     model, x = trace.build(item)
-    step = trace.step(rates.GPUS["h200"], cases.ways(item.case)[f"ckptkern {mode}"], model, x)
+    step = trace.step(rates.GPUS["h200"], cases.variants(item.case)[f"ckptkern {mode}"], model, x)
     return [launch.caught for launch in step.launches if launch.caught is not None]
 
 

@@ -1,6 +1,6 @@
 """Cost model: the estimate of a training step on a GPU that is not there, from its launches and their SASS.
 
-    python -m benchmarks.model                              every case by every way, on an H200
+    python -m benchmarks.model                              every case in every variant, on an H200
     python -m benchmarks.model --gpu a100 --cases mlp       a part of them, on an A100
     python -m benchmarks.model --cases mlp-gelu/d1024 --explain        and each launch: its estimated time, and what bounds it
     python -m benchmarks.model --calibrate DIR/results.csv  rates that fit a run of the benchmark

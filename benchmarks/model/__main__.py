@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--modes", default="", help=f"of ours: some of {','.join(MODES + BY_SUBLAYER)} (default: all)")
     made.add_argument(
         "--explain", nargs="?", const="", metavar="REGEX",
-        help="print every launch, its estimated time and what bounds it; of all steps, or of those whose 'CASE, WAY' matches",
+        help="print every launch, its estimated time and what bounds it; of all steps, or those whose 'CASE, VARIANT' matches",
     )  # fmt: skip
     made.add_argument(
         "--out", type=Path, metavar="DIR",
@@ -64,12 +64,12 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
     known = {item.name: item for item in items}
     measured = calibrate.read(args.calibrate, gpu, list(known))
     timed = {row.case: known[row.case] for row in measured}
-    steps = sheet.traces(gpu, timed.values(), only={(row.case, row.way) for row in measured})
-    rows = [row for row in measured if (row.case, row.way) in steps]
+    steps = sheet.traces(gpu, timed.values(), only={(row.case, row.variant) for row in measured})
+    rows = [row for row in measured if (row.case, row.variant) in steps]
     if not rows:
-        raise ValueError(f"{args.calibrate} has no way that the model estimates")
+        raise ValueError(f"{args.calibrate} has no variant that the model estimates")
     codes = sheet.codes_of(gpu, steps, args.workers)
-    fitted = calibrate.fit(gpu, [steps[row.case, row.way] for row in rows], [row.ms for row in rows], codes)
+    fitted = calibrate.fit(gpu, [steps[row.case, row.variant] for row in rows], [row.ms for row in rows], codes)
     print("\n".join(calibrate.report(gpu, fitted, rows, steps, codes)))
     folder = args.out or args.calibrate.parent
     folder.mkdir(parents=True, exist_ok=True)

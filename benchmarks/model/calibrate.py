@@ -1,7 +1,7 @@
 """Rates that fit a run of the benchmark: factors on the times of which the model's estimates consist.
 
-log(measured / modelled) of every case and way is made small by Gauss and Newton's steps. A part's share of the modelled time is
-the derivative by the logarithm of its factor, so factors stay positive. What no row depends on stays at 1.
+log(measured / modelled) of every case and variant is made small by Gauss and Newton's steps. A part's share of the
+modelled time is the derivative by the logarithm of its factor, so factors stay positive. What no row depends on stays at 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .estimate import Codes, total
 from .rates import GPU, Scales
 from .trace import Trace
 
-COLUMNS = ("case", "way", "device", "dtype", "status", "ms")
+COLUMNS = ("case", "variant", "device", "dtype", "status", "ms")
 HELD = 1e-9  # weight of "the factor is 1" beside one row: decides where no row does
 STEPS, CLOSE, FARTHEST = (
     100,
@@ -32,7 +32,7 @@ NOT_ESTIMATED = ("ceiling", "host")  # beginnings of cases that no estimate is a
 
 class Measured(NamedTuple):
     case: str
-    way: str
+    variant: str
     ms: float
 
 
@@ -59,7 +59,7 @@ def read(path: Path, gpu: GPU, known: Sequence[str]) -> list[Measured]:
     device = json.loads(environment.read_text()).get("device", "") if environment.exists() else gpu.name
     if gpu.name not in device:
         raise ValueError(f"{path} was measured on {device}, not on {gpu.name}: name its table by --gpu")
-    return [Measured(row["case"], row["way"], float(row["ms"])) for row in lines]
+    return [Measured(row["case"], row["variant"], float(row["ms"])) for row in lines]
 
 
 class Fit(NamedTuple):
@@ -110,14 +110,14 @@ def report(
     for (name, (rate, scale)), error in zip(rates.items(), fit.errors, strict=True):
         sure = f"± {100 * error:.1f} %" if math.isfinite(error) else "no row depends on it"
         lines.append(f"  {name:62} {rate:8.3g} {rate / scale:8.3g}  {sure}")
-    lines.append(f"{'case':40} {'way':28} {'measured ms':>12} {'before':>8} {'after':>8}")
+    lines.append(f"{'case':40} {'variant':28} {'measured ms':>12} {'before':>8} {'after':>8}")
     errors: list[list[float]] = [[], []]
     for row in rows:
-        launches = steps[row.case, row.way].launches
+        launches = steps[row.case, row.variant].launches
         off = [1e3 * total(launches, gpu, codes).seconds / row.ms - 1 for gpu in (table, fitted)]
         for kind, error in zip(errors, off, strict=True):
             kind.append(abs(error))
-        lines.append(f"{row.case:40} {row.way:28} {row.ms:12.3f} {off[0]:+8.1%} {off[1]:+8.1%}")
+        lines.append(f"{row.case:40} {row.variant:28} {row.ms:12.3f} {off[0]:+8.1%} {off[1]:+8.1%}")
     means = [sum(kind) / len(kind) for kind in errors]
     lines.append(f"mean distance: {means[0]:.1%} before, {means[1]:.1%} after")
     return lines

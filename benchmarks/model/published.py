@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkern.benchmarks.cases import CASES as BENCHMARKED
-from ckptkern.benchmarks.cases import EAGER, Case, Item, Maker, Size, loss_head, ways
+from ckptkern.benchmarks.cases import EAGER, Case, Item, Maker, Size, loss_head, variants
 from ckptkern.benchmarks.models import LossHead
 from ckptkern.benchmarks.report import with_part
 
@@ -21,7 +21,7 @@ from .rates import GPUS
 from .sheet import codes_of
 from .trace import build, peak, step
 
-HEADER = ("source", "gpu", "case", "part", "way", "ms", "tflops", "peak_mib", "note")
+HEADER = ("source", "gpu", "case", "part", "variant", "ms", "tflops", "peak_mib", "note")
 BEGIN, END = "<!-- published:begin -->", "<!-- published:end -->"
 STEP, FORWARD, BACKWARD = "forward + backward", "forward", "backward"
 CHUNKED = "ckptkern full, 256 MiB"  # the workspace of backward; otherwise a 32nd of the GPU's memory
@@ -31,7 +31,7 @@ class Figure(NamedTuple):
     """One line of the table. tflops: of the FLOPs that a group counts, so that ways with more matmuls compare. mib: peak."""
 
     source: str
-    way: str
+    variant: str
     ms: float | None = None
     tflops: float | None = None
     mib: float | None = None
@@ -112,7 +112,7 @@ GROUPS = (
 
 
 def _makers(item: Item) -> dict[str, Maker]:
-    return {name: make for name, make in ways(item.case).items() if name == EAGER or name.startswith("ckptkern")}
+    return {name: make for name, make in variants(item.case).items() if name == EAGER or name.startswith("ckptkern")}
 
 
 def estimated(groups: Iterable[Group] = GROUPS, workers: int = 2) -> list[tuple[Group, list[Figure]]]:
@@ -123,21 +123,24 @@ def estimated(groups: Iterable[Group] = GROUPS, workers: int = 2) -> list[tuple[
             model, x = build(group.item)
             gpu, makers = GPUS[group.gpu], _makers(group.item)
             traced[group.gpu, group.item.name] = {
-                way: (step(gpu, make, model, x), peak(gpu, make, model, x)) for way, make in makers.items()
+                variant: (step(gpu, make, model, x), peak(gpu, make, model, x)) for variant, make in makers.items()
             }
     codes = {}
     for name in {name for name, _ in traced}:
         steps = {
-            (case, way): one for (gpu, case), found in traced.items() if gpu == name for way, (one, _) in found.items()
+            (case, variant): one
+            for (gpu, case), found in traced.items()
+            if gpu == name
+            for variant, (one, _) in found.items()
         }
         codes[name] = codes_of(GPUS[name], steps, workers)
     found = []
     for group in groups:
         own = []
-        for way, (one, most) in traced[group.gpu, group.item.name].items():
+        for variant, (one, most) in traced[group.gpu, group.item.name].items():
             launches = {STEP: one.launches, FORWARD: one.forward, BACKWARD: one.backward}[group.part]
             ms = 1e3 * total(launches, GPUS[group.gpu], codes[group.gpu]).seconds
-            own.append(Figure("cost model", way, ms, mib=most / 2**20 if group.part == STEP else None))
+            own.append(Figure("cost model", variant, ms, mib=most / 2**20 if group.part == STEP else None))
         found.append((group, [group.complete(one) for one in (*group.figures, *own)]))
     return found
 
@@ -150,7 +153,7 @@ def write(found: Sequence[tuple[Group, list[Figure]]], path: Path) -> None:
         for group, figures in found:
             for one in figures:
                 numbers = ("" if n is None else f"{n:.5g}" for n in (one.ms, one.tflops, one.mib))
-                writer.writerow((one.source, group.gpu, group.item.name, group.part, one.way, *numbers, one.note))
+                writer.writerow((one.source, group.gpu, group.item.name, group.part, one.variant, *numbers, one.note))
 
 
 def table(path: Path) -> str:
@@ -166,7 +169,7 @@ def table(path: Path) -> str:
             numbers = [f"{float(row[name]):.{digits}f}" if row[name] else "" for name, digits in
                        (("ms", 1), ("tflops", 0), ("peak_mib", 0))]  # fmt: skip
             source = "; ".join(filter(None, (row["source"], row["note"])))
-            lines.append(f"| {row['way']} | {' | '.join(numbers)} | {source} |")
+            lines.append(f"| {row['variant']} | {' | '.join(numbers)} | {source} |")
     return "\n".join(lines)
 
 

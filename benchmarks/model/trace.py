@@ -176,13 +176,13 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
     given = [t for t in tree_leaves((args[name in OVERWRITES :], read)) if isinstance(t, Tensor)]
     moved = _touched(given) + _touched(tensors or [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)])
     if "scaled_dot_product" in name:
-        way = "backward" if "backward" in name else "forward"
-        q, k = args[1:3] if way == "backward" else args[:2]
+        direction = "backward" if "backward" in name else "forward"
+        q, k = args[1:3] if direction == "backward" else args[:2]
         shape = (*q.shape[:3], k.shape[2], q.shape[3])
         place = [a.name for a in func._schema.arguments].index("is_causal")
         causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
-        flops = 2 * (5 if way == "backward" else 2) * math.prod(shape)
-        return Launch(f"torch core {way}", "core", flops, moved, shape, bool(causal))
+        flops = 2 * (5 if direction == "backward" else 2) * math.prod(shape)
+        return Launch(f"torch core {direction}", "core", flops, moved, shape, bool(causal))
     formula = flop_registry.get(getattr(aten, name.removesuffix("_"), None))
     operands = [
         a for a in args if isinstance(a, Tensor)
@@ -353,7 +353,7 @@ def build(item: Item, dtype: torch.dtype = DTYPES["cuda"]) -> tuple[nn.Module, T
 
 
 def step(gpu: GPU, make: Maker, model: nn.Module, x: Tensor) -> Trace:
-    """The launches of forward and backward of one way, with gradients that are None at first."""
+    """The launches of forward and backward of one variant, with gradients that are None at first."""
     for leaf in (x, *model.parameters()):
         leaf.grad = None
     with as_on(gpu) as log:

@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def strategies(self) -> dict[str, Strategy]:
-        """The way of each segment, by its name."""
+        """The strategy of each segment, by its name."""
         return {
             row.segment.name: row.strategies[strategy]
             for row, strategy in zip(self.table.rows, self.chosen, strict=True)

@@ -33,7 +33,7 @@ def bench(out: Path, *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     if status == 2:
         return status, {}
     with open(out / "results.csv", newline="") as file:
-        return status, {row["way"]: row for row in csv.DictReader(file)}
+        return status, {row["variant"]: row for row in csv.DictReader(file)}
 
 
 def test_every_op_is_in_the_table():
@@ -177,11 +177,11 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_module_of_ones_own(file, tmp_path):
-    """Dropout, batch statistics, a loss, an input that is no x, an unused parameter: each way is right."""
+    """Dropout, batch statistics, a loss, an input that is no x, an unused parameter: each variant is right."""
     status, rows = bench(tmp_path / "out", "--case", f"{file}:build")
     assert status == 0, rows
-    ways = {"eager", *cases.CHECKPOINTS, *(f"ckptkern {mode}" for mode in (*cases.MODES, "checkpoint"))}
-    assert {way: row["status"] for way, row in rows.items()} == dict.fromkeys(ways, "ok")
+    variants = {"eager", *cases.CHECKPOINTS, *(f"ckptkern {mode}" for mode in (*cases.MODES, "checkpoint"))}
+    assert {variant: row["status"] for variant, row in rows.items()} == dict.fromkeys(variants, "ok")
     assert {row["note"] for row in rows.values()} == {measure.DROPS}
     assert {row["case"] for row in rows.values()} == {"a_module.build/8"}
     assert int(rows["ckptkern full"]["saved_bytes"]) < int(rows["ckptkern none"]["saved_bytes"])
@@ -194,7 +194,7 @@ def test_a_module_of_ones_own(file, tmp_path):
 def test_a_module_in_which_nothing_is_fused(file, tmp_path, capsys):
     status, rows = bench(tmp_path / "out", "--case", f"{file}:own_dispatch")
     assert status == 0
-    assert [way for way in rows if way.startswith("ckptkern")] == ["ckptkern checkpoint"]
+    assert [variant for variant in rows if variant.startswith("ckptkern")] == ["ckptkern checkpoint"]
     assert "convert fuses nothing of it" in capsys.readouterr().err
 
 
@@ -219,15 +219,17 @@ def test_the_other_inputs_follow_to_float64():
 # -- two runs
 
 
-def run_of(folder: Path, torch_version: str = "2.13.0", **ways: tuple[float, float, float, int]) -> compare.Run:
-    """A folder's results, read. ways: (ms, p20, p80, saved bytes)."""
+def run_of(folder: Path, torch_version: str = "2.13.0", **variants: tuple[float, float, float, int]) -> compare.Run:
+    """A folder's results, read. variants: (ms, p20, p80, saved bytes)."""
     folder.mkdir()
     with open(folder / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, measure.FIELDS, restval="")
         writer.writeheader()
-        for way, (ms, p20, p80, saved) in ways.items():
-            ratio = ms / ways["eager"][0]
-            row = dict(case="c", way=way, dtype="float32", status="ok", ms=ms, p20_ms=p20, p80_ms=p80, ratio=ratio)
+        for variant, (ms, p20, p80, saved) in variants.items():
+            ratio = ms / variants["eager"][0]
+            row = dict(
+                case="c", variant=variant, dtype="float32", status="ok", ms=ms, p20_ms=p20, p80_ms=p80, ratio=ratio
+            )
             writer.writerow(row | dict(saved_bytes=saved, peak_bytes=2 * saved))
     env = {"device": "cpu", "versions": {"torch": torch_version, "triton": "3.7.1"}}
     (folder / "env.json").write_text(json.dumps(env))

@@ -37,7 +37,9 @@ def steps(name: str, width: int, rows: int, length: int | None = None, gpu=H200)
     model, x = trace.build(item)
     made = sheet.modelled(item)
     return {
-        way: trace.step(gpu, made[way], model, x) for way in (cases.EAGER, cases.CHECKPOINT, sheet.SAVED) if way in made
+        variant: trace.step(gpu, made[variant], model, x)
+        for variant in (cases.EAGER, cases.CHECKPOINT, sheet.SAVED)
+        if variant in made
     }
 
 
@@ -225,11 +227,11 @@ def test_everything_is_as_before_afterwards():
 @pytest.mark.parametrize(("name", "length"), [("mlp-gelu", None), ("gpt_layer", 1024)])
 def test_more_tokens_and_slower_parts_cost_more(gpu, name, length):
     found = [steps(name, 512, rows, length, gpu) for rows in (1024, 2048, 4096)]
-    for way in found[0]:
-        costs = [seconds(one[way].launches, gpu) for one in found]
-        assert costs == sorted(set(costs)), way
+    for variant in found[0]:
+        costs = [seconds(one[variant].launches, gpu) for one in found]
+        assert costs == sorted(set(costs)), variant
         slower = dataclasses.replace(gpu, scales=rates.Scales(bandwidth=2.0))
-        assert costs[0] < seconds(found[0][way].launches, slower) < 2 * costs[0]
+        assert costs[0] < seconds(found[0][variant].launches, slower) < 2 * costs[0]
     dearer = [name for name in rates.Scales._fields if name != "kernels" and (length or name != "attention")]
     for name in dearer:
         slower = dataclasses.replace(gpu, scales=rates.Scales(**{name: 1.5}))
@@ -451,7 +453,7 @@ def test_launches_of_experts(outcome):
     assert eager["flops"] == 9 * 2 * rows * 2048 * 768 + router
     # of ours at the last matmul: the weights' gradients, dg and du, the rows of dx, y and dy; and at "selective" g and u
     weights, wide, narrow, small = 2 * 128 * 3 * 2048 * 768, 2 * rows * 2048, 2 * rows * 768, 2**21
-    full, selective, eager = (launched[f"h200 moe_mlp-silu/d2048x8192 {way}"]["peak"] for way in
+    full, selective, eager = (launched[f"h200 moe_mlp-silu/d2048x8192 {variant}"]["peak"] for variant in
                               ("ckptkern full", "ckptkern selective", "eager"))  # fmt: skip
     assert 0 <= full - (weights + 2 * narrow + wide + 2 * wide // 8) < small
     assert 0 <= selective - full - 2 * narrow < small
@@ -493,8 +495,8 @@ def test_the_command(outcome):
     assert {(row["source"], row["gpu"], row["case"]) for row in rows} == {
         ("cost model", "h200", "linear_act-relu/d4096x128")
     }
-    by_way = {row["way"]: row for row in rows}
-    assert list(by_way) == ["eager", "torch checkpoint", "ckptkern selective", "ckptkern full"]
+    by_variant = {row["variant"]: row for row in rows}
+    assert list(by_variant) == ["eager", "torch checkpoint", "ckptkern selective", "ckptkern full"]
     matmul = 2 * 128 * 4096 * 4096 / 1e9
     assert [round(float(row["gflop"]) / matmul, 3) for row in rows] == [3, 4, 3, 4]
     assert [(row["launches_fwd"], row["launches_bwd"]) for row in rows] == [
@@ -505,7 +507,7 @@ def test_the_command(outcome):
     ]
     for row in rows:
         assert float(row["ms"]) == pytest.approx(float(row["fwd_ms"]) + float(row["bwd_ms"]), rel=1e-3)
-        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(by_way["eager"]["ms"]), rel=1e-3)
+        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(by_variant["eager"]["ms"]), rel=1e-3)
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
@@ -544,14 +546,16 @@ def test_calibration_leaves_what_no_row_depends_on(sample):
 
 @pytest.fixture
 def results(tmp_path):
-    """Writes a results.csv of a run of the benchmark, given (case, way, device, ms)."""
+    """Writes a results.csv of a run of the benchmark, given (case, variant, device, ms)."""
 
     def write(*rows, name="nvidia-h200", dtype="bfloat16"):
         with open(tmp_path / "results.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, measure.FIELDS)
             writer.writeheader()
-            for case, way, device, ms in rows:
-                writer.writerow({"case": case, "way": way, "device": device, "dtype": dtype, "status": "ok", "ms": ms})
+            for case, variant, device, ms in rows:
+                writer.writerow(
+                    {"case": case, "variant": variant, "device": device, "dtype": dtype, "status": "ok", "ms": ms}
+                )
         (tmp_path / "env.json").write_text(json.dumps({"device": name}))
         return tmp_path / "results.csv"
 
@@ -564,8 +568,8 @@ def test_calibrate_and_rates_as_commands(results, capsys, tmp_path):
     for item in cases.items("cuda"):
         if item.name in ("mlp-gelu/d256x16384", "mlp-gelu/d2048x16384", "linear_stack-relu/d32x262144"):
             size = item.size
-            for way, step in steps(item.case.name, size.width, size.rows).items():
-                found.append((item.name, way, "cuda", 1e3 * seconds(step.launches, slower)))
+            for variant, step in steps(item.case.name, size.width, size.rows).items():
+                found.append((item.name, variant, "cuda", 1e3 * seconds(step.launches, slower)))
     path = results(("ceiling", "copy 1 GiB", "cuda", 0.5), *found, ("mlp-gelu/d256x16384", "compile", "cuda", 0.1))
     assert main(["--calibrate", str(path)]) == 0
     out = capsys.readouterr().out
@@ -589,9 +593,9 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
     assert "was measured on nvidia-a100-sxm4-80gb, not on h200" in refused(results(row, name="nvidia-a100-sxm4-80gb"))
     assert "times in float16" in refused(results(row, dtype="float16"))
     assert "has no case that was timed" in refused(results(("ceiling", "copy", "cuda", 1.0)))
-    assert "has no way that the model estimates" in refused(results((row[0], "compile", "cuda", 1.0)))
+    assert "has no variant that the model estimates" in refused(results((row[0], "compile", "cuda", 1.0)))
     (tmp_path / "results.csv").write_text("case,ms\n")
-    assert "has no column way, device, dtype, status" in refused(tmp_path / "results.csv")
+    assert "has no column variant, device, dtype, status" in refused(tmp_path / "results.csv")
 
 
 @pytest.mark.parametrize(
@@ -670,7 +674,7 @@ def test_the_table_of_published_figures(tmp_path, monkeypatch):
     found = published.estimated(groups)
     published.write(found, tmp_path / "published.csv")
     for group, figures in found:
-        assert [one.way for one in figures] == [*(one.way for one in group.figures), "eager"]
+        assert [one.variant for one in figures] == [*(one.variant for one in group.figures), "eager"]
         assert figures[-1].source == "cost model"
         assert (figures[-1].mib is not None) == (group.part == published.STEP)
     forward, whole = (figures[-1].ms for group, figures in found if "moe" in group.item.name)

@@ -1,4 +1,4 @@
-"""``python -m ckptkern bench`` end to end on tiny cases: every way gets its row, whatever the others do."""
+"""``python -m ckptkern bench`` end to end on tiny cases: every variant gets its row, whatever the others do."""
 
 import argparse
 import csv
@@ -28,24 +28,24 @@ TINY = cases.Case(
 )
 
 
-def with_ways(**baselines) -> cases.Case:
+def with_variants(**baselines) -> cases.Case:
     return cases.Case(TINY.name, TINY.model, TINY.ours, TINY.sizes, TINY.priority, baselines=baselines)
 
 
 def bench(monkeypatch, out: Path, *arguments: str, case: cases.Case = TINY) -> tuple[int, dict[str, dict[str, str]]]:
-    """Exit status, and the rows by way."""
+    """Exit status, and the rows by variant."""
     monkeypatch.setattr(cases, "CASES", [case])
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
     status = run.main(parser.parse_args(["--device", "cpu", "--rounds", "2", "--out", str(out), *arguments]))
     with open(out / "results.csv", newline="") as file:
-        return status, {row["way"]: row for row in csv.DictReader(file)}
+        return status, {row["variant"]: row for row in csv.DictReader(file)}
 
 
-def test_writes_rows_for_every_way_environment_and_report(monkeypatch, tmp_path):
+def test_writes_rows_for_every_variant_environment_and_report(monkeypatch, tmp_path):
     status, rows = bench(monkeypatch, tmp_path / "new")
     assert status == 0
-    assert list(rows) == list(cases.ways(TINY))
+    assert list(rows) == list(cases.variants(TINY))
     assert {"eager", "torch checkpoint", "ckptkern none", "ckptkern selective", "ckptkern full"} <= set(rows)
     for row in rows.values():
         assert row["status"] == "ok", row
@@ -76,25 +76,25 @@ def test_figures(monkeypatch, tmp_path):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_way_is_not_timed(monkeypatch, tmp_path, capsys):
+def test_a_wrong_variant_is_not_timed(monkeypatch, tmp_path, capsys):
     def wrong_output(model, x):
         return lambda x: model(x) * 1.001
 
     def wrong_gradient(model, x):
         return lambda x: model(x) + 0.01 * (x - x.detach())
 
-    case = with_ways(output=wrong_output, gradient=wrong_gradient)
+    case = with_variants(output=wrong_output, gradient=wrong_gradient)
     status, rows = bench(monkeypatch, tmp_path, case=case)
     assert status == 0  # a baseline's error is not ours
-    for way, tensor in (("output", ""), ("gradient", "x")):
-        assert rows[way]["status"] == "wrong"
-        assert f"error of {tensor}" in rows[way]["note"]
-        assert rows[way]["ms"] == rows[way]["ratio"] == ""
-        assert float(rows[way]["error_ratio"]) > measure.BASELINES_AT_MOST
+    for variant, tensor in (("output", ""), ("gradient", "x")):
+        assert rows[variant]["status"] == "wrong"
+        assert f"error of {tensor}" in rows[variant]["note"]
+        assert rows[variant]["ms"] == rows[variant]["ratio"] == ""
+        assert float(rows[variant]["error_ratio"]) > measure.BASELINES_AT_MOST
     assert rows["ckptkern full"]["status"] == "ok"
     assert "output: wrong" in (tmp_path / "report.md").read_text()
 
-    case = with_ways(**{"ckptkern mine": wrong_output})
+    case = with_variants(**{"ckptkern mine": wrong_output})
     assert bench(monkeypatch, tmp_path, case=case)[0] == 1
     assert "NOT RIGHT: tiny/d16x24 ckptkern mine: wrong" in capsys.readouterr().err
 
@@ -102,8 +102,8 @@ def test_a_wrong_way_is_not_timed(monkeypatch, tmp_path, capsys):
 def test_ours_may_err_twice_as_much_as_eager_and_baselines_eight_times(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "error_ratio", lambda *_: (3.0, "x"))
     _, rows = bench(monkeypatch, tmp_path)
-    assert {way: row["status"] for way, row in rows.items()} == {
-        way: "wrong" if "ckptkern" in way else "ok" for way in rows
+    assert {variant: row["status"] for variant, row in rows.items()} == {
+        variant: "wrong" if "ckptkern" in variant else "ok" for variant in rows
     }
 
 
@@ -113,7 +113,7 @@ def test_ours_are_checked_as_they_are_timed_and_once_more_with_poison(monkeypatc
     def wrong_unless_deterministic(model, x):
         return lambda x: model(x) * (1.0 if torch.are_deterministic_algorithms_enabled() else 1.001)
 
-    _, rows = bench(monkeypatch, tmp_path, case=with_ways(**{"ckptkern mine": wrong_unless_deterministic}))
+    _, rows = bench(monkeypatch, tmp_path, case=with_variants(**{"ckptkern mine": wrong_unless_deterministic}))
     assert rows["ckptkern mine"]["status"] == "wrong"
 
 
@@ -132,13 +132,13 @@ def test_an_element_that_is_never_written_shows(monkeypatch, tmp_path):
     def forgetful(model, x):
         return lambda x: model(Partial.apply(x))
 
-    _, rows = bench(monkeypatch, tmp_path, case=with_ways(**{"ckptkern forgetful": forgetful}))
+    _, rows = bench(monkeypatch, tmp_path, case=with_variants(**{"ckptkern forgetful": forgetful}))
     assert rows["ckptkern forgetful"]["status"] == "wrong"
     assert rows["ckptkern forgetful"]["error_ratio"] == "inf"
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_way_that_raises_is_recorded_and_the_rest_goes_on(monkeypatch, tmp_path):
+def test_a_variant_that_raises_is_recorded_and_the_rest_goes_on(monkeypatch, tmp_path):
     def raises(model, x):
         raise RuntimeError("no kernel\nfor this")
 
@@ -151,7 +151,7 @@ def test_a_way_that_raises_is_recorded_and_the_rest_goes_on(monkeypatch, tmp_pat
 
         return function
 
-    _, rows = bench(monkeypatch, tmp_path, case=with_ways(first=raises, later=raises_later))
+    _, rows = bench(monkeypatch, tmp_path, case=with_variants(first=raises, later=raises_later))
     assert (rows["first"]["status"], rows["first"]["note"]) == ("failed", "RuntimeError: no kernel")
     assert (rows["later"]["status"], rows["later"]["note"]) == ("failed", "RuntimeError: worn out")
     assert rows["later"]["ms"] == ""
@@ -162,7 +162,7 @@ def test_what_cannot_be_imported_is_named_as_missing(monkeypatch, tmp_path):
     def missing(model, x):
         import no_such_package  # noqa: F401
 
-    _, rows = bench(monkeypatch, tmp_path, case=with_ways(baseline=missing))
+    _, rows = bench(monkeypatch, tmp_path, case=with_variants(baseline=missing))
     assert (rows["baseline"]["status"], rows["baseline"]["ms"]) == ("missing", "")
     assert "no_such_package" in rows["baseline"]["note"]
     assert "- baseline: missing: ModuleNotFoundError" in (tmp_path / "report.md").read_text()
@@ -172,21 +172,21 @@ def test_what_torch_compiles_is_measured_after_everything_else_and_eager_once(mo
     monkeypatch.setattr(cases, "COMPILED", {"compile": lambda model, x: model})
     status, rows = bench(monkeypatch, tmp_path, "--compile")
     assert status == 0
-    assert list(rows) == [*cases.ways(TINY), "compile"]
+    assert list(rows) == [*cases.variants(TINY), "compile"]
     assert {row["status"] for row in rows.values()} == {"ok"}
     with open(tmp_path / "results.csv") as file:
         assert len(file.readlines()) == 1 + len(rows)
 
 
 def test_a_fault_of_the_device_fails_the_rows_of_its_case(monkeypatch):
-    """A kernel's error shows at the next synchronization, in whichever way that is."""
+    """A kernel's error shows at the next synchronization, in whichever variant that is."""
 
     def lost(*_):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(measure, "interleaved", lost)
     rows = rows_of(cases.Item(TINY, cases.Size(16, 24), 0), "eager", "ckptkern full")
-    assert {way: (row.status, row.note) for way, row in rows.items()} == dict.fromkeys(
+    assert {variant: (row.status, row.note) for variant, row in rows.items()} == dict.fromkeys(
         ("eager", "ckptkern full"), ("failed", "RuntimeError: an illegal memory access was encountered")
     )
 
@@ -226,7 +226,7 @@ def test_a_resumed_run_measures_what_is_missing(monkeypatch, tmp_path, capsys):
     status, after = bench(monkeypatch, tmp_path, "--resume")
     assert status == 0
     assert {row["status"] for row in after.values()} == {"ok"}
-    assert {way for way in before if before[way]["ms"] != after[way]["ms"]} <= again.keys()
+    assert {variant for variant in before if before[variant]["ms"] != after[variant]["ms"]} <= again.keys()
     assert "ckptkern none" not in capsys.readouterr().err
     env = json.loads((tmp_path / "env.json").read_text())
     env["versions"]["triton"] = "3.1"
@@ -236,15 +236,15 @@ def test_a_resumed_run_measures_what_is_missing(monkeypatch, tmp_path, capsys):
 
 
 def test_a_row_and_the_report_are_on_the_disk_before_the_run_ends(monkeypatch, tmp_path):
-    """A way's as soon as it is checked; the report after the case, also where the next one ends the process."""
+    """A variant's as soon as it is checked; the report after the case, also where the next one ends the process."""
 
     def ends(model, x):
         with open(tmp_path / "results.csv", newline="") as file:
-            statuses.update({row["way"]: row["status"] for row in csv.DictReader(file)})
+            statuses.update({row["variant"]: row["status"] for row in csv.DictReader(file)})
         raise KeyboardInterrupt
 
     statuses = {}
-    status, _ = bench(monkeypatch, tmp_path, case=with_ways(baseline=ends))
+    status, _ = bench(monkeypatch, tmp_path, case=with_variants(baseline=ends))
     assert status == 1
     assert statuses == dict.fromkeys(
         ("eager", "torch checkpoint", *(f"ckptkern {one}" for one in cases.MODES)), "checked"
@@ -252,28 +252,28 @@ def test_a_row_and_the_report_are_on_the_disk_before_the_run_ends(monkeypatch, t
     assert (tmp_path / "report.md").exists()
 
 
-def test_a_way_that_comes_too_late_is_dropped_and_the_others_are_timed(monkeypatch):
+def test_a_variant_that_comes_too_late_is_dropped_and_the_others_are_timed(monkeypatch):
     item = cases.Item(TINY, cases.Size(16, 24), 0)
     rows: dict[str, measure.Row] = {}
     measure.measure(
-        item, cases.ways(TINY), torch.device("cpu"), lambda row: rows.update({row.way: row}), 1, deadline=0.0
+        item, cases.variants(TINY), torch.device("cpu"), lambda row: rows.update({row.variant: row}), 1, deadline=0.0
     )
-    assert {way: row.status for way, row in rows.items()} == {
-        way: "ok" if way == "eager" else "dropped" for way in cases.ways(TINY)
+    assert {variant: row.status for variant, row in rows.items()} == {
+        variant: "ok" if variant == "eager" else "dropped" for variant in cases.variants(TINY)
     }
     assert rows["eager"].ms > 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_list_names_all_cases_and_ways(capsys, device):
+def test_list_names_all_cases_and_variants(capsys, device):
     if device == "cpu":
         assert __main__.main(["bench", "--list", "--device", "cpu", "--compile"]) == 0
         listed = capsys.readouterr().out
         for item in cases.items(device):
             assert item.name in listed
-        ways = ("ckptkern selective", "compile, budget 0.5", "liger-kernel SwiGLU", "QuACK mlp_func", "flash-attn")
-        for way in (*ways, "torch checkpoint, SDPA saved", "SDPA flash"):
-            assert way in listed
+        variants = ("ckptkern selective", "compile, budget 0.5", "liger-kernel SwiGLU", "QuACK mlp_func", "flash-attn")
+        for variant in (*variants, "torch checkpoint, SDPA saved", "SDPA flash"):
+            assert variant in listed
     names = [item.name for item in cases.items(device)]
     assert len(set(names)) == len(names)
     for op in (
@@ -308,10 +308,10 @@ def only(name: str) -> cases.Item:
     return cases.Item(case, cases.Size(32, 200, 50), 0)
 
 
-def rows_of(item: cases.Item, *ways: str, **more) -> dict[str, measure.Row]:
-    makers = {way: make for way, make in cases.ways(item.case).items() if way in ways} | more
+def rows_of(item: cases.Item, *variants: str, **more) -> dict[str, measure.Row]:
+    makers = {variant: make for variant, make in cases.variants(item.case).items() if variant in variants} | more
     rows: dict[str, measure.Row] = {}
-    measure.measure(item, makers, torch.device("cpu"), lambda row: rows.update({row.way: row}), rounds=1)
+    measure.measure(item, makers, torch.device("cpu"), lambda row: rows.update({row.variant: row}), rounds=1)
     return rows
 
 
@@ -331,7 +331,7 @@ def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
     modes = ("ckptkern none", "ckptkern selective", "ckptkern full")
     selective = "torch checkpoint, SDPA saved"
     rows = rows_of(only(name), *modes, selective)
-    assert {way: row.status for way, row in rows.items()} == dict.fromkeys([*modes, selective], "ok")
+    assert {variant: row.status for variant, row in rows.items()} == dict.fromkeys([*modes, selective], "ok")
     x = 200 * 4 * 32
     assert rows["ckptkern none"].saved_bytes == x + 200 * 4 * none + extra
     assert rows["ckptkern selective"].saved_bytes == x + 200 * 4 * (32 + 2) + extra
@@ -340,7 +340,7 @@ def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
         assert rows[selective].saved_bytes == rows["ckptkern selective"].saved_bytes
 
 
-def test_dropout_of_attention_is_off_where_a_way_is_checked_and_on_where_it_is_timed():
+def test_dropout_of_attention_is_off_where_a_variant_is_checked_and_on_where_it_is_timed():
     seen = []
 
     def watched(model, x):
@@ -421,7 +421,7 @@ def test_runs_on_the_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cases, "CASES", [TINY])
     assert __main__.main(["bench", "--out", str(tmp_path), "--rounds", "3", "--no-compile"]) == 0
     with open(tmp_path / "results.csv", newline="") as file:
-        rows = {row["way"]: row for row in csv.DictReader(file)}
+        rows = {row["variant"]: row for row in csv.DictReader(file)}
     assert {"copy 1 GiB", "bf16 matmul 8192"} <= set(rows)
     assert rows["ckptkern full"]["status"] == "ok"
     assert float(rows["ckptkern full"]["graph_ms"]) > 0

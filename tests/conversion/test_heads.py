@@ -131,10 +131,10 @@ SERVED: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("way", SERVED)
+@pytest.mark.parametrize("loss", SERVED)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_loss_without_logits(way: str, bias: bool) -> None:
-    theirs = model_of(SERVED[way], bias=bias)
+def test_a_loss_without_logits(loss: str, bias: bool) -> None:
+    theirs = model_of(SERVED[loss], bias=bias)
     ours = converted(theirs)
     assert_same_step(ours, theirs)
     assert keeps_logits(theirs, ids(), ids(1))
@@ -195,17 +195,17 @@ LEFT: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("way", READ)
-def test_logits_that_are_read_as_well(way: str) -> None:
-    theirs = model_of(READ[way])
+@pytest.mark.parametrize("loss", READ)
+def test_logits_that_are_read_as_well(loss: str) -> None:
+    theirs = model_of(READ[loss])
     with pytest.warns(UserWarning, match="forward also hands the logits of head to"):
         ours = converted(theirs)
     assert_same_step(ours, theirs)
 
 
-@pytest.mark.parametrize("way", LEFT)
-def test_another_loss_is_left(way: str) -> None:
-    theirs = model_of(LEFT[way])
+@pytest.mark.parametrize("loss", LEFT)
+def test_another_loss_is_left(loss: str) -> None:
+    theirs = model_of(LEFT[loss])
     ours = copy.deepcopy(theirs)
     conversion = ckptkern.convert(ours, ids(), ids(1))
     head = [row for row in conversion if row.name == "head"]
@@ -215,11 +215,11 @@ def test_another_loss_is_left(way: str) -> None:
     assert_same_step(ours, theirs)
 
 
-@pytest.mark.parametrize("way", LEFT)
-def test_another_loss_than_the_example_is_right(way: str) -> None:
+@pytest.mark.parametrize("loss", LEFT)
+def test_another_loss_than_the_example_is_right(loss: str) -> None:
     theirs = model_of()
     ours = converted(theirs)
-    ours.loss = theirs.loss = LEFT[way]
+    ours.loss = theirs.loss = LEFT[loss]
     assert_same_step(ours, theirs)
 
 

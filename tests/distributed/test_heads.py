@@ -28,7 +28,7 @@ def sharded(model: LM, head: bool = False) -> LM:
     return fully_shard(model)
 
 
-WAYS = {
+WRAPPERS = {
     "DDP": lambda model: DistributedDataParallel(converted(model)),
     "DDP, static graph": lambda model: DistributedDataParallel(converted(model), static_graph=True),
     "DDP, a search for what is unused": lambda model: DistributedDataParallel(
@@ -54,18 +54,18 @@ def losses(model: nn.Module, ranks: list[int]) -> list[float]:
     return found
 
 
-def _check(rank: int, way: str) -> None:
+def _check(rank: int, wrapper: str) -> None:
     model = model_of(flat, tied=False, bias=True)
     del model.added  # is in no loss, which DDP would wait for
     want = losses(copy.deepcopy(model), [0, 1])
-    ours = WAYS[way](model)
+    ours = WRAPPERS[wrapper](model)
     found = losses(ours, [rank])
     assert [one for (one,) in found] == pytest.approx([one[rank] for one in want], rel=1e-5)
     assert want[-1] != pytest.approx(want[0], rel=1e-2)
     logits, _ = model(ids(), ids(1))
-    assert (type(logits) is Logits) == (not way.endswith("alone"))
+    assert (type(logits) is Logits) == (not wrapper.endswith("alone"))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_head_is_trained_as_in_one_process(ranks, way: str) -> None:
-    ranks.run(2, _check, way)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_head_is_trained_as_in_one_process(ranks, wrapper: str) -> None:
+    ranks.run(2, _check, wrapper)

@@ -30,11 +30,11 @@ def run_demo(out, *arguments):
     return __main__.main(["demo", *TINY, "--out", str(out), *arguments])
 
 
-def losses_by_way(out):
+def losses_by_variant(out):
     losses = {}
     with (out / "losses.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            losses.setdefault(row["way"], []).append(float(row["loss"]))
+            losses.setdefault(row["variant"], []).append(float(row["loss"]))
     return losses
 
 
@@ -42,26 +42,26 @@ def tiny(**changes):
     settings = {"steps": 4, "batch_size": 2, "seq_len": 16, "layers": 2, "d_model": 16, "heads": 2, "lr": 1e-3}
     settings |= {"device": "cpu", "dtype": "fp32", "dropout": 0.0, "activation": "gelu", "recompute": "full", "seed": 0}
     settings |= {"head": "stock", "experts": 0, "top_k": 2}
-    return config.Config(**(settings | {"ways": config.WAYS} | changes))
+    return config.Config(**(settings | {"variants": config.VARIANTS} | changes))
 
 
 def test_end_to_end(tmp_path, capsys):
     assert run_demo(tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    for text in ("train", "held-out", "saved", "peak", "ms per", "ratio", "of 6", *config.WAYS):
+    for text in ("train", "held-out", "saved", "peak", "ms per", "ratio", "of 6", *config.VARIANTS):
         assert text in printed
 
-    losses = losses_by_way(tmp_path / "out")
-    assert tuple(losses) == config.WAYS
-    for way in config.WAYS:
-        assert len(losses[way]) == 6
-        assert losses[way][-1] < losses[way][0] < 1.1 * math.log(256)
-        torch.testing.assert_close(losses[way], losses["torch"], rtol=results.AGREEMENT, atol=0.0)
+    losses = losses_by_variant(tmp_path / "out")
+    assert tuple(losses) == config.VARIANTS
+    for variant in config.VARIANTS:
+        assert len(losses[variant]) == 6
+        assert losses[variant][-1] < losses[variant][0] < 1.1 * math.log(256)
+        torch.testing.assert_close(losses[variant], losses["torch"], rtol=results.AGREEMENT, atol=0.0)
 
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {"date", "settings", "text", "table", "agreement", "environment"} <= written.keys()
     assert written["environment"]["versions"]["torch"] == torch.__version__
-    assert [row["way"] for row in written["table"]] == list(config.WAYS)
+    assert [row["variant"] for row in written["table"]] == list(config.VARIANTS)
     assert all(agreement["limited"] for agreement in written["agreement"])
     plain, checkpointed, ours = written["table"]
     # ckptkern at "full" keeps the inputs of its blocks, as checkpoint does, and what is saved outside of them
@@ -75,7 +75,7 @@ def test_end_to_end(tmp_path, capsys):
 
 
 def test_selective_keeps_a_third_at_most(tmp_path):
-    assert run_demo(tmp_path, "--recompute", "selective", "--layers", "4", "--ways", "torch", "ckptkern") == 0
+    assert run_demo(tmp_path, "--recompute", "selective", "--layers", "4", "--variants", "torch", "ckptkern") == 0
     plain, ours = json.loads((tmp_path / "results.json").read_text())["table"]
     assert ours["saved_mib"] <= plain["saved_mib"] / 3
 
@@ -91,8 +91,8 @@ def test_curves_that_disagree_fail(tmp_path, capsys, monkeypatch):
 
 def test_a_loss_that_is_not_a_number_fails():
     runs = [
-        training.Run(way, None, None, None, None, losses=[1.0, last])
-        for way, last in (("torch", 2.0), ("torch.utils.checkpoint", 2.0), ("ckptkern", math.nan))
+        training.Run(variant, None, None, None, None, losses=[1.0, last])
+        for variant, last in (("torch", 2.0), ("torch.utils.checkpoint", 2.0), ("ckptkern", math.nan))
     ]
     same, broken = results.agreements(tiny(), runs)
     assert not same.failed
@@ -103,7 +103,7 @@ def test_dropout_is_replayed(tmp_path, capsys):
     losses = {}
     for mode in ("full", "none"):
         assert run_demo(tmp_path / mode, "--dropout", "0.2", "--recompute", mode) == 0
-        losses[mode] = losses_by_way(tmp_path / mode)
+        losses[mode] = losses_by_variant(tmp_path / mode)
     assert "no limit: their dropout masks come from different random streams" in capsys.readouterr().out
     assert losses["full"]["torch"] == losses["full"]["torch.utils.checkpoint"]
     assert losses["full"]["torch"] != losses["full"]["ckptkern"]
@@ -111,25 +111,25 @@ def test_dropout_is_replayed(tmp_path, capsys):
     torch.testing.assert_close(losses["full"]["ckptkern"], losses["none"]["ckptkern"], rtol=1e-5, atol=0.0)
 
     assert run_demo(tmp_path / "none", "--dropout", "0.2", "--seed", "1") == 0
-    other = losses_by_way(tmp_path / "none")
+    other = losses_by_variant(tmp_path / "none")
     assert other["ckptkern"] != losses["full"]["ckptkern"]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "quick_gelu"])
 def test_activations_agree(tmp_path, activation):
-    assert run_demo(tmp_path, "--activation", activation, "--ways", "torch", "ckptkern") == 0
-    assert set(losses_by_way(tmp_path)) == {"torch", "ckptkern"}
+    assert run_demo(tmp_path, "--activation", activation, "--variants", "torch", "ckptkern") == 0
+    assert set(losses_by_variant(tmp_path)) == {"torch", "ckptkern"}
 
 
 def test_the_fused_head_trains_alike_and_keeps_no_logits(tmp_path):
-    """Of 256 classes logits and their log-softmax are 2 KiB a token: the curves agree as those of any two ways must."""
+    """Of 256 classes logits and their log-softmax are 2 KiB a token: the curves agree as those of any two variants must."""
     saved = {}
     for head in config.HEADS:
         assert run_demo(tmp_path / head, "--head", head) == 0
-        losses = losses_by_way(tmp_path / head)
+        losses = losses_by_variant(tmp_path / head)
         torch.testing.assert_close(losses["ckptkern"], losses["torch"], rtol=results.AGREEMENT, atol=0.0)
         written = json.loads((tmp_path / head / "results.json").read_text())
-        saved[head] = {row["way"]: row["saved_mib"] for row in written["table"]}["ckptkern"]
+        saved[head] = {row["variant"]: row["saved_mib"] for row in written["table"]}["ckptkern"]
     assert saved["fused"] < saved["stock"] / 2
 
 
@@ -139,7 +139,7 @@ def test_the_fused_head_trains_alike_and_keeps_no_logits(tmp_path):
 def test_a_mixture_of_experts_trains_alike(tmp_path, capsys, arguments):
     """Torch's grouped matmuls, the same in a checkpoint, and ckptkern's experts, which keep neither gathered rows nor h."""
     assert run_demo(tmp_path, "--experts", "4", *arguments.split()) == 0
-    losses, out = losses_by_way(tmp_path), capsys.readouterr().out
+    losses, out = losses_by_variant(tmp_path), capsys.readouterr().out
     assert losses["torch"] == losses["torch.utils.checkpoint"]
     if "dropout" in arguments:
         assert "no limit: their dropout masks come from different random streams" in out
@@ -157,7 +157,7 @@ def test_a_mixture_of_experts_trains_alike(tmp_path, capsys, arguments):
 
 def test_experts_that_disagree_fail(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mixture, "grouped_experts", lambda x, index, weights, *rest: x * weights.sum(1, keepdim=True))
-    assert run_demo(tmp_path, "--experts", "4", "--ways", "torch", "ckptkern", "--lr", "0.01") == 1
+    assert run_demo(tmp_path, "--experts", "4", "--variants", "torch", "ckptkern", "--lr", "0.01") == 1
     assert "the loss curves do not agree" in capsys.readouterr().err
 
 
@@ -198,7 +198,7 @@ def test_imbalance_is_one_for_equal_shares_and_all_experts_for_one():
 
 
 def test_the_router_is_trained_by_loss_and_imbalance():
-    config = tiny(experts=4, activation="silu", ways=("torch",), steps=1)
+    config = tiny(experts=4, activation="silu", variants=("torch",), steps=1)
     (run,) = training.start_runs(config)
     (batch,) = training.training_batches(config, torch.arange(200, dtype=torch.uint8))
     nats, total = training.losses_of(config, run.model, batch)
@@ -210,7 +210,7 @@ def test_the_router_is_trained_by_loss_and_imbalance():
         assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(loss, routers, retain_graph=True))
 
 
-def test_ways_follow_one_choice_of_experts_in_training_alone():
+def test_variants_follow_one_choice_of_experts_in_training_alone():
     layer, other = one_mixture(top_k=1), one_mixture(top_k=1)
     other.choice = layer.choice
     with torch.no_grad():
@@ -236,9 +236,9 @@ def test_ways_follow_one_choice_of_experts_in_training_alone():
 def test_low_precision_trains(tmp_path, capsys, dtype, experts):
     assert run_demo(tmp_path, "--dtype", dtype, "--steps", "4", *experts) == 0
     assert "no limit: only fp32 on a CPU has one" in capsys.readouterr().out
-    for losses in losses_by_way(tmp_path).values():
+    for losses in losses_by_variant(tmp_path).values():
         assert all(map(math.isfinite, losses))
-        torch.testing.assert_close(losses, losses_by_way(tmp_path)["torch"], rtol=0.02, atol=0.0)
+        torch.testing.assert_close(losses, losses_by_variant(tmp_path)["torch"], rtol=0.02, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_low_precision_trains(tmp_path, capsys, dtype, experts):
         ("--batch-size -2", "--batch-size: wanted at least 1 but got -2"),
         ("--threads 0", "--threads: wanted at least 1 but got 0"),
         ("--lr 0", "--lr: wanted a positive learning rate but got 0.0"),
-        ("--ways torch torch", "--ways: wanted each way once but got torch torch"),
+        ("--variants torch torch", "--variants: wanted each variant once but got torch torch"),
         ("--seq-len 100000000", "bytes but got 100000000"),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_missing_gpu_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--ways", "jax"], ["--activation", "tanh"], ["--dtype", "fp8"], ["--frames", "3"]]
+    "arguments", [["--variants", "jax"], ["--activation", "tanh"], ["--dtype", "fp8"], ["--frames", "3"]]
 )
 def test_unknown_choices_are_refused(tmp_path, capsys, arguments):
     with pytest.raises(SystemExit) as exit_:
@@ -354,7 +354,7 @@ def test_batches_come_from_the_seed_and_targets_are_the_next_bytes():
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_the_way_changes_layers_and_not_the_state_dict(experts):
+def test_the_variant_changes_layers_and_not_the_state_dict(experts):
     runs = training.start_runs(tiny(experts=experts, activation="silu"))
     first = runs[0].model.state_dict()
     for run in runs[1:]:
@@ -369,7 +369,7 @@ def test_the_way_changes_layers_and_not_the_state_dict(experts):
 
 
 def test_learning_rate_warms_up_and_decays():
-    (run,) = training.start_runs(tiny(steps=100, ways=("torch",)))
+    (run,) = training.start_runs(tiny(steps=100, variants=("torch",)))
     rates = []
     for _ in range(100):
         rates.append(run.optimizer.param_groups[0]["lr"])

@@ -112,7 +112,7 @@ def of_matmuls() -> list[Case]:
         return VARIANTS.get(op, ("silu",))[0]
 
     sample = [("bfloat16", False), ("bfloat16", True), ("float32", False), ("float32", True, "ieee")]
-    cases = [case(op, light(op), *way) for op, way in itertools.product(PRODUCT_OPS, sample)]
+    cases = [case(op, light(op), *setting) for op, setting in itertools.product(PRODUCT_OPS, sample)]
     cases += [
         case(op, light(op), "bfloat16", False, "narrow" if op.startswith("stack_") else "few") for op in PRODUCT_OPS
     ]
@@ -125,8 +125,8 @@ def of_matmuls() -> list[Case]:
     cases += [case(op, "silu", "bfloat16", False, kind) for op, kind in sorted(variants)]
     for op in PRODUCT_OPS:
         _, *others = VARIANTS.get(op, ("silu", "gelu"))
-        ways = [*sample, ("float32", False, "ieee")] if op not in VARIANTS else sample[:1]
-        cases += [case(op, other, *way) for other, way in itertools.product(others, ways)]
+        settings = [*sample, ("float32", False, "ieee")] if op not in VARIANTS else sample[:1]
+        cases += [case(op, other, *setting) for other, setting in itertools.product(others, settings)]
     return cases
 
 
@@ -135,13 +135,13 @@ def of_others() -> list[Case]:
     cases = []
     for op in sorted(OPS.keys() - set(PRODUCT_OPS)):
         heavy, *others = ("",) if op == "dropout" else VARIANTS.get(op, ("silu", "relu"))
-        ways = list(itertools.product(("bfloat16", "float32"), (False, True)))
-        cases += [Case(op, 80, *way, heavy, op == "dropout", True) for way in ways]
+        settings = list(itertools.product(("bfloat16", "float32"), (False, True)))
+        cases += [Case(op, 80, *setting, heavy, op == "dropout", True) for setting in settings]
         if not op.startswith("heads_") and op != "cross_entropy_saved_bwd":
             cases.append(Case(op, 80, "bfloat16", False, heavy, op == "dropout", True, "16B"))
         for variant in others:
             chosen = [("bfloat16", False), ("bfloat16" if "autocast" in variant else "float32", True)]
-            cases += [Case(op, 80, *way, variant, op == "dropout", True) for way in chosen]
+            cases += [Case(op, 80, *setting, variant, op == "dropout", True) for setting in chosen]
     return cases
 
 

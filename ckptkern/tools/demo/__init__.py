@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ... import eager
-from .config import DTYPES, HEADS, PRESETS, WAYS, Config
+from .config import DTYPES, HEADS, PRESETS, VARIANTS, Config
 from .data import load_corpus
 from .results import AGREEMENT, agreements, print_summary, relative_differences, summarize, write_results
 from .training import cpu_threads, train
@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)"
     )
     run.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)} (default: all)"
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=VARIANTS,
+        metavar="VARIANT",
+        help=f"of {', '.join(VARIANTS)} (default: all)",
     )
     run.add_argument("--dtype", choices=tuple(DTYPES), help=f"of autocast; weights stay fp32 {default('dtype')}")
     run.add_argument("--steps", type=int, help=default("steps"))
@@ -112,7 +117,7 @@ def config_of(args: argparse.Namespace) -> Config:
         experts=args.experts or 0,
         top_k=2 if args.top_k is None else args.top_k,
         seed=args.seed,
-        ways=tuple(args.ways),
+        variants=tuple(args.variants),
         **(preset | given),
     )
 
@@ -147,12 +152,12 @@ def main(args: argparse.Namespace) -> int:
         write_results(config, corpus, runs, summaries, agreed, args.out)
     draw_figure(
         args.out / "demo.png",
-        f"One {config.model} trained {len(runs)} ways from one seed: {config.layers} layers, width {config.d_model}, "
+        f"One {config.model} trained {len(runs)} variants from one seed: {config.layers} layers, width {config.d_model}, "
         f"{config.batch_size} × {config.seq_len} bytes a step, {config.dtype} on {config.device}"
         + (f", dropout {config.dropout:g}" if config.dropout else ""),
         runs,
         summaries,
-        {other.way: relative_differences(runs[0], other) for other in runs[1:]},
+        {other.variant: relative_differences(runs[0], other) for other in runs[1:]},
         limit=AGREEMENT if all(one.limited for one in agreed) else None,
     )
     print_summary(config, summaries, agreed, console)

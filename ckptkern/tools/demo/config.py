@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-WAYS = ("torch", "torch.utils.checkpoint", "ckptkern")
+VARIANTS = ("torch", "torch.utils.checkpoint", "ckptkern")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = (
     "stock",
     "fused",
-)  # of the way "ckptkern": a linear layer and F.cross_entropy, or ckptkern.linear_cross_entropy
+)  # of the variant "ckptkern": a linear layer and F.cross_entropy, or ckptkern.linear_cross_entropy
 PRESETS = {
     "cpu": {
         "steps": 600,
@@ -56,7 +56,7 @@ class Config:
     experts: int  # of each block; 0: a plain MLP
     top_k: int
     seed: int
-    ways: tuple[str, ...]
+    variants: tuple[str, ...]
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "layers", "d_model", "heads"):
@@ -72,8 +72,8 @@ class Config:
             raise ValueError(f"--dropout: wanted a probability in [0, 1) but got {self.dropout}")
         if not self.lr > 0.0:
             raise ValueError(f"--lr: wanted a positive learning rate but got {self.lr}")
-        if len(set(self.ways)) != len(self.ways):
-            raise ValueError(f"--ways: wanted each way once but got {' '.join(self.ways)}")
+        if len(set(self.variants)) != len(self.variants):
+            raise ValueError(f"--variants: wanted each variant once but got {' '.join(self.variants)}")
 
     @property
     def model(self) -> str:

@@ -71,7 +71,7 @@ def windows(text: Tensor, starts: Tensor, seq_len: int, device: torch.device) ->
 
 
 def training_batches(config: Config, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """One batch per step, drawn from the seed alone, so that every way trains on the same batches."""
+    """One batch per step, drawn from the seed alone, so that every variant trains on the same batches."""
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
         starts = torch.randint(len(text) - config.seq_len, (config.batch_size,), generator=generator)

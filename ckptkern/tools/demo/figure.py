@@ -25,13 +25,13 @@ def draw_figure(
     differences: dict[str, list[float]],
     limit: float | None,
 ) -> None:
-    """Writes a PNG. differences: every further way's from the first, per step; limit: theirs, if they have one."""
+    """Writes a PNG. differences: every further variant's from the first, per step; limit: theirs, if they have one."""
     figure = Figure(figsize=(12.5, 7.0), layout="constrained")
     figure.suptitle(title, fontsize=12)
     grid = figure.add_gridspec(2, 2, width_ratios=(1.7, 1.0), height_ratios=(1.7, 1.0))
     _draw_losses(figure.add_subplot(grid[0, 0]), runs)
     _draw_differences(figure.add_subplot(grid[1, 0]), differences, limit)
-    names = [row.way for row in summaries]
+    names = [row.variant for row in summaries]
     memory = {"saved for backward": [row.saved_mib for row in summaries], "peak": [row.peak_mib for row in summaries]}
     _draw_bars(figure.add_subplot(grid[0, 1]), "memory of one step, MiB", names, memory)
     time = {"": [row.ms_per_step for row in summaries]}
@@ -41,16 +41,18 @@ def draw_figure(
 
 def _draw_losses(axes: Axes, runs: list[Run]) -> None:
     steps = range(1, len(runs[0].losses) + 1)
-    axes.plot(steps, runs[0].losses, color=COLORS[runs[0].way], linewidth=0.7, alpha=0.6)
+    axes.plot(steps, runs[0].losses, color=COLORS[runs[0].variant], linewidth=0.7, alpha=0.6)
     for run in runs:
-        axes.plot(steps, _smooth(run.losses), color=COLORS[run.way], linewidth=WIDTHS[run.way], label=run.way)
+        axes.plot(
+            steps, _smooth(run.losses), color=COLORS[run.variant], linewidth=WIDTHS[run.variant], label=run.variant
+        )
         axes.plot(
             list(run.held_out),
             list(run.held_out.values()),
             linestyle="none",
             marker="o",
-            markersize=4.0 + 1.3 * WIDTHS[run.way],
-            color=COLORS[run.way],
+            markersize=4.0 + 1.3 * WIDTHS[run.variant],
+            color=COLORS[run.variant],
             markeredgecolor="white",
         )
     axes.set_title("training loss (lines, moving average) and held-out loss (points)", loc="left", fontsize=10)
@@ -66,9 +68,11 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def _draw_differences(axes: Axes, differences: dict[str, list[float]], limit: float | None) -> None:
-    for way, values in differences.items():
+    for variant, values in differences.items():
         steps = range(1, len(values) + 1)
-        axes.plot(steps, [max(EQUAL, value) for value in values], color=COLORS[way], linewidth=0.5 * WIDTHS[way] + 0.4)
+        axes.plot(
+            steps, [max(EQUAL, value) for value in values], color=COLORS[variant], linewidth=0.5 * WIDTHS[variant] + 0.4
+        )
     if limit is not None:
         axes.axhline(limit, color="#b03030", linewidth=1.0, linestyle="--")
         axes.annotate(
@@ -78,13 +82,13 @@ def _draw_differences(axes: Axes, differences: dict[str, list[float]], limit: fl
     axes.set_ylim(0.5 * EQUAL, 1.0)
     axes.set_yticks([EQUAL, 1e-6, 1e-3, 1.0], ["0", "1e-6", "1e-3", "1"])
     axes.minorticks_off()
-    axes.set_title("relative difference of the loss from the first way's", loc="left", fontsize=10)
+    axes.set_title("relative difference of the loss from the first variant's", loc="left", fontsize=10)
     axes.set_xlabel("step")
     _tidy(axes)
 
 
 def _draw_bars(axes: Axes, title: str, names: list[str], groups: dict[str, list[float]]) -> None:
-    """Horizontal bars, a group of them per way, each labelled with its value and its ratio to the first way's."""
+    """Horizontal bars, a group of them per variant, each labelled with its value and its ratio to the first variant's."""
     height = 0.8 / len(groups)
     for place, (label, values) in enumerate(groups.items()):
         centres = [row + (place - (len(groups) - 1) / 2) * height for row in range(len(names))]

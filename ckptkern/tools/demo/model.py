@@ -133,15 +133,15 @@ class SegmentMixtureBlock(MixtureBlock):
 
 
 class GPT(nn.Module):
-    """A byte-level GPT: int64 [B, S] -> logits [B, S, 256]. ``way`` chooses the layers, never the ``state_dict``."""
+    """A byte-level GPT: int64 [B, S] -> logits [B, S, 256]. ``variant`` chooses the layers, never the ``state_dict``."""
 
-    def __init__(self, config: Config, way: str) -> None:
+    def __init__(self, config: Config, variant: str) -> None:
         super().__init__()
-        self.way, self.fused_head = way, way == "ckptkern" and config.head == "fused"
+        self.variant, self.fused_head = variant, variant == "ckptkern" and config.head == "fused"
         self.token = nn.Embedding(VOCABULARY, config.d_model)
         self.position = nn.Embedding(config.seq_len, config.d_model)
         plain, ours = (MixtureBlock, SegmentMixtureBlock) if config.experts else (Block, SegmentBlock)
-        block = ours if way == "ckptkern" else plain
+        block = ours if variant == "ckptkern" else plain
         self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         """(what the head reads: [B, S, d_model], mean imbalance of the blocks' routers)."""
         x, total = self.token(tokens) + self.position.weight[: tokens.shape[1]], 0.0
         for block in self.blocks:
-            if self.way == "torch.utils.checkpoint" and torch.is_grad_enabled():
+            if self.variant == "torch.utils.checkpoint" and torch.is_grad_enabled():
                 x, imbalance = checkpoint(block, x, use_reentrant=False)
             else:
                 x, imbalance = block(x)

@@ -28,7 +28,7 @@ AGREEMENT = 1e-3  # largest relative difference between two loss curves that dif
 class Summary:
     """One row of the final table. Losses in nats per byte, bytes of one forward and backward."""
 
-    way: str
+    variant: str
     train_loss: float
     held_out_loss: float
     saved_mib: float
@@ -57,12 +57,12 @@ def tail_steps(config: Config) -> int:
 
 
 def summarize(config: Config, runs: list[Run]) -> list[Summary]:
-    """A row per way; the ratio is to the first way. The steps up to the measured one are warm-up and not timed."""
+    """A row per variant; the ratio is to the first variant. The steps up to the measured one are warm-up and not timed."""
     warmup = measured_step(config) + 1
     medians = [statistics.median(run.milliseconds[warmup:] or run.milliseconds) for run in runs]
     return [
         Summary(
-            run.way,
+            run.variant,
             statistics.fmean(run.losses[-tail_steps(config) :]),
             run.held_out[config.steps],
             run.saved_bytes / 2**20,
@@ -80,7 +80,7 @@ def relative_differences(first: Run, other: Run) -> list[float]:
 
 
 def agreements(config: Config, runs: list[Run]) -> list[Agreement]:
-    """Every way against the first. Only rounding separates them, except where dropout masks differ.
+    """Every variant against the first. Only rounding separates them, except where dropout masks differ.
 
     The limit holds in fp32 on the CPU. Lower precisions and other devices sum in other orders, and training amplifies
     that. With dropout, torch's masks and ckptkern's come from different streams, so their curves are two samples.
@@ -90,8 +90,8 @@ def agreements(config: Config, runs: list[Run]) -> list[Agreement]:
     for other in runs[1:]:
         differences = relative_differences(runs[0], other)
         largest = math.nan if any(map(math.isnan, differences)) else max(differences)
-        same_masks = config.dropout == 0.0 or "ckptkern" not in (runs[0].way, other.way)
-        result.append(Agreement(runs[0].way, other.way, largest, limited=exact and same_masks))
+        same_masks = config.dropout == 0.0 or "ckptkern" not in (runs[0].variant, other.variant)
+        result.append(Agreement(runs[0].variant, other.variant, largest, limited=exact and same_masks))
     return result
 
 
@@ -103,12 +103,12 @@ def print_summary(config: Config, summaries: list[Summary], agreed: list[Agreeme
         title=f"{config.model}, {config.layers} layers of width {config.d_model}, {config.steps} steps",
         box=box.SIMPLE_HEAD,
     )
-    table.add_column("way", vertical="bottom")
+    table.add_column("variant", vertical="bottom")
     for heading in ("train\nloss", "held-out\nloss", "saved\nMiB", "peak\nMiB", "ms per\nstep", "ratio"):
         table.add_column(heading, justify="right", vertical="bottom")
     for row in summaries:
         table.add_row(
-            row.way,
+            row.variant,
             f"{row.train_loss:.4f}",
             f"{row.held_out_loss:.4f}",
             f"{row.saved_mib:.1f}",
@@ -135,15 +135,15 @@ def print_summary(config: Config, summaries: list[Summary], agreed: list[Agreeme
 def write_results(
     config: Config, corpus: Corpus, runs: list[Run], summaries: list[Summary], agreed: list[Agreement], out: Path
 ) -> None:
-    """``losses.csv``, one line per step and way, and ``results.json``: settings, environment, table, differences."""
+    """``losses.csv``, one line per step and variant, and ``results.json``: settings, environment, table, differences."""
     with (out / "losses.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("step", "way", "loss", "held_out_loss", "ms"))
+        writer.writerow(("step", "variant", "loss", "held_out_loss", "ms"))
         for step, run in itertools.product(range(config.steps), runs):
             writer.writerow(
                 (
                     step + 1,
-                    run.way,
+                    run.variant,
                     repr(run.losses[step]),
                     repr(run.held_out[step + 1]) if step + 1 in run.held_out else "",
                     f"{run.milliseconds[step]:.3f}",

@@ -29,9 +29,9 @@ BALANCE = 0.01  # weight of the routers' imbalance, as in Switch Transformer
 
 @dataclass
 class Run:
-    """One way's model, its optimizer, and what was measured of it. Bytes are -1 until measured."""
+    """One variant's model, its optimizer, and what was measured of it. Bytes are -1 until measured."""
 
-    way: str
+    variant: str
     model: GPT
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
@@ -44,7 +44,7 @@ class Run:
 
 
 def start_runs(config: Config) -> list[Run]:
-    """One run per way; all start from the same weights."""
+    """One run per variant; all start from the same weights."""
 
     def lr_factor(step: int) -> float:
         warmup = max(1, config.steps // 20)
@@ -52,9 +52,9 @@ def start_runs(config: Config) -> list[Run]:
         return (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
     runs = []
-    for way in config.ways:
+    for variant in config.variants:
         torch.manual_seed(config.seed)
-        model = GPT(config, way)
+        model = GPT(config, variant)
         if runs:
             model.load_state_dict(runs[0].model.state_dict())
             for one, first in zip(mixtures(model), mixtures(runs[0].model), strict=True):
@@ -69,7 +69,7 @@ def start_runs(config: Config) -> list[Run]:
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
         scaler = torch.amp.GradScaler(config.device, enabled=config.dtype == "fp16")
-        runs.append(Run(way, model, optimizer, schedule, scaler))
+        runs.append(Run(variant, model, optimizer, schedule, scaler))
     return runs
 
 
@@ -93,7 +93,7 @@ def synchronize(config: Config) -> None:
 
 def train_step(config: Config, run: Run, batch: tuple[Tensor, Tensor], step: int, measure: bool) -> None:
     """Forward, backward and optimizer; appends loss and milliseconds, or with measure also counts bytes."""
-    torch.manual_seed(config.seed + 1 + step)  # the two torch ways draw the same dropout masks
+    torch.manual_seed(config.seed + 1 + step)  # the two torch variants draw the same dropout masks
     synchronize(config)
     begin = time.perf_counter()
     if measure:
@@ -159,12 +159,12 @@ def cpu_threads(threads: int | None, config: Config) -> Iterator[int]:
         torch.set_num_threads(outer)
 
 
-def short(way: str) -> str:
-    return way.rpartition(".")[2]
+def short(variant: str) -> str:
+    return variant.rpartition(".")[2]
 
 
 def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
-    """Trains all ways step by step, in rotating order, so that slow moments of the machine hit all alike."""
+    """Trains all variants step by step, in rotating order, so that slow moments of the machine hit all alike."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     runs = start_runs(config)
@@ -187,7 +187,7 @@ def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
             for turn in range(len(runs)):
                 run = runs[(step + turn) % len(runs)]
                 train_step(config, run, batch, step, measure=step == measured_step(config))
-            losses = "  ".join(f"{short(run.way)} {run.losses[-1]:.3f}" for run in runs)
+            losses = "  ".join(f"{short(run.variant)} {run.losses[-1]:.3f}" for run in runs)
             progress.update(task, advance=1, description=f"loss  {losses}")
             if (step + 1) % every == 0 or step + 1 == config.steps:
                 for run in runs:
