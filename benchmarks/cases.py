@@ -98,7 +98,7 @@ class Item(NamedTuple):
         return f"{self.case.name}/{self.size}"
 
 
-# -- variants that every case has -----------------------------------------------------------------------------------------
+# -- variants that every case has --------------------------------------------------------------------------------------
 
 
 def _eager(model: nn.Module, x: Tensor) -> Function:
@@ -155,7 +155,7 @@ def compiled_variants(case: Case) -> dict[str, Maker]:
     return {} if case.host else {EAGER: _eager, **COMPILED}
 
 
-# -- ours, and the baselines that have the same thing ---------------------------------------------------------------------
+# -- ours, and the baselines that have the same thing ------------------------------------------------------------------
 
 
 def _mlp(activation: str, model: MLP, mode: str) -> Function:

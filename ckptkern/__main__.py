@@ -23,7 +23,11 @@ COMMANDS = {
         (),
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
-    "autotune": (".tools.autotune", "measure which route is quickest for each matmul here, and remember it", ()),
+    "autotune": (
+        ".tools.autotune",
+        "measure which implementation is quickest for each matmul here, and remember it",
+        (),
+    ),
     "selftest": (".tools.selftest", "check this installation: kernels, masks, saved bytes", ()),
     "examples": (".tools.examples", "run the tutorials' models in segments beside their plain selves", ()),
     "env": (".tools.env", "print versions, devices, extension and backends", ()),

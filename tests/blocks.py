@@ -104,7 +104,7 @@ def plain_attention(
     return probabilities @ v
 
 
-# -- the sublayers of a layer --------------------------------------------------------------------------------------------
+# -- the sublayers of a layer ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -245,15 +245,15 @@ def pruned() -> dict[str, str]:
     shapes = {"x": (8192, 1024), "fc1_weight": (4096, 1024), "fc1_bias": (4096,), "fc2_weight": (1024, 4096)}
     shapes["fc2_bias"] = (1024,)
 
-    def said(route: str) -> str:
+    def said(impl: str) -> str:
         one = race.Race(race.Outcome(problem, "triton"), torch.device("meta"))
         leaves = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
         one.operands = [(leaves, meta(8192, 1024))]
-        skipped = one.pruned(route)
-        return one.outcome.wrong.get(route, "default" if skipped else "")
+        skipped = one.pruned(impl)
+        return one.outcome.wrong.get(impl, "default" if skipped else "")
 
     with trace.as_on(gpu), mock.patch.object(race.Race, "shared_memory", gpu.block_shared):
-        found = {route: said(route) for route in ("triton:128x128", "triton:128x256", "triton:128x64")}
+        found = {impl: said(impl) for impl in ("triton:128x128", "triton:128x256", "triton:128x64")}
         injected = {"spill": Tile(64, 256, 64, 4, 3, 1), "shared": Tile(64, 128, 64, 8, 10, 4)}
         for name, tile in injected.items():
             with mock.patch.dict(table, {"16:128x256": tile}):

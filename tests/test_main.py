@@ -118,7 +118,7 @@ def test_env_as_json_imports_no_extra():
         "C launchers",
         "fp32_precision",
         "sdpa",
-        "tuned routes",
+        "tuned implementations",
     ]
     assert data["versions"]["torch"] == torch.__version__
     assert data["versions"]["ckptkern"] == ckptkern.__version__

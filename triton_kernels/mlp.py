@@ -4,7 +4,7 @@
     gated MLP  g = x wg^T + bg;  u = x wu^T + bu;  h = dropout(act(g) u);  y = h wd^T + bd
     backward   dh = dy w2;  MLP: dz = dh' act'(z)   gated: dg = dh' u act'(g), du = dh' act(g)   (dh' = dropout'(dh))
 
-The dual-matmul kernels form z (or g, u) and dh of one tile side by side and write h and dz once; the other route
+The dual-matmul kernels form z (or g, u) and dh of one tile side by side and write h and dz once; the other implementation
 (`linear_fwd` of z, then `linear.act_grad`) reads z back once more but runs wider tiles. The matmuls that remain
 (y, dW1, dW2, dx) are plain and go to cuBLAS.
 """

@@ -59,9 +59,10 @@ INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so tha
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
 # whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
-# smaller). "tma" stands in for "16" where a route asks for persistent kernels. Behind a colon: a variant, which stands in for
-# its class where a route asks for tiles of that name (`ops/dispatch/routes.py` has the names; `python -m ckptkern
-# autotune` times them). Every entry passes the code-generation check: python -m benchmarks.codegen
+# smaller). "tma" stands in for "16" where an implementation asks for persistent kernels. Behind a colon: a variant,
+# which stands in for its class where an implementation asks for tiles of that name (`ops/dispatch/implementations.py`
+# has the names; `python -m ckptkern autotune` times them). Every entry passes the code-generation check: python -m
+# benchmarks.codegen
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
@@ -166,7 +167,7 @@ def unit_of(*sizes: int) -> int:
 
 def few_rows(tile: Tile, family: int, N: int) -> int:
     """The most rows M whose tiles of results [M, N] leave half of the SMs idle: they are few ("few" in TILES), and
-    so they are for the table of routes (`ckptkern/ops/dispatch/routes.py`)."""
+    so they are for the table of implementations (`ckptkern/ops/dispatch/implementations.py`)."""
     return SMS[family] // (2 * max(1, -(-N // tile.BLOCK_N))) * tile.BLOCK_M
 
 

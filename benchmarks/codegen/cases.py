@@ -37,7 +37,7 @@ class Case:
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
     # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80; "few": rows; "16B":
     # sizes that are multiples of 16 bytes and not of 16 elements; "persistent": kernels that load by TMA, on sm_90;
-    # "triton:128x128", "persistent:128x128": a route with tiles of that name
+    # "triton:128x128", "persistent:128x128": an implementation with tiles of that name
     kind: str = ""
 
     @property
@@ -255,8 +255,8 @@ class Inputs:
 
     def of_kernels(self, case: Case) -> dict:
         """Options that a launcher has and its definition has not."""
-        route, _, variant = case.kind.partition(":")
-        return ({"persistent": True} if route == "persistent" else {}) | ({"variant": variant} if variant else {})
+        impl, _, variant = case.kind.partition(":")
+        return ({"persistent": True} if impl == "persistent" else {}) | ({"variant": variant} if variant else {})
 
     def dropout(self, wanted: bool) -> tuple:
         import torch

@@ -28,12 +28,12 @@ class Launcher:
         return bool(self.tiles)
 
     def variants(self, arch: int) -> list[str]:
-        """The routes that name other tiles than the default ones of this launcher on sm_80 or sm_90."""
+        """The implementations that name other tiles than the default ones of this launcher on sm_80 or sm_90."""
         from ckptkern.triton_kernels.tile import TILES
 
-        routes = {"16": "triton", "tma": "persistent"} if self.name in PERSISTENT_OPS else {"16": "triton"}
+        impls = {"16": "triton", "tma": "persistent"} if self.name in PERSISTENT_OPS else {"16": "triton"}
         rows = (row.partition(":") for row in TILES[self.tiles, arch])
-        return [f"{routes[kind]}:{variant}" for kind, _, variant in rows if variant and kind in routes]
+        return [f"{impls[kind]}:{variant}" for kind, _, variant in rows if variant and kind in impls]
 
     @property
     def biases(self) -> list[str]:

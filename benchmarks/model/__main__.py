@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptkern.benchmarks.cases import BY_SUBLAYER, MODES, Item
 from ckptkern.benchmarks.run import DEFAULT_RESULTS, say, select
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.dispatch import implementations as _impls
 
 from . import __doc__ as description
 from . import calibrate, published, rates, sheet
@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
         "for --rates beside it, or into --out",
     )  # fmt: skip
     made.add_argument(
-        "--route", choices=_routes.ROUTES, metavar="ROUTE",
-        help="of all matmuls that may take it, instead of the table's (ops/dispatch/routes.py), such as dual or triton:128x128",
+        "--impl", choices=_impls.IMPLS, metavar="IMPL",
+        help="of all matmuls that may take it, not the table's (ops/dispatch/implementations.py): dual or triton:128x128",
     )  # fmt: skip
     made.add_argument("--workers", type=int, default=2, help="compiling processes (default: %(default)s)")
     return made
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         say(f"benchmarks.model: {error}")
         return 2
-    with _choices.forced_route(args.route) if args.route else contextlib.nullcontext():
+    with _choices.forced_impl(args.impl) if args.impl else contextlib.nullcontext():
         steps = sheet.traces(gpu, items, modes)
     codes = sheet.codes_of(gpu, steps, args.workers)
     if args.explain is not None:
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(sheet.explanation(gpu, told, codes))
     found = sheet.rows(gpu, steps, codes)
     print(sheet.table(gpu, found))
-    whole = not (args.cases or args.modes or args.rates or args.route)
+    whole = not (args.cases or args.modes or args.rates or args.impl)
     if folder := args.out or (DEFAULT_RESULTS / "model" if whole else None):
         sheet.write(gpu, found, folder / f"{gpu.name}.csv")
         print(f"cost model in {folder / gpu.name}.csv")

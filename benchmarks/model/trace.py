@@ -322,7 +322,7 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
         log.append(Launch(f"_fused_rms_norm {'x'.join(map(str, x.shape))}", "norm", 0, _touched((x, x, weight))))
         return FusedRMSNorm.apply(x, list(normalized_shape), weight)
 
-    _choices._route.cache_clear()  # of another GPU
+    _choices._impl.cache_clear()  # of another GPU
     patches = [
         instead_of_launches(caught, gpu.arch),
         mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),
@@ -338,7 +338,7 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
         mock.patch.object(F, "dropout", dropout),
     ]
     with contextlib.ExitStack() as stack:
-        stack.callback(_choices._route.cache_clear)
+        stack.callback(_choices._impl.cache_clear)
         for patch in patches:
             stack.enter_context(patch)
         with _Log(log):

@@ -1,11 +1,12 @@
-"""``python -m ckptkern autotune``: measure which route is quickest for each matmul here, with which tiles, and remember it for
-this machine.
+"""``python -m ckptkern autotune``: measure which implementation is quickest for each matmul here, with which tiles, and
+remember it for this machine.
 
-Of every op, dtype, size and number of rows the routes (`ops/dispatch/routes.py`) are checked against float64, then timed in
-turns, forward and backward at "full". Of the quickest routes of kernels the variants follow, the same routes with other tiles:
-those that compile for this GPU without more spills than the default tiles have, and fit into its shared memory, are checked
-and timed likewise, together with the routes that they come from and the default (`race.py`). The table has one row for an op,
-a dtype, a class of sizes, and few or many rows; what replaces the default there is quicker by more than the noise, summed over
+Of every op, dtype, size and number of rows the implementations (`ops/dispatch/implementations.py`) are checked against
+float64, then timed in turns, forward and backward at "full". Of the quickest kernel implementations the variants
+follow, the same implementations with other tiles: those that compile for this GPU without more spills than the default
+tiles have, and fit into its shared memory, are checked and timed likewise, together with the implementations that they
+come from and the default (`race.py`). The table has one row for an op, a dtype, a class of sizes, and few or many rows;
+what replaces the default there is quicker by more than the noise, summed over
 the problems of the row: its medians by MARGIN, and its 80th percentiles below the default's medians.
 """
 
@@ -26,7 +27,7 @@ import torch
 from .. import ops
 from ..conversion.convert import progress
 from ..ops.dispatch import choices as _choices
-from ..ops.dispatch import routes as _routes
+from ..ops.dispatch import implementations as _impls
 from ..ops.dispatch import tuned as _tuned
 from .convert import load, model_and_inputs
 from .race import Outcome, Problem, choice, measure, totals
@@ -42,7 +43,7 @@ Key = tuple[str, str, int, str]  # of a row: its op, dtype, features and rows, a
 
 
 def key_of(problem: Problem, few: bool) -> Key:
-    return problem.op, str(problem.dtype).removeprefix("torch."), _routes.SIZES[problem.size], _tuned.ROWS[few]
+    return problem.op, str(problem.dtype).removeprefix("torch."), _impls.SIZES[problem.size], _tuned.ROWS[few]
 
 
 def sizes_of(problem: Problem) -> list[int]:
@@ -61,9 +62,9 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             rows.append({
                 "op": op, "features": features, "dtype": dtype, "rows": rows_class,
                 "measured": [sizes_of(one.problem) for one in group],
-                "left": list(dict.fromkeys(route for one in group for route in one.left)),
+                "left": list(dict.fromkeys(impl for one in group for impl in one.left)),
                 "timed": list(dict.fromkeys(one.timed for one in group)),
-                "route": choice(*group), "ms": {route: round(ms, 4) for route, ms in medians.items()},
+                "impl": choice(*group), "ms": {impl: round(ms, 4) for impl, ms in medians.items()},
             })  # fmt: skip
     return rows
 
@@ -150,7 +151,7 @@ def finished(rows: Sequence[dict[str, Any]], todo: Sequence[Problem], device: to
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern autotune``."""
     parser.description = (
-        "Measure which route is quickest for each matmul on this machine (our kernels, and with which tiles; cuBLAS and "
+        "Measure which implementation is quickest for each matmul on this machine (our kernels, and which tiles; cuBLAS and "
         "elementwise kernels; one kernel for two matmuls; on a CPU, 16-bit matmuls as they are or through float32), and "
         "write the table that ckptkern then reads. Nothing is tuned unless you ask."
     )
@@ -176,8 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def line(outcome: Outcome) -> str:
     """One problem's result."""
-    parts = [f"{route} {ms:.3g} ms" for route, ms in outcome.medians.items()]
-    parts += [f"{route}: {why}" for route, why in outcome.wrong.items()]
+    parts = [f"{impl} {ms:.3g} ms" for impl, ms in outcome.medians.items()]
+    parts += [f"{impl}: {why}" for impl, why in outcome.wrong.items()]
     parts += [f"the time is over, {len(outcome.left)} not tried"] if outcome.left else []
     few = " (few rows)" if outcome.few else ""
     return f"{str(outcome.problem) + few:44} {'; '.join(parts) or 'nothing ran'}; timed: {outcome.timed}"
@@ -226,7 +227,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"removed {file}" if known else f"there is no table of this machine: {file}")
         return 0
     try:
-        with ops.backend("auto"):  # whatever CKPTKERN_BACKEND says: routes of kernels are what a table is for
+        with ops.backend("auto"):  # whatever CKPTKERN_BACKEND says: kernel implementations are what a table is for
             todo, before = problems(args, device), valid_rows(file, machine)
             todo.sort(key=finished(before, todo, device).__contains__)
         if not args.dry_run:
@@ -251,8 +252,8 @@ def main(args: argparse.Namespace) -> int:
     if left_over := unreached(len(todo), outcomes):
         print(left_over)
     for row in rows:
-        place = _routes.SIZES.index(row["features"])
-        print(f"{row['op']} {row['dtype']}, {_routes.size_text(place, row['rows'] == 'few')}: {row['route']}")
+        place = _impls.SIZES.index(row["features"])
+        print(f"{row['op']} {row['dtype']}, {_impls.size_text(place, row['rows'] == 'few')}: {row['impl']}")
     if args.dry_run or not rows:
         print("nothing is written")
         return 0 if rows else 1

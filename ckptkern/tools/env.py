@@ -37,7 +37,7 @@ def collect() -> dict[str, Any]:
         "C launchers": _launchers(),
         "fp32_precision": _fp32_precision(),
         "sdpa": _sdpa(),
-        "tuned routes": _tuned_routes(),
+        "tuned implementations": _tuned_impls(),
     }
 
 
@@ -196,10 +196,10 @@ def _sdpa() -> dict[str, bool]:
 
 
 @_or_missing
-def _tuned_routes() -> dict[str, Any]:
-    """Of each device its table, if `python -m ckptkern autotune` wrote one: the route of every op, dtype and size, with its
-    tiles; or why it is not used."""
-    from ..ops.dispatch import routes as _routes
+def _tuned_impls() -> dict[str, Any]:
+    """Of each device its table, if `python -m ckptkern autotune` wrote one: the implementation of every op, dtype and
+    size, with its tiles; or why it is not used."""
+    from ..ops.dispatch import implementations as _impls
     from ..ops.dispatch import tuned as _tuned
 
     answer = {}
@@ -209,8 +209,8 @@ def _tuned_routes() -> dict[str, Any]:
         try:
             table = _tuned.read(file, _tuned.machine(device, index))
             answer[device] = {"table": str(file)} | {
-                f"{op} {dtype}, {_routes.size_text(size, few)}": route
-                for (op, dtype, size, few), route in sorted(table.items())
+                f"{op} {dtype}, {_impls.size_text(size, few)}": impl
+                for (op, dtype, size, few), impl in sorted(table.items())
             }
         except FileNotFoundError:
             answer[device] = "none: python -m ckptkern autotune"

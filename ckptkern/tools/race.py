@@ -1,4 +1,4 @@
-"""The routes of one matmul and their tiles: checked against float64, then timed in turns."""
+"""The implementations of one matmul and their tiles: checked against float64, then timed in turns."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.dispatch import choices as _choices
-from ..ops.dispatch import routes as _routes
+from ..ops.dispatch import implementations as _impls
 from ..planning.timing import Clock, cache_of, captured, copies
 from .compiling import Built, built
 from .selftest import error_ratio, gradients, relative_errors
 
 MARGIN = 0.03  # of the default's median
 ROUNDS, ENOUGH = 30, 5
-REACH = 0.1  # routes that are this much slower than the quickest have their tiles tried, too
+REACH = 0.1  # implementations that are this much slower than the quickest have their tiles tried, too
 CHECKED_ROWS, CHECKED_RESULTS = 256, 2**22  # of a matmul; on a GPU so many that tiles are those of many rows
 ERROR_AT_MOST = 2.0  # in units of eager's own: the rule of selftest and of the benchmarks
 
 
 class Problem(NamedTuple):
     """What is timed: an op at a size. features, hidden, out: of its input, of the layer between (linear_act: 0), of its output,
-    as choose_route has them."""
+    as choose_impl has them."""
 
     op: str
     features: int
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 
     @property
     def size(self) -> int:
-        return _routes.size_class(max(self.features, self.out))
+        return _impls.size_class(max(self.features, self.out))
 
     def key(self, device: torch.device) -> tuple:
         """(backend, device type, index, dtype, size): what it has in common with the ops' other matmuls of that size."""
@@ -58,8 +58,9 @@ class Problem(NamedTuple):
 
 @dataclass
 class Outcome:
-    """ms of every round by route; same: tiles with which this problem runs the kernels of their route; wrong: what was not
-    timed, and why; left: what the time did not suffice for. few: its rows are. timed: how."""
+    """ms of every round by implementation; same: tiles with which this problem runs the kernels of their
+    implementation; wrong: what was not timed, and why; left: what the time did not suffice for. few: its rows are.
+    timed: how."""
 
     problem: Problem
     default: str
@@ -72,27 +73,27 @@ class Outcome:
 
     @property
     def medians(self) -> dict[str, float]:
-        return {route: statistics.median(times) for route, times in self.ms.items()}
+        return {impl: statistics.median(times) for impl, times in self.ms.items()}
 
-    def times(self, route: str) -> list[float]:
-        return self.ms.get(route.partition(":")[0] if route in self.same else route, [])
+    def times(self, impl: str) -> list[float]:
+        return self.ms.get(impl.partition(":")[0] if impl in self.same else impl, [])
 
 
 def totals(outcomes: Sequence[Outcome], of: Callable[[list[float]], float]) -> dict[str, float]:
-    """By route the sum over these problems, if it was timed in all of them. of: a problem's figure, of its rounds."""
-    routes = dict.fromkeys(route for one in outcomes for route in (*one.ms, *one.same))
-    times = {route: [one.times(route) for one in outcomes] for route in routes}
-    return {route: sum(map(of, rounds)) for route, rounds in times.items() if all(rounds)}
+    """By implementation the sum over these problems, if it was timed in all of them. of: a problem's figure, of its rounds."""
+    impls = dict.fromkeys(impl for one in outcomes for impl in (*one.ms, *one.same))
+    times = {impl: [one.times(impl) for one in outcomes] for impl in impls}
+    return {impl: sum(map(of, rounds)) for impl, rounds in times.items() if all(rounds)}
 
 
 def choice(*outcomes: Outcome) -> str:
-    """The route that the table gets for problems of one row, those of an op, dtype and size."""
+    """The implementation that the table gets for problems of one row, those of an op, dtype and size."""
     medians = totals(outcomes, statistics.median)
     late = totals(outcomes, lambda times: sorted(times)[int(0.8 * (len(times) - 1))])
     default, base = outcomes[0].default, outcomes[0].default.partition(":")[0]
-    saved = default if default in medians else base  # for tiles that were not timed, their route
+    saved = default if default in medians else base  # for tiles that were not timed, their implementation
     limit = medians.get(saved, math.inf)
-    surely = [route for route, ms in medians.items() if ms < (1 - MARGIN) * limit and late[route] < limit]
+    surely = [impl for impl, ms in medians.items() if ms < (1 - MARGIN) * limit and late[impl] < limit]
     return min(surely, key=medians.__getitem__, default=saved)
 
 
@@ -124,7 +125,7 @@ def forward(problem: Problem, t: dict[str, Tensor]) -> Tensor:
 
 
 def checker(problem: Problem, t: dict[str, Tensor]) -> Callable[[str], str | None]:
-    """Says what is wrong with a route's results, by the rule of error_ratio."""
+    """Says what is wrong with an implementation's results, by the rule of error_ratio."""
 
     def found(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         y = forward(problem, tensors)
@@ -133,13 +134,13 @@ def checker(problem: Problem, t: dict[str, Tensor]) -> Callable[[str], str | Non
 
     @functools.cache
     def references() -> tuple:
-        with ops.backend("eager"), _choices.forced_route("eager"):
+        with ops.backend("eager"), _choices.forced_impl("eager"):
             exact = found({name: one.detach().double().requires_grad_() for name, one in t.items()})
             return exact, relative_errors(found(t), exact)
 
-    def fault(route: str) -> str | None:
+    def fault(impl: str) -> str | None:
         exact, eager = references()
-        with _choices.forced_route(route):
+        with _choices.forced_impl(impl):
             ratio, worst = error_ratio(relative_errors(found(t), exact), eager, problem.dtype)
         return None if ratio <= ERROR_AT_MOST else f"error of {worst} {ratio:.1f} times eager's"
 
@@ -163,10 +164,11 @@ def operands_of(problem: Problem, device: torch.device) -> Operands:
 
 @dataclass
 class Timed:
-    """Forward and backward by a route, on its operands interleaved. It runs once when it is made; calling it gives ms."""
+    """Forward and backward by an implementation, on its operands interleaved. It runs once when it is made; calling it
+    gives ms."""
 
     problem: Problem
-    route: str
+    impl: str
     operands: Operands
     clock: Clock
     turn: int = 0
@@ -178,7 +180,7 @@ class Timed:
     def once(self) -> None:
         leaves, dy = self.operands[self.turn % len(self.operands)]
         self.turn += 1
-        with _choices.forced_route(self.route):
+        with _choices.forced_impl(self.impl):
             torch.autograd.grad(forward(self.problem, leaves), list(leaves.values()), dy)
 
     def each(self) -> None:
@@ -206,14 +208,14 @@ def unfit(own: Sequence[Built], default: Sequence[Built], limit: int) -> str | N
 
 
 class Race:
-    """The routes of one problem: checked, then timed in turns. timer: what Timed is."""
+    """The implementations of one problem: checked, then timed in turns. timer: what Timed is."""
 
     def __init__(self, outcome: Outcome, device: torch.device, timer=None):
         self.outcome, self.device, self.clock = outcome, device, Clock(device)
         self.timer = timer or functools.partial(Timed, clock=self.clock)
         self.problem, self.steps = outcome.problem, {}
         self.compiled = functools.cache(self._compiled)
-        self.not_captured = ""  # which route, and why
+        self.not_captured = ""  # which implementation, and why
 
     @functools.cached_property
     def operands(self) -> Operands:
@@ -237,47 +239,49 @@ class Race:
 
         return device_shared_memory(self.device.index) if self.device.type == "cuda" else None
 
-    def _compiled(self, route: str) -> list[Built]:
-        """The matmuls that a step launches by that route."""
+    def _compiled(self, impl: str) -> list[Built]:
+        """The matmuls that a step launches by that implementation."""
         from ..triton_kernels.tile import device_arch
 
         def call() -> None:
-            with _choices.forced_route(route):
+            with _choices.forced_impl(impl):
                 leaves, dy = self.operands[0]
                 torch.autograd.grad(forward(self.problem, leaves), list(leaves.values()), dy)
 
         return built(call, device_arch(self.device.index))
 
-    def pruned(self, route: str) -> bool:
+    def pruned(self, impl: str) -> bool:
         """Is there nothing to time? Variants that this problem's kernels have not are left out without a word."""
-        base, _, variant = route.partition(":")
+        base, _, variant = impl.partition(":")
         if not variant or self.shared_memory is None:
             return False
-        own, default = self.compiled(route), self.compiled(base)
+        own, default = self.compiled(impl), self.compiled(base)
         if set(own) == set(default):
-            self.outcome.same.append(route)
+            self.outcome.same.append(impl)
             return True
         if why := unfit(own, default, self.shared_memory):
-            self.outcome.wrong[route] = why
+            self.outcome.wrong[impl] = why
         return bool(why)
 
-    def enter(self, route: str) -> None:
-        """Takes the route in, unless it is pruned, wrong, or fails."""
+    def enter(self, impl: str) -> None:
+        """Takes the implementation in, unless it is pruned, wrong, or fails."""
         try:
-            if self.pruned(route):
+            if self.pruned(impl):
                 return
-            if wrong := self.fault(route):
-                self.outcome.wrong[route] = wrong
+            if wrong := self.fault(impl):
+                self.outcome.wrong[impl] = wrong
                 return
-            step = self.timer(self.problem, route, self.operands)
+            step = self.timer(self.problem, impl, self.operands)
             step()
-            self.steps[route] = step
-        except Exception as error:  # what does not compile here, or lacks memory, costs its route alone, and is printed
-            self.outcome.wrong[route] = one_line(error)
+            self.steps[impl] = step
+        except (
+            Exception
+        ) as error:  # what does not compile here, or lacks memory, costs its implementation alone, and is printed
+            self.outcome.wrong[impl] = one_line(error)
 
     def capture(self) -> None:
-        """CUDA graphs of all steps, or of none where one cannot be captured, since routes are timed alike."""
-        for route, step in self.steps.items():
+        """CUDA graphs of all steps, or of none where one cannot be captured, since implementations are timed alike."""
+        for impl, step in self.steps.items():
             if self.not_captured:
                 return
             try:
@@ -285,8 +289,8 @@ class Race:
                     step.capture(self.pool)
             except (
                 Exception
-            ) as error:  # whatever the route does that no graph can hold; the line of the problem says so
-                self.not_captured = f"{route} is not captured, {one_line(error)}"
+            ) as error:  # whatever the implementation does that no graph can hold; the line of the problem says so
+                self.not_captured = f"{impl} is not captured, {one_line(error)}"
                 for one in self.steps.values():
                     one.replay = None
 
@@ -304,18 +308,18 @@ class Race:
         """The rounds of all that has entered, for `patience` seconds at most, in place of earlier ones."""
         if self.device.type == "cuda":
             self.capture()
-        times: dict[str, list[float]] = {route: [] for route in self.steps}
+        times: dict[str, list[float]] = {impl: [] for impl in self.steps}
         start = time.perf_counter()
         for done in range(ROUNDS if len(self.steps) > 1 else 1):
             if done >= ENOUGH and time.perf_counter() - start > patience:
                 break
-            for route, step in list(self.steps.items()):
+            for impl, step in list(self.steps.items()):
                 try:
-                    times[route].append(step())
+                    times[impl].append(step())
                 except Exception as error:  # as above: the others go on
-                    self.outcome.wrong[route] = one_line(error)
-                    del self.steps[route], times[route]
-                    self.outcome.ms.pop(route, None)
+                    self.outcome.wrong[impl] = one_line(error)
+                    del self.steps[impl], times[impl]
+                    self.outcome.ms.pop(impl, None)
         self.outcome.ms |= times
         self.outcome.timed = self.how()
 
@@ -324,14 +328,14 @@ def measure(
     problem: Problem, device: torch.device, patience: float, deadline: float = math.inf, timer=None,
     say: Callable[[str], None] = lambda stage: None,
 ) -> Outcome:  # fmt: skip
-    """Routes with the default tiles, the default first, then the tiles of the quickest of them, each timed for half of
+    """Implementations with the default tiles, the default first, then the tiles of the quickest of them, each timed for half of
     `patience` seconds.
 
     Nothing more is tried after `deadline`, of time.perf_counter. say: is told what is being done.
     """
     key = problem.key(device)
     few = problem.few(device)
-    outcome = Outcome(problem, _choices.default_route(problem.op, *key, few), few=few)
+    outcome = Outcome(problem, _choices.default_impl(problem.op, *key, few), few=few)
     names = _choices.candidates(*key[:-1])
     race = Race(outcome, device, timer)
 

@@ -20,7 +20,7 @@ from benchmarks.model import calibrate, estimate, published, rates, sass, sheet,
 from benchmarks.model.__main__ import main
 from ckptkern.benchmarks import cases, measure
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.dispatch import implementations as _impls
 
 H200, A100 = rates.GPUS["h200"], rates.GPUS["a100"]
 BY_NAME = {case.name: case for case in cases.CASES}
@@ -220,7 +220,7 @@ def test_everything_is_as_before_afterwards():
     assert before == after
 
 
-# -- estimates ------------------------------------------------------------------------------------------------------------
+# -- estimates ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpu", rates.GPUS.values(), ids=lambda gpu: gpu.name)
@@ -616,33 +616,33 @@ def test_arguments_that_make_no_sense(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_route_instead_of_the_tables(monkeypatch, capsys):
+def test_an_implementation_instead_of_the_tables(monkeypatch, capsys):
     seen = []
 
     def traces(gpu, items, modes):
         with trace.as_on(gpu):
             x = torch.empty(16384, 64, dtype=torch.bfloat16, device="meta")
-            seen.append(_choices.choose_route("mlp", x, 64, 64, 64))
+            seen.append(_choices.choose_impl("mlp", x, 64, 64, 64))
         return {}
 
     monkeypatch.setattr(sheet, "traces", traces)
-    for route in ([], ["--route", "triton:256x128"]):
-        assert main(["--cases", "mlp", *route]) == 0
+    for impl in ([], ["--impl", "triton:256x128"]):
+        assert main(["--cases", "mlp", *impl]) == 0
     assert seen == ["triton", "triton:256x128"]
     with pytest.raises(SystemExit):
-        main(["--route", "triton:96x96"])
+        main(["--impl", "triton:96x96"])
     assert "triton:96x96" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
-def test_routes_are_those_of_the_gpu(gpu):
+def test_implementations_are_those_of_the_gpu(gpu):
     gpu = rates.GPUS[gpu]
     for size, rows in itertools.product((256, 1024, 4096), (128, 16384)):
         x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
         for op in ("linear_act", "mlp", "gated_mlp"):
             with trace.as_on(gpu):
-                chosen = _choices.choose_route(op, x, size, size, size)
-            assert chosen == _routes.default_route(op, gpu.capability, 2, _routes.size_class(size), rows == 128)
+                chosen = _choices.choose_impl(op, x, size, size, size)
+            assert chosen == _impls.default_impl(op, gpu.capability, 2, _impls.size_class(size), rows == 128)
 
 
 # -- published figures -------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_dropout_of_packed_sequences():
         torch.testing.assert_close(*made)
 
 
-# -- tensor parallelism -------------------------------------------------------------------------------------------------------
+# -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
 def _check_parallel(rank: int) -> None:

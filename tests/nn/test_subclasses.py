@@ -54,7 +54,7 @@ def test_quantized_weights_in_torchs_linear(name, caplog):
     assert any("Int8Weight has operations of its own" in record.message for record in caplog.records)
 
 
-# -- CausalBias -------------------------------------------------------------------------------------------------------------
+# -- CausalBias --------------------------------------------------------------------------------------------------------
 
 BIASES = {"upper-left": bias.causal_upper_left, "lower-right": bias.causal_lower_right}
 
@@ -117,7 +117,7 @@ def test_a_causal_bias_in_llama(composed, make_bias):
             assert_same_within_rounding(made, gradients(lambda t, m=module: m(t["x"]), x))
 
 
-# -- jagged nested tensors, which torch's modules take -------------------------------------------------------------------------
+# -- jagged nested tensors, which torch's modules take -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Linear", "LinearStack", "MLP", "GatedMLP", "Dropout"])
@@ -127,7 +127,7 @@ def test_jagged_rows(name):
     torch.testing.assert_close(module(x).values(), module(x.values()))
 
 
-# -- DTensor ------------------------------------------------------------------------------------------------------------------
+# -- DTensor -----------------------------------------------------------------------------------------------------------
 
 
 def _check_sharded(rank: int) -> None:

@@ -699,7 +699,7 @@ def test_varlen_like_each_sequence(window, kv_heads, backend):
         assert_same_within_rounding(gradients(packed, tensors), expected)
 
 
-# -- options of attention_block -----------------------------------------------------------------------------------------
+# -- options of attention_block ----------------------------------------------------------------------------------------
 
 BLOCKS = {
     "slopes": {"slopes": (4,)},
@@ -935,7 +935,7 @@ def test_sequences_outside_of_the_rows(bounds):
         ckptkern.varlen_attn(rows, rows, rows, cu, cu, 9, 9)
 
 
-# -- torch's own kernel as the core ---------------------------------------------------------------------------------------
+# -- torch's own kernel as the core ------------------------------------------------------------------------------------
 
 HEADS = (2, 4, 128, 64)
 CORES = {

@@ -273,7 +273,7 @@ def test_routing_does_not_depend_on_the_mode(mode):
     assert not {"aten::sort", "aten::searchsorted"} & {event.name for event in profile.function_events}
 
 
-# -- what is saved, and what runs ---------------------------------------------------------------------------------------
+# -- what is saved, and what runs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

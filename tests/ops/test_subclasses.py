@@ -18,7 +18,7 @@ from ckptkern.ops.dispatch import choices as _choices
 pytestmark = pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
 
 
-# -- CausalBias -----------------------------------------------------------------------------------------------------------
+# -- CausalBias --------------------------------------------------------------------------------------------------------
 
 LENGTHS = [(lengths, "eager") for lengths in ((4, 6), (6, 4), (5, 5), (1, 7), (40, 70), (70, 40))]
 # within a tile, several tiles, and a tile of rows that see nothing
@@ -164,7 +164,7 @@ def test_a_causal_bias_of_a_block_is_is_causal(make_bias, mask_is_exclusion):
         block(t, attn_mask=bias.causal_lower_right(5, 6))
 
 
-# -- operations of their own ------------------------------------------------------------------------------------------------
+# -- operations of their own -------------------------------------------------------------------------------------------
 
 
 def weight(*shape) -> Tensor:
@@ -307,7 +307,7 @@ def test_dropout_of_a_subclass_is_torchs():
     assert 0.6 < (y != 0).float().mean() < 0.9
 
 
-# -- jagged nested tensors ----------------------------------------------------------------------------------------------------
+# -- jagged nested tensors ---------------------------------------------------------------------------------------------
 
 
 def jagged() -> Tensor:

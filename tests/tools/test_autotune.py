@@ -19,7 +19,7 @@ from ckptkern import triton_kernels
 from ckptkern.__main__ import main
 from ckptkern.memory import peak_memory
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.dispatch import tuned as _tuned
 from ckptkern.tools import autotune, race
 from ckptkern.tools.compiling import Built
@@ -42,20 +42,20 @@ def cache(tmp_path, monkeypatch):
 def forget() -> None:
     """As a process that starts."""
     _tuned.table.cache_clear()
-    _choices._route.cache_clear()
+    _choices._impl.cache_clear()
 
 
-def route(dtype=FP16, features=24, op="mlp", device="cpu", rows=9000) -> str:
+def impl(dtype=FP16, features=24, op="mlp", device="cpu", rows=9000) -> str:
     x = torch.empty(rows, features, dtype=dtype, device=device)
-    return _choices.choose_route(op, x, features, 40, features)
+    return _choices.choose_impl(op, x, features, 40, features)
 
 
 def file_of_this_machine():
     return _tuned.path("cpu", None)
 
 
-def write(route="wide", rows="many", **changes) -> None:
-    row = {"op": "mlp", "dtype": "float16", "features": 256, "rows": rows, "route": route}
+def write(impl="wide", rows="many", **changes) -> None:
+    row = {"op": "mlp", "dtype": "float16", "features": 256, "rows": rows, "impl": impl}
     _tuned.write(file_of_this_machine(), _tuned.machine("cpu", None) | changes, [row])
     forget()
 
@@ -64,10 +64,10 @@ def write(route="wide", rows="many", **changes) -> None:
 
 
 def planned(ms: dict[str, list[float]]):
-    """A timer whose routes take these ms, again and again."""
+    """A timer whose implementations take these ms, again and again."""
 
-    def timer(problem, route, t):
-        times = iter(ms[route] * 1000)
+    def timer(problem, impl, t):
+        times = iter(ms[impl] * 1000)
         return lambda: next(times)
 
     return timer
@@ -83,7 +83,7 @@ def planned(ms: dict[str, list[float]]):
         ({"eager": [10.0, 30.0], "wide": [5.0]}, "wide"),
     ],
 )
-def test_a_route_has_to_be_surely_quicker(ms, chosen):
+def test_an_implementation_has_to_be_surely_quicker(ms, chosen):
     assert autotune.choice(autotune.measure(PROBLEM, CPU, 60, timer=planned(ms))) == chosen
 
 
@@ -91,7 +91,7 @@ KERNELS = _choices.candidates("triton", "cpu", None, FP16)
 
 
 def raced(ms: dict[str, float], **options) -> autotune.Outcome:
-    """Of the routes of kernels, which take 5 ms unless `ms` says another time."""
+    """Of the kernel implementations, which take 5 ms unless `ms` says another time."""
     with ckptkern.backend("triton"):
         return autotune.measure(
             MANY, CPU, 60, timer=planned({name: [ms.get(name, 5.0)] for name in KERNELS}), **options
@@ -101,25 +101,25 @@ def raced(ms: dict[str, float], **options) -> autotune.Outcome:
 @pytest.mark.parametrize("slow", ["triton", "persistent", "library"])
 def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
     """The default among them, too."""
-    ms = {name: 9.0 if name == slow else 1.0 + n for n, name in enumerate(_routes.OF_KERNELS)}
+    ms = {name: 9.0 if name == slow else 1.0 + n for n, name in enumerate(_impls.OF_KERNELS)}
     first, second = (raced(ms) for _ in range(2))
-    assert set(_routes.OF_KERNELS) <= first.ms.keys()
+    assert set(_impls.OF_KERNELS) <= first.ms.keys()
     assert autotune.choice(first) == autotune.choice(second) == ("persistent" if slow == "triton" else "triton")
 
 
 # -- tiles
 
 
-def test_tiles_of_the_quickest_routes_are_timed_beside_them():
-    """Two routes are near, and so is cuBLAS's, which has no tiles."""
+def test_tiles_of_the_quickest_implementations_are_timed_beside_them():
+    """Two implementations are near, and so is cuBLAS's, which has no tiles."""
     said = []
     outcome = raced(
         {"triton": 1.05, "persistent": 1.0, "dual": 1.2, "library": 1.0, "persistent:256x128": 0.9}, say=said.append
     )
-    tried = {*_routes.with_tiles("triton", 90), *_routes.with_tiles("persistent", 90)}
-    assert outcome.ms.keys() == {*_routes.OF_KERNELS, *tried}
+    tried = {*_impls.with_tiles("triton", 90), *_impls.with_tiles("persistent", 90)}
+    assert outcome.ms.keys() == {*_impls.OF_KERNELS, *tried}
     [row] = autotune.rows_of([outcome])
-    assert autotune.choice(outcome) == row["route"] == "persistent:256x128"
+    assert autotune.choice(outcome) == row["impl"] == "persistent:256x128"
     assert row["ms"]["persistent:256x128"] == 0.9
     assert f"{MANY}: persistent:256x128" in said
     assert "persistent:256x128 0.9 ms" in autotune.line(outcome)
@@ -179,23 +179,23 @@ class Minutes:
         self.said.append(text)
 
 
-@pytest.mark.parametrize("minutes", [1, 3, len(_routes.OF_KERNELS), len(_routes.OF_KERNELS) + 2])
+@pytest.mark.parametrize("minutes", [1, 3, len(_impls.OF_KERNELS), len(_impls.OF_KERNELS) + 2])
 def test_no_candidate_after_the_deadline(minutes, monkeypatch):
-    """It is looked at before each, whether route or tiles. The default comes first, since all are compared with it."""
-    monkeypatch.setattr(_choices, "default_route", lambda *key: "dual")
+    """It is looked at before each, whether implementation or tiles. The default comes first, since all are compared with it."""
+    monkeypatch.setattr(_choices, "default_impl", lambda *key: "dual")
     clock = Minutes(monkeypatch)
     outcome = raced({"triton": 1.0, "triton:128x256": 0.5}, deadline=minutes - 0.5, say=clock.say)
     assert len(clock.said) == len(outcome.ms) == minutes
     assert clock.said[0] == f"{MANY}: dual"
     best = "triton" if minutes > 1 else "dual"
-    assert set(outcome.left) == {*_routes.OF_KERNELS, *_routes.with_tiles(best, 90)} - outcome.ms.keys()
+    assert set(outcome.left) == {*_impls.OF_KERNELS, *_impls.with_tiles(best, 90)} - outcome.ms.keys()
     assert f"the time is over, {len(outcome.left)} not tried" in autotune.line(outcome)
     assert autotune.choice(outcome) == ("triton:128x256" if "triton:128x256" in outcome.ms else best)
     assert [row["left"] for row in autotune.rows_of([outcome])] == ([outcome.left] if minutes > 1 else [])
 
 
 def test_what_is_tuned_is_what_runs(monkeypatch, capsys):
-    """From the table's file: the route, its tiles in forward and backward, and what `env` says."""
+    """From the table's file: the implementation, its tiles in forward and backward, and what `env` says."""
     tiles = []
     for name in ("linear_fwd", "act_grad"):
         whole = getattr(triton_kernels, name)
@@ -206,7 +206,7 @@ def test_what_is_tuned_is_what_runs(monkeypatch, capsys):
         )
     write("triton:256x128", "few")
     with ckptkern.backend("triton"):
-        assert [route(rows=rows) for rows in (4, 9000)] == ["triton:256x128", "triton"]
+        assert [impl(rows=rows) for rows in (4, 9000)] == ["triton:256x128", "triton"]
         problem = PROBLEM._replace(tokens=4)
         y = race.forward(problem, race.tensors_of(problem, CPU, 4))
     y.sum().backward()
@@ -227,10 +227,10 @@ def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
         "triton:256x128": [forward, backward._replace(stack=16)],
         "triton:64x256": [forward, backward._replace(shared=10_001)],
     }
-    monkeypatch.setattr(race.Race, "_compiled", lambda race, route: compiled.get(route, [forward, backward]))
+    monkeypatch.setattr(race.Race, "_compiled", lambda race, impl: compiled.get(impl, [forward, backward]))
     monkeypatch.setattr(race.Race, "shared_memory", 10_000)
     outcome = raced({"persistent": 9.0, "dual": 9.0, "triton:64x256": 0.1})
-    assert outcome.ms.keys() == {*_routes.OF_KERNELS, "triton:128x128"}  # 128x64 and 64x128 are the default tiles here
+    assert outcome.ms.keys() == {*_impls.OF_KERNELS, "triton:128x128"}  # 128x64 and 64x128 are the default tiles here
     assert outcome.wrong == {
         "triton:128x256": "_linear_fwd_kernel of 128x256x64 spills 4 bytes",
         "triton:256x128": "_act_grad_kernel of 128x128x64 spills 16 bytes",
@@ -275,12 +275,12 @@ def test_pruning_reads_what_the_compiler_made():
 
 @pytest.mark.parametrize(("library", "chosen"), [(0.999, "triton:128x128"), (0.9, "library")])
 def test_a_default_with_tiles_that_a_problem_does_not_use(library, chosen, monkeypatch):
-    """Rows of odd length run the default ones. Its route stands in for it."""
-    monkeypatch.setattr(_choices, "default_route", lambda *key: "triton:128x128")
-    monkeypatch.setattr(race.Race, "_compiled", lambda race, route: [Built("kernel", "default", 0, 9000)])
+    """Rows of odd length run the default ones. Its implementation stands in for it."""
+    monkeypatch.setattr(_choices, "default_impl", lambda *key: "triton:128x128")
+    monkeypatch.setattr(race.Race, "_compiled", lambda race, impl: [Built("kernel", "default", 0, 9000)])
     monkeypatch.setattr(race.Race, "shared_memory", 10_000)
     outcome = raced({"triton": 1.0, "library": library})
-    assert outcome.ms.keys() == set(_routes.OF_KERNELS)
+    assert outcome.ms.keys() == set(_impls.OF_KERNELS)
     assert autotune.choice(outcome) == chosen
 
 
@@ -301,13 +301,13 @@ def timed(features: int, default: str = "triton", **ms: float) -> autotune.Outco
 def test_problems_of_one_row_choose_together(first, second, chosen):
     for pair in ((first, second), (second, first)):
         [row] = autotune.rows_of([timed(features, **ms) for features, ms in zip((140, 200), pair, strict=True)])
-        assert row["route"] == chosen
+        assert row["impl"] == chosen
         assert row["measured"] == [[140, 40, 140, 32], [200, 40, 200, 32]]
     assert len(autotune.rows_of([timed(140, **first), timed(300, **second)])) == 2
 
 
 def test_tiles_that_one_problem_of_a_row_does_not_use():
-    """There they take the time of their route."""
+    """There they take the time of their implementation."""
     odd, even = timed(141, triton=1.0), timed(200, triton=5.0)
     odd.same, even.ms["triton:128x128"] = ["triton:128x128"], [4.0]
     assert autotune.choice(odd, even) == "triton:128x128"
@@ -324,20 +324,20 @@ def test_what_is_printed_is_what_the_table_has(monkeypatch, capsys):
     )
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "200x40,140x40", "--tokens", "16"]) == 0
     forget()
-    assert route() == "eager"
+    assert impl() == "eager"
     assert capsys.readouterr().out.count("mlp float16, up to 256 features: eager\n") == 1
 
 
-def test_a_wrong_route_is_not_timed(monkeypatch):
-    monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: _routes.eager.mm(a, b, **out) * 1.01))
+def test_a_wrong_implementation_is_not_timed(monkeypatch):
+    monkeypatch.setattr(_impls.Wide, "mm", staticmethod(lambda a, b, **out: _impls.eager.mm(a, b, **out) * 1.01))
     outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0], "wide": [1.0]}))
     assert autotune.choice(outcome) == "eager"
     assert outcome.ms.keys() == {"eager"}
     assert "times eager's" in outcome.wrong["wide"]
 
 
-def test_a_route_that_fails_costs_itself_alone(monkeypatch):
-    monkeypatch.setattr(_routes.Wide, "mm", staticmethod(lambda a, b, **out: 1 / 0))
+def test_an_implementation_that_fails_costs_itself_alone(monkeypatch):
+    monkeypatch.setattr(_impls.Wide, "mm", staticmethod(lambda a, b, **out: 1 / 0))
     outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0]}))
     assert outcome.wrong == {"wide": "ZeroDivisionError: division by zero"}
     assert autotune.choice(outcome) == "eager"
@@ -381,23 +381,23 @@ def wide_is_quicker(monkeypatch):
 
 
 def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
-    assert route() == "eager"
+    assert impl() == "eager"
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
     assert "mlp 24x40x24 float16, 16 tokens" in capsys.readouterr().out
-    assert route() == "eager"  # of this process the table is read
+    assert impl() == "eager"  # of this process the table is read
     forget()
-    assert route() == "wide"
-    assert [route(BF16), route(features=257), route(op="gated_mlp"), route(torch.float32)] == ["eager"] * 4
+    assert impl() == "wide"
+    assert [impl(BF16), impl(features=257), impl(op="gated_mlp"), impl(torch.float32)] == ["eager"] * 4
     assert main(["autotune", "--ops", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
     forget()
-    assert [route(), route(op="gated_mlp")] == ["wide", "wide"]  # the earlier rows stay
+    assert [impl(), impl(op="gated_mlp")] == ["wide", "wide"]  # the earlier rows stay
     assert main(["env"]) == 0
     printed = capsys.readouterr().out
     assert f"table: {file_of_this_machine()}\n" in printed
     assert "mlp float16, up to 256 features: wide\n" in printed
     assert main(["autotune", "--reset"]) == 0
     forget()
-    assert route() == "eager"
+    assert impl() == "eager"
     assert main(["autotune", "--reset"]) == 0
     assert "there is no table" in capsys.readouterr().out
 
@@ -458,28 +458,28 @@ def test_shapes_that_are_none(shapes, capsys):
         (lambda file: write(device="another"), "it was made for device another, not "),
         (lambda file: write(torch="1.0"), "it was made for torch 1.0, not "),
         (lambda file: write(ckptkern="0.0.1"), "it was made for ckptkern 0.0.1, not "),
-        (lambda file: write("warp"), "it names routes that do not exist: warp"),
-        (lambda file: write("triton:96x96"), "it names routes that do not exist: triton:96x96"),
+        (lambda file: write("warp"), "it names implementations that do not exist: warp"),
+        (lambda file: write("triton:96x96"), "it names implementations that do not exist: triton:96x96"),
         (
             lambda file: file.write_text(file.read_text().replace('"format": 3', '"format": 2')),
             "another version of ckptkern wrote it: its format is 2, not 3",
         ),
-        (lambda file: write(["wide"]), "it is damaged (TypeError: a route that is no string"),
+        (lambda file: write(["wide"]), "it is damaged (TypeError: an implementation that is no string"),
         (lambda file: (file.unlink(), file.mkdir()), "[Errno 21] Is a directory"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_once(spoil, why, capsys):
     write()
-    assert route() == "wide"
+    assert impl() == "wide"
     spoil(file_of_this_machine())
     forget()
     with pytest.warns(UserWarning, match=re.escape(why)) as said:
-        assert route() == "eager"
+        assert impl() == "eager"
     assert len(said) == 1
     assert f"{file_of_this_machine()} is not used, because {why}" in str(said[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert route(features=2000) == "eager"
+        assert impl(features=2000) == "eager"
     assert main(["env"]) == 0
     assert f"is not used: {why}" in capsys.readouterr().out
 
@@ -488,8 +488,8 @@ def test_without_a_home_nothing_is_tuned(monkeypatch):
     monkeypatch.delenv("CKPTKERN_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(_tuned.Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
-    with pytest.warns(UserWarning, match="the table of tuned routes is not used, because Could not determine"):
-        assert route() == "eager"
+    with pytest.warns(UserWarning, match="the table of tuned implementations is not used, because Could not determine"):
+        assert impl() == "eager"
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monkeypatch, capsys):
@@ -519,7 +519,7 @@ def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, cap
         said = "the time is over: 1 of 2 matmuls were not reached, and 0 only in part. The same command again begins with them"
         assert said in capsys.readouterr().out
     forget()
-    assert [route(features=features) for features in (24, 300)] == ["wide", "wide"]
+    assert [impl(features=features) for features in (24, 300)] == ["wide", "wide"]
     clock.minute = 0
     assert main(["autotune", *arguments[:-1], "9"]) == 0
     assert "the time is over" not in capsys.readouterr().out
@@ -584,10 +584,10 @@ def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         main(["autotune", "--ops", "mlp", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"])
     forget()
-    assert [route(), route(op="gated_mlp")] == ["wide", "eager"]
+    assert [impl(), impl(op="gated_mlp")] == ["wide", "eager"]
 
 
-def test_a_route_that_fails_later_is_dropped():
+def test_an_implementation_that_fails_later_is_dropped():
     def timer(problem, name, t):
         times = iter([1.0, 1.0] if name == "wide" else [5.0] * 99)
         return lambda: next(times)
@@ -598,24 +598,24 @@ def test_a_route_that_fails_later_is_dropped():
 
 
 def test_a_row_that_does_not_apply_is_passed_over():
-    """A table of routes of kernels, where PyTorch ops run, and the other way round."""
+    """A table of kernel implementations, where PyTorch ops run, and the other way round."""
     write("dual")
-    assert route() == "eager"
+    assert impl() == "eager"
     write("wide")
     with ckptkern.backend("triton"):
-        assert route() in _routes.OF_KERNELS
+        assert impl() in _impls.OF_KERNELS
 
 
 def test_a_table_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    row = {"op": "mlp", "dtype": "bfloat16", "features": 2048, "rows": "few", "route": "dual"}
+    row = {"op": "mlp", "dtype": "bfloat16", "features": 2048, "rows": "few", "impl": "dual"}
     file = _tuned.path("cuda", 0)
-    assert file.name == "routes-nvidia-h200.json"
+    assert file.name == "implementations-nvidia-h200.json"
     _tuned.write(file, _tuned.machine("cuda", 0), [row])
-    assert _choices._route("mlp", "triton", "cuda", 0, BF16, _routes.size_class(2048)) == (1664, "dual", "triton")
-    assert _choices._route("mlp", "triton", "cuda", 0, FP16, _routes.size_class(2048)) == (1664, "triton", "triton")
+    assert _choices._impl("mlp", "triton", "cuda", 0, BF16, _impls.size_class(2048)) == (1664, "dual", "triton")
+    assert _choices._impl("mlp", "triton", "cuda", 0, FP16, _impls.size_class(2048)) == (1664, "triton", "triton")
     assert json.loads(file.read_text())["machine"]["device"] == "NVIDIA H200"
 
 
@@ -629,7 +629,7 @@ def test_a_table_of_a_gpu(monkeypatch):
 )
 def test_matmuls_through_float32_are_as_exact(setup, dtype):
     tensors = make(setup, Sizes(lead=(300,)), dtype)
-    with _choices.forced_route("wide"):
+    with _choices.forced_impl("wide"):
         check_against_float64(setup, tensors)
         check_against_float64(setup.with_(workspace=1), tensors)
 
@@ -637,7 +637,7 @@ def test_matmuls_through_float32_are_as_exact(setup, dtype):
 @pytest.mark.parametrize("setup", setups(("relu",), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")))
 def test_no_matmul_has_16_bit_operands(setup):
     tensors = make(setup, dtype=FP16)
-    with _choices.forced_route("wide"), Watch() as watch:
+    with _choices.forced_impl("wide"), Watch() as watch:
         gradients(setup.fused, tensors)
     assert {dtype for pair in watch.dtypes for dtype in pair} == {torch.float32}
 
@@ -645,7 +645,7 @@ def test_no_matmul_has_16_bit_operands(setup):
 def test_float32_is_not_copied():
     setup = setups(("relu",), ("full",), ops=("mlp",))[0].values[0]
     tensors = make(setup)
-    with _choices.forced_route("wide"):
+    with _choices.forced_impl("wide"):
         ours = gradients(setup.fused, tensors)
     theirs = gradients(setup.fused, tensors)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -655,7 +655,7 @@ def test_float32_is_not_copied():
 def test_workspace_bounds_wide_matmuls(name):
     setup = setups(("relu",), ("full",), ops=(name,))[0].values[0]
     tensors = make(setup, Sizes(lead=(1280,), features=8, hidden=64, out=8), FP16)
-    with _choices.forced_route("wide"):
+    with _choices.forced_impl("wide"):
         y = setup.with_(workspace="150KiB").fused(tensors)
         dy = output_gradient(y)
         with peak_memory("cpu") as peak:

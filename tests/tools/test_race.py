@@ -1,4 +1,4 @@
-"""How a problem's routes are timed: with which operands, alike, and what is said of it."""
+"""How a problem's implementations are timed: with which operands, alike, and what is said of it."""
 
 import types
 
@@ -98,7 +98,7 @@ def raced(*failing: str) -> race.Race:
     return one
 
 
-def test_routes_are_timed_alike():
+def test_implementations_are_timed_alike():
     """In graphs, or none of them: a graph's kernels follow each other more closely."""
     one = raced()
     assert {step.replay for step in one.steps.values()} == {"pool"}
@@ -139,13 +139,13 @@ def test_which_problems_have_few_rows(tokens, few, monkeypatch):
     with _choices.backend("triton"):
         assert problem.few(CPU) == few
         assert not problem._replace(dtype=torch.float32).few(CPU)
-        monkeypatch.setattr(_choices, "_route", lambda *key: (_choices.few_rows(*key[1:]), "few", "many"))
-        assert _choices.choose_route("mlp", x, 2048, 8192, 2048) == ("few" if few else "many")
+        monkeypatch.setattr(_choices, "_impl", lambda *key: (_choices.few_rows(*key[1:]), "few", "many"))
+        assert _choices.choose_impl("mlp", x, 2048, 8192, 2048) == ("few" if few else "many")
     assert not problem.few(CPU)
 
 
 @pytest.mark.gpu
-def test_routes_are_captured_on_a_gpu():
+def test_implementations_are_captured_on_a_gpu():
     """All that run at all, with few rows and many; operands are more than L2 holds."""
     device = torch.device("cuda", torch.cuda.current_device())
     for tokens in (128, 8192):

@@ -41,10 +41,10 @@ def test_the_default_cases():
     for kernel, arch in TILES:
         ops = [op for op in cases.LAUNCHERS.values() if op.tiles == kernel]
         for kind, _, name in (row.partition(":") for row in TILES[kernel, arch]):
-            route = {"16": "triton", "tma": "persistent"}.get(kind)
+            impl = {"16": "triton", "tma": "persistent"}.get(kind)
             for op in ops if name else ():
-                wanted = (op.name, arch, f"{route}:{name}")
-                assert wanted in other or (route == "persistent" and op.name not in cases.PERSISTENT_OPS), wanted
+                wanted = (op.name, arch, f"{impl}:{name}")
+                assert wanted in other or (impl == "persistent" and op.name not in cases.PERSISTENT_OPS), wanted
     some = {(case.op, case.arch) for case in default if case.dtype == "bfloat16"}
     assert some >= set(itertools.product((*cases.OPS, "attn_fwd_delta", "attn_bwd", "attn_dmask"), cases.OTHER_ARCHS))
     narrow = {(case.op, case.arch) for case in default if case.kind == "16B"}

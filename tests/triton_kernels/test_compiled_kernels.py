@@ -59,7 +59,7 @@ def cancelling(tensors: dict) -> dict:
 @pytest.mark.parametrize("name", TILE_NAMES)
 def test_tiles_and_architectures_give_equal_bits(name, once, request):
     """Many rows of forward and few of a chunk of backward take different tiles, a checkpoint may move between GPUs, and a
-    route may name others.
+    implementation may name others.
 
     Sums of columns are of tiles. Tensor cores round in their own way; the order is that of ascending steps of K in any tile.
     """
@@ -79,7 +79,7 @@ def test_tiles_and_architectures_give_equal_bits(name, once, request):
 
 @pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
 def test_tiles_by_hand_change_no_mask_and_no_bit(op, architecture, monkeypatch, request):
-    """Every route of kernels, with every tile that it may name: forward, and what backward recomputes."""
+    """Every implementation of kernels, with every tile that it may name: forward, and what backward recomputes."""
     if request.config.option.sample and op != "mlp":
         pytest.skip("in the sample one op")
     monkeypatch.setitem(SMS, architecture, 1)  # a GPU that is never idle
@@ -92,15 +92,15 @@ def test_tiles_by_hand_change_no_mask_and_no_bit(op, architecture, monkeypatch, 
     }[op]
     leaves = [x, *(weights if op == "gated_mlp" else weights[::2])]
     results = {}
-    for route in _choices.candidates("triton", "cpu", None, BF16):
-        if route != "library":
+    for impl in _choices.candidates("triton", "cpu", None, BF16):
+        if impl != "library":
             torch.manual_seed(0)
-            with ckptkern.backend("triton"), _choices.forced_route(route):
+            with ckptkern.backend("triton"), _choices.forced_impl(impl):
                 y = run()
-            results[route] = y, *torch.autograd.grad(y, leaves, dy)
+            results[impl] = y, *torch.autograd.grad(y, leaves, dy)
     assert len(results) >= 14
-    for route, other in results.items():
-        assert all(map(torch.equal, other, results["triton"])), route
+    for impl, other in results.items():
+        assert all(map(torch.equal, other, results["triton"])), impl
 
 
 @pytest.mark.parametrize("name", ["linear_bwd", "gated_bwd"])

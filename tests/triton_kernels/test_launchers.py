@@ -182,8 +182,8 @@ def test_expanded_gradient(launcher, dims, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("launcher", MATMULS, ids=str)
 def test_tiles_of_the_table_give_equal_bits(launcher):
-    """Many rows of forward and few of a chunk of backward take different ones, and a route may name others. Sums of columns are
-    of tiles, so not db."""
+    """Many rows of forward and few of a chunk of backward take different ones, and an implementation may name others.
+    Sums of columns are of tiles, so not db."""
     tensors = inputs_of(launcher, torch.bfloat16, "cuda", M=256, K=512, N=512, D=512)
     table = TILES[TILE_NAMES[launcher.name], 90 if device_arch(torch.cuda.current_device()) // 10 == 9 else 80]
     first, *others = (

@@ -1,4 +1,4 @@
-"""MLP and gated MLP: the matmul of both tiles at once and the two-step route give one result, bit for bit."""
+"""MLP and gated MLP: the matmul of both tiles at once and the two-step implementation give one result, bit for bit."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_dual_matmul_equals_z_then_act_grad(activation, dtype, device):
 
 @each_activation_and_dtype
 def test_triple_matmul_equals_g_and_u_then_act_grad(activation, dtype, device):
-    """As above for the gated MLP, whose g and u are two plain matmuls in the two-step route."""
+    """As above for the gated MLP, whose g and u are two plain matmuls in the two-step implementation."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
     tensors = inputs_of(LAUNCHERS["gated_bwd"], dtype, device, N=23)
     forward = kernel(

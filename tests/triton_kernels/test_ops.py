@@ -17,7 +17,7 @@ from twins import pairwise
 import ckptkern
 from ckptkern import state, triton_kernels
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.dispatch import implementations as _impls
 
 WIDE = Sizes(hidden=66)  # too wide for the one kernel of a narrow stack
 ALL = tuple(cases.ACTIVATIONS)
@@ -40,7 +40,7 @@ def sizes_of(setup):
 def test_the_kernels_serve(setup):
     with Watch() as watch:
         gradients(setup.fused, make(setup))
-    assert sum(watch.strings.count(route) for route in _routes.OF_KERNELS) == 2
+    assert sum(watch.strings.count(impl) for impl in _impls.OF_KERNELS) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -265,7 +265,7 @@ def test_chunks_change_only_the_order_of_a_sum(setup, device):
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none",), (P,), ["mlp", "gated_mlp"]))
-def test_both_routes_give_the_same_bits(setup, monkeypatch, device):
+def test_both_implementations_give_the_same_bits(setup, monkeypatch, device):
     """On `dual` one kernel forms all matmuls of a tile; on `triton` z (g and u) is formed first. One result.
 
     In two chunks, so that the second draws its masks from its own first row.
@@ -279,8 +279,8 @@ def test_both_routes_give_the_same_bits(setup, monkeypatch, device):
     tensors = make(setup, Sizes((140,), 96, 8, 5), torch.bfloat16, device=device)
     setup = setup.with_(workspace=MANY_CHUNKS)
     saved = gradients(setup.fused, tensors)
-    for route, expected in (("triton", []), ("dual", [one_kernel])):
-        with _choices.forced_route(route):
+    for impl, expected in (("triton", []), ("dual", [one_kernel])):
+        with _choices.forced_impl(impl):
             results = gradients(setup.with_(recompute="full").fused, tensors)
         assert calls == 2 * expected
         assert_same(results, saved, BIASES)

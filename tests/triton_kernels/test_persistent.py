@@ -15,7 +15,7 @@ from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, drop
 import ckptkern
 from ckptkern import state
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.triton_kernels import linear, mlp, persistent
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, TILES
 
@@ -197,23 +197,23 @@ def test_a_cuda_graph_keeps_the_descriptors(name):
     assert_equal(results, kernel(LAUNCHERS[name], tensors, "gelu", tile=held))
 
 
-# -- the route ---------------------------------------------------------------------------------------------------------
+# -- the implementation ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("op", ["linear_act", "mlp", "gated_mlp"])
-def test_a_route_of_its_own(op, mode, device, architecture, launched):
-    """The results of the route "triton", by persistent kernels alone, since all sizes are aligned."""
+def test_an_implementation_of_its_own(op, mode, device, architecture, launched):
+    """The results of the implementation "triton", by persistent kernels alone, since all sizes are aligned."""
     if architecture or device == "cuda":
         pytest.skip("wants the interpreter's tiles, which are small")
     (setup,) = setups(("gelu",), (mode,), (0.3,), ops=(op,))
     tensors = whole_numbers(make(setup.values[0], Sizes((140,), 32, 48, 64), BF16))
     results = {}
-    for route in ("triton", "persistent"):
+    for impl in ("triton", "persistent"):
         launched.clear()
-        with ckptkern.backend("triton"), _choices.forced_route(route):
-            results[route] = gradients(setup.values[0].fused, tensors, torch.ones(140, 64, dtype=BF16))
-        assert {one in KERNELS.values() for one, _ in launched} == {route == "persistent"}
+        with ckptkern.backend("triton"), _choices.forced_impl(impl):
+            results[impl] = gradients(setup.values[0].fused, tensors, torch.ones(140, 64, dtype=BF16))
+        assert {one in KERNELS.values() for one, _ in launched} == {impl == "persistent"}
     for name, one in results["triton"].items():
         assert torch.equal(one, results["persistent"][name]), name
 
@@ -223,16 +223,16 @@ def test_a_route_of_its_own(op, mode, device, architecture, launched):
     [((9, 0), BF16, True), ((9, 0), torch.float16, True), ((9, 0), torch.float32, False), ((8, 0), BF16, False),
      ((10, 0), BF16, False), ((12, 0), BF16, False)],
 )  # fmt: skip
-def test_which_gpus_have_the_route(gpu, dtype, there, monkeypatch):
-    """What a table or `forced_route` says of other GPUs is passed over."""
+def test_which_gpus_have_the_implementation(gpu, dtype, there, monkeypatch):
+    """What a table or `forced_impl` says of other GPUs is passed over."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
     monkeypatch.setattr(_choices._tuned, "table", lambda *device: {("mlp", str(dtype)[6:], 2, False): "persistent"})
     assert ("persistent" in _choices.candidates("triton", "cuda", 0, dtype)) == there
     assert "persistent" not in _choices.candidates("eager", "cuda", 0, dtype)
-    _choices._route.cache_clear()
+    _choices._impl.cache_clear()
     try:
-        found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)[-1]
+        found = _choices._impl("mlp", "triton", "cuda", 0, dtype, 2)[-1]
         assert (found == "persistent") == there
-        assert there or found == _routes.default_route("mlp", gpu, dtype.itemsize, 2)
+        assert there or found == _impls.default_impl("mlp", gpu, dtype.itemsize, 2)
     finally:
-        _choices._route.cache_clear()
+        _choices._impl.cache_clear()

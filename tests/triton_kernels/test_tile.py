@@ -9,7 +9,7 @@ import triton.language as tl
 from kernel_cases import DTYPES, error
 
 from ckptkern import eager
-from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.triton_kernels.elementwise import pack_bits
 from ckptkern.triton_kernels.tile import (
     INTERPRETED_TILE,
@@ -275,22 +275,23 @@ def test_persistent_tiles_where_tma_takes_the_operands(kernel, arch):
         assert programs(good, overlapping) == 0
 
 
-# --- tiles that a route names
+# --- tiles that an implementation names
 
 VARIANTS = [(kernel, arch, *row.split(":")) for (kernel, arch), rows in TILES.items() for row in rows if ":" in row]
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_the_routes_name_what_the_table_has(arch):
-    """ops/dispatch/routes.py does not import Triton, so the names are there once more."""
+def test_the_implementations_name_what_the_table_has(arch):
+    """ops/dispatch/implementations.py does not import Triton, so the names are there once more."""
     there = {(row, name) for _, family, row, name in VARIANTS if family == arch}
-    for route, row in (("triton", "16"), ("dual", "16"), ("persistent", "tma")):
-        assert set(_routes.VARIANTS[route].get(arch, ())) == {name for kind, name in there if kind == row}, route
+    for impl, row in (("triton", "16"), ("dual", "16"), ("persistent", "tma")):
+        assert set(_impls.VARIANTS[impl].get(arch, ())) == {name for kind, name in there if kind == row}, impl
 
 
 @pytest.mark.parametrize(("kernel", "arch", "row", "name"), VARIANTS)
 def test_a_variant_stands_in_for_its_class_alone(kernel, arch, row, name):
-    """Few rows, float32 and ragged rows keep the default tiles; so do other routes, GPUs and kernels without such a name."""
+    """Few rows, float32 and ragged rows keep the default tiles; so do other implementations, GPUs and kernels without
+    such a name."""
     operand, rows = meta(64, 64), TILES[kernel, arch]
     persistent = {"persistent": row == "tma"}
 

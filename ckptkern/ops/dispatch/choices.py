@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import eager
 from ...errors import DtypeError
 from ...memory import parse_size
-from . import routes as _routes
+from . import implementations as _impls
 from . import tuned as _tuned
 from .checks import check_choice
 
@@ -33,8 +33,8 @@ class _Choice:
 
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
-        self.route = ""  # of all matmuls, instead of the table's
-        self.seen: list[tuple] | None = None  # the arguments of choose_route, while somebody asks
+        self.impl = ""  # of all matmuls, instead of the table's
+        self.seen: list[tuple] | None = None  # the arguments of choose_impl, while somebody asks
 
 
 _choice = _Choice()
@@ -129,56 +129,56 @@ def capability_of(device_type: str, index: int | None) -> tuple[int, int]:
     return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
-def default_route(
+def default_impl(
     op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int, few: bool = False
 ) -> str:
-    """The route where nothing was tuned."""
+    """The implementation where nothing was tuned."""
     if backend == "eager":
         return backend
-    return _routes.default_route(op, capability_of(device_type, index), dtype.itemsize, size, few)
+    return _impls.default_impl(op, capability_of(device_type, index), dtype.itemsize, size, few)
 
 
 def few_rows(backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> int:
-    """The most rows that have a route of their own (`_routes.few_rows`); 0 where PyTorch ops run."""
-    return 0 if backend == "eager" else _routes.few_rows(capability_of(device_type, index), dtype.itemsize, size)
+    """The most rows that have an implementation of their own (`_impls.few_rows`); 0 where PyTorch ops run."""
+    return 0 if backend == "eager" else _impls.few_rows(capability_of(device_type, index), dtype.itemsize, size)
 
 
 def candidates(backend: str, device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
-    """The routes that such a call may take on this device."""
+    """The implementations that such a call may take on this device."""
     capability = (0, 0) if backend == "eager" else capability_of(device_type, index)
-    return _routes.candidates(backend, device_type, dtype, capability)
+    return _impls.candidates(backend, device_type, dtype, capability)
 
 
 candidates._dynamo_marked_constant = True  # as _constant_device_reason
 
 
 @functools.cache
-def _route(
+def _impl(
     op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int
 ) -> tuple[int, str, str]:
-    """(the most rows that are few, the route of few rows, that of more), from the table that `python -m ckptkern autotune`
-    wrote on this machine, else from ours."""
+    """(the most rows that are few, the implementation of few rows, that of more), from the table that `python -m
+    ckptkern autotune` wrote on this machine, else from ours."""
 
     def of(few: bool) -> str:
         tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size, few))
         if tuned in candidates(backend, device_type, index, dtype):
             return tuned
-        return default_route(op, backend, device_type, index, dtype, size, few)
+        return default_impl(op, backend, device_type, index, dtype, size, few)
 
     rows = few_rows(backend, device_type, index, dtype, size)
     return rows, of(few=rows > 0), of(few=False)
 
 
-def _constant_route(*key) -> tuple[int, str, str]:
-    return _route(*key)
+def _constant_impl(*key) -> tuple[int, str, str]:
+    return _impl(*key)
 
 
-_constant_route._dynamo_marked_constant = True  # as _constant_device_reason
+_constant_impl._dynamo_marked_constant = True  # as _constant_device_reason
 
 
 def _surely(few: bool) -> bool:
-    """Are rows few? In a graph for any number of rows nothing is sure: it has the route of many, and no guard that splits the
-    range of torch.export's Dim."""
+    """Are rows few? In a graph for any number of rows nothing is sure: it has the implementation of many, and no guard
+    that splits the range of torch.export's Dim."""
     if not torch.compiler.is_compiling():
         return few
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -186,10 +186,10 @@ def _surely(few: bool) -> bool:
     return statically_known_true(few)
 
 
-def choose_route(
+def choose_impl(
     op: str, x: Tensor, features: int, hidden: int, out: int, *, elements: int | None = None, name: str | None = None
 ) -> str:
-    """The route of an op's matmuls (`_routes`), on the backend that `choose_backend` gives.
+    """The implementation of an op's matmuls (`_impls`), on the backend that `choose_backend` gives.
 
     features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. elements: of that input,
     if it is not x. name: what the table calls the op, if it is another one. Under backend("triton") no library's matmul stands
@@ -200,24 +200,24 @@ def choose_route(
     backend = choose_backend(op, x)
     if backend == "eager" and (not x.is_cpu or x.dtype.itemsize != 2):
         return backend
-    if _choice.route and _choice.route in candidates(backend, x.device.type, x.device.index, x.dtype):
-        return _choice.route
-    size = _routes.size_class(max(features, out))
-    rows, few, route = _constant_route(name or op, backend, x.device.type, x.device.index, x.dtype, size)
-    if few != route and _surely((x.numel() if elements is None else elements) <= rows * features):
-        route = few
-    return "triton" if route == "library" and kernels_alone() else route
+    if _choice.impl and _choice.impl in candidates(backend, x.device.type, x.device.index, x.dtype):
+        return _choice.impl
+    size = _impls.size_class(max(features, out))
+    rows, few, impl = _constant_impl(name or op, backend, x.device.type, x.device.index, x.dtype, size)
+    if few != impl and _surely((x.numel() if elements is None else elements) <= rows * features):
+        impl = few
+    return "triton" if impl == "library" and kernels_alone() else impl
 
 
 @contextmanager
-def forced_route(name: str) -> Iterator[None]:
-    """All matmuls that may take this route do so inside; for tests, and to time routes."""
-    check_choice("forced_route", "name", name, _routes.ROUTES)
-    outer, _choice.route = _choice.route, name
+def forced_impl(name: str) -> Iterator[None]:
+    """All matmuls that may take this implementation do so inside; for tests, and to time implementations."""
+    check_choice("forced_impl", "name", name, _impls.IMPLS)
+    outer, _choice.impl = _choice.impl, name
     try:
         yield
     finally:
-        _choice.route = outer
+        _choice.impl = outer
 
 
 def compose(op: str, reason: str) -> None:
@@ -246,14 +246,15 @@ def kernels_alone() -> bool:
 
 @functools.cache
 def primitives(name: str) -> Any:
-    """What the ops call: `ckptkern.eager`, or functions of the same names, by a route over it or over `triton_kernels`."""
+    """What the ops call: `ckptkern.eager`, or functions of the same names, by an implementation over it or over
+    `triton_kernels`."""
     if name == "eager":
         return eager
-    if name in _routes.OF_EAGER:
-        return _routes.OF_EAGER[name](eager)
+    if name in _impls.OF_EAGER:
+        return _impls.OF_EAGER[name](eager)
     from ... import triton_kernels
 
-    return _routes.of_kernels(name, triton_kernels)
+    return _impls.of_kernels(name, triton_kernels)
 
 
 def matmul_precision(x: Tensor) -> str:

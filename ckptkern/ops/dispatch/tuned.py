@@ -1,4 +1,4 @@
-"""The table of routes that `python -m ckptkern autotune` measured on this machine: a file for each device, read once a
+"""The table of implementations that `python -m ckptkern autotune` measured on this machine: a file for each device, read once a
 process."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from .routes import ROUTES, SIZES
+from .implementations import IMPLS, SIZES
 
 FORMAT = 3  # 1 had no tiles, 2 one row for few and many rows
 ROWS = ("many", "few")
-Table = dict[tuple[str, str, int, bool], str]  # op, dtype, place of the size in SIZES, are rows few -> route
+Table = dict[tuple[str, str, int, bool], str]  # op, dtype, place of the size in SIZES, are rows few -> implementation
 
 
 def folder() -> Path:
@@ -55,7 +55,7 @@ def machine(device_type: str, index: int | None) -> dict[str, str]:
 
 def path(device_type: str, index: int | None) -> Path:
     device = machine(device_type, index)["device"]
-    return folder() / f"routes-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+    return folder() / f"implementations-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def read(file: Path, wanted: dict[str, str]) -> Table:
@@ -66,25 +66,25 @@ def read(file: Path, wanted: dict[str, str]) -> Table:
         if known:
             came = {name: data["machine"][name] for name in wanted}
             table = {
-                (row["op"], row["dtype"], SIZES.index(row["features"]), bool(ROWS.index(row["rows"]))): row["route"]
-                for row in data["routes"]
+                (row["op"], row["dtype"], SIZES.index(row["features"]), bool(ROWS.index(row["rows"]))): row["impl"]
+                for row in data["impls"]
             }
-        if not all(isinstance(route, str) for route in table.values()):
-            raise TypeError("a route that is no string")
+        if not all(isinstance(impl, str) for impl in table.values()):
+            raise TypeError("an implementation that is no string")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None
     if not known:
         raise ValueError(f"another version of ckptkern wrote it: its format is {data['format']!r}, not {FORMAT}")
     if other := [f"{name} {came[name]}, not {wanted[name]}" for name in wanted if came[name] != wanted[name]]:
         raise ValueError(f"it was made for {'; '.join(other)}")
-    if unknown := set(table.values()) - set(ROUTES):
-        raise ValueError(f"it names routes that do not exist: {', '.join(sorted(map(str, unknown)))}")
+    if unknown := set(table.values()) - set(IMPLS):
+        raise ValueError(f"it names implementations that do not exist: {', '.join(sorted(map(str, unknown)))}")
     return table
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
     """All that a valid file says of each matmul, times included."""
-    return json.loads(file.read_text())["routes"]
+    return json.loads(file.read_text())["impls"]
 
 
 @functools.cache
@@ -100,16 +100,16 @@ def table(device_type: str, index: int | None) -> Table:
         return {}
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
         warnings.warn(
-            f"{file or 'the table of tuned routes'} is not used, because {error}. Matmuls take ckptkern's own routes; "
+            f"{file or 'the table of tuned implementations'} is not used, because {error}. Matmuls take ckptkern's own; "
             "`python -m ckptkern autotune` makes the file anew",
             stacklevel=2,
         )
         return {}
 
 
-def write(file: Path, wanted: dict[str, str], routes: list[dict[str, Any]]) -> None:
+def write(file: Path, wanted: dict[str, str], impls: list[dict[str, Any]]) -> None:
     """All at once, so that no other process reads half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"format": FORMAT, "machine": wanted, "routes": routes}, indent=1) + "\n")
+    draft.write_text(json.dumps({"format": FORMAT, "machine": wanted, "impls": impls}, indent=1) + "\n")
     draft.replace(file)

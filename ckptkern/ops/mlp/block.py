@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..dispatch.checks import check_flags, check_input, check_options, check_weight
-from ..dispatch.choices import choose_mode, choose_route, choose_workspace, compute_dtype, matmul_precision
+from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compute_dtype, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
@@ -84,10 +84,10 @@ def gather(
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     name, sizes = "mlp" if gate_weight is None else "gated_mlp", (features, up_weight.shape[0], down_weight.shape[0])
-    route = choose_route(op, probe, *sizes, elements=x.numel(), name=name)
+    impl = choose_impl(op, probe, *sizes, elements=x.numel(), name=name)
     o = MLPOptions(
         gated=gate_weight is not None, activation=activation, dropout_p=float(dropout_p), first_column=0,
-        recompute=choose_mode(recompute), backend=route, precision=matmul_precision(probe),
+        recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe), lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip

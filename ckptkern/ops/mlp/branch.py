@@ -304,8 +304,9 @@ def backward_bytes(
 ) -> int:  # fmt: skip
     """Of a row's transient tensors in backward.
 
-    They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g). Routes that write
-    each result anew hold more; in the eager backend some activations do, and dropout holds two more and a mask.
+    They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).
+    Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds
+    two more and a mask.
     """
     eagerly, held = backend in ("eager", "wide"), 5 if gated else 2
     if eagerly:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_mode, choose_route, choose_workspace, matmul_precision
+from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import mask
@@ -92,7 +92,7 @@ def gated_mlp(
     x = cast_input(op, x, gate_weight, up_weight, down_weight)
     options = BranchOptions(
         activation, float(dropout_p), choose_mode(recompute),
-        choose_route(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0]), matmul_precision(x),
+        choose_impl(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0]), matmul_precision(x),
         choose_workspace(op, workspace, x), 0,
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import eager
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_mode, choose_route, compose, matmul_precision, primitives
+from ..dispatch.choices import cast_input, choose_impl, choose_mode, compose, matmul_precision, primitives
 from ..registration.functions import build
 from ..registration.gradients import WeightGrad
 from ..registration.needs import needed
@@ -123,6 +123,6 @@ def linear_act(
         return eager.act(torch.nn.functional.linear(x, weight, bias), activation)
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
     x = cast_input("linear_act", x, weight)
-    route = choose_route("linear_act", x, weight.shape[1], 0, weight.shape[0])
-    options = LinearActOptions(activation, choose_mode(recompute), route, matmul_precision(x))
+    impl = choose_impl("linear_act", x, weight.shape[1], 0, weight.shape[0])
+    options = LinearActOptions(activation, choose_mode(recompute), impl, matmul_precision(x))
     return _apply(options, x, weight, bias)

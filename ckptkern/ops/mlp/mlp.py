@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_mode, choose_route, choose_workspace, matmul_precision
+from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import in_order, mask, needed_names
@@ -116,9 +116,9 @@ def mlp(
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
-    route = choose_route("mlp", x, x.shape[-1], fc1_weight.shape[0], fc2_weight.shape[0])
+    impl = choose_impl("mlp", x, x.shape[-1], fc1_weight.shape[0], fc2_weight.shape[0])
     options = BranchOptions(
-        activation, float(dropout_p), choose_mode(recompute), route, matmul_precision(x),
+        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x),
         choose_workspace("mlp", workspace, x), 0,
     )  # fmt: skip
     return _apply(options, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, draw_state(x, dropout_p, training))

@@ -80,7 +80,7 @@ def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
 class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
-    wide: from float32 copies (`_routes`). rows: of the weight, if others read another input. If the weight has a main_grad,
+    wide: from float32 copies (`_impls`). rows: of the weight, if others read another input. If the weight has a main_grad,
     that is the sum, and the result is None.
     """
 

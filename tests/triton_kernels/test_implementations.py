@@ -1,4 +1,5 @@
-"""The routes of matmuls with an epilogue: each is right, dropout's masks are the same on all, and backward takes forward's."""
+"""The implementations of matmuls with an epilogue: each is right, dropout's masks are the same on all, and backward
+takes forward's."""
 
 import functools
 import math
@@ -23,7 +24,7 @@ import ckptkern
 from ckptkern import eager, triton_kernels
 from ckptkern.memory import peak_memory
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import routes as _routes
+from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.mlp import branch as mlp_branch
 from ckptkern.ops.registration import gradients as _gradients
 from ckptkern.triton_kernels import linear, mlp, persistent
@@ -38,8 +39,8 @@ def _triton(device):
         yield
 
 
-def on(route: str, setup, tensors, dy=None) -> dict:
-    with _choices.forced_route(route):
+def on(impl: str, setup, tensors, dy=None) -> dict:
+    with _choices.forced_impl(impl):
         return gradients(setup.fused, tensors, dy)
 
 
@@ -48,23 +49,23 @@ def on(route: str, setup, tensors, dy=None) -> dict:
     "setup",
     [*setups(("gelu",), dropout=(P,), ops=OPS), *setups(("relu", "silu"), ("full",), dropout=(0.0, P), ops=OPS)],
 )
-@pytest.mark.parametrize("route", ["triton", "library"])
-def test_gradients_are_as_exact_as_torchs(route, setup, dtype):
+@pytest.mark.parametrize("impl", ["triton", "library"])
+def test_gradients_are_as_exact_as_torchs(impl, setup, dtype):
     """`dual`, which is the table's for float32 of sizes as small, in test_ops.py."""
-    with _choices.forced_route(route):
+    with _choices.forced_impl(impl):
         check_against_float64(setup, make(setup, dtype=dtype))
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("route", _routes.OF_KERNELS)
-def test_masks_do_not_depend_on_the_route(route, mode):
+@pytest.mark.parametrize("impl", _impls.OF_KERNELS)
+def test_masks_do_not_depend_on_the_implementation(impl, mode):
     """The second weight I spells the hidden layer; dy = I makes its gradient spell it as backward recomputed it; dy = 1 makes
     the bias's count the units that backward saved."""
     N = 160  # two chunks
     x, eye = torch.randn(N, 7), torch.eye(N, requires_grad=True)
     w, b = torch.randn(N, 7), torch.randn(N, requires_grad=True)
     torch.manual_seed(3)
-    with _choices.forced_route(route):
+    with _choices.forced_impl(impl):
         y = ckptkern.mlp(x, w, b, eye, None, "identity", P, recompute=mode, workspace=1)
         (h,) = torch.autograd.grad(y, eye, torch.eye(N), retain_graph=True)
         (db,) = torch.autograd.grad(y, b, torch.ones(N, N))
@@ -76,14 +77,14 @@ def test_masks_do_not_depend_on_the_route(route, mode):
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), (P,), ops=("mlp", "gated_mlp", "mlp_block")))
-def test_backward_takes_the_route_of_forward(setup):
+def test_backward_takes_the_implementation_of_forward(setup):
     tensors = make(setup)
-    with _choices.forced_route("library"):
+    with _choices.forced_impl("library"):
         y = setup.fused(tensors)
-    fails = mock.Mock(side_effect=AssertionError("another route"))
+    fails = mock.Mock(side_effect=AssertionError("another implementation"))
     names = ("linear_fwd", "act_grad", "mlp_bwd", "gated_bwd", "gated_act_grad")
     with (
-        _choices.forced_route("triton"),
+        _choices.forced_impl("triton"),
         mock.patch.multiple(triton_kernels, **dict.fromkeys(names, fails)),
     ):
         torch.autograd.grad(y, list(tensors.values()), output_gradient(y))
@@ -105,38 +106,38 @@ def tiles(monkeypatch) -> set[tuple]:
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), dropout=(P,), ops=("linear_act", "mlp", "gated_mlp")))
-@pytest.mark.parametrize("route", ["triton:128x128", "dual:128x64", "persistent:128x256"])
-def test_backward_takes_the_tiles_of_forward(route, setup, device, architecture, tiles):
-    """Where another route is forced meanwhile. Results are those of the default tiles."""
+@pytest.mark.parametrize("impl", ["triton:128x128", "dual:128x64", "persistent:128x256"])
+def test_backward_takes_the_tiles_of_forward(impl, setup, device, architecture, tiles):
+    """Where another implementation is forced meanwhile. Results are those of the default tiles."""
     if architecture or device == "cuda":
         pytest.skip("wants the interpreter's tiles")
     tensors = whole_numbers(make(setup, Sizes((140,), 32, 48, 64), torch.bfloat16))
     dy, results = torch.ones(140, 64, dtype=torch.bfloat16), {}
-    for name in (route.partition(":")[0], route):
+    for name in (impl.partition(":")[0], impl):
         tiles.clear()
         torch.manual_seed(0)
-        with _choices.forced_route(name):
+        with _choices.forced_impl(name):
             y = setup.fused(tensors)
-        with _choices.forced_route("library"):
+        with _choices.forced_impl("library"):
             results[name] = y, *torch.autograd.grad(y, list(tensors.values()), dy)
-        shape = INTERPRETED_VARIANT[:2] if name == route else INTERPRETED_TILE[:2]
+        shape = INTERPRETED_VARIANT[:2] if name == impl else INTERPRETED_TILE[:2]
         assert {one[1:] for one in tiles} == {shape}, tiles
         assert len(tiles) > (setup.op.name != "linear_act")  # forward's kernels and backward's
     one, other = results.values()
     assert all(map(torch.equal, one, other))
 
 
-def test_a_compiled_graph_follows_the_route():
+def test_a_compiled_graph_follows_the_implementation():
     x, w1, w2 = (torch.randn(shape, requires_grad=True) for shape in ((6, 8), (16, 8), (8, 16)))
     compiled = torch.compile(ckptkern.mlp, backend="aot_eager", fullgraph=True)
-    of_library = _routes.Library.act_grad
-    for route in ("dual", "library", "dual"):
+    of_library = _impls.Library.act_grad
+    for impl in ("dual", "library", "dual"):
         with (
-            _choices.forced_route(route),
-            mock.patch.object(_routes.Library, "act_grad", autospec=True, side_effect=of_library) as spy,
+            _choices.forced_impl(impl),
+            mock.patch.object(_impls.Library, "act_grad", autospec=True, side_effect=of_library) as spy,
         ):
             compiled(x, w1, None, w2, None).sum().backward()
-        assert spy.called == (route == "library")
+        assert spy.called == (impl == "library")
 
 
 @pytest.mark.parametrize(("name", "hidden"), [("mlp", 4), ("gated_mlp", 6)])
@@ -146,7 +147,7 @@ def test_workspace_bounds_the_library_too(name, hidden):
     tensors = make(setup, Sizes(lead=(640,), features=8, hidden=64, out=8))
     workspace = 128 * hidden * 64 * 4
     with (
-        _choices.forced_route("library"),
+        _choices.forced_impl("library"),
         mock.patch.object(_choices.primitives("library"), "kernels", eager),
         mock.patch.object(mlp_branch, "token_chunks", wraps=_gradients.token_chunks) as spy,
     ):
@@ -163,49 +164,49 @@ def test_workspace_bounds_the_library_too(name, hidden):
 
 
 def test_the_table():
-    sizes = [_routes.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)]
+    sizes = [_impls.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)]
     assert sizes == [0, 0, 1, 2, 5, 5]
-    assert {len(routes) for routes in _routes.DEFAULT.values()} == {len(_routes.SIZES)}
-    assert {len(routes) for routes in _routes.DEFAULT_FEW.values()} == {len(_routes.SIZES)}
-    for (_, gpu, size), routes in (
-        *_routes.DEFAULT.items(),
-        *(((*key, 2), few) for key, few in _routes.DEFAULT_FEW.items()),
+    assert {len(impls) for impls in _impls.DEFAULT.values()} == {len(_impls.SIZES)}
+    assert {len(impls) for impls in _impls.DEFAULT_FEW.values()} == {len(_impls.SIZES)}
+    for (_, gpu, size), impls in (
+        *_impls.DEFAULT.items(),
+        *(((*key, 2), few) for key, few in _impls.DEFAULT_FEW.items()),
     ):
         dtype = torch.bfloat16 if size == 2 else torch.float32
-        assert set(routes) <= set(_routes.candidates("triton", "cuda", dtype, gpu))
-    assert _routes.default_route("mlp", (9, 0), 2, 0) == "triton"
-    assert _routes.default_route("mlp", (9, 0), 4, 0) == "dual"
-    assert _routes.default_route("gated_mlp", (8, 0), 2, 3) == "triton:128x128"
-    assert _routes.default_route("mlp", (12, 0), 2, 0) == "library"
-    assert [_routes.size_text(place) for place in (0, 5)] == ["up to 256 features", "more than 4096 features"]
-    assert _routes.size_text(1, few=True) == "up to 512 features, few rows"
-    few = functools.partial(_routes.default_route, few=True)
+        assert set(impls) <= set(_impls.candidates("triton", "cuda", dtype, gpu))
+    assert _impls.default_impl("mlp", (9, 0), 2, 0) == "triton"
+    assert _impls.default_impl("mlp", (9, 0), 4, 0) == "dual"
+    assert _impls.default_impl("gated_mlp", (8, 0), 2, 3) == "triton:128x128"
+    assert _impls.default_impl("mlp", (12, 0), 2, 0) == "library"
+    assert [_impls.size_text(place) for place in (0, 5)] == ["up to 256 features", "more than 4096 features"]
+    assert _impls.size_text(1, few=True) == "up to 512 features, few rows"
+    few = functools.partial(_impls.default_impl, few=True)
     assert few("linear_act", (8, 0), 2, 4) == "library"
-    assert _routes.default_route("linear_act", (8, 0), 2, 4) == few("linear_act", (8, 0), 4, 4) == "triton"
+    assert _impls.default_impl("linear_act", (8, 0), 2, 4) == few("linear_act", (8, 0), 4, 4) == "triton"
     assert few("mlp", (12, 0), 2, 0) == "library"
     with pytest.raises(ValueError, match="wanted at most 4611686018427387904 features"):
-        _routes.size_class(2**62 + 1)
+        _impls.size_class(2**62 + 1)
 
 
 @pytest.mark.parametrize(("gpu", "family"), [((9, 0), 90), ((8, 0), 80), ((8, 6), 80), ((12, 0), 80)])
-@pytest.mark.parametrize("size", range(len(_routes.SIZES)))
+@pytest.mark.parametrize("size", range(len(_impls.SIZES)))
 def test_rows_are_few_where_the_tile_table_says_so(gpu, family, size):
     """In the narrowest layer of the class: up to that row it takes the tiles "few", and one more takes those of many rows. None
     is few in float32."""
-    rows, narrowest = _routes.few_rows(gpu, 2, size), (0, *_routes.SIZES)[size] + 1
+    rows, narrowest = _impls.few_rows(gpu, 2, size), (0, *_impls.SIZES)[size] + 1
     table, x = TILES["linear", family], torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
     for M, few in ((rows, True), (rows + 1, narrowest == 1)):  # half of a tile's columns are few by themselves
         assert (tile_for("linear", family, M, narrowest, x) == table["few"]) == few
     assert tile_for("linear", family, rows, max(narrowest, 129), x) == table["few"] or size == 0
-    assert _routes.few_rows(gpu, 4, size) == 0
+    assert _impls.few_rows(gpu, 4, size) == 0
 
 
 @pytest.mark.parametrize("op", ["linear_act", "mlp", "gated_mlp", "mlp_block"])
-def test_few_rows_have_a_route_of_their_own(op, monkeypatch):
+def test_few_rows_have_an_implementation_of_their_own(op, monkeypatch):
     """In forward and backward, whatever the shape of the input has before its features."""
-    monkeypatch.setattr(_routes, "few_rows", lambda *key: 6)
-    monkeypatch.setattr(_choices, "default_route", lambda *key: "library" if key[-1] else "triton")
-    _choices._route.cache_clear()
+    monkeypatch.setattr(_impls, "few_rows", lambda *key: 6)
+    monkeypatch.setattr(_choices, "default_impl", lambda *key: "library" if key[-1] else "triton")
+    _choices._impl.cache_clear()
     asked, whole = [], _choices.primitives
     for module in [one for name, one in sys.modules.items() if name.startswith("ckptkern.ops.")]:
         if hasattr(module, "primitives"):
@@ -219,20 +220,20 @@ def test_few_rows_have_a_route_of_their_own(op, monkeypatch):
         with ckptkern.backend("auto"), mock.patch.object(_choices, "choose_backend", return_value="triton"):
             asked.clear()
             function(*leaves, **options).sum().backward()
-        routes = {name for name in asked if name not in ("eager", "triton") or op != "mlp_block"}
-        assert (routes == {"library"}) == (math.prod(lead) <= 6), (lead, asked)
-    _choices._route.cache_clear()
+        impls = {name for name in asked if name not in ("eager", "triton") or op != "mlp_block"}
+        assert (impls == {"library"}) == (math.prod(lead) <= 6), (lead, asked)
+    _choices._impl.cache_clear()
 
 
-def test_a_graph_for_any_number_of_rows_has_the_route_of_many(monkeypatch):
+def test_a_graph_for_any_number_of_rows_has_the_implementation_of_many(monkeypatch):
     """One graph, and one that torch.export makes for every batch; a fixed number of rows has its own."""
-    monkeypatch.setattr(_routes, "few_rows", lambda *key: 16)
-    monkeypatch.setattr(_choices, "default_route", lambda *key: "dual" if key[-1] else "triton")
-    _choices._route.cache_clear()
+    monkeypatch.setattr(_impls, "few_rows", lambda *key: 16)
+    monkeypatch.setattr(_choices, "default_impl", lambda *key: "dual" if key[-1] else "triton")
+    _choices._impl.cache_clear()
     module, found = ckptkern.nn.MLP(32, 48, dtype=torch.bfloat16).eval(), []
 
     def saved(graph, inputs):
-        found.append([route for route in ("dual", "triton") if route in graph.print_readable(print_output=False)])
+        found.append([impl for impl in ("dual", "triton") if impl in graph.print_readable(print_output=False)])
         return graph
 
     try:
@@ -252,46 +253,46 @@ def test_a_graph_for_any_number_of_rows_has_the_route_of_many(monkeypatch):
                 ["gelu", "full", "triton", "ieee"]
             ]
     finally:
-        _choices._route.cache_clear()
+        _choices._impl.cache_clear()
         torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
-    ("gpu", "route", "there"),
+    ("gpu", "impl", "there"),
     [
         ((9, 0), "triton:256x128", True), ((9, 0), "persistent:256x128", True), ((8, 0), "triton:256x128", True),
         ((8, 0), "persistent:256x128", False), ((12, 0), "dual:64x128", True), ((10, 0), "persistent:256x128", False),
     ],
 )  # fmt: skip
-def test_which_gpus_have_which_tiles(gpu, route, there, monkeypatch):
+def test_which_gpus_have_which_tiles(gpu, impl, there, monkeypatch):
     """What is tuned or forced for another GPU is passed over; so it is for float32."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
     monkeypatch.setattr(
         _choices._tuned,
         "table",
-        lambda *device: dict.fromkeys((("mlp", "bfloat16", 2, False), ("mlp", "float32", 2, False)), route),
+        lambda *device: dict.fromkeys((("mlp", "bfloat16", 2, False), ("mlp", "float32", 2, False)), impl),
     )
     try:
         for dtype, taken in ((torch.bfloat16, there), (torch.float32, False)):
-            _choices._route.cache_clear()
-            found = _choices._route("mlp", "triton", "cuda", 0, dtype, 2)[-1]
-            assert found == (route if taken else _routes.default_route("mlp", gpu, dtype.itemsize, 2))
+            _choices._impl.cache_clear()
+            found = _choices._impl("mlp", "triton", "cuda", 0, dtype, 2)[-1]
+            assert found == (impl if taken else _impls.default_impl("mlp", gpu, dtype.itemsize, 2))
     finally:
-        _choices._route.cache_clear()
+        _choices._impl.cache_clear()
 
 
 def chosen(gpu: tuple[int, int], features: int, backend: str = "auto") -> str:
     x = mock.Mock(spec=torch.Tensor, is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
-    _choices._route.cache_clear()
+    _choices._impl.cache_clear()
     with (
         ckptkern.backend(backend),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu),
         mock.patch.object(_choices, "_device_reason", return_value=None),
     ):
         try:
-            return _choices.choose_route("mlp", x, 8, 8, features)
+            return _choices.choose_impl("mlp", x, 8, 8, features)
         finally:
-            _choices._route.cache_clear()
+            _choices._impl.cache_clear()
 
 
 def test_a_gpu_that_nobody_measured_takes_cublas():
@@ -302,10 +303,10 @@ def test_a_gpu_that_nobody_measured_takes_cublas():
 
 
 @pytest.mark.parametrize("name", ["fast", "triton:96x96", "library:128x128", "persistent:64x256", "triton:"])
-def test_a_route_that_does_not_exist(name):
+def test_an_implementation_that_does_not_exist(name):
     with (
-        pytest.raises(ValueError, match=rf"forced_route: name must be .*'library'.*'{name}'") as said,
-        _choices.forced_route(name),
+        pytest.raises(ValueError, match=rf"forced_impl: name must be .*'library'.*'{name}'") as said,
+        _choices.forced_impl(name),
     ):
         pass
     assert str(said.value).count("'triton:128x256'") == 1

@@ -1,6 +1,6 @@
 """How a matmul with an epilogue is made: where kernels run by the launchers of triton_kernels, or by what takes less time.
 
-| route | z = x w^T + b and h = act(z) | backward at "full" |
+| implementation | z = x w^T + b and h = act(z) | backward at "full" |
 |---|---|---|
 | triton | one kernel | z by one kernel; dh = dy v with h and dz in its epilogue |
 | persistent | the same kernel on an H100 or H200, where programs stay and load by TMA | the same, likewise |
@@ -11,11 +11,12 @@ In PyTorch ops there are two: `eager`, and for 16-bit types on a CPU `wide`, whi
 float32. A CPU without instructions for a type takes many times as long for torch's own matmuls of it: on an EPYC of the
 Zen 4 kind [2048, 512] x [512, 512] takes 57 to 377 ms in float16 and 12 in float32.
 
-A route of kernels may name other tiles than the default ones behind a colon, "triton:128x128": every kernel of the op that has
-a tile of this name takes it (`VARIANTS`).
+A kernel implementation may name other tiles than the default ones behind a colon, "triton:128x128": every kernel of the
+op that has a tile of this name takes it (`VARIANTS`).
 
-A route is one of the ops' static arguments, chosen in forward and saved for backward. On "triton", "persistent" and "dual",
-recompute equals forward bit for bit, whatever the tiles (all add in the same order). On "library" cuBLAS may choose another
+An implementation is one of the ops' static arguments, chosen in forward and saved for backward. On "triton",
+"persistent" and "dual", recompute equals forward bit for bit, whatever the tiles (all add in the same order). On
+"library" cuBLAS may choose another
 algorithm for the rows of a chunk: the same rounding points and masks, and the 2x rule.
 """
 
@@ -141,8 +142,8 @@ class Wide(Library):
 
 OF_KERNELS = {"triton": Separate, "persistent": Persistent, "dual": Dual, "library": Library}
 OF_EAGER = {"wide": Wide}
-# route -> compute capability whose tiles a GPU takes (`triton_kernels.tile.family_of`) -> the tiles of 16-bit rows that it may
-# name. They are in triton_kernels.tile.TILES, which imports Triton.
+# implementation -> compute capability whose tiles a GPU takes (`triton_kernels.tile.family_of`) -> the tiles of 16-bit
+# rows that it may name. They are in triton_kernels.tile.TILES, which imports Triton.
 _POINTERS = {
     90: ("128x128", "128x256", "256x128", "64x256", "128x64", "64x128"),
     80: ("128x64", "128x256", "256x128", "64x256", "128x128", "64x128"),
@@ -152,37 +153,38 @@ VARIANTS: dict[str, dict[int, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def with_tiles(route: str, family: int) -> tuple[str, ...]:
-    """The names of a route with other tiles than the default ones."""
-    return tuple(f"{route}:{tiles}" for tiles in VARIANTS.get(route, {}).get(family, ()))
+def with_tiles(impl: str, family: int) -> tuple[str, ...]:
+    """The names of an implementation with other tiles than the default ones."""
+    return tuple(f"{impl}:{tiles}" for tiles in VARIANTS.get(impl, {}).get(family, ()))
 
 
-_TILES = dict.fromkeys(name for route in VARIANTS for family in VARIANTS[route] for name in with_tiles(route, family))
-ROUTES = (*OF_KERNELS, *_TILES, "eager", *OF_EAGER)
+_TILES = dict.fromkeys(name for impl in VARIANTS for family in VARIANTS[impl] for name in with_tiles(impl, family))
+IMPLS = (*OF_KERNELS, *_TILES, "eager", *OF_EAGER)
 
 
 def of_kernels(name: str, kernels: ModuleType) -> Dual:
-    """What runs by the route of that name."""
-    route, _, variant = name.partition(":")
-    return OF_KERNELS[route](kernels, variant)
+    """What runs by the implementation of that name."""
+    impl, _, variant = name.partition(":")
+    return OF_KERNELS[impl](kernels, variant)
 
 
 def candidates(backend: str, device_type: str, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[str, ...]:
-    """The routes that such a call may take, those with default tiles first. "persistent" wants TMA and rows of 16 bits; these
-    have other tiles."""
+    """The implementations that such a call may take, those with default tiles first. "persistent" wants TMA and rows of
+    16 bits; these have other tiles."""
     if backend == "eager":
         return ("eager", "wide") if device_type == "cpu" and dtype in (torch.float16, torch.bfloat16) else ("eager",)
     hopper, narrow = capability == (9, 0), dtype.itemsize == 2
-    routes = tuple(route for route in OF_KERNELS if route != "persistent" or (hopper and narrow))
-    return routes + tuple(name for route in routes if narrow for name in with_tiles(route, 90 if hopper else 80))
+    impls = tuple(impl for impl in OF_KERNELS if impl != "persistent" or (hopper and narrow))
+    return impls + tuple(name for impl in impls if narrow for name in with_tiles(impl, 90 if hopper else 80))
 
 
 SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input or output, in features
 
-# (op, compute capability, bytes of an element) -> a route for each size. 16-bit rows are from a model of the GPUs, not from a
-# measurement: python -m benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a GPU without a row nothing is
-# known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less than its own error. Other
-# tiles than the default ones have one where it sees more than 3 % in them, with its blind spots guessed at, too (NOTES.md).
+# (op, compute capability, bytes of an element) -> an implementation for each size. 16-bit rows are from a model of the
+# GPUs, not from a measurement: python -m benchmarks.model, whose figures are in benchmarks/NOTES.md. Of a GPU without a
+# row nothing is known but that cuBLAS is tuned for it. "persistent" has no row: the model sees 1 to 2 % in it, less
+# than its own error. Other tiles than the default ones have one where it sees more than 3 % in them, with its blind
+# spots guessed at, too (NOTES.md).
 WIDE_BY_LIBRARY = ("triton",) * 4 + ("library",) * 2
 NARROW_DUAL = ("dual",) * 3 + ("triton",) * 3
 DEFAULT: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
@@ -195,7 +197,8 @@ DEFAULT: dict[tuple[str, tuple[int, int], int], tuple[str, ...]] = {
     ("gated_mlp", (8, 0), 2): ("triton",) * 2 + ("triton:128x128",) * 2 + ("library",) * 2,
     ("gated_mlp", (8, 0), 4): NARROW_DUAL,
 } | {("linear_act", capability, size): ("triton",) * 6 for capability in ((9, 0), (8, 0)) for size in (2, 4)}
-# The same of few rows of 16 bits (`few_rows`): the model's best, where it is 3 % below the route for many rows (NOTES.md).
+# The same of few rows of 16 bits (`few_rows`): the model's best, where it is 3 % below the implementation for many rows
+# (NOTES.md).
 DUAL_UP_TO_512 = ("dual",) * 2
 DEFAULT_FEW: dict[tuple[str, tuple[int, int]], tuple[str, ...]] = {
     ("linear_act", (9, 0)): ("triton", "library", "library", "library", "triton", "library"),
@@ -233,6 +236,6 @@ def few_rows(capability: tuple[int, int], itemsize: int, size: int) -> int:
     return tile.few_rows(tile.TILES["linear", family]["16"], family, (0, *SIZES)[size] + 1)
 
 
-def default_route(op: str, capability: tuple[int, int], itemsize: int, size: int, few: bool = False) -> str:
+def default_impl(op: str, capability: tuple[int, int], itemsize: int, size: int, few: bool = False) -> str:
     many = DEFAULT.get((op, capability, itemsize), UNKNOWN_GPU)
     return (DEFAULT_FEW.get((op, capability), many) if few and itemsize == 2 else many)[size]
