@@ -35,7 +35,7 @@ struct Owned {
   PyObject* object;
 };
 
-// Shape, dtype, device. If only Python knows the shape (symbols, ragged subclasses), it is a torch.Size.
+// Shape, dtype, device. If only Python knows the shape (symbols, jagged tensors), it is a torch.Size.
 struct Metadata {
   Metadata(PyObject* object, const at::Tensor& x) : shape(nullptr), dtype(x.scalar_type()), device(x.device()) {
     const auto* impl = x.unsafeGetTensorImpl();

@@ -63,8 +63,8 @@ def early_return() -> None:
 # Launches that the code-generation check must find fault with, each for one reason. A larger tile compiles for longer.
 INJECTED = {
     "spill": (90, "bfloat16", lambda: act_grad(tile=Tile(64, 256, 64, 4, 3, 1))),
-    "ragged": (90, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 64, 8, 2))),
-    "ragged on sm_80": (80, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 32, 8, 2))),
+    "unaligned": (90, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 64, 8, 2))),
+    "unaligned on sm_80": (80, "bfloat16", lambda: act_grad(1001, 515, 1037, tile=Tile(64, 64, 32, 8, 2))),
     "shared memory": (90, "bfloat16", lambda: act_grad(tile=Tile(64, 128, 64, 8, 10, 4))),
     "not pipelined": (90, "bfloat16", lambda: act_grad(tile=Tile(64, 128, 64, 8, 1, 2))),
     "no tensor core": (90, "float32", lambda: act_grad(dtype=torch.float32, tile=Tile(64, 64, 32, 8, 3))),
@@ -80,9 +80,9 @@ def injected() -> dict[str, list[str]]:
     faults = {}
     for name, (arch, dtype, launch) in {**INJECTED, "none": (90, "bfloat16", act_grad)}.items():
         cases.OPS[name] = lambda case, given, launch=launch: launch()
-        case = cases.Case(name, arch, dtype, ragged=False, activation="gelu", dropout=True, extras=True)
+        case = cases.Case(name, arch, dtype, unaligned=False, activation="gelu", dropout=True, extras=True)
         faults[name] = [fault for _, found in sass.check(case) for fault in found]
-    unknown = cases.Case("act_grad", 90, "bfloat16", ragged=False, activation="tanh", dropout=False, extras=False)
+    unknown = cases.Case("act_grad", 90, "bfloat16", unaligned=False, activation="tanh", dropout=False, extras=False)
     faults["does not compile"] = sass.run([unknown], workers=1, progress=False)[1]
     return faults
 
@@ -204,7 +204,7 @@ UNEVEN = {
 
 
 def uneven() -> dict[str, list[str]]:
-    """The launches of each of these that get another tile than one that is ragged in all respects."""
+    """The launches of each of these that get another tile than one that is unaligned in all respects."""
     matmuls = ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd")
 
     def tiles(**options) -> dict[str, dict]:
@@ -214,10 +214,10 @@ def uneven() -> dict[str, list[str]]:
             found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in sass.TILE_KEYS}
         return found
 
-    ragged, aligned = tiles(N=4095, K=1023, D=1023), tiles()
-    assert not any(aligned[launch] == ragged[launch] for launch in ragged)
+    unaligned, aligned = tiles(N=4095, K=1023, D=1023), tiles()
+    assert not any(aligned[launch] == unaligned[launch] for launch in unaligned)
     return {
-        kind: [launch for launch, tile in tiles(**options).items() if tile != ragged[launch]]
+        kind: [launch for launch, tile in tiles(**options).items() if tile != unaligned[launch]]
         for kind, options in UNEVEN.items()
     }
 

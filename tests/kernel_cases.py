@@ -25,7 +25,7 @@ ACTIVATIONS_AND_DTYPES = [
     for activation in (("relu", "gelu", "identity") if dtype is torch.bfloat16 else ("relu", "gelu"))
 ]
 STATE = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)  # signed 64-bit words with every 16-bit piece in use
-RAGGED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way, and none full
+UNALIGNED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way, and none full
 
 # launcher -> its row of ckptkern.triton_kernels.tile.TILES
 TILE_NAMES = {launcher.name: launcher.tiles for launcher in LAUNCHERS.values() if launcher.matmul}
@@ -36,7 +36,7 @@ DROPPING = [launcher for launcher in LAUNCHERS.values() if launcher.dropout]
 
 def inputs_of(launcher: Launcher, dtype: torch.dtype, device: str = "cpu", bias: bool = True, **sizes: int) -> dict:
     """Normal inputs; weights scaled so that every matmul has entries of size 1."""
-    sizes = RAGGED | sizes
+    sizes = UNALIGNED | sizes
     tensors = {}
     for name, letters in launcher.inputs.items():
         shape = [sizes[letter] for letter in letters]

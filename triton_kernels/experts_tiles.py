@@ -15,43 +15,43 @@ from .tile import INTERPRETED_TILE, INTERPRETER, Tile, arch_of, family_of, launc
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("experts_fwd", 90): {
         "few": Tile(64, 128, 64, 8, 3, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2)
     },
     ("experts_fwd", 80): {
         "few": Tile(64, 128, 32, 8, 3),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 4, 2, 2)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 4, 2, 2)
     },
     ("experts_bwd", 90): {
         "few": Tile(64, 64, 64, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 8), "32": Tile(64, 64, 32, 8, 3, 4), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "16": Tile(128, 128, 64, 8, 3, 8), "32": Tile(64, 64, 32, 8, 3, 4), "unaligned": Tile(64, 64, 64, 8, 2, 2)
     },
     ("experts_bwd", 80): {
         "few": Tile(64, 64, 32, 4, 3),
-        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3, 2), "ragged": Tile(64, 64, 32, 8, 2, 2)
+        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3, 2), "unaligned": Tile(64, 64, 32, 8, 2, 2)
     },
     ("experts_act_grad", 90): {
         "few": Tile(64, 128, 64, 8, 4, 4),
-        "16": Tile(128, 128, 64, 8, 4, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2)
+        "16": Tile(128, 128, 64, 8, 4, 4), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2)
     },
     ("experts_act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4, 2),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2, 2)
     },
     ("experts_gemm", 90): {
         "few": Tile(64, 256, 64, 8, 3, 4),
-        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2)
     },
     ("experts_gemm", 80): {
         "few": Tile(64, 128, 32, 8, 4),
-        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2)
     },
     ("experts_dw", 90): {
         "few": Tile(128, 128, 64, 8, 5, 2),
-        "16": Tile(128, 256, 64, 8, 5, 4), "32": Tile(64, 64, 32, 8, 5), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 256, 64, 8, 5, 4), "32": Tile(64, 64, 32, 8, 5), "unaligned": Tile(64, 64, 64, 8, 2)
     },
     ("experts_dw", 80): {
         "few": Tile(128, 128, 32, 8, 5, 2),
-        "16": Tile(128, 128, 64, 8, 5, 2), "32": Tile(64, 64, 32, 8, 5), "ragged": Tile(64, 64, 32, 8, 2)
+        "16": Tile(128, 128, 64, 8, 5, 2), "32": Tile(64, 64, 32, 8, 5), "unaligned": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
 # An expert's last tile is half empty: at 256 rows a quarter of the matmuls with tiles of 128, an eighth with 64. By the
@@ -69,7 +69,7 @@ def tile_of(kernel: str, x: torch.Tensor, rows: int, experts: int, *operands: to
         sizes |= one.shape[-1] | functools.reduce(operator.or_, one.stride()[:-1])
         addresses |= one.data_ptr()
     if sizes * x.itemsize % 16 or addresses % 16:
-        return tiles["ragged"]
+        return tiles["unaligned"]
     tile = tiles["32" if x.itemsize == 4 else "few" if rows < FEW_ROWS * experts else "16"]
     return tile if sizes % 16 == 0 else tile._replace(UNIT=unit_of(sizes))
 

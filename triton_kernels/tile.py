@@ -55,7 +55,7 @@ class Tile(NamedTuple):
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
-INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so that small tests have ragged edges
+INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so that small tests have tail tiles
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
 # whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
@@ -66,7 +66,7 @@ INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so tha
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "ragged": Tile(64, 64, 64, 8, 2),
+        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "unaligned": Tile(64, 64, 64, 8, 2),
         "tma": Tile(128, 256, 64, 8, 3, 4, programs=1),
         "16:128x128": Tile(128, 128, 64, 8, 3, 4, 128), "16:128x256": Tile(128, 256, 64, 8, 4, 4),
         "16:256x128": Tile(256, 128, 64, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
@@ -74,70 +74,70 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
     ("linear", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2),
+        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2),
         "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:128x256": Tile(128, 256, 32, 8, 3, 4),
         "16:256x128": Tile(256, 128, 32, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 8, 4, 4)
     },
     ("act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2),
+        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2),
         "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2),
         "16:128x256": Tile(128, 256, 64, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
         "tma:128x256": Tile(128, 256, 64, 8, 3, 8, programs=1)
     },
     ("act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2),
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2, 2),
         "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:128x256": Tile(128, 256, 32, 8, 3, 4),
         "16:64x256": Tile(64, 256, 32, 8, 4, 4)
     },
     ("dual", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2),
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2),
         "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:64x128": Tile(64, 128, 64, 4, 3, 4)
     },
     ("dual", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2),
+        "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2),
         "16:128x128": Tile(128, 128, 32, 8, 3, 4), "16:64x128": Tile(64, 128, 32, 8, 4, 4)
     },
     ("triple", 90): {
         "few": Tile(64, 64, 64, 4, 3),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2),
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2),
         "16:128x128": Tile(128, 128, 64, 8, 2, 4), "16:64x128": Tile(64, 128, 64, 4, 3, 4)
     },
     ("triple", 80): {
         "few": Tile(64, 64, 32, 4, 3),
-        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2),
+        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2),
         "16:64x128": Tile(64, 128, 32, 8, 3, 4)
     },
     ("gated_act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2, 2),
+        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2),
         "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2),
         "16:128x256": Tile(128, 256, 64, 8, 3, 8), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
         "tma:128x256": Tile(128, 256, 64, 8, 3, 8, programs=1)
     },
     ("gated_act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2, 2),
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2, 2),
         "16:128x128": Tile(128, 128, 32, 8, 4, 4), "16:64x128": Tile(64, 128, 32, 8, 4, 2)
     },
     ("cross_entropy_fwd", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2)
     },
     ("cross_entropy_fwd", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+        "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2)
     },
     ("cross_entropy_bwd", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 256, 64, 8, 3, 8), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 64, 8, 2)
+        "16": Tile(128, 256, 64, 8, 3, 8), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2)
     },
     ("cross_entropy_bwd", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "ragged": Tile(64, 64, 32, 8, 2)
+        "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
 SMS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
@@ -178,7 +178,7 @@ def tile_for(
     operands' dtype, shapes, alignment, and of what is asked for.
 
     `operands` are all matrices that the kernel reads or writes row by row. One with an address, a row length or a stride
-    that is no multiple of 16 bytes makes the launch ragged: no asynchronous copy fits its rows.
+    that is no multiple of 16 bytes makes the launch unaligned: no asynchronous copy fits its rows.
     persistent: a tile of a persistent kernel, where there is one and TMA takes the operands: 16-bit, aligned, rows that do not
     overlap, and something in them.
     variant: a name of a tile that the kernel may have beside the default one of its shape class; if not, it takes that one, so
@@ -195,7 +195,7 @@ def tile_for(
         tile = INTERPRETED_VARIANT if variant else INTERPRETED_TILE
         tile = tile._replace(programs=1) if persistent else tile
     elif not aligned:
-        return TILES[kernel, family]["ragged"]
+        return TILES[kernel, family]["unaligned"]
     elif itemsize == 4:
         tile = TILES[kernel, family]["32"]
     else:

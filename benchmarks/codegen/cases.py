@@ -31,7 +31,7 @@ class Case:
     op: str
     arch: int
     dtype: str
-    ragged: bool
+    unaligned: bool
     activation: str  # or another of VARIANTS
     dropout: bool
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        flags = [self.activation, *self.kind.split(), "ragged" if self.ragged else "aligned"]
+        flags = [self.activation, *self.kind.split(), "unaligned" if self.unaligned else "aligned"]
         flags += ["dropout"] * self.dropout + ["extras"] * self.extras
         return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
 
@@ -67,7 +67,7 @@ class AttentionCase:
     causal: bool
     dropout: bool
     kind: str = ""  # one of ATTENTION_KINDS
-    ragged = False
+    unaligned = False
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ def default_attention() -> list[AttentionCase]:
     others = attention_cases({"bfloat16": (128,)}, ops=("attn_fwd",))
     others += attention_cases({"bfloat16": (128,)}, ATTENTION_KINDS, heavy)
     others += attention_cases({"bfloat16": (64, 256)}, ("additive",), heavy)
-    others += attention_cases({"bfloat16": RAGGED_DIMS[:1]}, ops=heavy)
+    others += attention_cases({"bfloat16": PADDED_DIMS[:1]}, ops=heavy)
     others += attention_cases({"float32": (128,)}, ("ieee",), heavy)
     others += attention_cases({"float32": (64, 128, 256)}, ("additive",), heavy)
     others += attention_cases({"bfloat16": (128,)}, DMASK_KINDS, ("attn_dmask",))
@@ -144,7 +144,7 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
 
 
 def default_cases() -> list[Case | AttentionCase]:
-    """Every kernel x tile row x architecture, aligned and ragged, with the heaviest flags; also matmuls at torch's default
+    """Every kernel x tile row x architecture, aligned and unaligned, with the heaviest flags; also matmuls at torch's default
     precision of float32, and narrow chains; and what other GPUs run.
 
     All in bfloat16: float16 differs in the names of a few instructions only, and `--all` compiles it.
@@ -157,14 +157,14 @@ def default_cases() -> list[Case | AttentionCase]:
         if dtype == "bfloat16" or op in PRODUCT_OPS
     ]
     for op, arch in itertools.product(OPS, ARCHS):
-        cases += [heaviest(op, arch, "bfloat16", ragged=ragged) for ragged in (False, True)]
+        cases += [heaviest(op, arch, "bfloat16", unaligned=unaligned) for unaligned in (False, True)]
         for variant in VARIANTS.get(op, ())[1:]:
             cases.append(Case(op, arch, "bfloat16", False, variant, False, False))
     return cases + default_attention() + other_gpus()
 
 
-def heaviest(op: str, arch: int, dtype: str, kind: str = "", ragged: bool = False) -> Case:
-    return Case(op, arch, dtype, ragged, VARIANTS.get(op, ("gelu",))[0], op in DROPOUT_OPS, True, kind)
+def heaviest(op: str, arch: int, dtype: str, kind: str = "", unaligned: bool = False) -> Case:
+    return Case(op, arch, dtype, unaligned, VARIANTS.get(op, ("gelu",))[0], op in DROPOUT_OPS, True, kind)
 
 
 def other_gpus() -> list[Case | AttentionCase]:
@@ -195,21 +195,21 @@ def all_cases() -> list[Case | AttentionCase]:
     from ckptkern.eager import ACTIVATIONS
 
     return [
-        Case(op, arch, dtype, ragged, activation, full and op in DROPOUT_OPS, full, kind)
+        Case(op, arch, dtype, unaligned, activation, full and op in DROPOUT_OPS, full, kind)
         for op, arch in itertools.product(OPS, ARCHS)
-        for (dtype, kind), ragged, activation, full in itertools.product(
+        for (dtype, kind), unaligned, activation, full in itertools.product(
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
         if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no matmul to recompute
         # any number of rows; a contradiction; no such kernel; no such tile
-        and not (ragged and (kind in ("few", "16B", "persistent") or ":" in kind))
+        and not (unaligned and (kind in ("few", "16B", "persistent") or ":" in kind))
     ] + [
-        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS))),
-        *attention_cases({"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
+        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *PADDED_DIMS))),
+        *attention_cases({"bfloat16": (*HEAD_DIMS, *PADDED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
         *attention_cases({"float32": HEAD_DIMS}, ("ieee",)),
-        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *RAGGED_DIMS)), ops=("attn_dmask",)),
+        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *PADDED_DIMS)), ops=("attn_dmask",)),
         *attention_cases(
-            {"bfloat16": (*HEAD_DIMS, *RAGGED_DIMS), "float32": (64, 128, 256)}, DMASK_KINDS, ("attn_dmask",)
+            {"bfloat16": (*HEAD_DIMS, *PADDED_DIMS), "float32": (64, 128, 256)}, DMASK_KINDS, ("attn_dmask",)
         ),
         *attention_cases({"float32": HEAD_DIMS}, ("ieee",), ("attn_dmask",)),
         *small_cases(),
@@ -223,7 +223,7 @@ class Inputs:
     """
 
     ROWS, FEATURES, HIDDEN = 4096, 1024, 4096
-    RAGGED = (1001, 515, 1037, 517)  # rows, features in, hidden, features out
+    UNALIGNED = (1001, 515, 1037, 517)  # rows, features in, hidden, features out
     BATCH, LENGTH, HEADS = 2, 4096, 16
     EXPERTS, TOP_K = 8, 2
 
@@ -251,7 +251,7 @@ class Inputs:
             64 if case.kind == "few" else self.ROWS,
             *(n + more for n in (self.FEATURES, self.HIDDEN, self.FEATURES)),
         )
-        return dict(zip("MKND", self.RAGGED if case.ragged else aligned, strict=True))
+        return dict(zip("MKND", self.UNALIGNED if case.unaligned else aligned, strict=True))
 
     def of_kernels(self, case: Case) -> dict:
         """Options that a launcher has and its definition has not."""
@@ -345,7 +345,7 @@ def _launch_dropout(case: Case, given: Inputs):
 def _narrow(case: Case, given: Inputs):
     M, dtype = given.sizes(case)["M"], given.dtype(case.dtype)
     width, L = 32 if "narrow" in case.kind else 64, 8
-    K, N = (width - 3, width - 11) if case.ragged else (width - step_of(case), width - 3 * step_of(case))
+    K, N = (width - 3, width - 11) if case.unaligned else (width - step_of(case), width - 3 * step_of(case))
     weights = given(L, width, width, dtype=dtype, scale=width**-0.5)
     biases = given(L, width, dtype=dtype) if case.extras else None
     bits = _bits(case, given, M, N) if case.activation == "relu" else None
@@ -385,7 +385,7 @@ def _launch_norm_bwd(case: Case, given: Inputs):
 
 def _heads(case: Case, given: Inputs):
     """(q as a view of one projection, its norm's weight and bias, cos and sin): what attention_block hands over, in place."""
-    B, S, H, D, R = (3, given.RAGGED[0], 5, 75, 50) if case.ragged else (2, given.LENGTH, 8, 128, 128)
+    B, S, H, D, R = (3, given.UNALIGNED[0], 5, 75, 50) if case.unaligned else (2, given.LENGTH, 8, 128, 128)
     dtype, wide = given.dtype(case.dtype), given.dtype("float32")
     q = given(B, S, 2 * H, D, dtype=dtype)[:, :, :H]
     angles = given(S, R, dtype=wide), given(S, R, dtype=wide)
@@ -447,7 +447,7 @@ def _launch_attention(case: AttentionCase, given: Inputs):
 
 ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")
 HEAD_DIMS = (32, 64, 96, 128, 256)
-RAGGED_DIMS = (40, 80)  # not powers of two, yet loads are 16 bytes wide
+PADDED_DIMS = (40, 80)  # not powers of two, yet loads are 16 bytes wide
 MASKS = ("bool", "additive", "keys")
 ATTENTION_KINDS = (
     *MASKS,

@@ -87,7 +87,7 @@ class Report:
         narrow = [side for side in re.findall(r"\b[MN]\d+", self.tile) if int(side[1:]) < 64]
         if case.arch == 90 and self.tensor_core and narrow:  # triton#11366
             found.append(f"HGMMA in a tile of {narrow[0]}: matmuls narrower than 64 have failed")
-        if matmul and not case.ragged and (min_shared or " K" in self.tile):
+        if matmul and not case.unaligned and (min_shared or " K" in self.tile):
             if not self.async_copies:
                 found.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
@@ -97,7 +97,7 @@ class Report:
         )  # 20 multiplies a call, for 8 elements
         if draws > 1.5 and not ALLOWED_DRAWS.match(launch):
             found.append(f"the mask is drawn {draws:.1f} times")
-        if self.narrow_loads and not case.ragged and case.kind != "keys":  # a row of int8, two columns per thread
+        if self.narrow_loads and not case.unaligned and case.kind != "keys":  # a row of int8, two columns per thread
             found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
         return found
 

@@ -107,7 +107,7 @@ OPTIONS = pairwise(
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_as_exact_as_pytorch(case, backend):
-    """Every pair of options, in kernels too; ragged sizes, of which a chunk of the vocabulary is the smaller part."""
+    """Every pair of options, in kernels too; unaligned sizes, of which a chunk of the vocabulary is the smaller part."""
     case = dict(case)
     dtype, classes = case.pop("dtype"), case.pop("classes")
     tensors, target = make((5, 7), 33, classes, dtype, case.pop("bias"), case.pop("ignore"))

@@ -195,7 +195,7 @@ each_routing = pytest.mark.parametrize("sizes", ROUTINGS, ids=lambda sizes: "-".
 @each_routing
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_as_exact_as_torchs(sizes, dtype):
-    """Ragged and empty experts, duplicate and dropped slots, no tokens at all (pytorch#192497), E > 512 (aiter#4482)."""
+    """Uneven and empty experts, duplicate and dropped slots, no tokens at all (pytorch#192497), E > 512 (aiter#4482)."""
     kind, tokens, top_k, experts, d, h = sizes
     index = routing(kind, tokens, top_k, experts)
     for bias in (False, True):

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckptkern
 from ckptkern.memory import saved_tensors
 
-RAGGED = {
+UNALIGNED = {
     "vector": Sizes(lead=()),
     "one": Sizes(lead=(1,), features=1, hidden=1, out=1),
     "3 features": Sizes(lead=(2, 3, 5), features=3),
@@ -104,15 +104,15 @@ def test_gradients_are_as_exact_as_torchs(setup, dtype):
 
 
 # Every op at every size, with and without biases in turn.
-RAGGED_CASES = [
+UNALIGNED_CASES = [
     pytest.param(*setup.values, sizes, (i + j) % 2 == 0, id=f"{setup.id}-{name}")
     for i, setup in enumerate(setups(("relu", "silu"), dropout=(P,)))
-    for j, (name, sizes) in enumerate(RAGGED.items())
+    for j, (name, sizes) in enumerate(UNALIGNED.items())
 ]
 
 
-@pytest.mark.parametrize(("setup", "sizes", "bias"), RAGGED_CASES)
-def test_ragged_and_empty_shapes(setup, sizes, bias):
+@pytest.mark.parametrize(("setup", "sizes", "bias"), UNALIGNED_CASES)
+def test_unaligned_and_empty_shapes(setup, sizes, bias):
     """No tokens, no features, sizes of one. Deterministic mode fills what torch.empty gives with NaN."""
     torch.use_deterministic_algorithms(True)
     try:

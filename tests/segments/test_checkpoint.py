@@ -217,11 +217,11 @@ def test_a_list_that_holds_itself():
         checkpoint(lambda x, items: x.sin(), torch.randn(3, requires_grad=True), items)
 
 
-def test_ragged_nested_tensors():
+def test_jagged_nested_tensors():
     layer = nn.Linear(4, 4)
     parts = [torch.randn(n, 4) for n in (2, 5)]
-    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
-    checkpoint(lambda t: layer(t).sin().exp(), ragged).values().sum().backward()
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    checkpoint(lambda t: layer(t).sin().exp(), jagged).values().sum().backward()
     mine = layer.weight.grad.clone()
     layer.zero_grad()
     layer(torch.cat(parts)).sin().exp().sum().backward()

@@ -29,7 +29,7 @@ def learned(what: str) -> dict:
 
 
 def test_the_default_cases():
-    """Every kernel, tile row, architecture and dtype, aligned and ragged: what `make codegen-check` compiles."""
+    """Every kernel, tile row, architecture and dtype, aligned and unaligned: what `make codegen-check` compiles."""
     default = cases.default_cases()
     assert len(default) <= 750
     other = {(case.op, case.arch, case.kind) for case in default if isinstance(case, cases.Case) and case.kind}
@@ -52,7 +52,7 @@ def test_the_default_cases():
     assert narrow == set(itertools.product(ops, cases.ARCHS))
     for op in cases.OPS:
         for arch in cases.ARCHS:
-            kinds = {case.ragged for case in default if (case.op, case.arch, case.dtype) == (op, arch, "bfloat16")}
+            kinds = {case.unaligned for case in default if (case.op, case.arch, case.dtype) == (op, arch, "bfloat16")}
             assert kinds == {False, True}, (op, arch)
     attention = [case for case in default if isinstance(case, cases.AttentionCase)]
     kinds = {(case.arch, case.kind) for case in attention}
@@ -94,8 +94,8 @@ def test_spills_that_the_tables_name_wrongly():
 
 FAULTS = {
     "spill": r"spills: \d+ B of stack",
-    "ragged": r"\d+ two-byte global loads on the aligned path",
-    "ragged on sm_80": r"no asynchronous copy in the main loop",
+    "unaligned": r"\d+ two-byte global loads on the aligned path",
+    "unaligned on sm_80": r"no asynchronous copy in the main loop",
     "shared memory": r"245760 B of shared memory, the GPU has 232448",
     "not pipelined": r"no asynchronous copy in the main loop",
     "no tensor core": r"no tensor-core instruction",
@@ -166,7 +166,7 @@ def test_no_multiply_add_is_fused(name, specialized):
     assert all("'enable_fp_fusion': False" in key for key in specialized[name])
 
 
-def test_what_is_ragged_in_one_respect_gets_the_ragged_tile():
+def test_what_is_unaligned_in_one_respect_gets_the_unaligned_tile():
     """An aligned tile spilled where the rows were aligned in length alone, or only the output's were not."""
     others = learned("uneven")
     assert len(others) == 4

@@ -105,7 +105,7 @@ def test_tiles_by_hand_change_no_mask_and_no_bit(op, architecture, monkeypatch, 
 
 @pytest.mark.parametrize("name", ["linear_bwd", "gated_bwd"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_rows_of_16_bytes_take_copies_and_give_the_bits_of_the_ragged_tile(name, dtype, architecture):
+def test_rows_of_16_bytes_take_copies_and_give_the_bits_of_the_unaligned_tile(name, dtype, architecture):
     """Sizes that are multiples of 16 bytes and not of 16 elements."""
     more = 16 // dtype.itemsize
     tensors = inputs_of(LAUNCHERS[name], dtype, M=72, K=64 + more, N=80 + more, D=64 + more)
@@ -115,8 +115,8 @@ def test_rows_of_16_bytes_take_copies_and_give_the_bits_of_the_ragged_tile(name,
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx[0])
     assert not re.search(r"ld\.global\S*\.[bu]16", ptx[0])
     with emulated(architecture):
-        ragged = kernel(LAUNCHERS[name], tensors, "silu", tile=TILES[TILE_NAMES[name], architecture]["ragged"])
-    assert_equal(told, ragged, SUMS_OF_ROWS)
+        unaligned = kernel(LAUNCHERS[name], tensors, "silu", tile=TILES[TILE_NAMES[name], architecture]["unaligned"])
+    assert_equal(told, unaligned, SUMS_OF_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,13 @@ def inside(x: torch.Tensor, rows: int = 2, columns: int = 16) -> torch.Tensor:
     return view.copy_(x)
 
 
-ALIGNED, RAGGED = {"M": 72, "K": 64, "N": 144, "D": 80}, {}
+ALIGNED, UNALIGNED = {"M": 72, "K": 64, "N": 144, "D": 80}, {}
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *itertools.product(["linear_bwd", "act_grad", "act_fwd", "act_bwd", "gated_hidden_grad"], [ALIGNED, RAGGED]),
+        *itertools.product(["linear_bwd", "act_grad", "act_fwd", "act_bwd", "gated_hidden_grad"], [ALIGNED, UNALIGNED]),
         *itertools.product(["linear_fwd"], [{"M": 0}, {"K": 0}]),
     ],
 )

@@ -143,7 +143,7 @@ def test_slices_are_combined(slices, device):
     torch.testing.assert_close(combine(finite, False), finite.double().sum(0).float(), rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("row", ["16", "ragged"])
+@pytest.mark.parametrize("row", ["16", "unaligned"])
 def test_any_tile(row, interpreted):
     """Slices of columns and rows of tiles are where the launcher says, for other tiles of the interpreter."""
     if not interpreted:

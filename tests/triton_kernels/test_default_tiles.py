@@ -1,4 +1,4 @@
-"""The default tiles, compiled: every kernel on aligned and ragged sizes, in both classes of dtypes, with every mask.
+"""The default tiles, compiled: every kernel on aligned and unaligned sizes, in both classes of dtypes, with every mask.
 
 These are the code-generation check's cases on small tensors with data. They run on a GPU (`-m gpu`) and in the emulator
 (`--device emulated`; `make test` runs them there on both architectures).
@@ -38,7 +38,7 @@ class Small(Inputs):
     """Normal numbers, of sizes that take two tiles each way and several steps; it remembers what it gave."""
 
     ROWS, FEATURES, HIDDEN = 200, 128, 320
-    RAGGED = (137, 83, 301, 69)
+    UNALIGNED = (137, 83, 301, 69)
     BATCH, LENGTH, HEADS = 2, 136, 4
     EXPERTS = 3
     backend = triton_kernels
@@ -58,7 +58,7 @@ class Small(Inputs):
 
     def sizes(self, case: Case) -> dict[str, int]:
         scalar = (
-            (73, 41, 109, 34) if case.ragged else (72, 64, 96, 64)
+            (73, 41, 109, 34) if case.unaligned else (72, 64, 96, 64)
         )  # many instructions: float32 without tensor cores
         return dict(zip("MKND", scalar, strict=True)) if "ieee" in case.kind else super().sizes(case)
 
@@ -105,8 +105,8 @@ class Again(Small):
 def of_matmuls() -> list[Case]:
     """In the sample with SiLU, whose code is short; with GELU, as the code-generation check compiles them, besides."""
 
-    def case(op: str, activation: str, dtype: str, ragged: bool, kind: str = "") -> Case:
-        return Case(op, 80, dtype, ragged, activation, op in DROPOUT_OPS, True, kind)
+    def case(op: str, activation: str, dtype: str, unaligned: bool, kind: str = "") -> Case:
+        return Case(op, 80, dtype, unaligned, activation, op in DROPOUT_OPS, True, kind)
 
     def light(op: str) -> str:
         return VARIANTS.get(op, ("silu",))[0]
@@ -165,8 +165,8 @@ CASES = [*of_matmuls(), *of_others(), *of_attention()]
 
 
 def in_sample(case: Case | AttentionCase, arch: int) -> bool:
-    """Of `--sample`, a third of all: on either architecture, of every kernel, aligned sizes in one class of dtypes and ragged
-    ones in the other; every mask, with dropout on one and without on the other; other tiles and variants on one."""
+    """Of `--sample`, a third of all: on either architecture, of every kernel, aligned sizes in one class of dtypes and
+    unaligned ones in the other; every mask, with dropout on one and without on the other; other tiles and variants on one."""
     place = CASES.index(case) + arch // 10
     if isinstance(case, AttentionCase):
         masks = case.op != "attn_dmask" and case.head_dim == 64 and case.kind != "ieee"
@@ -175,7 +175,7 @@ def in_sample(case: Case | AttentionCase, arch: int) -> bool:
     if case.op in PRODUCT_OPS and case.activation == "gelu":
         return False
     if case.kind in ("", "ieee") and case.activation in ("", "silu", "gelu", "layer", "everything"):
-        return (case.ragged + (case.dtype == "float32") + list(OPS).index(case.op) + arch // 10) % 2 == 0
+        return (case.unaligned + (case.dtype == "float32") + list(OPS).index(case.op) + arch // 10) % 2 == 0
     return place % 2 == 0
 
 

@@ -251,14 +251,14 @@ def test_rows_that_start_beyond_2_to_the_31(device):
 @pytest.mark.parametrize("key", sorted(experts_tiles.TILES), ids=str)
 def test_tile_tables(key):
     """Every class has a tile; all of a power of two, at least 64 wide on sm_90 (triton#11366)."""
-    assert set(experts_tiles.TILES[key]) == {"16", "few", "32", "ragged"}
+    assert set(experts_tiles.TILES[key]) == {"16", "few", "32", "unaligned"}
     for tile in experts_tiles.TILES[key].values():
         assert all(n & (n - 1) == 0 for n in (tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.num_warps, tile.SUB))
         assert min(tile.BLOCK_M, tile.BLOCK_N) >= 64
 
 
 def test_tile_choice(monkeypatch):
-    """Few rows an expert take low tiles; one stride, address or length that is no multiple of 16 makes the launch ragged."""
+    """Few rows an expert take low tiles; one stride, address or length that is no multiple of 16 makes the launch unaligned."""
     monkeypatch.setattr(experts_tiles, "arch_of", lambda x: 90)
     x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((64, 64), (4, 64, 64)))
     table = experts_tiles.TILES["experts_fwd", family_of(90)]
@@ -275,4 +275,4 @@ def test_tile_choice(monkeypatch):
         w.as_strided(w.shape, (4100, 64, 1)),
         w.as_strided(w.shape, (4096, 68, 1)),
     ):
-        assert experts_tiles.tile_of("experts_fwd", x, 4096, 4, x, uneven) == table["ragged"]
+        assert experts_tiles.tile_of("experts_fwd", x, 4096, 4, x, uneven) == table["unaligned"]

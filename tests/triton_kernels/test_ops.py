@@ -68,7 +68,7 @@ def test_narrow_stack_is_as_exact_as_torchs(setup, device):
     check_against_float64(setup, make(setup, dtype=torch.bfloat16, device=device))
 
 
-RAGGED = {
+UNALIGNED = {
     "no tokens": Sizes((0,)),
     "one dimension": Sizes(()),
     "ones": Sizes((1, 1), 1, 1, 1),
@@ -79,15 +79,15 @@ RAGGED = {
 
 
 # Every op at every size, with and without biases in turn.
-RAGGED_CASES = [
+UNALIGNED_CASES = [
     pytest.param(*setup.values, sizes, (i + j) % 2 == 0, id=f"{setup.id}-{name}")
     for i, setup in enumerate(setups(("relu", "silu"), ("full",), dropout=(P,)))
-    for j, (name, sizes) in enumerate(RAGGED.items())
+    for j, (name, sizes) in enumerate(UNALIGNED.items())
 ]
 
 
-@pytest.mark.parametrize(("setup", "sizes", "bias"), RAGGED_CASES)
-def test_ragged_and_empty_shapes(setup, sizes, bias):
+@pytest.mark.parametrize(("setup", "sizes", "bias"), UNALIGNED_CASES)
+def test_unaligned_and_empty_shapes(setup, sizes, bias):
     """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""
     check_against_float64(setup, make(setup, sizes, bias=bias))
 

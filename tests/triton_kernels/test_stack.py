@@ -10,7 +10,7 @@ from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels import pack_stack, stack_bwd, stack_fwd, stack_width
 from ckptkern.triton_kernels.tile import INTERPRETER
 
-WIDTHS = [29, 17, 32, 21]  # ragged inside one padded width, shrinking and growing
+WIDTHS = [29, 17, 32, 21]  # unaligned inside one padded width, shrinking and growing
 
 
 def chain_of(widths, dtype, device="cpu", bias=True, integer=False):

@@ -176,11 +176,11 @@ def test_tile_depends_on_shape_class_dtype_and_architecture_alone(kernel, arch):
         (lambda: meta(64, 128, dtype=torch.float32)[:, 2:66], None),
     ],
 )
-def test_aligned_and_ragged(view, unit):
-    """Rows that no 16-byte copy fits make the whole launch ragged, whichever operand they are in. Of the others the compiler is
-    told what it does not see by itself."""
+def test_aligned_and_unaligned(view, unit):
+    """Rows that no 16-byte copy fits make the whole launch unaligned, whichever operand they are in. Of the others the
+    compiler is told what it does not see by itself."""
     table, given = TILES["linear", 90], view()
-    tile = table["ragged"] if unit is None else table["16" if given.itemsize == 2 else "32"]._replace(UNIT=unit)
+    tile = table["unaligned"] if unit is None else table["16" if given.itemsize == 2 else "32"]._replace(UNIT=unit)
     for operands in itertools.permutations([meta(64, 64, dtype=given.dtype), given]):
         assert tile_for("linear", 90, 4096, 4096, *operands) == tile
         assert tile_for("linear", INTERPRETER, 4096, 4096, *operands)[:-1] == INTERPRETED_TILE[:-1]
@@ -214,7 +214,7 @@ def test_few_rows_or_columns_take_a_smaller_tile(kernel, arch):
     assert tile_for(kernel, arch, rows + 1, tile.BLOCK_N, operand) == tile
     assert tile_for(kernel, arch, 10 * rows, tile.BLOCK_N // 2, operand) == table["few"]
     assert tile_for(kernel, arch, 10 * rows, tile.BLOCK_N // 2 + 16, operand) == tile
-    assert tile_for(kernel, arch, 1, 64, meta(64, 65)) == table["ragged"]
+    assert tile_for(kernel, arch, 1, 64, meta(64, 65)) == table["unaligned"]
     assert tile_for(kernel, arch, 1, 64, meta(64, 64, dtype=torch.float32)) == table["32"]
 
 
@@ -229,7 +229,7 @@ def test_interpreted_tile_is_one_for_all(kernel):
 def test_default_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
     """Slices of the epilogue start at multiples of 32 columns (philox.py); sm_90 dots are at least 64 wide in M, N."""
     persistent = {"tma"} if arch == 90 and kernel in ("linear", "act_grad", "gated_act_grad") else set()
-    assert {row for row in TILES[kernel, arch] if ":" not in row} == {"16", "few", "32", "ragged"} | persistent
+    assert {row for row in TILES[kernel, arch] if ":" not in row} == {"16", "few", "32", "unaligned"} | persistent
     for row, tile in TILES[kernel, arch].items():
         shape_class, _, variant = row.partition(":")
         assert isinstance(tile, Tile)
@@ -290,7 +290,7 @@ def test_the_implementations_name_what_the_table_has(arch):
 
 @pytest.mark.parametrize(("kernel", "arch", "row", "name"), VARIANTS)
 def test_a_variant_stands_in_for_its_class_alone(kernel, arch, row, name):
-    """Few rows, float32 and ragged rows keep the default tiles; so do other implementations, GPUs and kernels without
+    """Few rows, float32 and unaligned rows keep the default tiles; so do other implementations, GPUs and kernels without
     such a name."""
     operand, rows = meta(64, 64), TILES[kernel, arch]
     persistent = {"persistent": row == "tma"}
@@ -302,7 +302,7 @@ def test_a_variant_stands_in_for_its_class_alone(kernel, arch, row, name):
     assert tile(variant="") == tile(variant="96x96") == rows[row]
     assert tile(x=meta(64, 72)) == rows[f"{row}:{name}"]._replace(UNIT=8)
     assert tile(M=1) == rows["few"]
-    assert tile(x=meta(64, 65)) == rows["ragged"]
+    assert tile(x=meta(64, 65)) == rows["unaligned"]
     assert tile(x=meta(64, 64, dtype=torch.float32)) == rows["32"]
     other = TILES[kernel, 170 - arch]
     kind = "tma" if row == "tma" and "tma" in other else "16"
