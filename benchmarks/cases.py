@@ -3,7 +3,7 @@
 A variant is a name and a maker `(model, x) -> function`, whose function takes x to y with the model's own parameters. So
 all variants are checked against one float64 copy of the model and share its weights. To add a case, append to CASES.
 
-Attention and layers with dropout are checked without it and timed with it, because every variant draws its own masks. tests/
+Attention and layers with dropout are checked without it and timed with it, because every variant samples its own masks. tests/
 checks that masks are replayed and follow their definition.
 """
 
@@ -211,7 +211,7 @@ def loss_head(model: LossHead, mode: str, workspace: int | str | None = None) ->
 
 
 def dropout_exact(p: float, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Dropout by the mask that y shows, since every variant draws its own. Raises if the rate of saved elements is off."""
+    """Dropout by the mask that y shows, since every variant samples its own. Raises if the rate of saved elements is off."""
     saved = y != 0
     rate, sigma = saved.double().mean().item(), (p * (1 - p) / y.numel()) ** 0.5
     if abs(rate - (1 - p)) > 6 * sigma:

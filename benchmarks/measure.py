@@ -29,7 +29,7 @@ GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matt
 # Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
 OURS_AT_MOST, BASELINES_AT_MOST = 2.0, 8.0
 ENOUGH = 7  # rounds at least, whatever time they take
-DROPS = "timed with dropout, checked without it: every variant draws its own masks"
+DROPS = "timed with dropout, checked without it: every variant samples its own masks"
 
 
 @dataclass

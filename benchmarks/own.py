@@ -99,7 +99,7 @@ def in_mode(model: Called, mode: str) -> Function:
     return twin
 
 
-def draws(model: Called) -> bool:
+def has_dropout(model: Called) -> bool:
     """Do two runs in training give two results?"""
     x = model.x
     with unmoved(model):
@@ -129,7 +129,7 @@ def item_of(target: str, device: torch.device, modes: tuple[str, ...] | None, dt
     name, _, function = target.rpartition(":")
     file = name.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
     case = Case(
-        f"{file}.{function}", lambda width: model, in_mode, {}, 0, MODES if modes is None else modes, drops=draws(model),
+        f"{file}.{function}", lambda width: model, in_mode, {}, 0, MODES if modes is None else modes, drops=has_dropout(model),
         baselines={"ckptkern checkpoint": lambda model, x: functools.partial(ckptkern_checkpoint, model)}, dtype=dtype,
         given=functools.partial(_given, model),
     )  # fmt: skip

@@ -22,7 +22,7 @@ using ckptkern::Precision;
 using ckptkern::SegmentState;
 
 // int64[2] on nonce's device, from torch's own generator there: torch.manual_seed reproduces it and
-// CUDA-graph capture draws anew in each replay. The bounds are those of torch.randint(-2**63, 2**63 - 1).
+// CUDA-graph capture samples anew in each replay. The bounds are those of torch.randint(-2**63, 2**63 - 1).
 at::Tensor rng_state(const at::Tensor& nonce) {
   return at::randint(
       std::numeric_limits<int64_t>::min(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import DRAWS
+from cases import SAMPLES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -484,7 +484,7 @@ def results(model: nn.Module, dtype: torch.dtype | None = None, seed: int = 1, *
 
 def over_inputs(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The results of several inputs as one, without the loss: few numbers, whose errors may be small by chance."""
-    drawn = [results(model, dtype, seed) for seed in range(DRAWS)]
+    drawn = [results(model, dtype, seed) for seed in range(SAMPLES)]
     return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0] if name != "loss"}
 
 

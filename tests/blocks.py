@@ -34,17 +34,17 @@ LAYERS = {
     "down": 2,
 }  # and the place of its update's dropout
 
-Draws = Iterator[Tensor]
+RngStates = Iterator[Tensor]
 
 
-def draws() -> Draws:
+def rng_states() -> RngStates:
     """The states that the calls after torch.manual_seed(SEED) draw, in order."""
     generator = torch.Generator().manual_seed(SEED)
     while True:
         yield torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator)
 
 
-def dropped(h: Tensor, p: float, drawn: Draws) -> Tensor:
+def dropped(h: Tensor, p: float, drawn: RngStates) -> Tensor:
     """Dropout of the rows of h [..., N]."""
     if not p:
         return h
@@ -149,7 +149,7 @@ class Sublayer:
             "lora": {name: ckptkern.LoRA(a, b, LORA_SCALE, self.lora_p) for name, (a, b) in tensors.items()} or None
         }
 
-    def lora_state(self, drawn: Draws) -> Tensor | None:
+    def lora_state(self, drawn: RngStates) -> Tensor | None:
         return next(drawn) if self.lora_p else None
 
     def linear(self, name: str, x: Tensor, t: Tensors, drawn: Tensor | None, more_rows: int = 0) -> Tensor:
@@ -197,7 +197,7 @@ class Sublayer:
         """Does backward read what the branch gave?"""
         return bool(self.post_norm or self.layer_scale == "vector" or (self.norm and not self.norm_first))
 
-    def plain(self, x: Tensor, t: Tensors, drawn: Draws) -> Tensor:
+    def plain(self, x: Tensor, t: Tensors, drawn: RngStates) -> Tensor:
         def norm(h, name="norm"):
             weight, bias = (t.get(f"{self.prefix}{name}_{parameter}") for parameter in ("weight", "bias"))
             return plain_norm(h, getattr(self, name), weight, bias)
@@ -301,7 +301,7 @@ class Attention(Sublayer):
             **around,
         )  # fmt: skip
 
-    def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
+    def branch(self, h: Tensor, t: Tensors, drawn: RngStates) -> Tensor:
         key_value, t, lora = t.get("key_value"), self.own(t), self.lora_state(drawn)
         if self.key_features and not self.packed:
             rows = [math.prod(one.shape[:-1]) for one in (h, key_value)]
@@ -387,7 +387,7 @@ class MLP(Sublayer):
             activation=self.activation, dropout_p=self.dropout_p, **self.lora_arguments(t), **self.options(t),
         )  # fmt: skip
 
-    def branch(self, h: Tensor, t: Tensors, drawn: Draws) -> Tensor:
+    def branch(self, h: Tensor, t: Tensors, drawn: RngStates) -> Tensor:
         act, lora = ACTIVATIONS[self.activation], self.lora_state(drawn)
         up = self.linear("up", h, t, lora)
         hidden = act(self.linear("gate", h, t, lora)) * up if self.gated else act(up)
@@ -479,7 +479,7 @@ class Block:
         return self.call(t)
 
     def plain(self, t: Tensors) -> Tensor:
-        drawn, y = draws(), t["x"]
+        drawn, y = rng_states(), t["x"]
         if self.parallel:
             return self.attention.plain(y, t, drawn) + replace(self.mlp, residual=False).plain(y, t, drawn)
         for sublayer in self.sublayers:

@@ -362,32 +362,32 @@ def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
         assert error <= 2 * eager_error + half_ulp, f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
 
 
-DRAWS = 12
+SAMPLES = 12
 
 
-def over_draws(
+def over_samples(
     ours: Callable[[Tensors], Tensor],
     plain: Callable[[Tensors], Tensor],
-    draws: Sequence[Tensors],
+    samples: Sequence[Tensors],
     dy: Tensor | None = None,
 ) -> tuple:
     """(ours, eager, exact) of `assert_as_exact`: outputs and gradients of every draw of the inputs, stacked.
 
     The norm of an error is then its root mean square. Where sums of few rows cancel, the error of one draw is chance: for
-    the attention blocks in float32 it is up to 4.5 times PyTorch's, but over twelve draws at most 1.8 times.
+    the attention blocks in float32 it is up to 4.5 times PyTorch's, but over twelve samples at most 1.8 times.
     """
 
     def stacked(function: Callable[[Tensors], Tensor], dtype: torch.dtype | None = None) -> Tensors:
         sent = dy if dy is None or dtype is None else dy.to(dtype)
         # not a clone if the dtype stays: a clone may have other strides
-        results = [gradients(function, clone(t, dtype) if dtype else t, sent) for t in draws]
+        results = [gradients(function, clone(t, dtype) if dtype else t, sent) for t in samples]
         assert all(t is not None for result in results for t in result.values()), "a gradient is missing"
         return {name: torch.stack([result[name] for result in results]) for name in results[0]}
 
     return stacked(ours), stacked(plain), stacked(plain, torch.float64)
 
 
-def redrawn(tensors: Tensors, seed: int) -> Tensors:
+def resampled(tensors: Tensors, seed: int) -> Tensors:
     """Other values of the same shapes, requires_grad and root mean squares; dense strides stay."""
     generator = torch.Generator().manual_seed(seed)
     fresh = clone(tensors)
@@ -403,13 +403,13 @@ def check_exactness(
     """The rule of `assert_as_exact` for two functions of `tensors`; if one draw of the inputs misses it, twelve decide.
 
     For one draw the ratio is partly chance and depends on the processor's library: where a result is a single number,
-    PyTorch is sometimes exact. A wrong function is wrong in all draws.
+    PyTorch is sometimes exact. A wrong function is wrong in all samples.
     """
     try:
-        assert_as_exact(*over_draws(ours, plain, [tensors], dy))
+        assert_as_exact(*over_samples(ours, plain, [tensors], dy))
     except AssertionError:
-        draws = [tensors, *(redrawn(tensors, seed) for seed in range(1, DRAWS))]
-        assert_as_exact(*over_draws(ours, plain, draws, dy))
+        samples = [tensors, *(resampled(tensors, seed) for seed in range(1, SAMPLES))]
+        assert_as_exact(*over_samples(ours, plain, samples, dy))
 
 
 def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = None) -> None:

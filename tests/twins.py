@@ -112,7 +112,7 @@ def attention_mask(kind: str, B: int, H: int, L: int, S: int) -> Tensor | None:
 
 
 def dropout_is_one_mask(module: torch.nn.Module, call: Callable[..., Tensor], x: Tensor) -> None:
-    """Training draws anew, a seed draws again, and the gradient is that of the function that forward computed."""
+    """Training samples anew, a seed samples again, and the gradient is that of the function that forward computed."""
 
     def value(x: Tensor) -> Tensor:
         torch.manual_seed(11)

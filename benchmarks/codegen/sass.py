@@ -17,7 +17,7 @@ from ckptkern.tools.compiling import catch_launches, inspect_cubin, resources
 
 from .cases import AttentionCase, Case
 from .compiling import Compiled, compile_launch
-from .spills import ALLOWED_DRAWS, ALLOWED_HMMA, ALLOWED_TWICE, allowed_stack
+from .spills import ALLOWED_HMMA, ALLOWED_SAMPLINGS, ALLOWED_TWICE, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.
 PHILOX_MULTIPLY = re.compile(
@@ -92,11 +92,11 @@ class Report:
                 found.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
                 found.append(f"{self.shared} B of shared memory: less than stages x tile = {min_shared}, not pipelined")
-        draws = (
+        samplings = (
             self.philox / 20 / (self.elements / 8) if " K" in self.tile else 0
         )  # 20 multiplies a call, for 8 elements
-        if draws > 1.5 and not ALLOWED_DRAWS.match(launch):
-            found.append(f"the mask is drawn {draws:.1f} times")
+        if samplings > 1.5 and not ALLOWED_SAMPLINGS.match(launch):
+            found.append(f"the mask is drawn {samplings:.1f} times")
         if self.narrow_loads and not case.unaligned and case.kind != "keys":  # a row of int8, two columns per thread
             found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
         return found

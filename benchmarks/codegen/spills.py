@@ -84,7 +84,7 @@ ALLOWED_TWICE = re.compile(
     r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_(80/\w+/d\d+\+small|(89|120)/(\w+/d256|float32/d128))"
 )
 # Kernels that draw a mask twice: of identity the compiler draws that of a wide tile again for db.
-ALLOWED_DRAWS = re.compile(
+ALLOWED_SAMPLINGS = re.compile(
     r"act_grad/sm_90/b?float16/identity\+(triton|persistent):(128|64)x256\+aligned\+dropout\+extras"
 )
 

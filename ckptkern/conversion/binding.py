@@ -313,7 +313,7 @@ class Fused(Forward):
         return segment
 
     def run(self, *args, **kwargs):
-        # in training also without gradients: a reentrant checkpoint draws in such a forward what its recompute draws again
+        # in training also without gradients: a reentrant checkpoint samples in such a forward what its recompute samples again
         # and on a shard, which has no original
         runs = torch.is_grad_enabled() or self.module.training or ACTIVE.shard is not None
         if not runs or not self.form.takes(kwargs):

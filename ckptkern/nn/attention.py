@@ -83,7 +83,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     `recompute`. Everything else keeps the inputs, q, k, v, o and the logsumexp in every mode, because projections and core
     are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and saves them: pass False if
     the weights are not needed.
-    Dropout of the weights saves 16 bytes and draws the same mask with and without need_weights.
+    Dropout of the weights saves 16 bytes and samples the same mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN.

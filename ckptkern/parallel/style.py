@@ -32,7 +32,7 @@ class TensorParallel(ParallelStyle):
     all-reduce's place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and modes are the block's.
 
     Saved for backward: of each sublayer its x (this rank's rows under sequence_parallel), 1/n of what else the mode saves, 16
-    bytes for each dropout, and the input of a norm behind the branch. Dropout draws the masks of the unsharded block if the
+    bytes for each dropout, and the input of a norm behind the branch. Dropout samples the masks of the unsharded block if the
     ranks of the group are seeded alike; their first states are compared.
 
     A call that the op does not serve (need_weights=True, hooks inside, another kind of call than was proven) gathers

@@ -375,7 +375,7 @@ def checkpoint(
     arguments (as autograd's saved tensors: saved-tensor hooks around the call see them, and a change in place is an
     error), 2.5 KiB of random state, a little more for each GPU, and the precision settings.
 
-    preserve_rng_state: recompute draws the same random numbers, on the CPU and every device that the arguments live on.
+    preserve_rng_state: recompute samples the same random numbers, on the CPU and every device that the arguments live on.
     context_fn: returns the context managers of forward and recompute; torch's `create_selective_checkpoint_contexts`
     works. determinism_check: "default" compares shapes, dtypes and devices of what is recomputed, "none" nothing, and
     "values" also 64-bit checksums of every saved tensor; the device is read once at the end of backward. debug: errors

@@ -57,7 +57,7 @@ def batch(step):
 
 
 def alone(parts, step):
-    """The micro-batches' losses and each part's gradients in one process, where each part draws as its rank does."""
+    """The micro-batches' losses and each part's gradients in one process, where each part samples as its rank does."""
     states = [torch.Generator().manual_seed(1000 * step + i).get_state() for i in range(len(parts))]
     losses = []
     for x, target in zip(*(one.chunk(MICROS) for one in batch(step)), strict=True):

@@ -146,7 +146,7 @@ def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, ranks):
-    """Results, gradients and saved bytes in every mode. With dropout too, so each rank draws its part of the masks."""
+    """Results, gradients and saved bytes in every mode. With dropout too, so each rank samples its part of the masks."""
     on_mesh(ranks, n, _check_blocks, sequence)
 
 

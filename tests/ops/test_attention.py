@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import Attention, Block, draws, plain_attention
+from blocks import Attention, Block, plain_attention, rng_states
 from cases import (
     DTYPES,
     MODES,
@@ -223,7 +223,9 @@ def test_window_and_slopes(window, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout(causal):
     tensors = qkv(Sq=7, Sk=7)
-    expected = gradients(lambda t: plain_attention(t["q"], t["k"], t["v"], causal=causal, p=P, drawn=draws()), tensors)
+    expected = gradients(
+        lambda t: plain_attention(t["q"], t["k"], t["v"], causal=causal, p=P, drawn=rng_states()), tensors
+    )
     assert_same_within_rounding(gradients(ours(dropout_p=P, is_causal=causal), tensors), expected)
 
 
@@ -268,7 +270,7 @@ def test_large_scores(p, dtype):
     tensors["v"].requires_grad_()
 
     def plain(t):
-        return plain_attention(t["q"], t["k"], t["v"], p=p, drawn=draws())
+        return plain_attention(t["q"], t["k"], t["v"], p=p, drawn=rng_states())
 
     exact = gradients(plain, clone(tensors, torch.float64))
     call = ours(dropout_p=p, attn_mask=None if p else torch.ones(7, 5, dtype=torch.bool))
@@ -792,7 +794,7 @@ def packed_block(mode):
 
 def plain_packed_block(t):
     """Sequence n has the planes of the masks that it would have in a batch of rows of max_seqlen."""
-    drawn, outs = next(draws()), []
+    drawn, outs = next(rng_states()), []
     q, k, v = F.linear(t["x"], t["qkv_weight"], t["qkv_bias"]).unflatten(-1, (3, 4, 6)).permute(1, 2, 0, 3)
     for n, (start, end) in enumerate(itertools.pairwise(ENDS.tolist())):
         S = end - start

@@ -22,9 +22,9 @@ from blocks import (
     variants,
 )
 from cases import (
-    DRAWS,
     DTYPES,
     MODES,
+    SAMPLES,
     SEED,
     Saved,
     Watch,
@@ -36,7 +36,7 @@ from cases import (
     gradients,
     op_samples,
     output_gradient,
-    over_draws,
+    over_samples,
     through_export,
     with_saved_transposed,
 )
@@ -122,11 +122,11 @@ def test_autocast(block):
 
         return run
 
-    draws = [block.make(seed=seed) for seed in range(DRAWS)]
-    ours, theirs, exact = over_draws(under_autocast(block.fused), under_autocast(block.plain), draws)
+    samples = [block.make(seed=seed) for seed in range(SAMPLES)]
+    ours, theirs, exact = over_samples(under_autocast(block.fused), under_autocast(block.plain), samples)
     residual = all(sublayer.residual for sublayer in block.sublayers)
     assert ours["y"].dtype == (torch.float32 if residual else torch.bfloat16)
-    assert all(ours[name].dtype == torch.float32 for name in draws[0])
+    assert all(ours[name].dtype == torch.float32 for name in samples[0])
     ours, theirs = ({name: t.to(torch.bfloat16) for name, t in results.items()} for results in (ours, theirs))
     assert_as_exact(*map(joined_biases, (ours, theirs, exact)))
 
@@ -137,8 +137,8 @@ EXACT_CASES = [(one, dtype) for shift, dtype in enumerate(DTYPES) for one in in_
 
 @pytest.mark.parametrize(("block", "dtype"), with_dtypes(EXACT_CASES))
 def test_gradients_are_as_exact_as_torchs(block, dtype):
-    draws = [block.make(dtype, seed=seed) for seed in range(DRAWS)]
-    assert_as_exact(*map(joined_biases, over_draws(block.fused, block.plain, draws)))
+    samples = [block.make(dtype, seed=seed) for seed in range(SAMPLES)]
+    assert_as_exact(*map(joined_biases, over_samples(block.fused, block.plain, samples)))
 
 
 @pytest.mark.parametrize("block", blocks(("none", "full")) + variants(("none", "full")))

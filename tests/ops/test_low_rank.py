@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import MLP, Attention, Block
-from cases import DRAWS, SEED, assert_as_exact, assert_same, assert_same_within_rounding, gradients
+from cases import SAMPLES, SEED, assert_as_exact, assert_same, assert_same_within_rounding, gradients
 
 import ckptkern
 from ckptkern import LoRA
@@ -71,7 +71,7 @@ SUBLAYERS = {
 def test_float32_updates_of_a_16_bit_layer(name, dtype, mode):
     """As peft makes them: what is summed for A and B has float32's range and precision."""
     block, ours, eager, exact = SUBLAYERS[name].with_(recompute=mode), [], [], []
-    for seed in range(DRAWS):
+    for seed in range(SAMPLES):
         tensors = {
             key: t.detach().float().requires_grad_() if "lora" in key else t
             for key, t in block.make(dtype, lead=(2, 64), seed=seed).items()

@@ -118,7 +118,7 @@ def test_autocast_cache_filled_without_gradients():
 
 @pytest.mark.parametrize("preserve", [False, True])
 def test_preserve_rng_state(preserve):
-    """Without it recompute draws another mask; with it backward uses forward's."""
+    """Without it recompute samples another mask; with it backward uses forward's."""
     torch.manual_seed(SEED)
     x = torch.ones(1000, requires_grad=True)
     y = checkpoint(lambda x: F.dropout(x, 0.5) * x, x, preserve_rng_state=preserve)

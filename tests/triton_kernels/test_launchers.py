@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DRAWS, redrawn
+from cases import SAMPLES, resampled
 from kernel_cases import (
     ACTIVATIONS,
     DROPPING,
@@ -42,7 +42,7 @@ def assert_like_eager(launcher, tensors, activation, tile=None, **options):
         assert_accurate(*first)
     except AssertionError:
         given = {name: t for name, t in tensors.items() if t is not None}
-        drawn = [first, *(results(tensors | redrawn(given, seed)) for seed in range(1, DRAWS))]
+        drawn = [first, *(results(tensors | resampled(given, seed)) for seed in range(1, SAMPLES))]
         assert_accurate(
             *({name: torch.stack([one[name] for one in each]) for name in each[0]} for each in zip(*drawn, strict=True))
         )

@@ -268,7 +268,7 @@ def test_chunks_change_only_the_order_of_a_sum(setup, device):
 def test_both_implementations_give_the_same_bits(setup, monkeypatch, device):
     """On `dual` one kernel forms all matmuls of a tile; on `triton` z (g and u) is formed first. One result.
 
-    In two chunks, so that the second draws its masks from its own first row.
+    In two chunks, so that the second samples its masks from its own first row.
     """
     one_kernel = {"mlp": "mlp_bwd", "gated_mlp": "gated_bwd"}[setup.op.name]
     calls = []

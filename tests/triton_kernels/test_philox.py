@@ -36,7 +36,7 @@ TILES = [
 @pytest.mark.parametrize("launcher", DROPPING, ids=str)
 @pytest.mark.parametrize(("tile", "row_base"), TILES, ids=lambda value: str(value).replace("Tile", ""))
 def test_one_mask_for_every_tile_and_first_row(launcher, tile, row_base, device):
-    """Forward's h and backward's gradients are dropped by the mask that the CPU extension draws."""
+    """Forward's h and backward's gradients are dropped by the mask that the CPU extension samples."""
     expected = state.keep_mask(torch.tensor(STATE), P, 40, 150, row_base=row_base)
     for name, mask in masks_of(launcher, 40, 150, device=device, tile=tile, row_base=row_base):
         assert torch.equal(mask, expected), name

@@ -1,4 +1,4 @@
-"""dropout: saves 16 bytes of state for backward, and draws the mask again there."""
+"""dropout: saves 16 bytes of state for backward, and samples the mask again there."""
 
 from __future__ import annotations
 
