@@ -44,7 +44,7 @@ def rng_states() -> RngStates:
         yield torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator)
 
 
-def dropped(h: Tensor, p: float, drawn: RngStates) -> Tensor:
+def apply_dropout(h: Tensor, p: float, drawn: RngStates) -> Tensor:
     """Dropout of the rows of h [..., N]."""
     if not p:
         return h
@@ -202,7 +202,7 @@ class Sublayer:
             weight, bias = (t.get(f"{self.prefix}{name}_{parameter}") for parameter in ("weight", "bias"))
             return plain_norm(h, getattr(self, name), weight, bias)
 
-        y = dropped(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
+        y = apply_dropout(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
         y = norm(y, "post_norm")
         if self.layer_scale:
             y = y * (t[f"{self.prefix}layer_scale"] if self.layer_scale == "vector" else self.layer_scale)
@@ -391,7 +391,7 @@ class MLP(Sublayer):
         act, lora = ACTIVATIONS[self.activation], self.lora_state(drawn)
         up = self.linear("up", h, t, lora)
         hidden = act(self.linear("gate", h, t, lora)) * up if self.gated else act(up)
-        return self.linear("down", dropped(hidden, self.dropout_p, drawn), t, lora)
+        return self.linear("down", apply_dropout(hidden, self.dropout_p, drawn), t, lora)
 
     def saved(self, mode: str) -> tuple[int, int]:
         if self.gated:

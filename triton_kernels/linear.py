@@ -28,7 +28,7 @@ from .elementwise import (
 )  # fmt: skip
 from .elementwise import act_grad as act_grad_of
 from .persistent import launch_gemm, tma_gemm_tile
-from .philox import dropout_mask, dropped, placed, times
+from .philox import apply_dropout, dropout_mask, placed, times
 from .tile import (
     arch_of,
     by_slices,
@@ -60,7 +60,7 @@ def hidden_tile(z, dropout, first_row, first_col, ACT: tl.constexpr):
     h = cast(act(z, ACT), z.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, first_row, first_col, z.shape[0], z.shape[1])
-        h = cast(dropped(widen(h), dropout, keep), z.dtype)
+        h = cast(apply_dropout(widen(h), dropout, keep), z.dtype)
     return h
 
 
@@ -89,8 +89,8 @@ def hidden_grad_store(z, dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, 
     h = cast(act(z, ACT), z.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, pid_m * dh.shape[0], n0, z.shape[0], z.shape[1])
-        h = cast(dropped(widen(h), dropout, keep), z.dtype)
-        slope = act_grad_of(z, dropped(1.0, dropout, keep), ACT)
+        h = cast(apply_dropout(widen(h), dropout, keep), z.dtype)
+        slope = act_grad_of(z, apply_dropout(1.0, dropout, keep), ACT)
         dz = cast(times(dh, slope), z.dtype)
     else:
         dz = cast(act_grad_of(z, dh, ACT), z.dtype)

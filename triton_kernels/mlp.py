@@ -35,7 +35,7 @@ from .linear import (
     preact_tile,
 )  # fmt: skip
 from .persistent import launch_gemm, tma_gemm_tile
-from .philox import dropout_mask, dropped, placed, times
+from .philox import apply_dropout, dropout_mask, placed, times
 from .tile import (
     arch_of,
     by_slices,
@@ -65,7 +65,7 @@ def gated_tile(g, u, dropout, first_row, first_col, ACT: tl.constexpr):
     h = cast(act(g, ACT) * widen(u), g.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, first_row, first_col, g.shape[0], g.shape[1])
-        h = cast(dropped(widen(h), dropout, keep), g.dtype)
+        h = cast(apply_dropout(widen(h), dropout, keep), g.dtype)
     return h
 
 
@@ -93,9 +93,9 @@ def gated_grad_store(
     h = cast(a * widen(u), g.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, pid_m * dh.shape[0], n0, g.shape[0], g.shape[1])
-        h = cast(dropped(widen(h), dropout, keep), g.dtype)
-        du = cast(times(dh, dropped(a, dropout, keep)), u.dtype)
-        dg = cast(times(dh, act_grad(g, dropped(widen(u), dropout, keep), ACT)), g.dtype)
+        h = cast(apply_dropout(widen(h), dropout, keep), g.dtype)
+        du = cast(times(dh, apply_dropout(a, dropout, keep)), u.dtype)
+        dg = cast(times(dh, act_grad(g, apply_dropout(widen(u), dropout, keep), ACT)), g.dtype)
     else:
         du = cast(dh * a, u.dtype)
         dg = cast(act_grad(g, dh * widen(u), ACT), g.dtype)

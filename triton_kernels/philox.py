@@ -112,7 +112,7 @@ def dropout_mask(dropout, first_row, first_col, ROWS: tl.constexpr, COLS: tl.con
 
 
 @triton.jit
-def dropped(x, dropout, keep):
+def apply_dropout(x, dropout, keep):
     """keep * scale * x, float32. What is dropped is 0, infinite or NaN as it may be."""
     return tl.where(keep, x * dropout[2], 0.0)
 

@@ -113,7 +113,7 @@ def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, col_base: in
     return where_keep(x, mask[0]).mul_(scale)
 
 
-def dropped(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
+def apply_dropout(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
     return h if dropout_[0] is None else dropout(h, *dropout_, row_base=row_base)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..bits import pack_bits
-from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, column_sum_if, dropped
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, apply_dropout, column_sum_if
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -28,7 +28,7 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
 
 def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_z=False, save_bits=False):
     z = linear(x, w, b)
-    h = dropped(act(z, activation), dropout, row_base)
+    h = apply_dropout(act(z, activation), dropout, row_base)
     return h, z if save_z else None, pack_bits(~(z <= 0)) if save_bits else None
 
 
@@ -46,8 +46,8 @@ def act_grad(
     dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False, db=False
 ):
     function = ACTIVATIONS[activation]
-    dz = function.grad_(dropped(torch.mm(dy, w), dropout, row_base), z)
+    dz = function.grad_(apply_dropout(torch.mm(dy, w), dropout, row_base), z)
     h = None
     if save_h:
-        h = dropped(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
+        h = apply_dropout(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
     return dz, h, column_sum_if(dz, db)

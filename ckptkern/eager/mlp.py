@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .elementwise import ACTIVATIONS, NO_DROPOUT, act, column_sum_if, dropped
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act, apply_dropout, column_sum_if
 from .linear import act_grad, linear
 
 
@@ -17,7 +17,7 @@ def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row
 
 def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_gu=False):
     g, u = linear(x, wg, bg), linear(x, wu, bu)
-    h = dropped(act(g, activation) * u, dropout, row_base)
+    h = apply_dropout(act(g, activation) * u, dropout, row_base)
     return (h, g, u) if save_gu else (h, None, None)
 
 
@@ -42,9 +42,9 @@ def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False
 def gated_act_grad(
     dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False
 ):
-    dh = dropped(torch.mm(dy, wd), dropout, row_base)
+    dh = apply_dropout(torch.mm(dy, wd), dropout, row_base)
     a = act(g, activation)
-    h = dropped(a * u, dropout, row_base) if save_h else None
+    h = apply_dropout(a * u, dropout, row_base) if save_h else None
     du = dh * a if a is g else a.mul_(dh)
     dg = ACTIVATIONS[activation].grad_(dh.mul_(u), g)
     return dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu)

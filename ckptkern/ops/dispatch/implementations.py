@@ -47,8 +47,8 @@ class Dual:
 
     linear, mm = staticmethod(eager.linear), staticmethod(eager.mm)
 
-    def dropped(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
-        """As dropout.dropped, which stands on this file."""
+    def apply_dropout(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
+        """As dropout.apply_dropout, which stands on this file."""
         return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
 
 
@@ -89,7 +89,7 @@ class Library(Separate):
             )
         z = self.linear(x, w, b)
         h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
-        return self.dropped(h, dropout, row_base), z if save_z else None, None
+        return self.apply_dropout(h, dropout, row_base), z if save_z else None, None
 
     def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
         return self.kernels.act_bwd(dh, self.linear(x, w, b), activation, db=db)
@@ -98,26 +98,26 @@ class Library(Separate):
         self, dy, w, z, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
         db=False,
     ):  # fmt: skip
-        dh = self.dropped(self.mm(dy, w), dropout, row_base)
+        dh = self.apply_dropout(self.mm(dy, w), dropout, row_base)
         dz, h, sums = self.kernels.hidden_grad(dh, z, activation, save_h=save_h, db=db)
         del dh
-        return dz, self.dropped(h, dropout, row_base) if save_h else None, sums
+        return dz, self.apply_dropout(h, dropout, row_base) if save_h else None, sums
 
     def gated_fwd(
         self, x, wg, bg, wu, bu, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_gu=False
     ):
         g, u = self.linear(x, wg, bg), self.linear(x, wu, bu)
-        h = self.dropped(self.kernels.act_fwd(g, u, activation), dropout, row_base)
+        h = self.apply_dropout(self.kernels.act_fwd(g, u, activation), dropout, row_base)
         return (h, g, u) if save_gu else (h, None, None)
 
     def gated_act_grad(
         self, dy, wd, g, u, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, dbg=False,
         dbu=False,
     ):  # fmt: skip
-        dh = self.dropped(self.mm(dy, wd), dropout, row_base)
+        dh = self.apply_dropout(self.mm(dy, wd), dropout, row_base)
         dg, du, h, *sums = self.kernels.gated_hidden_grad(dh, g, u, activation, save_h=save_h, dbg=dbg, dbu=dbu)
         del dh
-        return dg, du, self.dropped(h, dropout, row_base) if save_h else None, *sums
+        return dg, du, self.apply_dropout(h, dropout, row_base) if save_h else None, *sums
 
 
 class Wide(Library):

@@ -22,7 +22,7 @@ from ... import eager
 from ..dispatch.choices import primitives
 from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
 from ..registration.rows import cast_parameter, row_count
-from ..sublayer.dropout import dropout_arguments, dropped
+from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of
 
 LAYERS = ("gate", "up", "down")
@@ -112,7 +112,7 @@ class MLPBranch:
     def activated(self, before: list[Tensor], start: int) -> Tensor:
         """h of [z] or [g, u]."""
         h = self.p.act_fwd(before[0], before[1] if self.gated else None, self.o.activation)
-        return dropped(self.p, h, self.dropout, start)
+        return apply_dropout(self.p, h, self.dropout, start)
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, what `saves` names) of x [rows, d]."""
@@ -161,7 +161,7 @@ class MLPBranch:
 
     def hidden_gradients(self, dh: Tensor, before: list[Tensor], start: int) -> list[Tensor]:
         """Those of [z] or [g, u], of h's."""
-        dh, activation = dropped(self.p, dh, self.dropout, start), self.o.activation
+        dh, activation = apply_dropout(self.p, dh, self.dropout, start), self.o.activation
         if not self.gated:
             return [self.p.act_bwd(dh, before[0], activation)[0]]
         g, u = before

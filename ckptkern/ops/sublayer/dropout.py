@@ -23,7 +23,7 @@ def dropout_arguments(rng: Tensor | None, p: float, col_base: int = 0) -> eager.
     return eager.NO_DROPOUT if rng is None else (rng.contiguous(), *state.threshold_scale(p), col_base)
 
 
-def dropped(p: ModuleType, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
+def apply_dropout(p: ModuleType, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
     """dropout(h), h itself without a state; `p` is the backend's module."""
     return h if dropout[0] is None else p.dropout(h, *dropout, row_base=row_base)
 

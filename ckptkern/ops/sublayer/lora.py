@@ -24,7 +24,7 @@ from ..dispatch.checks import check_number, check_probability, check_tensor
 from ..dispatch.choices import autocast_dtype
 from ..registration.gradients import WeightGrad
 from ..registration.rows import cast_parameter
-from .dropout import dropout_arguments, dropped
+from .dropout import apply_dropout, dropout_arguments
 
 
 class LoRA(NamedTuple):
@@ -55,7 +55,7 @@ class LowRank(NamedTuple):
 
     def input(self, p: ModuleType, x: Tensor, start: int = 0) -> Tensor:
         """dropout(x) for rows of x that begin at `start`."""
-        return dropped(p, x, self.dropout, self.first_row + start)
+        return apply_dropout(p, x, self.dropout, self.first_row + start)
 
     def inner(self, x: Tensor) -> Tensor:
         """u [rows, r] of dropout(x)."""
