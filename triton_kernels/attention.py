@@ -37,7 +37,7 @@ from .attention_scores import (
     window_of,
 )
 from .philox import score_values
-from .tile import INTERPRETER, arch_of, cast, dot, family_of, launch, rows_of, shared_memory_of, unit_of, widen
+from .tile import INTERPRETER, arch_of, cast, dot, family_of, launch, rows_of, shared_memory_of, unit_of, upcast
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -232,7 +232,7 @@ def _attn_fwd_kernel(
         tl.store(lse_ptr + row_values, lse, mask=offs_m < Sq_b)
         if do_heads[0] is not None:
             do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
-            tl.store(delta_ptr + row_values, tl.sum(widen(o) * widen(do), axis=1), mask=offs_m < Sq_b)
+            tl.store(delta_ptr + row_values, tl.sum(upcast(o) * upcast(do), axis=1), mask=offs_m < Sq_b)
 
 
 @triton.jit(do_not_specialize=["Sq", "H", "tiles", "stride_lseb", "stride_lseh"])
@@ -249,7 +249,7 @@ def _delta_kernel(
     o = load_rows(rows_at(o_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
     do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
     delta_ptr += b * stride_lseb + h * stride_lseh + row0
-    tl.store(delta_ptr + offs_m, tl.sum(widen(o) * widen(do), axis=1), mask=offs_m < Sq_b)
+    tl.store(delta_ptr + offs_m, tl.sum(upcast(o) * upcast(do), axis=1), mask=offs_m < Sq_b)
 
 
 def _geometry(q, k, core):

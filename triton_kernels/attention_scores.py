@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import cast, multiple, widen
+from .tile import cast, multiple, upcast
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # No length and no scalar compiles a kernel again; the strides of lse are lengths. None of them is a member of a tuple, because
@@ -113,7 +113,7 @@ def score_tile(
         if mask_ptr.dtype.element_ty == tl.int8:
             s = tl.where(tl.load(mask_ptr + offsets, mask=inside, other=0) != 0, s, float("-inf"))
         else:
-            m = widen(tl.load(mask_ptr + offsets, mask=inside, other=0.0))
+            m = upcast(tl.load(mask_ptr + offsets, mask=inside, other=0.0))
             # a mask of the dtype's lowest value stays finite in units of log 2: torch weighs a row of them evenly
             s += tl.where(m < -2.0e38, m, m * LOG2E)
     if EDGE:

@@ -34,7 +34,7 @@ from .tile import (
     rows_of,
     slice_offsets,
     tile_for,
-    widen,
+    upcast,
 )  # fmt: skip
 
 HEADROOM = tl.constexpr(2.0**15)  # the largest of what is saved, so that float16 holds exponentials down to e^-27
@@ -47,7 +47,7 @@ IGNORED = tl.constexpr(-2)
 def logits_tile(acc, b_ptr, offs_v, V, scale):
     """u [M, V] float32 of a matmul's tile."""
     if b_ptr is not None:
-        acc += widen(tl.load(b_ptr + offs_v, mask=offs_v < V, other=0.0))[None, :]
+        acc += upcast(tl.load(b_ptr + offs_v, mask=offs_v < V, other=0.0))[None, :]
     return acc * scale
 
 
@@ -215,7 +215,7 @@ def _cross_entropy_saved_bwd_kernel(
     mask = mask_m[:, None] & (offs_v < V)[None, :]
     column = target_columns((target_ptr, first, ignore_index), offs_m, M, V)
     lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=0.0)
-    u = widen(load_tile(saved_rows, offs_m, offs_v, mask))
+    u = upcast(load_tile(saved_rows, offs_m, offs_v, mask))
     z, slope = capped_logits(u, softcap)
     if softcap is None:
         part = tl.load(parts_ptr + (first_slice + pid_n).to(tl.int64) * M + offs_m, mask=mask_m, other=0.0)

@@ -41,7 +41,7 @@ from .tile import (
     rows_of,
     stride_of,
     unit_of,
-    widen,
+    upcast,
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _gaussian(z, EXACT: tl.constexpr):
 def act(z, ACT: tl.constexpr):
     """act(z) in float32, of z in the type that it is stored in."""
     EXACT: tl.constexpr = z.dtype == tl.float32
-    z = widen(z)
+    z = upcast(z)
     if ACT == "relu":
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == "relu2":
@@ -118,7 +118,7 @@ def act(z, ACT: tl.constexpr):
 def act_grad(z, dy, ACT: tl.constexpr):
     """dy * act'(z) in float32, of z in the type that it is stored in and dy in float32."""
     EXACT: tl.constexpr = z.dtype == tl.float32
-    z = widen(z)
+    z = upcast(z)
     if ACT == "relu":
         return tl.where(z <= 0.0, 0.0, dy)
     elif ACT == "relu2":
@@ -173,7 +173,7 @@ def store_tile(rows, offs_m, offs_n, mask, value):
 @triton.jit
 def store_column_sum(ptr, pid_m, offs_n, N, value, mask):
     """One row of bias-gradient partial sums, [tile rows, N] float32. The caller adds the rows up: no atomics."""
-    total = tl.sum(tl.where(mask, widen(value), 0.0), axis=0)
+    total = tl.sum(tl.where(mask, upcast(value), 0.0), axis=0)
     tl.store(ptr + pid_m.to(tl.int64) * N + offs_n, total, mask=offs_n < N)
 
 
@@ -197,7 +197,7 @@ def _act_fwd_kernel(
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     h = act(load_tile(z_rows, offs_m, offs_n, mask), ACT)
     if u_rows[0] is not None:
-        h *= widen(load_tile(u_rows, offs_m, offs_n, mask))
+        h *= upcast(load_tile(u_rows, offs_m, offs_n, mask))
     store_tile(h_rows, offs_m, offs_n, mask, cast(h, h_rows[0].dtype.element_ty))
 
 
@@ -212,7 +212,7 @@ def _act_bwd_kernel(
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    dy = widen(load_tile(dy_rows, offs_m, offs_n, mask))
+    dy = upcast(load_tile(dy_rows, offs_m, offs_n, mask))
     if BITS:
         byte = tl.load(
             saved_rows[0] + offs_m.to(tl.int64)[:, None] * stride_of(saved_rows) + (offs_n >> 3)[None, :],
@@ -267,7 +267,7 @@ def _dropout_kernel(
             offs_n = c0 // 8 * 32 + word * 8 + c0 % 8
             mask = ((offs_m >= 0) & (offs_m < M))[:, None] & (offs_n < N)[None, :]
             keep = ((words[word] >> (16 * half)) & 0xFFFF).to(tl.int32) >= threshold
-            x = widen(load_tile(x_rows, offs_m, offs_n, mask))
+            x = upcast(load_tile(x_rows, offs_m, offs_n, mask))
             y = cast(tl.where(keep, x * scale, 0.0), y_rows[0].dtype.element_ty)
             store_tile(y_rows, offs_m, offs_n, mask, y)
 

@@ -41,7 +41,7 @@ from .tile import (
     rows_of,
     stride_of,
     unit_of,
-    widen,
+    upcast,
 )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _experts_combine_kernel(
             row = tl.load(inv_ptr + token * TOP_K + j)
             # A tile's comparison: of a scalar's int1 the interpreter makes an int32 tile, which 3.9 takes for no mask.
             mask = (offs_d < D) & (row + tl.zeros_like(offs_d) < total)
-            y = widen(tl.load(y_ptr + row.to(tl.int64) * stride_of(y_rows) + offs_d, mask=mask, other=0.0))
+            y = upcast(tl.load(y_ptr + row.to(tl.int64) * stride_of(y_rows) + offs_d, mask=mask, other=0.0))
             if s_ptr is not None:
                 y *= tl.load(s_ptr + token * TOP_K + j, mask=row < total, other=0.0).to(tl.float32)
             acc += y

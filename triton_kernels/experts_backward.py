@@ -8,7 +8,7 @@ import triton.language as tl
 from .elementwise import act, act_grad, load_tile, store_tile
 from .experts_tiles import expert_tile, of_expert
 from .linear import preact_tile
-from .tile import by_slices, cast, dot, gemm_tile, multiple, rows_inside, widen
+from .tile import by_slices, cast, dot, gemm_tile, multiple, rows_inside, upcast
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def experts_grad_store(g, u, dh, n0, s, hs_rows, dgu_rows, ds_ptr, rows, R, N, A
     offs_n = n0 + tl.arange(0, dh.shape[1])
     mask = (rows < R)[:, None] & (offs_n < N)[None, :]
     a = act(g, ACT)
-    h = widen(cast(a * widen(u), g.dtype))
+    h = upcast(cast(a * upcast(u), g.dtype))
     if ds_ptr is not None:
         part = tl.sum(tl.where(mask, dh * h, 0.0), axis=1)
         tl.store(ds_ptr + (n0 // dh.shape[1]).to(tl.int64) * R + rows, part, mask=rows < R)
@@ -26,7 +26,7 @@ def experts_grad_store(g, u, dh, n0, s, hs_rows, dgu_rows, ds_ptr, rows, R, N, A
     if dgu_rows[0] is not None:
         dh = dh * s[:, None]
         store_tile(dgu_rows, rows, offs_n + N, mask, cast(dh * a, g.dtype))
-        store_tile(dgu_rows, rows, offs_n, mask, cast(act_grad(g, dh * widen(u), ACT), g.dtype))
+        store_tile(dgu_rows, rows, offs_n, mask, cast(act_grad(g, dh * upcast(u), ACT), g.dtype))
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _experts_sums_kernel(
         rows = m + tl.arange(0, BLOCK_M)
         slots = tl.load(order_ptr + rows, mask=rows < stop, other=0)
         mask = (rows < stop)[:, None] & (offs_n < N)[None, :]
-        a = widen(load_tile(a_rows, slots // TOP_K if GATHERED else rows, offs_n, mask))
+        a = upcast(load_tile(a_rows, slots // TOP_K if GATHERED else rows, offs_n, mask))
         if s_ptr is not None:
             a *= tl.load(s_ptr + slots, mask=rows < stop, other=0.0).to(tl.float32)[:, None]
         acc += tl.sum(a, axis=0)

@@ -42,7 +42,7 @@ from .tile import (
     rows_of,
     slice_offsets,
     tile_for,
-    widen,
+    upcast,
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ from .tile import (
 def preact_tile(acc, b_ptr, offs_n, N, dtype: tl.constexpr):
     """round(acc + b): the pre-activation tile, in the storage type."""
     if b_ptr is not None:
-        acc += widen(tl.load(b_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        acc += upcast(tl.load(b_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
     return cast(acc, dtype)
 
 
@@ -60,7 +60,7 @@ def hidden_tile(z, dropout, first_row, first_col, ACT: tl.constexpr):
     h = cast(act(z, ACT), z.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, first_row, first_col, z.shape[0], z.shape[1])
-        h = cast(apply_dropout(widen(h), dropout, keep), z.dtype)
+        h = cast(apply_dropout(upcast(h), dropout, keep), z.dtype)
     return h
 
 
@@ -73,7 +73,7 @@ def _linear_fwd_store(acc, n0, b_ptr, h_rows, z_rows, bits_rows, dropout, pid_m,
     if bits_rows[0] is not None:
         offs_byte = n0 // 8 + tl.arange(0, acc.shape[1] // 8)
         mask_byte = (offs_m < M)[:, None] & (offs_byte < tl.cdiv(N, 8))[None, :]
-        bits = pack_bits(~(widen(z) <= 0.0), acc.shape[0], acc.shape[1])  # NaN counts as passed, as in torch
+        bits = pack_bits(~(upcast(z) <= 0.0), acc.shape[0], acc.shape[1])  # NaN counts as passed, as in torch
         store_tile(bits_rows, offs_m, offs_byte, mask_byte, bits)
     store_tile(h_rows, offs_m, offs_n, mask, hidden_tile(z, dropout, pid_m * acc.shape[0], n0, ACT))
 
@@ -89,7 +89,7 @@ def hidden_grad_store(z, dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, 
     h = cast(act(z, ACT), z.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, pid_m * dh.shape[0], n0, z.shape[0], z.shape[1])
-        h = cast(apply_dropout(widen(h), dropout, keep), z.dtype)
+        h = cast(apply_dropout(upcast(h), dropout, keep), z.dtype)
         slope = act_grad_of(z, apply_dropout(1.0, dropout, keep), ACT)
         dz = cast(times(dh, slope), z.dtype)
     else:
@@ -105,7 +105,7 @@ def hidden_grad_store(z, dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, 
 def _linear_bwd_store(acc, n0, b_ptr, dh_rows, dz_rows, db_ptr, pid_m, M, N, ACT: tl.constexpr):
     offs_m, offs_n, mask = slice_offsets(acc, pid_m, n0, M, N)
     z = preact_tile(acc, b_ptr, offs_n, N, dz_rows[0].dtype.element_ty)
-    dh = widen(load_tile(dh_rows, offs_m, offs_n, mask))
+    dh = upcast(load_tile(dh_rows, offs_m, offs_n, mask))
     hidden_grad_store(z, dh, n0, (None, 0), dz_rows, db_ptr, (None, 0, 1.0, 0, 0), pid_m, M, N, ACT)
 
 
@@ -216,7 +216,7 @@ def _hidden_grad_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     z = load_tile(z_rows, offs_m, offs_n, mask)
-    dh = widen(load_tile(dh_rows, offs_m, offs_n, mask))
+    dh = upcast(load_tile(dh_rows, offs_m, offs_n, mask))
     hidden_grad_store(z, dh, pid_n * BLOCK_N, h_rows, dz_rows, db_ptr, (None, 0, 1.0, 0, 0), pid_m, M, N, ACT)
 
 

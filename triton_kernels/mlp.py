@@ -49,7 +49,7 @@ from .tile import (
     rows_of,
     slice_offsets,
     tile_for,
-    widen,
+    upcast,
 )  # fmt: skip
 
 
@@ -62,10 +62,10 @@ def _mlp_bwd_store(acc_z, acc_dh, n0, b_ptr, h_rows, dz_rows, db_ptr, dropout, p
 @triton.jit
 def gated_tile(g, u, dropout, first_row, first_col, ACT: tl.constexpr):
     """h = dropout(round(act(g) u)) in g's type."""
-    h = cast(act(g, ACT) * widen(u), g.dtype)
+    h = cast(act(g, ACT) * upcast(u), g.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, first_row, first_col, g.shape[0], g.shape[1])
-        h = cast(apply_dropout(widen(h), dropout, keep), g.dtype)
+        h = cast(apply_dropout(upcast(h), dropout, keep), g.dtype)
     return h
 
 
@@ -90,15 +90,15 @@ def gated_grad_store(
     once, as in `hidden_grad_store`."""
     offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
     a = act(g, ACT)
-    h = cast(a * widen(u), g.dtype)
+    h = cast(a * upcast(u), g.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, pid_m * dh.shape[0], n0, g.shape[0], g.shape[1])
-        h = cast(apply_dropout(widen(h), dropout, keep), g.dtype)
+        h = cast(apply_dropout(upcast(h), dropout, keep), g.dtype)
         du = cast(times(dh, apply_dropout(a, dropout, keep)), u.dtype)
-        dg = cast(times(dh, act_grad(g, apply_dropout(widen(u), dropout, keep), ACT)), g.dtype)
+        dg = cast(times(dh, act_grad(g, apply_dropout(upcast(u), dropout, keep), ACT)), g.dtype)
     else:
         du = cast(dh * a, u.dtype)
-        dg = cast(act_grad(g, dh * widen(u), ACT), g.dtype)
+        dg = cast(act_grad(g, dh * upcast(u), ACT), g.dtype)
     if h_rows[0] is not None:
         store_tile(h_rows, offs_m, offs_n, mask, h)
     store_tile(du_rows, offs_m, offs_n, mask, du)
@@ -236,7 +236,7 @@ def _gated_hidden_grad_kernel(
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     g = load_tile(g_rows, offs_m, offs_n, mask)
     u = load_tile(u_rows, offs_m, offs_n, mask)
-    dh = widen(load_tile(dh_rows, offs_m, offs_n, mask))
+    dh = upcast(load_tile(dh_rows, offs_m, offs_n, mask))
     gated_grad_store(g, u, dh, pid_n * BLOCK_N, *results, (None, 0, 1.0, 0, 0), pid_m, M, N, ACT)
 
 

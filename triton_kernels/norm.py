@@ -32,7 +32,7 @@ from .tile import (
     multiple,
     rows_of,
     unit_of,
-    widen,
+    upcast,
 )  # fmt: skip
 
 
@@ -107,14 +107,14 @@ def _norm_fwd_kernel(
     mask = mask_m[:, None] & mask_d[None, :]
     x = load_tile(x_rows, offs_m, offs_d, mask)
     if addend_rows[0] is not None:
-        x = cast(widen(x) + widen(load_tile(addend_rows, offs_m, offs_d, mask)), x.dtype)
+        x = cast(upcast(x) + upcast(load_tile(addend_rows, offs_m, offs_d, mask)), x.dtype)
         if sum_rows[0] is not None:
             store_tile(sum_rows, offs_m, offs_d, mask, x)
-    xn, _ = normalized_tile(widen(x), mask_m, mask, eps, D, KIND)
+    xn, _ = normalized_tile(upcast(x), mask_m, mask, eps, D, KIND)
     if weight_ptr is not None:
-        xn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
+        xn *= upcast(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
     if bias_ptr is not None:
-        xn += widen(tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
+        xn += upcast(tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
     store_tile(xn_rows, offs_m, offs_d, mask, cast(xn, xn_rows[0].dtype.element_ty))
 
 
@@ -145,8 +145,8 @@ def _norm_bwd_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_d[None, :]
-        x = widen(load_tile(x_rows, offs_m, offs_d, mask))
-        dxn = widen(load_tile(dxn_rows, offs_m, offs_d, mask))
+        x = upcast(load_tile(x_rows, offs_m, offs_d, mask))
+        dxn = upcast(load_tile(dxn_rows, offs_m, offs_d, mask))
         h, r = normalized_tile(x, mask_m, mask, eps, D, KIND)
         if HELD:
             if dweight_ptr is not None:
@@ -154,13 +154,13 @@ def _norm_bwd_kernel(
             if dbias_ptr is not None:
                 dbias += dxn
         if weight_ptr is not None:
-            dxn *= widen(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
+            dxn *= upcast(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
         dx = normalized_grad_tile(h, r, dxn, D, KIND)
         if residual_rows[0] is not None:
-            dx += widen(load_tile(residual_rows, offs_m, offs_d, mask))
+            dx += upcast(load_tile(residual_rows, offs_m, offs_d, mask))
         store_tile(dx_rows, offs_m, offs_d, mask, cast(dx, dx_rows[0].dtype.element_ty))
         if not HELD:
-            dxn = widen(load_tile(dxn_rows, offs_m, offs_d, mask))  # again: saved until here it would spill
+            dxn = upcast(load_tile(dxn_rows, offs_m, offs_d, mask))  # again: saved until here it would spill
             if dweight_ptr is not None:
                 add_rows(dweight_ptr + partial, mask_d, dxn * h)
             if dbias_ptr is not None:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .elementwise import row_sums
-from .tile import cast, launch, rows_of, widen
+from .tile import cast, launch, rows_of, upcast
 
 HEADS = 8
 
@@ -62,17 +62,17 @@ def load_parts(
         if INTERLEAVED:
             offs = tl.arange(0, 2 * BLOCK_HALF)
             mask = mask_rows[:, None] & (offs < R)[None, :]
-            pairs = widen(tl.load(ptr + rows[:, None] + offs[None, :], mask=mask, other=0.0))
+            pairs = upcast(tl.load(ptr + rows[:, None] + offs[None, :], mask=mask, other=0.0))
             a, b = pairs.reshape(rows.shape[0], BLOCK_HALF, 2).split()
         else:
             offs = tl.arange(0, BLOCK_HALF)
             mask = mask_rows[:, None] & (offs < R // 2)[None, :]
-            a = widen(tl.load(ptr + rows[:, None] + offs[None, :], mask=mask, other=0.0))
-            b = widen(tl.load(ptr + R // 2 + rows[:, None] + offs[None, :], mask=mask, other=0.0))
+            a = upcast(tl.load(ptr + rows[:, None] + offs[None, :], mask=mask, other=0.0))
+            b = upcast(tl.load(ptr + R // 2 + rows[:, None] + offs[None, :], mask=mask, other=0.0))
     if R < D:
         offs = tl.arange(0, BLOCK_REST)
         mask = mask_rows[:, None] & (offs < D - R)[None, :]
-        rest = widen(tl.load(ptr + R + rows[:, None] + offs[None, :], mask=mask, other=0.0))
+        rest = upcast(tl.load(ptr + R + rows[:, None] + offs[None, :], mask=mask, other=0.0))
     return a, b, rest
 
 

@@ -32,7 +32,7 @@ from .tile import (
     rows_of,
     stride_of,
     unit_of,
-    widen,
+    upcast,
 )  # fmt: skip
 
 MAX_WIDTH = 64
@@ -97,7 +97,7 @@ def _stack_fwd_kernel(
     store_tile(y_rows, offs_m, offs_n, mask_m & (offs_n < N)[None, :], y)
     if bits_rows[0] is not None:
         offs_byte = tl.arange(0, WIDTH // 8)
-        bits = pack_bits(~(widen(z) <= 0.0), BLOCK_M, WIDTH)
+        bits = pack_bits(~(upcast(z) <= 0.0), BLOCK_M, WIDTH)
         store_tile(bits_rows, offs_m, offs_byte, mask_m & (offs_byte < tl.cdiv(N, 8))[None, :], bits)
 
 
@@ -109,7 +109,7 @@ def _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH: tl.constexpr, PRECISION: t
     tl.store(dw_ptrs, dot(tl.trans(dz), h, tl.load(dw_ptrs), PRECISION))
     if db_ptr is not None:
         db_ptrs = db_ptr + layer * WIDTH + offs_n
-        tl.store(db_ptrs, tl.load(db_ptrs) + tl.sum(widen(dz), axis=0))
+        tl.store(db_ptrs, tl.load(db_ptrs) + tl.sum(upcast(dz), axis=0))
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _stack_bwd_kernel(
         mask_x = mask_m & (offs_n < K)[None, :]
         mask_y = mask_m & (offs_n < N)[None, :]
         h = load_tile(x_rows, offs_m, offs_n, mask_x)
-        dy = widen(load_tile(dy_rows, offs_m, offs_n, mask_y))
+        dy = upcast(load_tile(dy_rows, offs_m, offs_n, mask_y))
         tl.debug_barrier()  # the last tile's scratch has been read
         if bits_ptr is not None:
             for layer in range(L - 1):

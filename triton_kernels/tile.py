@@ -262,7 +262,7 @@ def launch(kernel, grid, *args, **kwargs) -> None:
 
 
 @triton.jit
-def widen(x):
+def upcast(x):
     """x as float32. The interpreter's own bf16 conversion is wrong for subnormals, so there it shifts the bits."""
     if INTERPRET and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -283,10 +283,10 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in float32. The interpreter multiplies raw bf16 bit patterns, so there both operands are widened."""
+    """acc + a @ b in float32. The interpreter multiplies raw bf16 bit patterns, so there both operands are upcast."""
     if INTERPRET:
-        a = widen(a)
-        b = widen(b)
+        a = upcast(a)
+        b = upcast(b)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=tl.float32)
 
 

@@ -11,7 +11,7 @@ from .elementwise import rounded
 _aten = torch.ops.aten
 
 
-def widened(x: Tensor | None, like: Tensor) -> Tensor | None:
+def upcast(x: Tensor | None, like: Tensor) -> Tensor | None:
     """x in the dtype that `like` is computed in."""
     return None if x is None else x.to(torch.promote_types(like.dtype, torch.float32))
 
@@ -36,8 +36,8 @@ def layer_bwd(g: Tensor, x: Tensor, weight: Tensor, eps: float, need_dweight: bo
 
 def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=False):
     if addend is not None:
-        x = (widened(x, x) + widened(addend, x)).to(x.dtype)
-    wide, weight, bias = widened(x, x), widened(weight, x), widened(bias, x)
+        x = (upcast(x, x) + upcast(addend, x)).to(x.dtype)
+    wide, weight, bias = upcast(x, x), upcast(weight, x), upcast(bias, x)
     if kind == "layer":
         xn = F.layer_norm(wide, x.shape[-1:], weight, bias, eps)
     else:
@@ -48,7 +48,7 @@ def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=Fal
 
 
 def norm_bwd(dxn, x, weight, eps, kind, *, residual=None, need_dweight=False, need_dbias=False):
-    g, wide, weight = widened(dxn, x), widened(x, x), widened(weight, x)
+    g, wide, weight = upcast(dxn, x), upcast(x, x), upcast(weight, x)
     if kind == "layer":
         _, mean, rstd = _aten.native_layer_norm(wide, x.shape[-1:], None, None, eps)
         weight = wide.new_ones(x.shape[-1:]) if weight is None else weight  # aten sums no gradient of a missing weight

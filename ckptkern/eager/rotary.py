@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .elementwise import rounded
-from .norm import layer_bwd, rms_bwd, widened
+from .norm import layer_bwd, rms_bwd, upcast
 
 
 def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -19,7 +19,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool)
     """x [B, S, H, D], the first R dimensions rotated by the angles cos, sin [S, R] or [B, S, R], or rotated back."""
     R = cos.shape[-1]
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = (
-        _pairs(one, R, interleaved) for one in (x, widened(cos, x).unsqueeze(-2), widened(sin, x).unsqueeze(-2))
+        _pairs(one, R, interleaved) for one in (x, upcast(cos, x).unsqueeze(-2), upcast(sin, x).unsqueeze(-2))
     )
     y = x.clone()
     y_a, y_b = _pairs(y, R, interleaved)
@@ -33,11 +33,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool)
 
 
 def heads_fwd(x, weight, eps, cos, sin, interleaved=False, *, bias=None, kind="rms", out=None):
-    y = widened(x, x)
+    y = upcast(x, x)
     if weight is not None:
-        normed, weight = F.layer_norm if kind == "layer" else F.rms_norm, widened(weight, x)
+        normed, weight = F.layer_norm if kind == "layer" else F.rms_norm, upcast(weight, x)
         y = normed(y, x.shape[-1:], weight, eps=eps) if weight.dim() == 1 else normed(y, x.shape[-1:], eps=eps) * weight
-        y = y if bias is None else y + widened(bias, x)
+        y = y if bias is None else y + upcast(bias, x)
     if cos is not None:
         y = _rotated(y, cos, sin, interleaved, back=False)
     return y.to(x.dtype, copy=y is x) if out is None else out.copy_(y)
@@ -46,12 +46,12 @@ def heads_fwd(x, weight, eps, cos, sin, interleaved=False, *, bias=None, kind="r
 def heads_bwd(
     dy, x, weight, eps, cos, sin, interleaved=False, *, kind="rms", out=None, need_dweight=False, need_dbias=False
 ):
-    g, dweight, dbias = widened(dy, dy), None, None
+    g, dweight, dbias = upcast(dy, dy), None, None
     if cos is not None:
         g = _rotated(g, cos, sin, interleaved, back=True)
     if weight is not None:
         dbias = g.flatten(0, -1 - weight.dim()).sum(0) if need_dbias else None
         backward = layer_bwd if kind == "layer" else rms_bwd
-        g, dweight = backward(g, widened(x, dy), widened(weight, dy), eps, need_dweight)
+        g, dweight = backward(g, upcast(x, dy), upcast(weight, dy), eps, need_dweight)
     dx = g.to(dy.dtype, copy=g is dy) if out is None else out.copy_(g)
     return dx, rounded(dweight, need_dweight), rounded(dbias, need_dbias)

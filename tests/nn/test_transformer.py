@@ -427,7 +427,7 @@ def test_a_forward_of_the_instances_own_is_called(name, activation, kind):
 @pytest.mark.parametrize("padding", [None, "bool", "float"])
 @pytest.mark.parametrize("mask", [None, "bool", "float", "of heads"])
 def test_masks_are_saved_as_they_are_given(mask, padding, recompute):
-    """Every layer keeps the model's own mask: no inverted, merged or widened copy."""
+    """Every layer keeps the model's own mask: no inverted, merged or upcast copy."""
     layer, twin = build("encoder", batch_first=True, recompute=recompute)
     x = tokens("batch_first", T)
     masks = {"float": float_mask(T, T), "bool": bool_mask(T, T), "of heads": bool_mask(B * H, T, T)}

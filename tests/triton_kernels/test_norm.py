@@ -37,7 +37,7 @@ def backward(backend, t, kind, eps=EPS, **options):
     return {name: r for name, r in zip(("dx", "dweight", "dbias"), results, strict=True) if r is not None}
 
 
-def widened(t):
+def upcast(t):
     return {name: one.double() for name, one in t.items()}
 
 
@@ -45,10 +45,10 @@ def assert_like_eager(t, kind, out_dtype=None, eps=EPS):
     assert_accurate(
         forward(norm, t, kind, out_dtype, eps),
         forward(eager, t, kind, out_dtype, eps),
-        forward(eager, widened(t), kind, eps=eps),
+        forward(eager, upcast(t), kind, eps=eps),
     )
     ours, twin = backward(norm, t, kind, eps), backward(eager, t, kind, eps)
-    exact = backward(eager, widened(t), kind, eps)
+    exact = backward(eager, upcast(t), kind, eps)
     assert_accurate({"dx": ours.pop("dx")}, {"dx": twin.pop("dx")}, {"dx": exact.pop("dx")})
     # A sum of M terms may be smaller than they are by cancellation: one float32 rounding of the terms' size is granted.
     terms = {"dweight": norm_of_rows(t["x"].double(), kind, eps) * t["dxn"].double(), "dbias": t["dxn"].double()}
@@ -135,7 +135,7 @@ def test_addend(dtype, kind, device):
     assert_equal({"xn": ours["xn"]}, forward(norm, t, kind, addend=t["addend"]))
     twin = forward(eager, t, kind, addend=t["addend"], keep_sum=True)
     assert torch.equal(twin["sum"], ours["sum"])
-    exact = forward(eager, widened(t) | {"x": ours["sum"].double()}, kind)
+    exact = forward(eager, upcast(t) | {"x": ours["sum"].double()}, kind)
     assert_accurate({"xn": ours["xn"]}, {"xn": twin["xn"]}, exact)
 
 
@@ -289,7 +289,7 @@ def test_eager_gradients(kind):
             )
             return dx, dweight, dbias, None
 
-    t = widened(inputs(4, 7, torch.float32))
+    t = upcast(inputs(4, 7, torch.float32))
     for weight in (t["weight"].requires_grad_(), None):
         leaves = (t["x"].requires_grad_(), weight, t["bias"].requires_grad_(), t["residual"])
         assert torch.autograd.gradcheck(Norm.apply, leaves)
@@ -309,7 +309,7 @@ def test_eager_is_torch(dtype):
         exact = forward(eager, {name: one.detach().double() for name, one in t.items() if one is not None}, kind)
         assert_accurate(forward(eager, t | {"x": x.detach()}, kind), {"xn": xn}, exact)
         (dx,) = torch.autograd.grad(xn, x, t["dxn"])
-        wide = widened({name: one.detach() for name, one in t.items() if one is not None})
+        wide = upcast({name: one.detach() for name, one in t.items() if one is not None})
         ours = backward(eager, {**t, "x": x.detach()}, kind, residual=None)
         reference = backward(eager, wide, kind, residual=None)
         assert_accurate({"dx": ours["dx"]}, {"dx": dx}, {"dx": reference["dx"]})

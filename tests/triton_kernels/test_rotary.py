@@ -37,7 +37,7 @@ def inputs(B, S, H, D, R, dtype, device="cpu", weight=True):
     return {name: one for name, one in t.items() if one is not None and (weight or name != "weight")}
 
 
-def widened(t):
+def upcast(t):
     return {name: one.double() for name, one in t.items()}
 
 
@@ -60,7 +60,7 @@ def assert_close(ours, twin, exact, terms):
 
 
 def assert_like_eager(t, interleaved, eps=EPS):
-    wide = widened(t)
+    wide = upcast(t)
     exact = forward(eager, wide, interleaved, eps)
     assert_close(forward(rotary, t, interleaved, eps), forward(eager, t, interleaved, eps), exact, exact)
     (dx, dweight), (twin_dx, twin_dweight) = (backward(one, t, interleaved, eps) for one in (rotary, eager))
@@ -99,7 +99,7 @@ def test_norms_against_eager(shape, interleaved, kind, own_rows, device):
         return dict(zip(("y", "dx", "dweight", "dbias"), (y, *made), strict=True))
 
     t |= {"weight": weight, "bias": bias}
-    ours, twin, exact = both(rotary, t), both(eager, t), both(eager, widened(t))
+    ours, twin, exact = both(rotary, t), both(eager, t), both(eager, upcast(t))
     for name in exact:
         # one float32 rounding of the terms of a sum
         assert_close(ours[name], twin[name], exact[name], 30 * exact[name].abs() + exact["dx"].norm())
@@ -107,7 +107,7 @@ def test_norms_against_eager(shape, interleaved, kind, own_rows, device):
 
 @pytest.mark.parametrize("own_rows", [False, True], ids=["one row", "own rows"])
 def test_eager_layer_norms_are_torchs(own_rows):
-    t = widened(inputs(2, 5, 3, 40, 24, torch.float32))
+    t = upcast(inputs(2, 5, 3, 40, 24, torch.float32))
     x = t["x"].requires_grad_()
     weight, bias = (torch.randn((3, 40) if own_rows else 40, dtype=torch.float64, requires_grad=True) for _ in range(2))
     z = torch.nn.functional.layer_norm(x, (40,), eps=EPS) * weight + bias
@@ -152,7 +152,7 @@ def gptj(x, cos, sin):
 @pytest.mark.parametrize("R", [40, 24])
 def test_eager_is_the_models_formula(R, formula, interleaved):
     """Qwen3's order, RMSNorm and then the first R elements rotated: forward and autograd's backward in float64."""
-    t = widened(inputs(2, 5, 3, 40, R, torch.float32))
+    t = upcast(inputs(2, 5, 3, 40, R, torch.float32))
     x, weight = t["x"].requires_grad_(), t["weight"].requires_grad_()
     z = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
     y = torch.cat((formula(z[..., :R], t["cos"], t["sin"]), z[..., R:]), -1)
@@ -178,7 +178,7 @@ def test_eager_gradients(interleaved, weight):
             needed = weight is not None
             return *eager.heads_bwd(dy, x, weight, EPS, cos, sin, interleaved, need_dweight=needed)[:2], None, None
 
-    t = widened(inputs(2, 2, 2, 5, 4, torch.float32))
+    t = upcast(inputs(2, 2, 2, 5, 4, torch.float32))
     x, weight = t["x"].requires_grad_(), t["weight"].requires_grad_() if weight else None
     assert torch.autograd.gradcheck(Heads.apply, (x, weight, t["cos"], t["sin"]))
 

@@ -24,7 +24,7 @@ from ckptkern.triton_kernels.tile import (
     rows_of,
     tile_for,
     unit_of,
-    widen,
+    upcast,
 )
 
 BLOCK = 4096
@@ -37,9 +37,9 @@ def _cast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _widen_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+def _upcast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + offs, widen(tl.load(x_ptr + offs)))
+    tl.store(y_ptr + offs, upcast(tl.load(x_ptr + offs)))
 
 
 @triton.jit
@@ -99,10 +99,10 @@ def test_cast_rounds_as_torch(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_widen_is_exact(dtype, device):
+def test_upcast_is_exact(dtype, device):
     """All 65,536 patterns (the interpreter's own bf16 -> fp32 is wrong for subnormals)."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
-    assert_same_bits(through(_widen_kernel, x, torch.float32), x.float())
+    assert_same_bits(through(_upcast_kernel, x, torch.float32), x.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
