@@ -343,7 +343,7 @@ def test_wheel_installs_nothing_at_top_level(tree):
     assert "Requires-Dist: torch<2.16,>=2.11" in metadata
 
 
-# how a launcher runs, which no definition has
+# how a launcher runs, which no reference implementation has
 LAUNCH = {"tile", "tiles", "blocks", "block_m", "programs", "persistent", "variant"}
 
 
@@ -358,9 +358,9 @@ def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_o
     for name in triton_kernels.__all__:
         launcher = getattr(triton_kernels, name)
         room = launcher.__module__.rpartition(".")[2]
-        definition = getattr(importlib.import_module(f"ckptkern.eager.{room}"), name)
-        assert definition.__module__ == f"ckptkern.eager.{room}", name
-        assert parameters(definition) == parameters(launcher), name
+        reference = getattr(importlib.import_module(f"ckptkern.eager.{room}"), name)
+        assert reference.__module__ == f"ckptkern.eager.{room}", name
+        assert parameters(reference) == parameters(launcher), name
 
 
 def public_callables() -> Iterator[tuple[str, object]]:

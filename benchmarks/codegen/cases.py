@@ -254,7 +254,7 @@ class Inputs:
         return dict(zip("MKND", self.UNALIGNED if case.unaligned else aligned, strict=True))
 
     def of_kernels(self, case: Case) -> dict:
-        """Options that a launcher has and its definition has not."""
+        """Options that a launcher has and its reference implementation has not."""
         impl, _, variant = case.kind.partition(":")
         return ({"persistent": True} if impl == "persistent" else {}) | ({"variant": variant} if variant else {})
 

@@ -1,7 +1,7 @@
 """The eager backend: every launcher of `triton_kernels` again in PyTorch ops, in the file of the same name.
 
-It has the kernels' arguments, results, saved sets, dropout masks and rounding points. It is the definition that the kernels
-are tested against, the CPU path, and what runs where no kernel covers a case.
+It has the kernels' arguments, results, saved sets, dropout masks and rounding points. It is the reference
+implementation that the kernels are tested against, the CPU path, and what runs where no kernel covers a case.
 """
 
 from ..bits import pack_bits, unpack_bits

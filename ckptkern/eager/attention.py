@@ -1,4 +1,5 @@
-"""Attention's core, forward and backward: the definitions of triton_kernels/attention.py, and torch's own kernels for it."""
+"""Attention's core, forward and backward: the reference implementations of triton_kernels/attention.py, and torch's own
+kernels for it."""
 
 from __future__ import annotations
 

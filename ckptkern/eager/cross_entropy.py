@@ -1,4 +1,4 @@
-"""Linear + cross-entropy: the definitions of triton_kernels/cross_entropy.py.
+"""Linear + cross-entropy: the reference implementations of triton_kernels/cross_entropy.py.
 
 A chunk's logits are made in the wide type, float32 (float64 for float64), from exact matmuls.
 """

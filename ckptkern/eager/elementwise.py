@@ -1,4 +1,4 @@
-"""Activations, dropout and sums of rows: the definitions of triton_kernels/elementwise.py.
+"""Activations, dropout and sums of rows: the reference implementations of triton_kernels/elementwise.py.
 
 act(z) is rounded to the storage type, and so is dropout(act(z)).
 """

@@ -1,4 +1,5 @@
-"""Experts of a mixture: the definitions of triton_kernels/experts.py, one expert after the other. The host reads offsets."""
+"""Experts of a mixture: the reference implementations of triton_kernels/experts.py, one expert after the other. The
+host reads offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear + activation [+ dropout]: the definitions of triton_kernels/linear.py. z = x w^T + b is rounded."""
+"""Linear + activation [+ dropout]: the reference implementations of triton_kernels/linear.py. z = x w^T + b is rounded."""
 
 from __future__ import annotations
 

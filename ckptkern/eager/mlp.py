@@ -1,4 +1,4 @@
-"""MLP and gated MLP: the definitions of triton_kernels/mlp.py, step by step."""
+"""MLP and gated MLP: the reference implementations of triton_kernels/mlp.py, step by step."""
 
 from __future__ import annotations
 

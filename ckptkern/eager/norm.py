@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm: the definitions of triton_kernels/norm.py."""
+"""Layer norm and RMS norm: the reference implementations of triton_kernels/norm.py."""
 
 from __future__ import annotations
 

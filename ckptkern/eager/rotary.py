@@ -1,4 +1,4 @@
-"""q and k as attention reads them, norm and rotation done: the definitions of triton_kernels/rotary.py."""
+"""q and k as attention reads them, norm and rotation done: the reference implementations of triton_kernels/rotary.py."""
 
 from __future__ import annotations
 

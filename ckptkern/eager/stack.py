@@ -1,4 +1,4 @@
-"""Narrow chains of Linear + activation: the definitions of triton_kernels/stack.py, layer by layer.
+"""Narrow chains of Linear + activation: the reference implementations of triton_kernels/stack.py, layer by layer.
 
 Weights come packed and zero-padded to [L, width, width]: act(0) = 0, so padding stays zero.
 """

@@ -44,7 +44,8 @@ def router(t: Tensors) -> torch.Tensor:
 
 
 def mixture(x, index, s, w, wd, b=None, bd=None, act=F.silu):
-    """The definition: one expert after the other on its tokens, as transformers' models write it, added up in float32."""
+    """The reference implementation: one expert after the other on its tokens, as transformers' models write it, added
+    up in float32."""
     wide = eager.wide_of(x.dtype)
     total = torch.zeros(x.shape, dtype=wide)
     for e in range(len(w)):

@@ -167,7 +167,7 @@ def one_mixture(**changes):
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_a_mixture_by_its_definition(top_k):
+def test_a_mixture_by_its_formula(top_k):
     """Each token through its own experts, one at a time; the weights of those that are chosen sum to 1."""
     layer, x = one_mixture(top_k=top_k).double(), torch.randn(2, 5, 16, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:  # torch's grouped matmuls know no float64

@@ -1,4 +1,4 @@
-"""The kernels of a loss head against their definition, and the bits that backward recomputes."""
+"""The kernels of a loss head against their reference implementation, and the bits that backward recomputes."""
 
 import pytest
 import torch

@@ -294,7 +294,7 @@ def test_both_implementations_give_the_same_bits(setup, monkeypatch, device):
     "setup", setups(("identity",), ("none", "selective", "full"), (P,), ["mlp", "gated_mlp", "dropout"])
 )
 def test_one_mask_in_forward_and_backward_and_both_backends(setup, workspace, device):
-    """y and dx are zero where the mask of the definition is, on either backend, and nowhere else."""
+    """y and dx are zero where the mask of the reference implementation is, on either backend, and nowhere else."""
     rows, hidden = 140, 24
     ones, eye = torch.ones(rows, 1, device=device), torch.eye(hidden, device=device)
     tensors = {"x": ones, "fc1_weight": ones[:hidden], "fc2_weight": eye}

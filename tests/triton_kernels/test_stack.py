@@ -26,7 +26,7 @@ def chain_of(widths, dtype, device="cpu", bias=True, integer=False):
 
 
 def chain(backend, x, weights, biases, dy, activation, *, block_m=None, programs=None):
-    """y, dx and each layer's dw and db, by the two kernels or by their definitions."""
+    """y, dx and each layer's dw and db, by the two kernels or by their reference implementations."""
     width = backend.stack_width(x, [x.shape[1], *(w.shape[0] for w in weights)])
     packed = backend.pack_stack(weights, biases, width, x.dtype)
     relu = activation == "relu"
@@ -49,7 +49,7 @@ def narrow(*arguments, **launch):
 
 
 def layer_by_layer(x, weights, biases, dy, activation, double=False):
-    """The definition; dw and db in float32, as accumulated."""
+    """The reference implementation; dw and db in float32, as accumulated."""
     if double:
         x, dy = x.double(), dy.double()
         weights, biases = ([t.double() for t in tensors] for tensors in (weights, biases))

@@ -1,4 +1,4 @@
-"""Rotary embedding: its tables, as given or made from theta, and its definition in differentiable PyTorch ops."""
+"""Rotary embedding: its tables, as given or made from theta, and its reference implementation in differentiable PyTorch ops."""
 
 from __future__ import annotations
 

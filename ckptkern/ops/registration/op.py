@@ -56,7 +56,7 @@ class Op:
 
     @staticmethod
     def reference(tensors: Sequence[Tensor | None], options) -> Tensor:
-        """y in differentiable PyTorch ops: the definition of second-order gradients."""
+        """y in differentiable PyTorch ops: the reference implementation of second-order gradients."""
         raise NotImplementedError
 
     @classmethod
