@@ -37,7 +37,7 @@ _C = _load_extension()
 
 Precision = _C.Precision
 SegmentState = _C.SegmentState
-SavedTensors, StandIn, Recompute, unpack_saved = _C.SavedTensors, _C.StandIn, _C.Recompute, _C.unpack_saved
+SavedTensors, Placeholder, Recompute, unpack_saved = _C.SavedTensors, _C.Placeholder, _C.Recompute, _C.unpack_saved
 
 _rng_state_op = torch.ops.ckptkern.rng_state.default
 _keep_mask_op = torch.ops.ckptkern.keep_mask.default

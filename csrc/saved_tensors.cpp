@@ -73,12 +73,12 @@ struct Watched {
   int64_t version;
 };
 
-struct StandIn;
+struct Placeholder;
 
 struct Segment {
   PyObject_HEAD
   struct Members {
-    std::vector<StandIn*> places; // null where backward can no longer ask for the tensor
+    std::vector<Placeholder*> places; // null where backward can no longer ask for the tensor
     std::vector<Metadata> metadata; // of every place, or of none if it is not compared
     std::unordered_map<c10::TensorImpl*, Watched> watched;
     bool compares = true;
@@ -88,7 +88,7 @@ struct Segment {
   } m;
 };
 
-struct StandIn {
+struct Placeholder {
   PyObject_HEAD
   Segment* segment; // owned
   std::size_t place;
@@ -116,7 +116,7 @@ struct Recompute {
 };
 
 PyTypeObject segment_type{PyVarObject_HEAD_INIT(nullptr, 0)};
-PyTypeObject stand_in_type{PyVarObject_HEAD_INIT(nullptr, 0)};
+PyTypeObject placeholder_type{PyVarObject_HEAD_INIT(nullptr, 0)};
 PyTypeObject recompute_type{PyVarObject_HEAD_INIT(nullptr, 0)};
 PyObject* parameter_type = nullptr;
 
@@ -184,16 +184,16 @@ PyObject* segment_pack(PyObject* self, PyObject* object) {
   if (m.compares) {
     m.metadata.emplace_back(object, *x);
   }
-  auto* stand_in = as<StandIn>(stand_in_type.tp_alloc(&stand_in_type, 0));
-  if (stand_in == nullptr) {
+  auto* placeholder = as<Placeholder>(placeholder_type.tp_alloc(&placeholder_type, 0));
+  if (placeholder == nullptr) {
     return nullptr;
   }
-  new (&stand_in->values) decltype(stand_in->values)();
-  stand_in->place = m.places.size();
+  new (&placeholder->values) decltype(placeholder->values)();
+  placeholder->place = m.places.size();
   Py_INCREF(self);
-  stand_in->segment = as<Segment>(self);
-  m.places.push_back(stand_in);
-  return reinterpret_cast<PyObject*>(stand_in);
+  placeholder->segment = as<Segment>(self);
+  m.places.push_back(placeholder);
+  return reinterpret_cast<PyObject*>(placeholder);
   END_HANDLE_TH_ERRORS
 }
 
@@ -273,9 +273,9 @@ PyObject* segment_drop(PyObject* self, PyObject* object) {
     return nullptr;
   }
   std::vector<Owned> dropped; // freed at the end, because freeing a tensor may run any code
-  for (StandIn* stand_in : as<Segment>(self)->m.places) {
-    if (stand_in != nullptr) {
-      dropped.emplace_back(stand_in->take(key));
+  for (Placeholder* placeholder : as<Segment>(self)->m.places) {
+    if (placeholder != nullptr) {
+      dropped.emplace_back(placeholder->take(key));
     }
   }
   Py_RETURN_NONE;
@@ -306,7 +306,7 @@ PyGetSetDef flag(const char* name) {
 }
 
 PyMethodDef segment_methods[] = {
-    {"pack", segment_pack, METH_O, "x -> its stand-in"},
+    {"pack", segment_pack, METH_O, "x -> its placeholder"},
     {"watch", segment_watch, METH_O, "notes the version of a parameter"},
     {"changed", segment_changed, METH_NOARGS, "(parameter, version now, version in forward) of a changed one, or None"},
     {"forget_moved", segment_forget_moved, METH_NOARGS, "stops watching what has changed since it was noted"},
@@ -324,10 +324,10 @@ PyGetSetDef segment_flags[] = {
 
 PySequenceMethods segment_sequence{};
 
-// --- StandIn
+// --- Placeholder
 
-void stand_in_dealloc(PyObject* object) {
-  auto* self = as<StandIn>(object);
+void placeholder_dealloc(PyObject* object) {
+  auto* self = as<Placeholder>(object);
   self->segment->m.places[self->place] = nullptr;
   {
     const auto values = std::move(self->values);
@@ -337,20 +337,20 @@ void stand_in_dealloc(PyObject* object) {
   Py_TYPE(object)->tp_free(object);
 }
 
-PyObject* stand_in_take(PyObject* self, PyObject* object) {
+PyObject* placeholder_take(PyObject* self, PyObject* object) {
   const int64_t key = PyLong_AsLongLong(object);
   if (key == -1 && PyErr_Occurred() != nullptr) {
     return nullptr;
   }
-  PyObject* value = as<StandIn>(self)->take(key);
+  PyObject* value = as<Placeholder>(self)->take(key);
   if (value == nullptr) {
     Py_RETURN_NONE;
   }
   return value;
 }
 
-PyMethodDef stand_in_methods[] = {
-    {"take", stand_in_take, METH_O, "key -> the tensor that was recomputed for it, once; then None"},
+PyMethodDef placeholder_methods[] = {
+    {"take", placeholder_take, METH_O, "key -> the tensor that was recomputed for it, once; then None"},
     {nullptr, nullptr, 0, nullptr}};
 
 // --- Recompute
@@ -399,9 +399,9 @@ PyObject* recompute_pack(PyObject* object, PyObject* argument) {
     m.lenient = true; // a backward pass inside forward: later tensors are not asked for yet
     return x.release();
   }
-  if (StandIn* stand_in = m.places[place]) {
+  if (Placeholder* placeholder = m.places[place]) {
     Py_INCREF(x.object);
-    stand_in->values.emplace_back(self->key, Owned(x.object));
+    placeholder->values.emplace_back(self->key, Owned(x.object));
     if (m.compares && !(m.metadata[place] == Metadata(argument, *given))) {
       Py_INCREF(x.object);
       self->different.emplace_back(place, Owned(x.object));
@@ -433,7 +433,7 @@ PyObject* recompute_different(PyObject* self, void*) {
 }
 
 PyMethodDef recompute_methods[] = {
-    {"pack", recompute_pack, METH_O, "x -> x, detached, and handed to the stand-in at its place"},
+    {"pack", recompute_pack, METH_O, "x -> x, detached, and handed to the placeholder at its place"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef recompute_values[] = {
@@ -444,24 +444,24 @@ PyGetSetDef recompute_values[] = {
 // --- unpack
 
 PyObject* unpack_saved(PyObject*, PyObject* object) {
-  if (Py_TYPE(object) != &stand_in_type) {
-    PyErr_Format(PyExc_TypeError, "unpack_saved: wanted a StandIn but got %s", Py_TYPE(object)->tp_name);
+  if (Py_TYPE(object) != &placeholder_type) {
+    PyErr_Format(PyExc_TypeError, "unpack_saved: wanted a Placeholder but got %s", Py_TYPE(object)->tp_name);
     return nullptr;
   }
-  auto* stand_in = as<StandIn>(object);
+  auto* placeholder = as<Placeholder>(object);
   if (!c10::AutogradState::get_tls_state().get_graph_exec_group().has_value()) {
     const int task = torch::autograd::get_current_graph_task_id();
     if (task >= 0) {
-      if (PyObject* value = stand_in->take(task)) {
+      if (PyObject* value = placeholder->take(task)) {
         return value;
       }
     }
   }
-  return PyObject_CallMethod(reinterpret_cast<PyObject*>(stand_in->segment), "unpack", "O", object);
+  return PyObject_CallMethod(reinterpret_cast<PyObject*>(placeholder->segment), "unpack", "O", object);
 }
 
 PyMethodDef functions[] = {
-    {"unpack_saved", unpack_saved, METH_O, "stand-in -> its tensor, recomputed if need be"},
+    {"unpack_saved", unpack_saved, METH_O, "placeholder -> its tensor, recomputed if need be"},
     {nullptr, nullptr, 0, nullptr}};
 
 bool add_type(PyObject* module, PyTypeObject& type, const char* name) {
@@ -486,11 +486,11 @@ bool add_saved_tensors(PyObject* module) {
   segment_type.tp_getset = segment_flags;
   segment_type.tp_as_sequence = &segment_sequence;
 
-  stand_in_type.tp_name = "ckptkern._C.StandIn";
-  stand_in_type.tp_basicsize = sizeof(StandIn);
-  stand_in_type.tp_flags = Py_TPFLAGS_DEFAULT;
-  stand_in_type.tp_dealloc = stand_in_dealloc;
-  stand_in_type.tp_methods = stand_in_methods;
+  placeholder_type.tp_name = "ckptkern._C.Placeholder";
+  placeholder_type.tp_basicsize = sizeof(Placeholder);
+  placeholder_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  placeholder_type.tp_dealloc = placeholder_dealloc;
+  placeholder_type.tp_methods = placeholder_methods;
 
   recompute_type.tp_name = "ckptkern._C.Recompute";
   recompute_type.tp_basicsize = sizeof(Recompute);
@@ -500,7 +500,7 @@ bool add_saved_tensors(PyObject* module) {
   recompute_type.tp_methods = recompute_methods;
   recompute_type.tp_getset = recompute_values;
 
-  return add_type(module, segment_type, "SavedTensors") && add_type(module, stand_in_type, "StandIn") &&
+  return add_type(module, segment_type, "SavedTensors") && add_type(module, placeholder_type, "Placeholder") &&
       add_type(module, recompute_type, "Recompute") && PyModule_AddFunctions(module, functions) == 0;
 }
 

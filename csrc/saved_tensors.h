@@ -1,4 +1,4 @@
-// The saved-tensor hooks of a general segment, and the stand-ins in forward's graph for the tensors it does not keep.
+// The saved-tensor hooks of a general segment, and the placeholders in forward's graph for the tensors it does not keep.
 #pragma once
 
 #include <Python.h>
@@ -6,12 +6,12 @@
 namespace ckptkern {
 
 // Adds to `module` the types
-//   SavedTensors  base class of a segment. pack(x) -> StandIn is forward's pack hook; it notes x's metadata, and the
+//   SavedTensors  base class of a segment. pack(x) -> Placeholder is forward's pack hook; it notes x's metadata, and the
 //                 version of the parameter that x is or views
-//   Recompute     (segment, key, stop). pack(x) is recompute's pack hook: it hands x to the stand-in at the same place,
+//   Recompute     (segment, key, stop). pack(x) is recompute's pack hook: it hands x to the placeholder at the same place,
 //                 and raises `stop` at the last one if the segment stops early
-//   StandIn       take(key) -> the recomputed tensor, once
-// and the function unpack_saved(stand_in), forward's unpack hook, which calls segment.unpack(stand_in) if the
+//   Placeholder       take(key) -> the recomputed tensor, once
+// and the function unpack_saved(placeholder), forward's unpack hook, which calls segment.unpack(placeholder) if the
 // tensor is not there yet. Returns false, with a Python error set, on failure.
 //
 // These are plain CPython types because they run once per saved tensor and pass: a call costs 0.1 us, in Python 1 to 2 us.

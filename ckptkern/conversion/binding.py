@@ -1,4 +1,4 @@
-"""What stands in for a module's forward: the fused call, where the guard lets it, or else the original."""
+"""What replaces a module's forward: the fused call, where the guard lets it, or else the original."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ DESCRIBING = frozenset((
     *(getattr(Tensor, name).__get__ for name in GETTERS), *(getattr(Tensor, name) for name in METHODS),
     torch.is_floating_point, torch.is_complex, torch.numel,
 ))  # fmt: skip
-# Views answer these without values. A copy does not: the stand-in follows its tokens, not how torch lays it out.
+# Views answer these without values. A copy does not: the placeholder follows its tokens, not how torch lays it out.
 PLACING = frozenset((Tensor.is_contiguous, Tensor.storage_offset, Tensor.stride))
 # After these someone may change or hook the values; and so after any function whose result shares their memory.
 SHOWING = frozenset((
@@ -95,23 +95,23 @@ class Step(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of which tokens logits are. `stand_in`, on the meta device, is a view of what stands for the logits [..., classes] of
+    """Of which tokens logits are. `placeholder`, on the meta device, is a view of what stands for the logits [..., classes] of
     rows [..., d], as the logits are of those of all rows."""
 
     rows: Tensor
     classes: int
-    stand_in: Tensor
+    placeholder: Tensor
 
     def others(self) -> list[int] | None:
         """The dimensions of tokens; None unless the remaining one has all classes of a token."""
-        one, V = self.stand_in, self.classes
+        one, V = self.placeholder, self.classes
         others = [i for i in range(one.dim()) if one.stride(i) != 1 or one.shape[i] != V]
         whole = V > 1 and len(others) == one.dim() - 1 and one.storage_offset() % V == 0
         return others if whole and all(one.stride(i) % V == 0 for i in others if one.shape[i] > 1) else None
 
     def shown(self) -> Tensor:
         """The rows of these tokens [..., d], in their order; the leading shape may be another."""
-        one, others, (*lead, d) = self.stand_in, self.others(), self.rows.shape
+        one, others, (*lead, d) = self.placeholder, self.others(), self.rows.shape
         sizes, strides = [one.shape[i] for i in others], [one.stride(i) // self.classes for i in others]
         first = one.storage_offset() // self.classes
         tokens = one.new_empty(math.prod(lead)).as_strided(sizes, strides, first)
@@ -123,17 +123,17 @@ class Tokens(NamedTuple):
 
     def copied(self, shape: torch.Size, dtype: torch.dtype) -> Tokens | None:
         """Those of a copy, whose elements have the same order."""
-        one = self.stand_in
+        one = self.placeholder
         if one.shape[-1:] == shape[-1:] == (self.classes,) and one.stride(-1) == 1:
-            return self._replace(rows=self.shown(), stand_in=one.new_empty(shape, dtype=dtype))
+            return self._replace(rows=self.shown(), placeholder=one.new_empty(shape, dtype=dtype))
         if one.shape != shape:
             return None
         whole = one.new_empty(math.prod(self.rows.shape[:-1]) * self.classes, dtype=dtype)
-        return self._replace(stand_in=whole.as_strided(shape, one.stride(), one.storage_offset()))
+        return self._replace(placeholder=whole.as_strided(shape, one.stride(), one.storage_offset()))
 
     def after(self, step: Step) -> Tokens | None:
         """Those of step's result; None if it is not followed."""
-        before = self.stand_in
+        before = self.placeholder
         if step.name in MULTIPLY or step.name in DIVIDE or step.name == "tanh":
             return self.copied(before.shape, before.dtype)
         if step.name not in VIEWS | COPIES or any(hasattr(one, "__array__") for one in step.others):
@@ -147,16 +147,16 @@ class Tokens(NamedTuple):
         ):
             return None
         if _share(seen, before):
-            found = self._replace(stand_in=seen)
+            found = self._replace(placeholder=seen)
         else:
             found = self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
         return found if found is not None and found.others() is not None else None
 
 
-def _to(step: Step, stand_in: Tensor, device: torch.device) -> Tensor | None:
+def _to(step: Step, placeholder: Tensor, device: torch.device) -> Tensor | None:
     """Tensor.to of a tensor on this device; None for another device."""
     wanted, dtype, *_ = torch._C._nn._parse_to(*step.args[1:], **step.kwargs)
-    return stand_in.to(dtype or stand_in.dtype) if wanted in (None, device) else None
+    return placeholder.to(dtype or placeholder.dtype) if wanted in (None, device) else None
 
 
 def _share(one: Any, other: Tensor) -> bool:
@@ -223,7 +223,7 @@ class Matmul:
     def logits(self) -> Logits:
         V = len(self.weight)
         tokens = Tokens(self.x, V, self.x.new_empty((*self.x.shape[:-1], V), device="meta"))
-        return _Promise.apply({"matmul": self, "tokens": tokens}, *self.tensors)
+        return _LazyLogits.apply({"matmul": self, "tokens": tokens}, *self.tensors)
 
 
 class Wanted(NamedTuple):
@@ -234,13 +234,13 @@ class Wanted(NamedTuple):
     served: bool
 
 
-class _Promise(torch.autograd.Function):
+class _LazyLogits(torch.autograd.Function):
     """Logits have a node in the graph, for who asks them for a gradient past __torch_function__ (another autograd.Function, the
     search of DistributedDataParallel for unused parameters). A loss of linear_cross_entropy does not go through it."""
 
     @staticmethod
     def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
-        one, matmul = fields["tokens"].stand_in, fields["matmul"]
+        one, matmul = fields["tokens"].placeholder, fields["matmul"]
         made = Tensor._make_wrapper_subclass(
             Logits, one.shape, strides=one.stride(), storage_offset=one.storage_offset(), dtype=one.dtype,
             device=matmul.x.device,
@@ -355,7 +355,7 @@ class Logits(Tensor):
                 return None
             scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
         fields = {"matmul": self.matmul, "tokens": tokens, "scale": scale, "cap": cap, "bias": bias, "source": self}
-        return _Promise.apply(fields | {"steps": (*self.steps, step)}, *self.matmul.tensors)
+        return _LazyLogits.apply(fields | {"steps": (*self.steps, step)}, *self.matmul.tensors)
 
     def with_added(self, step: Step) -> Tokens | None:
         """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""

@@ -1,4 +1,4 @@
-"""What stands in for a block's forward on a shard: its own, on this rank's parts of the parameters."""
+"""What replaces a block's forward on a shard: its own, on this rank's parts of the parameters."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Segment(NamedTuple):
 
     @property
     def forward(self) -> Forward | None:
-        """What stands in for its class's forward."""
+        """What replaces its class's forward."""
         own = self.module.__dict__.get("forward")
         return own if isinstance(own, Forward) else None
 
@@ -69,7 +69,7 @@ class Segment(NamedTuple):
     def set(self, strategy: Strategy) -> None:
         """From the next forward on; graphs that exist stay as they are."""
         if strategy != self.strategy:
-            forward = self.stand_in(strategy)
+            forward = self.replacement(strategy)
             if not self.is_block and (forward is None or isinstance(forward, Own)):
                 self.module.recompute = strategy.mode
             if forward is not None:
@@ -77,8 +77,8 @@ class Segment(NamedTuple):
             for _, _, run in forward.runs if isinstance(forward, Runs) else ():
                 run.recompute = strategy.mode
 
-    def stand_in(self, strategy: Strategy) -> Forward | None:
-        """What stands in for its class's forward in this strategy; what is not needed goes."""
+    def replacement(self, strategy: Strategy) -> Forward | None:
+        """What replaces its class's forward in this strategy; what is not needed goes."""
         forward = self.forward
         if forward is None and not (self.is_block and strategy == Strategy("none")):
             kind = General if self.is_block else None if strategy.store is None else Own

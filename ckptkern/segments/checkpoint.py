@@ -1,8 +1,8 @@
 """General segments: `checkpoint`, with the signature and behaviour of torch.utils.checkpoint's non-reentrant variant.
 
-Forward runs under saved-tensor hooks that put a stand-in into the graph for every tensor that autograd wants to save.
-When backward opens the first stand-in, the segment runs again. This time the hooks hand each saved tensor to the
-stand-in at the same place, and the run stops at the last one. One C++ object holds what the second run needs from
+Forward runs under saved-tensor hooks that put a placeholder into the graph for every tensor that autograd wants to save.
+When backward opens the first placeholder, the segment runs again. This time the hooks hand each saved tensor to the
+placeholder at the same place, and the run stops at the last one. One C++ object holds what the second run needs from
 forward: arguments, random state and precision (csrc/segment_state.h).
 
 Saved tensors belong to the innermost segment; a segment's own arguments are saved in the segment around it. Recomputed
@@ -26,7 +26,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
-from ..state import Recompute, SavedTensors, SegmentState, StandIn, unpack_saved
+from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
 
 __all__ = ["checkpoint", "checkpointed"]
 
@@ -70,11 +70,11 @@ class Segment(SavedTensors):
 
     # -- forward
 
-    def hook(self) -> Callable[[Tensor], StandIn]:
+    def hook(self) -> Callable[[Tensor], Placeholder]:
         if self.checksums is None:
             return self.pack
 
-        def pack(x: Tensor) -> StandIn:
+        def pack(x: Tensor) -> Placeholder:
             self.checksums.append(_checksum(x))
             return self.pack(x)
 
@@ -98,7 +98,7 @@ class Segment(SavedTensors):
             return task if task != -1 else -2 - len(self.done)
         return next((key for key, value in self.done.items() if value is group), -2 - len(self.done))
 
-    def unpack(self, saved: StandIn) -> Tensor:
+    def unpack(self, saved: Placeholder) -> Tensor:
         try:
             with self.lock:
                 key = self.key()

@@ -195,5 +195,5 @@ def test_a_view_that_cuts_tokens_apart_is_none() -> None:
         ((3, V), (V - 1, 1), 0),
         ((3, V - 1), (V, 1), 0),
     ):
-        cut = Tokens(whole.rows, V, whole.stand_in.as_strided(shape, strides, first))
+        cut = Tokens(whole.rows, V, whole.placeholder.as_strided(shape, strides, first))
         assert cut.others() is None

@@ -419,7 +419,7 @@ def test_hooks_around_a_segment_see_its_arguments():
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_memory_is_flat_without_the_garbage_collector(raises):
-    """No cycle through hooks, stand-ins or exceptions; every tenth recompute raises. 200 steps."""
+    """No cycle through hooks, placeholders or exceptions; every tenth recompute raises. 200 steps."""
     model, failing = mlp(p=0.5), []
 
     def function(x):
@@ -954,7 +954,7 @@ def test_a_first_result_read_in_recompute():
     def function(x):
         side = x.sin().exp()
         stored.append(side)
-        if len(stored) == 2:  # its stand-ins are those of the segment that is being recomputed
+        if len(stored) == 2:  # its placeholders are those of the segment that is being recomputed
             (grad,) = torch.autograd.grad(stored[0].sum(), given, retain_graph=True)
             assert torch.equal(grad, side.detach() * x.detach().cos())
         return x.cos().exp()

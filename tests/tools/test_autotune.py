@@ -275,7 +275,7 @@ def test_pruning_reads_what_the_compiler_made():
 
 @pytest.mark.parametrize(("library", "chosen"), [(0.999, "triton:128x128"), (0.9, "library")])
 def test_a_default_with_tiles_that_a_problem_does_not_use(library, chosen, monkeypatch):
-    """Rows of odd length run the default ones. Its implementation stands in for it."""
+    """Rows of odd length run the default ones. Its implementation replaces it."""
     monkeypatch.setattr(_choices, "default_impl", lambda *key: "triton:128x128")
     monkeypatch.setattr(race.Race, "_compiled", lambda race, impl: [Built("kernel", "default", 0, 9000)])
     monkeypatch.setattr(race.Race, "shared_memory", 10_000)

@@ -298,7 +298,7 @@ def chosen(gpu: tuple[int, int], features: int, backend: str = "auto") -> str:
 def test_a_gpu_that_nobody_measured_takes_cublas():
     assert chosen((9, 0), 2048) == "triton"
     assert chosen((12, 0), 8192) == "library"
-    assert chosen((12, 0), 8192, backend="triton") == "triton"  # nothing stands in for a kernel
+    assert chosen((12, 0), 8192, backend="triton") == "triton"  # nothing replaces a kernel
     assert chosen((12, 0), 8192, backend="eager") == "eager"
 
 

@@ -221,7 +221,7 @@ def forced_impl(name: str) -> Iterator[None]:
 
 
 def compose(op: str, reason: str) -> None:
-    """PyTorch ops stand in for this op: logs it once, or raises under backend("triton")."""
+    """PyTorch ops replace this op: logs it once, or raises under backend("triton")."""
     if kernels_alone():
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
     _constant_log(reason)
@@ -240,7 +240,7 @@ def log_composed(kind: type) -> None:
 
 
 def kernels_alone() -> bool:
-    """Is the backend "triton", under which nothing may stand in for our kernels?"""
+    """Is the backend "triton", under which nothing may replace our kernels?"""
     return _choice.backend == "triton"
 
 

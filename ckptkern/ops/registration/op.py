@@ -61,7 +61,7 @@ class Op:
 
     @classmethod
     def missing_input(cls, dy: Tensor, tensors: Sequence[Tensor | None], options) -> Tensor:
-        """Stands in for an x that was not saved, when the reference is differentiated; raises if that needs it."""
+        """Replaces an x that was not saved, when the reference is differentiated; raises if that needs it."""
         raise RuntimeError(
             f"{cls.name}: second-order gradients need the input, which was not saved because the weight that reads it "
             f"is frozen; use recompute='full', outside of a checkpoint"
