@@ -1,6 +1,6 @@
 """The launchers of ckptkern.triton_kernels as a table, and the two rules by which their results are checked.
 
-A launcher has the arguments and results of the function of the same name in `ckptkern.eager`, so one description serves
+A launcher has the arguments and results of the function of the same name in `ckptkern.eager`, so one description covers
 three calls: the kernel, eager PyTorch in the same dtype, and eager PyTorch in float64 as the exact result.
 """
 

@@ -57,7 +57,7 @@ class AttentionTile(NamedTuple):
         )  # fmt: skip
 
 
-# (kernel, architecture) -> {(class, padded head dim): tile}; the next larger head dim serves. Classes: 16-bit types; "16
+# (kernel, architecture) -> {(class, padded head dim): tile}; the next larger head dim is taken. Classes: 16-bit types; "16
 # masked" where a mask of rows and columns needs registers too (without such a row it takes the plain one); float32 with
 # TF32 matmuls, and "ieee" ones, which run on the ordinary cores. All pass the code-generation check; its few bytes of spills
 # are named there. Eight warps lie along the longer side of a matmul's result, 16 rows or 8 columns each. So a tile of fewer

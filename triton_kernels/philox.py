@@ -20,16 +20,16 @@ from .tile import INTERPRET
 
 
 def checked_columns(col_base: int) -> int:
-    """col_base, if tiles can start there: a Philox counter serves columns of one block of 32."""
+    """col_base, if tiles can start there: a Philox counter covers columns of one block of 32."""
     if col_base % 32:
-        raise ValueError(f"col_base must be a multiple of 32, not {col_base}: a Philox counter serves 32 columns")
+        raise ValueError(f"col_base must be a multiple of 32, not {col_base}: a Philox counter covers 32 columns")
     return col_base
 
 
 def placed(dropout: tuple, row_base: int) -> tuple:
     """(state, threshold, scale, col_base, row_base) of a launch, if `keep_tile` can start there."""
     if row_base % 16:
-        raise ValueError(f"row_base must be a multiple of 16, not {row_base}: a Philox counter serves 16 rows")
+        raise ValueError(f"row_base must be a multiple of 16, not {row_base}: a Philox counter covers 16 rows")
     checked_columns(dropout[3])
     return *dropout, row_base
 

@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 
 # (architecture, WIDTH) -> tiles of 16-bit chains and of float32 ones by precision; one stage: there is no long K to pipeline.
 # sm_90 pads 32 to 64: dot dimensions below 64 have miscompiled there (triton#11366, #10486). At IEEE precision, torch's default
-# for float32, no tensor core serves and a thread holds whole rows and columns of its matmuls: 64 rows would spill 7 KiB.
+# for float32, no tensor core is used and a thread holds whole rows and columns of its matmuls: 64 rows would spill 7 KiB.
 TILES: dict[tuple[int, int], dict[str, Tiles]] = {
     (90, 64): {
         "16": Tiles((128, 8), (128, 8), (64, 8)), "tf32": Tiles((64, 8), (64, 8), (64, 8)),

@@ -148,7 +148,7 @@ INTERPRETED_VARIANT = Tile(32, 64, 32, 4, 1, 2)
 
 
 def family_of(arch: int) -> int:
-    """What serves an architecture: the tiles of sm_90, of sm_80 for all other GPUs, or of the interpreter."""
+    """The family of tiles for an architecture: those of sm_90, of sm_80 for all other GPUs, or of the interpreter."""
     if arch == INTERPRETER:
         return INTERPRETER
     return 90 if 90 <= arch < 100 else 80
@@ -214,7 +214,7 @@ def device_arch(index: int) -> int:
 
 
 def arch_of(x: torch.Tensor) -> int:
-    """Architecture that serves tensor `x`: its CUDA device's capability, or INTERPRETER for a CPU tensor."""
+    """Architecture that runs tensor `x`: its CUDA device's capability, or INTERPRETER for a CPU tensor."""
     return device_arch(x.device.index) if x.is_cuda else INTERPRETER
 
 

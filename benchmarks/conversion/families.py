@@ -256,7 +256,7 @@ def main() -> None:
         print(
             f"{result.name:34} {result.verdict:8} {sizes} KiB  gradients {result.gradient_error:.0e}, bfloat16 "
             f"{result.bf16_error:.0e} ({result.bf16_plain_error:.0e}), curve {result.curve_error:.0e}, "
-            f"{result.seconds:.2f} s  {result.row()['served']}",
+            f"{result.seconds:.2f} s  {result.row()['replaced']}",
             flush=True,
         )
         for reason in result.reasons:

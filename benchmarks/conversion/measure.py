@@ -27,7 +27,7 @@ class Result:
 
     name: str
     verdict: str = ""
-    served: dict[str, int] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)
     whole: int = 0
     layers: int = 0
     saved_plain: int = 0
@@ -42,9 +42,9 @@ class Result:
     reasons: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
-        served = " ".join(f"{op}:{count}" for op, count in sorted(self.served.items()))
+        replaced = " ".join(f"{op}:{count}" for op, count in sorted(self.replaced.items()))
         numbers = {name: f"{value:.2e}" for name, value in asdict(self).items() if isinstance(value, float)}
-        return asdict(self) | numbers | {"served": served, "reasons": " | ".join(self.reasons)}
+        return asdict(self) | numbers | {"replaced": replaced, "reasons": " | ".join(self.reasons)}
 
 
 def loss_of(output: Any) -> Tensor:
@@ -147,7 +147,7 @@ def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any]
     start = time.perf_counter()
     conversion = convert(model, *probe, **(named if probe or named else inputs))
     result.seconds = time.perf_counter() - start
-    result.served = dict(Counter(row.replaced_by for row in conversion.converted))
+    result.replaced = dict(Counter(row.replaced_by for row in conversion.converted))
     result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion.left))
     ran, whole = called(model, inputs), {row.name for row in conversion.converted}
     layers = [name for name in blocks(model) if model.get_submodule(name) in ran]

@@ -122,7 +122,7 @@ def main() -> None:
             ratio = f"{result.saved_converted / result.saved_plain:.2f}" if result.saved_plain else ""
             print(f"{k}/{len(chosen)} {name}: {result.verdict} {ratio}", flush=True)
             if result.verdict in ("WRONG", "CRASHED"):
-                print("   ", result.served, result.gradient_error, *result.reasons, file=sys.stderr, flush=True)
+                print("   ", result.replaced, result.gradient_error, *result.reasons, file=sys.stderr, flush=True)
     print(dict(counts))
 
 

@@ -151,7 +151,7 @@ class Heads:
                 is_ours = isinstance(error, Unreadable)
                 self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
                 self.logs = {m: [] for m in candidates}
-        self.any_replaced = any(one.served for log in self.logs.values() for one in log)
+        self.any_replaced = any(one.covered for log in self.logs.values() for one in log)
 
     def logged(self, candidates: list[nn.Module], args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Wanted]]:
         """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
@@ -182,7 +182,9 @@ class Heads:
             )  # fmt: skip
             return row if likely else None, None
         log = self.logs[module]
-        chains = {one.kind: one for one in (Chain(w.logits.matmul, (*w.logits.steps, w.step)) for w in log if w.served)}
+        chains = {
+            one.kind: one for one in (Chain(w.logits.matmul, (*w.logits.steps, w.step)) for w in log if w.covered)
+        }
         if not chains:
             passed = next((w.step.name for w in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
@@ -198,7 +200,7 @@ class Heads:
         if row.saved_after >= row.saved_before:
             row.reason = f"{OP} saves no less"
             return row, None
-        others = sorted({one.step.name for one in log if not one.served})
+        others = sorted({one.step.name for one in log if not one.covered})
         if others:
             warnings.warn(
                 f"ckptkern.convert: forward also hands the logits of {name} to {', '.join(others)}, for which they are made",

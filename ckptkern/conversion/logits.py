@@ -169,7 +169,7 @@ class Matmul:
     """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None.
 
     mode: of its loss. log: None, or a list that gets each step that wanted the loss or values, with its Logits, and whether
-    linear_cross_entropy served it; then logits are followed without gradients, too.
+    linear_cross_entropy covers it; then logits are followed without gradients, too.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Wanted(NamedTuple):
 
     logits: Logits
     step: Step
-    served: bool
+    covered: bool
 
 
 class _LazyLogits(torch.autograd.Function):
@@ -378,7 +378,7 @@ class Logits(Tensor):
         given = dict(zip(names, step.args, strict=False)) | step.kwargs
         target, weight, others = given["target"], given.get("weight"), self.tokens.others()
         options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in given}
-        served = (
+        covered = (
             isinstance(target, Tensor) and target.dtype == torch.int64 and target.device == self.device
             and PLAIN.issuperset((type(target), type(weight)))
             and (weight is None or (weight.dtype == self.dtype and not weight.requires_grad))
@@ -386,7 +386,7 @@ class Logits(Tensor):
             and others == [i for i in range(self.dim()) if i != min(self.dim() - 1, 1)]
             and target.shape == torch.Size(self.shape[i] for i in others)
         )  # fmt: skip
-        if not served:
+        if not covered:
             return None
         matmul, rows = self.matmul, self.tokens.shown()
         matmul.check()

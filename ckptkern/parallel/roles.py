@@ -1,4 +1,4 @@
-"""Which parameters of a block are split over a tensor-parallel group: from the arguments of the op that serves it."""
+"""Which parameters of a block are split over a tensor-parallel group: from the arguments of the op that replaces it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ OPS = ("transformer_layer", "attention_block", "mlp_block")
 
 
 def templates_of(module: nn.Module) -> list[Template]:
-    """The arguments of the ops that serve this block, one for each kind of call. Raises TypeError if there are none."""
+    """The arguments of the ops that replace this block, one for each kind of call. Raises TypeError if there are none."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, Fused):
         segments = [segment for segment in forward.segments.values() if segment is not None]

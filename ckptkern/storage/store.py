@@ -140,7 +140,7 @@ class _Geometry:
 class Store:
     """A place for saved tensors, and the context that sends them there. Subclasses define `put`, `get` and `resident`.
 
-    One store serves any number of steps, graphs and threads, and may be entered again while it is entered.
+    One store takes any number of steps, graphs and threads, and may be entered again while it is entered.
 
     min_bytes: smaller tensors stay. exclude: tensors that stay, with all views of them; parameters need not be named,
     except for ``parameter.detach()`` and ``.data``. select: called with each tensor that would be stored, of which it may

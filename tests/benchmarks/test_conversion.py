@@ -17,7 +17,7 @@ def test_a_sound_conversion() -> None:
     inputs = {"ids": ids()}
     result.saved_checkpoint = measure.saved(measure.checkpointed(model), inputs)
     measure.convert_and_compare(result, model, inputs)
-    assert (result.verdict, result.served, result.whole, result.layers) == ("whole", {"transformer_layer": 2}, 2, 2)
+    assert (result.verdict, result.replaced, result.whole, result.layers) == ("whole", {"transformer_layer": 2}, 2, 2)
     assert result.saved_checkpoint < result.saved_converted < result.saved_plain
     assert max(result.loss_error, result.gradient_error) < 1e-5
     curves = [measure.curve(one, inputs, 3) for one in (model, model)]

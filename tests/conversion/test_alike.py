@@ -133,8 +133,8 @@ def test_other_layers_are_proven_by_themselves(what: str, attempts: list[str]) -
     torch.manual_seed(0)
     model = stack(first(), second(), first())
     theirs = results(model)
-    served = [row.replaced_by for row in ckptkern.convert(model, ids()) if row.name.count(".") == 1]
-    assert served[::2] == ["transformer_layer"] * 2
+    replaced = [row.replaced_by for row in ckptkern.convert(model, ids()) if row.name.count(".") == 1]
+    assert replaced[::2] == ["transformer_layer"] * 2
     ours = results(model)
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)

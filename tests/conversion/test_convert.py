@@ -221,7 +221,7 @@ IMPOSTORS = {
 
 @pytest.mark.parametrize("why", IMPOSTORS)
 def test_what_is_not_a_layer_of_ours_is_left(why: str) -> None:
-    """The layer as a whole may not be served; its sound parts may."""
+    """The layer as a whole may not be replaced; its sound parts may."""
     model = Stack(lambda: changed(IMPOSTORS[why]), with_tables).eval()
     reference, theirs = copy.deepcopy(model), copy.deepcopy(model)
     conversion = ckptkern.convert(model, ids())

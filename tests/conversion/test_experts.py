@@ -73,8 +73,8 @@ def model_of(experts: Callable[[], nn.Module] = Experts) -> Model:
 def converted(model: Model, **options) -> Model:
     model = copy.deepcopy(model)
     conversion = ckptkern.convert(model, inputs(), **options)
-    served = [(row.name, row.replaced_by) for row in conversion.converted]
-    assert served == [("blocks.0.experts", "moe_mlp"), ("blocks.1.experts", "moe_mlp")], str(conversion)
+    replaced = [(row.name, row.replaced_by) for row in conversion.converted]
+    assert replaced == [("blocks.0.experts", "moe_mlp"), ("blocks.1.experts", "moe_mlp")], str(conversion)
     assert all(row.error < 2e-5 and row.saved_after < row.saved_before for row in conversion.converted)
     return model
 

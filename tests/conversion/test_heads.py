@@ -59,7 +59,7 @@ def model_of(loss: Loss = flat, **options) -> LM:
 
 
 def converted(model: LM, **options) -> LM:
-    """A copy, whose head must be served."""
+    """A copy, whose head must be replaced."""
     model = copy.deepcopy(model)
     conversion = ckptkern.convert(model, ids(), ids(1), **options)
     assert [row.replaced_by for row in conversion if row.name == "head"] == ["linear_cross_entropy"], str(conversion)
@@ -104,7 +104,7 @@ def in_chunks(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
     return sum(flat(model, logits[:, i : i + 3], targets[:, i : i + 3], reduction="sum") for i in (0, 3, 6)) / 7
 
 
-SERVED: dict[str, Loss] = {
+COVERED: dict[str, Loss] = {
     "flat": flat,
     "viewed": lambda m, z, t: F.cross_entropy(z.view(-1, z.shape[-1]), target=t.view(-1)),
     "shifted": shifted,
@@ -131,10 +131,10 @@ SERVED: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("loss", SERVED)
+@pytest.mark.parametrize("loss", COVERED)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_loss_without_logits(loss: str, bias: bool) -> None:
-    theirs = model_of(SERVED[loss], bias=bias)
+    theirs = model_of(COVERED[loss], bias=bias)
     ours = converted(theirs)
     assert_same_step(ours, theirs)
     assert keeps_logits(theirs, ids(), ids(1))
@@ -356,8 +356,8 @@ def test_what_was_there_before_is_read(what: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         conversion = ckptkern.convert(ours, ids(), ids(1))
-    served = [row.name for row in conversion.converted]
-    assert served == (["head"] if what == "a frozen head" else [])
+    covered = [row.name for row in conversion.converted]
+    assert covered == (["head"] if what == "a frozen head" else [])
     assert_same_step(ours, theirs)
 
 
@@ -385,7 +385,7 @@ def test_modes_and_the_table(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason"), [("loss", "the loss is"), ("gradient", "the numbers of linear_cross_entropy")]
 )
-def test_an_op_that_were_wrong_would_not_serve(monkeypatch: pytest.MonkeyPatch, wrong: str, reason: str) -> None:
+def test_an_op_that_were_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, wrong: str, reason: str) -> None:
     right = ckptkern.ops.linear_cross_entropy
 
     def op(x: Tensor, *args, **kwargs) -> Tensor:

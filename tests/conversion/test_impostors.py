@@ -1,5 +1,5 @@
 """What a proof on one example does not show: other sizes, numbers and settings than the example's. Such a layer is left, or
-served rightly."""
+replaced rightly."""
 
 from __future__ import annotations
 
@@ -261,17 +261,17 @@ def test_other_calls_than_the_example_are_right(why: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-SERVED = {
+REPLACED = {
     "a mask of keys", "longer tables", "another function", "another configuration", "another list",
     "a memory that was the input", "a mask of the memory", "one memory for all",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("why", IMPOSTORS)
-def test_which_of_them_are_served(why: str) -> None:
+def test_which_of_them_are_replaced(why: str) -> None:
     kind, (x, kwargs), _, _ = IMPOSTORS[why]
     whole = [row.replaced_by for row in ckptkern.convert(kind(), x, **kwargs).converted] == ["transformer_layer"]
-    assert whole == (why in SERVED or why == "an untied weight")
+    assert whole == (why in REPLACED or why == "an untied weight")
 
 
 def test_a_layer_that_is_skipped_at_random_is_left() -> None:
@@ -292,7 +292,7 @@ def test_a_layer_that_counts_its_calls_counts_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
-def test_a_mask_of_the_memory_that_appears_later_is_served(dtype: torch.dtype) -> None:
+def test_a_mask_of_the_memory_that_appears_later_is_covered(dtype: torch.dtype) -> None:
     layer, x, memory = Decoder(), tokens().requires_grad_(), tokens(2, 5)
     mask = torch.ones(2, 1, 6, 5, dtype=dtype)
 

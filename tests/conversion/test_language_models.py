@@ -60,9 +60,9 @@ def batch(seed: int = 0, length: int = 11) -> dict[str, Tensor]:
 
 def converted(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
-    served = [row.replaced_by for row in ckptkern.convert(model, **batch()).converted]
-    assert served.count("linear_cross_entropy") == 1
-    assert served.count("moe_mlp") == EXPERTS.get(type(model).__name__, 0)
+    replaced = [row.replaced_by for row in ckptkern.convert(model, **batch()).converted]
+    assert replaced.count("linear_cross_entropy") == 1
+    assert replaced.count("moe_mlp") == EXPERTS.get(type(model).__name__, 0)
     return model
 
 

@@ -15,9 +15,9 @@ from ckptkern.conversion.logits import Logits
 STEPS = 3
 
 
-def converted(model: nn.Module, served: bool = True) -> nn.Module:
+def converted(model: nn.Module, replaced: bool = True) -> nn.Module:
     conversion = ckptkern.convert(model, ids(), ids(1))
-    assert [row.replaced_by for row in conversion.converted] == ["linear_cross_entropy"] * served, str(conversion)
+    assert [row.replaced_by for row in conversion.converted] == ["linear_cross_entropy"] * replaced, str(conversion)
     return model
 
 
@@ -37,7 +37,7 @@ WRAPPERS = {
     "convert, shard": lambda model: sharded(converted(model)),
     "shard, convert": lambda model: converted(sharded(model)),
     "convert, shard, the head alone": lambda model: sharded(converted(model), head=True),
-    "shard, convert, the head alone": lambda model: converted(sharded(model, head=True), served=False),
+    "shard, convert, the head alone": lambda model: converted(sharded(model, head=True), replaced=False),
 }
 
 

@@ -172,7 +172,7 @@ def test_layers_keep_no_tables(mode):
 
 @pytest.mark.parametrize("composed", [False, True])
 @pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer"])
-def test_tables_of_one_row_serve_a_batch(name, composed):
+def test_tables_of_one_row_cover_a_batch(name, composed):
     module = getattr(ckptkern.nn, name)(24, H)
     module = adapted(module) if composed else module
     tables, x = ckptkern.nn.rotary_tables(torch.arange(S), HEAD), torch.randn(B, S, 24)

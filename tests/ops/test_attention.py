@@ -742,7 +742,7 @@ def rotated_block(rotary, mode="selective", **options):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_tables_of_one_row_serve_a_batch(backend, interleaved):
+def test_tables_of_one_row_cover_a_batch(backend, interleaved):
     """[1, S, R], as transformers makes them, is [S, R]; two of the six dimensions stay."""
     block = Block("", Attention(norm=None, residual=False))
     tables = ckptkern.nn.rotary_tables(torch.arange(7), 4, 10.0, interleaved=interleaved)
@@ -982,7 +982,7 @@ def test_whose_kernel_the_core_is(call, monkeypatch):
     assert chosen_core(monkeypatch, **options) == wanted
 
 
-def test_the_core_is_ours_where_torchs_may_not_serve(monkeypatch):
+def test_the_core_is_ours_where_torchs_may_not_run(monkeypatch):
     """Our core runs under deterministic algorithms, backend("triton"), with a kernel that the user has disabled, off GPUs."""
     with ckptkern.backend("triton"):
         assert chosen_core(monkeypatch) == ""

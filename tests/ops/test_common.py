@@ -360,7 +360,7 @@ def test_what_the_kernels_do_not_cover(setup):
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), dropout=(P,)))
-def test_backend_of_forward_serves_backward(setup):
+def test_backend_of_forward_runs_backward(setup):
     """backward() looks nothing up, wherever it is called."""
     tensors = make(setup)
     expected = gradients(setup.fused, tensors)

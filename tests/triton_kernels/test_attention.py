@@ -575,7 +575,7 @@ def test_offsets_of_a_mask_beyond_int32(far):
 
 
 def test_tiles_fit_the_masks_blocks():
-    """A Philox counter serves 16 rows and 32 columns, so a tile that began inside of such a block would be wrong."""
+    """A Philox counter covers 16 rows and 32 columns, so a tile that began inside of such a block would be wrong."""
     tiles = [AttentionTile(*tile) for table in TILES.values() for tile in table.values()]
     tiles += [AttentionTile(*tile) for _, tile in LARGE_TILES.values() if tile]
     assert all(tile.BLOCK_M % 16 == 0 and tile.BLOCK_N % 32 == 0 for tile in tiles)

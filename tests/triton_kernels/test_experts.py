@@ -197,7 +197,7 @@ def test_nothing_waits_for_the_host(mode, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_a_graph_is_captured_and_serves_another_routing(mode):
+def test_a_graph_is_captured_and_runs_another_routing(mode):
     """On a GPU, forward and backward in one CUDA graph; replayed with other choices it gives their result."""
     first, second = (routing("dropped", 256, 2, 4, seed).cuda() for seed in (1, 2))
     t = {

@@ -37,7 +37,7 @@ def sizes_of(setup):
 
 
 @pytest.mark.parametrize("setup", setups(modes=("full",), dropout=(P,)))
-def test_the_kernels_serve(setup):
+def test_the_kernels_run(setup):
     with Watch() as watch:
         gradients(setup.fused, make(setup))
     assert sum(watch.strings.count(impl) for impl in _impls.OF_KERNELS) == 2

@@ -75,7 +75,7 @@ FLASH_HEAD_DIMS = range(8, 257, 8)
 
 @functools.cache
 def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> bool:
-    """Does torch's own rule let `kernel` serve such heads on this device, with this build and this cuDNN?"""
+    """Does torch's own rule let `kernel` run such heads on this device, with this build and this cuDNN?"""
     # In this mode torch gives cuDNN's logsumexp another layout.
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False

@@ -109,7 +109,7 @@ def head_dim_not_covered(head_dim: int) -> str | None:
 
 
 def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
-    """The backend that serves `x`: "eager" or "triton". reason: a further reason why no kernel covers this call."""
+    """The backend that runs `x`: "eager" or "triton". reason: a further reason why no kernel covers this call."""
     name = _choice.backend
     if name not in BACKENDS:
         check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)

@@ -42,7 +42,7 @@ def sample_shape(x: Tensor) -> tuple[int, ...]:
 class Sublayer:
     """What a sublayer computes around its branch, for one input x [..., d]. t: its tensors, o: its options.
 
-    shares: a parameter's copy in the compute dtype serves every matmul until its `last`, as a backward asks for.
+    shares: caches each parameter's copy in the compute dtype until its `last` use, as a backward asks for.
     """
 
     def __init__(self, x: Tensor, t: Any, o: Any, *, shares: bool = False):
