@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from .. import ops
 from ..conversion.proof import unmoved
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
-from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, LossHead, Mixture, gpt_layer
+from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, LossHead, MoE, gpt_layer
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
@@ -258,11 +258,11 @@ def cut_cross_entropy(model: LossHead, x: Tensor) -> Function:
     )  # fmt: skip
 
 
-def _mixture(model: Mixture, mode: str) -> Function:
+def _moe(model: MoE, mode: str) -> Function:
     return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, recompute=mode)
 
 
-def experts_by_turns(model: Mixture, x: Tensor) -> Function:
+def experts_by_turns(model: MoE, x: Tensor) -> Function:
     """A loop over experts. The host knows their rows, which it would have to read from a router's device."""
     return model.interleaved
 
@@ -376,7 +376,7 @@ CASES = [
         baselines={"liger-kernel SwiGLU": liger_swiglu},
     ),
     Case(
-        "moe_mlp-silu", Mixture, _mixture, _sizes(cuda=(1024, 4096, 2048), cpu=(64,), cuda_rows=8192), priority=0,
+        "moe_mlp-silu", MoE, _moe, _sizes(cuda=(1024, 4096, 2048), cpu=(64,), cuda_rows=8192), priority=0,
         baselines={"torch, experts interleaved": experts_by_turns},
     ),
     Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=2),

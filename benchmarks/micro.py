@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import eager, memory, ops
 from . import cases
 from .cases import ATTENTION_BASELINES, MODES, TOKENS, Case, Function, Item, Maker, Size
-from .models import MLP, Attention, Core, GatedMLP, GroupedRows, Layer, LossHead, Mixture, MLPBlock
+from .models import MLP, Attention, Core, GatedMLP, GroupedRows, Layer, LossHead, MLPBlock, MoE
 
 FEATURES = {"cuda": 1024, "cpu": 128}
 LENGTH = {"cuda": 2048, "cpu": 128}
@@ -44,7 +44,7 @@ OPTIONS = {
     "classes": Option(int, "of the loss: the vocabulary", "V"),
     "softcap": Option(float, "of the loss's logits: c tanh(z / c), 0 for none", "c"),
     "layers": Option(int, "of the stack", "L"),
-    "experts": Option(int, "of the mixture", "E"),
+    "experts": Option(int, "of the MoE layer", "E"),
     "top_k": Option(int, "experts of a token", "k"),
     "heads": Option(int, "of queries", "H"),
     "kv_heads": Option(int, "of keys and values", "K"),
@@ -91,8 +91,8 @@ def _mlp_block(v: SimpleNamespace) -> MLPBlock:
     return MLPBlock(v.features, _mlp(v), v.activation, v.norm)
 
 
-def _mixture(v: SimpleNamespace) -> Mixture:
-    return Mixture(v.features, Act(v.activation), v.hidden, v.experts, v.top_k)
+def _moe(v: SimpleNamespace) -> MoE:
+    return MoE(v.features, Act(v.activation), v.hidden, v.experts, v.top_k)
 
 
 def _grouped_rows(v: SimpleNamespace) -> GroupedRows:
@@ -131,7 +131,7 @@ def _run_gated(v: SimpleNamespace, model: GatedMLP, mode: str) -> Function:
     )  # fmt: skip
 
 
-def _run_mixture(v: SimpleNamespace, model: Mixture, mode: str) -> Function:
+def _run_moe(v: SimpleNamespace, model: MoE, mode: str) -> Function:
     return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, v.activation, recompute=mode)
 
 
@@ -242,7 +242,7 @@ OPS = {
     ),
     "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, baselines=_gated_baselines),
     "moe_mlp": Op(
-        {**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _mixture, _run_mixture,
+        {**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _moe, _run_moe,
         baselines=lambda v: {"torch, experts interleaved": cases.experts_by_turns},
     ),
     "grouped_gated_mlp": Op({**_ROWS, **_EXPERTS}, _grouped_rows, _run_grouped_rows),

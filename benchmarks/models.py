@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .. import nn as nn_modules
-from ..tools.demo.mixture import grouped_experts
+from ..tools.demo.moe import grouped_experts
 
 
 class MLP(nn.Module):
@@ -65,7 +65,7 @@ class GatedMLP(nn.Module):
         )  # fmt: skip
 
 
-class Mixture(nn.Module):
+class MoE(nn.Module):
     """Every row through `top_k` of many gated MLPs, in the layout of transformers 5, each times a weight of its router.
 
     Which they are depends on the row's place alone: the choice of a router would change with the rounding. By default the
@@ -80,7 +80,7 @@ class Mixture(nn.Module):
         top_k: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        size = next(size for most, size in MIXTURES.items() if width >= most)
+        size = next(size for most, size in MOE_SIZES.items() if width >= most)
         self.experts, self.top_k, hidden = experts or size[0], top_k or size[1], hidden or int(size[2] * width)
         self.gate_up = nn.Parameter(torch.randn(self.experts, 2 * hidden, width) * width**-0.5)
         self.down = nn.Parameter(torch.randn(self.experts, width, hidden) * hidden**-0.5)
@@ -88,8 +88,8 @@ class Mixture(nn.Module):
 
     def chosen(self, rows: int, device: torch.device | str) -> Tensor:
         """The experts of each row, [rows, top_k]."""
-        slots = torch.arange(rows * self.top_k, device=device)
-        return (slots * 40503 // 8 % self.experts).view(-1, self.top_k)
+        pairs = torch.arange(rows * self.top_k, device=device)
+        return (pairs * 40503 // 8 % self.experts).view(-1, self.top_k)
 
     def routing(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(experts [rows, top_k], weights)."""
@@ -114,11 +114,11 @@ class Mixture(nn.Module):
 
 
 # least width -> experts, how many of them a row goes through, and their width by the model's
-MIXTURES = {4096: (8, 2, 3.5), 2048: (128, 8, 0.375), 1024: (32, 4, 0.375), 0: (8, 2, 0.375)}
+MOE_SIZES = {4096: (8, 2, 3.5), 2048: (128, 8, 0.375), 1024: (32, 4, 0.375), 0: (8, 2, 0.375)}
 
 
-class GroupedRows(Mixture):
-    """The experts of a mixture on rows in their order, each of which has one; an eighth of the rows is nobody's."""
+class GroupedRows(MoE):
+    """The experts of an MoE layer on rows in their order, each of which has one; an eighth of the rows is nobody's."""
 
     def __init__(self, width: int, act: nn.Module | None, hidden: int, experts: int):
         super().__init__(width, act, hidden, experts, 1)

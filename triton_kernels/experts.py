@@ -1,6 +1,7 @@
-"""Experts of a mixture: grouped gated MLPs that gather their tokens in the load. No atomics, no host synchronisation.
+"""Experts of an MoE layer: grouped gated MLPs that gather their tokens in the load. No atomics, no host synchronisation.
 
-    row r: slot order[r] = t k + j of token t, weight s[t, j]; expert e with offs[e] <= r < offs[e + 1] (`eager.Groups`)
+    row r: token-expert pair order[r] = t k + j of token t, weight s[t, j]; expert e with offs[e] <= r < offs[e + 1]
+    (`eager.Groups`)
     g, u = x[t] w[e]^T + b[e];  h = round(act(g) u);  y[r] = h wd[e]^T + bd[e];  out[t] = sum_j s[t, j] y[inv[t k + j]]
     backward  dh = dy[t] wd[e];  ds = <dh, h>;  dg, du: the gated MLP's, of s dh;  dx[t] = sum_j ([dg|du] w[e])[inv[t k + j]]
               dw[e] = [dg|du]^T x[t],  dwd[e] = dy[t]^T (s h) over the rows of e
@@ -142,7 +143,7 @@ def _experts_gemm_kernel(
 def _experts_combine_kernel(
     y_rows, s_ptr, inv_ptr, offs_ptr, out_rows, E, D, TOP_K: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """out[t] = sum_j s[t, j] y[inv[t, j]], j ascending, in float32, over slots that an expert has."""
+    """out[t] = sum_j s[t, j] y[inv[t, j]], j ascending, in float32, over token-expert pairs that an expert has."""
     D = multiple(D, UNIT)
     y_ptr, out_ptr = y_rows[0], out_rows[0]
     token = tl.program_id(0).to(tl.int64)
@@ -226,8 +227,8 @@ def _gradients(dy, N: int, s, groups, tile: Tile, hs: bool, dgu: bool, ds: bool)
     )
 
 
-def _of_slots(partial, s, groups):
-    """ds [T, k] float32 from partial sums [slices, R]; 0 for slots that no expert has."""
+def _of_pairs(partial, s, groups):
+    """ds [T, k] float32 from partial sums [slices, R]; 0 for token-expert pairs that no expert has."""
     if partial is None:
         return None
     return torch.where(groups.inv < groups.offs[-1], partial.sum(0)[groups.inv], 0.0).view(s.shape)
@@ -251,7 +252,7 @@ def experts_bwd(
             matrix(h), matrix(grads), partial, order, offs, tiles, tiles.shape[1], R, T, N, K,
             TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
-    return h, grads, _of_slots(partial, s, groups)
+    return h, grads, _of_pairs(partial, s, groups)
 
 
 def experts_act_grad(
@@ -270,7 +271,7 @@ def experts_act_grad(
             matrix(h), matrix(grads), partial, order, offs, tiles, tiles.shape[1], R, T, N, K,
             TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
-    return h, grads, _of_slots(partial, s, groups)
+    return h, grads, _of_pairs(partial, s, groups)
 
 
 def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False) -> None:
@@ -291,7 +292,8 @@ def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False) -
 
 
 def experts_sums(a, s, groups, *, gathered: bool):
-    """out[e] = sum over the rows of e of a, float32 [E, N]: a [T, N] if gathered, else [R, N]; s: weights of slots, or None."""
+    """out[e] = sum over the rows of e of a, float32 [E, N]: a [T, N] if gathered, else [R, N]; s: weights of
+    token-expert pairs, or None."""
     E, N = groups.offs.numel() - 1, a.shape[1]
     a, s = rows_of(a), None if s is None else s.contiguous()
     order, _, offs = dense_groups(groups)

@@ -72,8 +72,8 @@ def _experts_bwd_kernel(
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
     if expert < 0:
         return
-    slots = tl.load(order_ptr + rows, mask=rows < R, other=0)
-    tokens = tl.where(rows < R, slots // TOP_K, T)
+    pairs = tl.load(order_ptr + rows, mask=rows < R, other=0)
+    tokens = tl.where(rows < R, pairs // TOP_K, T)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     wg_ptr, stride_wn = of_expert(w_stack, expert, UNIT)
     wu_ptr = wg_ptr + tl.full((), N, tl.int64) * stride_wn
@@ -87,7 +87,7 @@ def _experts_bwd_kernel(
     acc_dh = gemm_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     if b_ptr is not None:
         b_ptr += expert.to(tl.int64) * (2 * N)
-    s = tl.load(s_ptr + slots, mask=rows < R, other=0.0).to(tl.float32)
+    s = tl.load(s_ptr + pairs, mask=rows < R, other=0.0).to(tl.float32)
     by_slices(
         (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _experts_bwd_store,
         (b_ptr, s, dy_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
@@ -105,12 +105,12 @@ def _experts_act_grad_kernel(
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
     if expert < 0:
         return
-    slots = tl.load(order_ptr + rows, mask=rows < R, other=0)
-    tokens = tl.where(rows < R, slots // TOP_K, T)
+    pairs = tl.load(order_ptr + rows, mask=rows < R, other=0)
+    tokens = tl.where(rows < R, pairs // TOP_K, T)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     wd_rows = of_expert(wd_stack, expert, UNIT)
     acc = gemm_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
-    s = tl.load(s_ptr + slots, mask=rows < R, other=0.0).to(tl.float32)
+    s = tl.load(s_ptr + pairs, mask=rows < R, other=0.0).to(tl.float32)
     by_slices(
         (acc,), pid_n * BLOCK_N, _experts_act_grad_store,
         (s, gu_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
@@ -150,7 +150,7 @@ def _experts_sums_kernel(
     a_rows, s_ptr, out_ptr, order_ptr, offs_ptr, N,
     TOP_K: tl.constexpr, GATHERED: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e] [N] = sum over the rows of e of a, gathered or not, each times its slot's s."""
+    """out[e] [N] = sum over the rows of e of a, gathered or not, each times its token-expert pair's s."""
     N = multiple(N, UNIT)
     expert = tl.program_id(0) // tl.cdiv(N, BLOCK_N)
     offs_n = tl.program_id(0) % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -159,10 +159,10 @@ def _experts_sums_kernel(
     acc = tl.zeros((BLOCK_N,), tl.float32)
     for m in range(start, stop, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
-        slots = tl.load(order_ptr + rows, mask=rows < stop, other=0)
+        pairs = tl.load(order_ptr + rows, mask=rows < stop, other=0)
         mask = (rows < stop)[:, None] & (offs_n < N)[None, :]
-        a = upcast(load_tile(a_rows, slots // TOP_K if GATHERED else rows, offs_n, mask))
+        a = upcast(load_tile(a_rows, pairs // TOP_K if GATHERED else rows, offs_n, mask))
         if s_ptr is not None:
-            a *= tl.load(s_ptr + slots, mask=rows < stop, other=0.0).to(tl.float32)[:, None]
+            a *= tl.load(s_ptr + pairs, mask=rows < stop, other=0.0).to(tl.float32)[:, None]
         acc += tl.sum(a, axis=0)
     tl.store(out_ptr + expert.to(tl.int64) * N + offs_n, acc, mask=offs_n < N)

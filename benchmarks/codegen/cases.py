@@ -270,11 +270,11 @@ class Inputs:
         return dict.fromkeys(("cu_q", "cu_k"), self(batch + 1, dtype=torch.int32)) | {"max_q": length, "max_k": length}
 
     def groups(self, tokens: int) -> Groups:
-        """Every slot has an expert."""
+        """Every token-expert pair has an expert."""
         from ckptkern.eager import Groups
 
-        slots = self.TOP_K * tokens
-        return Groups(*(self(n, dtype=self.dtype("int32")) for n in (slots, slots, self.EXPERTS + 1)), self.TOP_K)
+        pairs = self.TOP_K * tokens
+        return Groups(*(self(n, dtype=self.dtype("int32")) for n in (pairs, pairs, self.EXPERTS + 1)), self.TOP_K)
 
     def statistics(self, q, k, v, do, core) -> tuple[Tensor, Tensor]:
         """lse and delta, as forward gives them."""

@@ -91,7 +91,7 @@ def padded() -> dict[str, Any]:
     return {"attention_mask": mask}
 
 
-MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 HEADS_OF_16 = GROUPED | {"head_dim": 16}
 FAMILIES: dict[str, Build] = {
     "Llama": causal("Llama"),
@@ -156,11 +156,11 @@ FAMILIES: dict[str, Build] = {
     "nn.Transformer": torch_transformer,
     "Granite": causal("Granite", GROUPED | {"logits_scaling": 4.0}),
     "Mixtral": causal("Mixtral", GROUPED | {"num_local_experts": 4}),
-    "Qwen 2 MoE": causal("Qwen2Moe", GROUPED | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
-    "Qwen 3 MoE": causal("Qwen3Moe", HEADS_OF_16 | MIXTURE | {"num_experts": 4}),
+    "Qwen 2 MoE": causal("Qwen2Moe", GROUPED | MOE | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "Qwen 3 MoE": causal("Qwen3Moe", HEADS_OF_16 | MOE | {"num_experts": 4}),
     "DeepSeek V3": causal(
         "DeepseekV3",
-        DECODER | MIXTURE | dict(
+        DECODER | MOE | dict(
             num_key_value_heads=4, pad_token_id=0, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
             kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
         ),

@@ -6,7 +6,7 @@ reading, attention, grammar   the graph, read backwards as one fused op
 proof    the fused op and the original forward compute the same
 binding  what replaces the module's forward, and its guard
 report   what was done
-experts  the experts of a mixture, by their layout and by transformers' interface
+experts  the experts of an MoE layer, by their layout and by transformers' interface
 heads, logits   the linear layer before a loss, and what stands for its logits
 """
 

@@ -265,7 +265,7 @@ def convert(
     of the fused ops (transformer_layer, attention_block, mlp_block, linear_stack, linear_act), and compared with it on random
     parameters: output, input gradient and the gradient of every parameter agree to rounding, or the module is left as it is.
     torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their twins in ckptkern.nn. The
-    experts of a mixture become moe_mlp. The linear layer whose logits the call hands to F.cross_entropy becomes, with it,
+    experts of an MoE layer become moe_mlp. The linear layer whose logits the call hands to F.cross_entropy becomes, with it,
     linear_cross_entropy; the call must have labels for that.
 
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted

@@ -1,5 +1,5 @@
-"""The experts of a mixture, as `ckptkern.moe_mlp`: read from a module's layout, and by transformers' interface, where they are
-chosen by name as attention is."""
+"""The experts of an MoE layer, as `ckptkern.moe_mlp`: read from a module's layout, and by transformers' interface,
+where they are chosen by name as attention is."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def layout_of(module: torch.nn.Module) -> dict[str, Weight]:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Is it laid out as the experts of a mixture, with nothing else that is trained?"""
+    """Is it laid out as the experts of an MoE layer, with nothing else that is trained?"""
     own = [p for p in module._parameters.values() if p is not None]
     return len(own) in (2, 3, 4) and len(own) == len(list(module.parameters())) and bool(layout_of(module))
 
@@ -66,11 +66,11 @@ def routed(reading: dict[str, Any], x: int, flat: list[Any], rows: int = 512) ->
     for scale in (30, 1000):
         yield f"inputs {scale} times as large", [scale * v if i == x else v for i, v in enumerate(flat)]
     lead, top_k = (*flat[x].shape[:-2], rows), flat[index].shape[-1]
-    slots = (*(lead if flat[index].dim() == flat[x].dim() else (math.prod(lead),)), top_k)
+    pairs = (*(lead if flat[index].dim() == flat[x].dim() else (math.prod(lead),)), top_k)
     many = {
         x: flat[x].new_empty((*lead, flat[x].shape[-1])).normal_(),
-        index: torch.arange(top_k, device=flat[index].device).to(flat[index].dtype).expand(slots),
-        weights: flat[weights].new_empty(slots).uniform_(),
+        index: torch.arange(top_k, device=flat[index].device).to(flat[index].dtype).expand(pairs),
+        weights: flat[weights].new_empty(pairs).uniform_(),
     }
     yield f"{rows} rows at one expert", [many.get(i, v) for i, v in enumerate(flat)]
 
@@ -100,8 +100,8 @@ def register_experts(name: str = "ckptkern", recompute: str = "full") -> None:
     """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
 
     Then `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)` choose it. Under expert
-    parallelism each rank has its experts, and slots of others' are dropped, in backward too. Experts of another kind (a gate
-    of their own, interleaved or transposed weights) raise TypeError when they are called.
+    parallelism each rank has its experts, and token-expert pairs of others' are dropped, in backward too. Experts of
+    another kind (a gate of their own, interleaved or transposed weights) raise TypeError when they are called.
 
     recompute: the mode, see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (mode).
     """

@@ -1,4 +1,4 @@
-"""Experts of a mixture: the reference implementations of triton_kernels/experts.py, one expert after the other. The
+"""Experts of an MoE layer: the reference implementations of triton_kernels/experts.py, one expert after the other. The
 host reads offsets."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .linear import linear
 
 
 class Groups(NamedTuple):
-    """Which rows are whose. Slot t top_k + j is token t's j-th choice; rows are the slots in the experts' order, those that no
-    expert has come last, and in each expert as they were.
+    """Which rows are whose. Token-expert pair t top_k + j is token t's j-th choice; rows are the token-expert pairs in
+    the experts' order, those that no expert has come last, and in each expert as they were.
 
-    order  int32 [R], slot of each row;  inv int32 [R], row of each slot;  offs int32 [E + 1]: rows offs[e]:offs[e + 1] are
-    expert e's, and those from offs[E] on are nobody's, are never written and never read.
+    order  int32 [R], token-expert pair of each row;  inv int32 [R], row of each token-expert pair;  offs int32 [E + 1]:
+    rows offs[e]:offs[e + 1] are expert e's, and those from offs[E] on are nobody's, are never written and never read.
     """
 
     order: Tensor
@@ -29,7 +29,8 @@ class Groups(NamedTuple):
 
 
 def route(index: Tensor, experts: int) -> Groups:
-    """index [T, top_k] of any integer type; a number outside of 0..experts - 1 drops its slot. Nothing waits for the host."""
+    """index [T, top_k] of any integer type; a number outside of 0..experts - 1 drops its token-expert pair. Nothing
+    waits for the host."""
     ids = index.reshape(-1).to(torch.int64)  # in 8 bits, `experts` may have no place
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids).to(torch.int32)
     ids, order = torch.sort(ids, stable=True)
@@ -94,8 +95,8 @@ def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds):
         if dgu:
             dh = (dh.to(wide) * weights[rows]).to(dh.dtype)
             grads[rows, :N], grads[rows, N:] = ACTIVATIONS[activation].grad(dh * u, g), dh * a
-    of_slots = torch.where(groups.inv < groups.offs[-1], of_rows[groups.inv], 0).view(s.shape) if ds else None
-    return weighted, grads, of_slots
+    of_pairs = torch.where(groups.inv < groups.offs[-1], of_rows[groups.inv], 0).view(s.shape) if ds else None
+    return weighted, grads, of_pairs
 
 
 def experts_gemm(a, w, b, groups, precision, *, transposed):
@@ -129,7 +130,7 @@ def experts_dw(a, b, groups, precision, out, *, gathered, add=False):
 
 
 def experts_sums(a, s, groups, *, gathered):
-    """s: a weight for each slot, or None."""
+    """s: a weight for each token-expert pair, or None."""
     tokens = _tokens(groups)
     sums = a.new_zeros((groups.offs.numel() - 1, a.shape[1]), dtype=wide_of(a.dtype))
     for expert, rows in _each(groups):

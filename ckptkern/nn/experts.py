@@ -1,4 +1,4 @@
-"""The experts of a mixture, without the router: as many gated MLPs as there are matrices in a stack."""
+"""The experts of an MoE layer, without the router: as many gated MLPs as there are matrices in a stack."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _agree(module: torch.nn.Module, twin: Experts) -> bool:
         ours = twin.forward(x, index, weights).double()
         try:
             theirs = module.forward(x, index, weights).double()
-        except Exception:  # someone else's forward may raise anything, and is then no mixture's; the caller refuses it
+        except Exception:  # someone else's forward may raise anything; then the caller refuses it
             return False
     return bool(((theirs - ours).norm(dim=1) <= 16 * eps * ours.norm(dim=1)).all())
 

@@ -1,4 +1,4 @@
-"""moe_mlp and grouped_gated_mlp: the experts of a mixture as one segment, which saves its input and who goes where."""
+"""moe_mlp and grouped_gated_mlp: the experts of an MoE layer as one segment, which saves its input and who goes where."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _weight_grad(p, weight: Tensor, a: Tensor, b: Tensor, groups: eager.Groups, 
 
 
 def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
-    """<dy[t], bias[e]> for every slot: the part of its weight's gradient that no hidden layer shows."""
+    """<dy[t], bias[e]> for every token-expert pair: the part of its weight's gradient that no hidden layer shows."""
     wide, dropped = eager.wide_of(dy.dtype), (index < 0) | (index >= len(bias))
     dy, bias, index = dy.to(wide), bias.to(wide), index.masked_fill(dropped, 0).long()
     shares = [(dy * bias[experts]).sum(1) for experts in index.unbind(1)] if len(bias) else [dy.new_zeros(dy.shape[0])]
@@ -192,7 +192,8 @@ def moe_mlp(
     biases [E, 2 h] and [E, d] or None -> y [..., d] in x's dtype (autocast's inside torch.autocast): the layout of transformers
     5. float16, bfloat16, float32; float64 in PyTorch ops. top_k_weights may have another dtype, and is not rounded to x's.
 
-    An index outside of 0..E - 1, such as -1, drops its slot: it adds nothing, and its weight's gradient is zero. An expert may
+    An index outside of 0..E - 1, such as -1, drops its token-expert pair: it adds nothing, and its weight's gradient is
+    zero. An expert may
     come twice in a row, or for no token: then its gradients are exact zeros. Sums over j ascend in float32, without atomics, so
     that results repeat bit for bit. Nothing waits for the host, and a call can be captured in a CUDA graph.
 
@@ -201,8 +202,8 @@ def moe_mlp(
         "none", "selective"  x, g, u, routing    9
         "full"               x, routing         11
 
-    Routing is top_k_index, top_k_weights, 8 bytes a slot and 4 an expert. h is saved in no mode: the pass that reads g and u
-    writes it, times its weight, as the gradient of down_weight wants it.
+    Routing is top_k_index, top_k_weights, 8 bytes a token-expert pair and 4 an expert. h is saved in no mode: the pass
+    that reads g and u writes it, times its weight, as the gradient of down_weight wants it.
     Gradients of one expert are summed in float32 and rounded once, or added to a weight's `main_grad`.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode),
     RuntimeError (backend).

@@ -129,10 +129,10 @@ def test_flops_of_eager_are_those_of_torchs_counter(name, size):
     assert sum(launch.flops for launch in found.launches) == counter.get_total_flops() > 0
 
 
-TOKENS, TOP_K, D, H, EXPERTS = 256, 2, 64, 24, 8  # of the narrow mixture
+TOKENS, TOP_K, D, H, EXPERTS = 256, 2, 64, 24, 8  # of the narrow MoE layer
 
 
-def test_a_mixture_by_hand():
+def test_an_moe_by_hand():
     """transformers' way: a gather, two grouped matmuls around silu and its matmul, weights, a second gather, a sum; the
     gradients of gathers add rows up. What it keeps is what tests/nn counts on a CPU, and x for the router."""
     found = steps("moe_mlp-silu", D, TOKENS)

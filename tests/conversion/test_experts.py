@@ -1,4 +1,4 @@
-"""convert on the experts of mixtures, found by their layout: moe_mlp in their place."""
+"""convert on the experts of MoE layers, found by their layout: moe_mlp in their place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import assert_as_exact
 from conversion.test_convert import by_deepcopy, by_pickle
-from ops.test_experts import mixture
+from ops.test_experts import moe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,7 +21,7 @@ E, D, H, K = 4, 16, 24, 2
 
 
 class Experts(nn.Module):
-    """As transformers' mixtures have them, under other names."""
+    """As transformers' MoE layers have them, under other names."""
 
     def __init__(self, act: Callable = F.silu, bias: bool = False):
         super().__init__()
@@ -34,7 +34,7 @@ class Experts(nn.Module):
         self.act = act
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return mixture(x, index, weights, self.both, self.down, self.both_bias, self.down_bias, self.act)
+        return moe(x, index, weights, self.both, self.down, self.both_bias, self.down_bias, self.act)
 
 
 class Block(nn.Module):
@@ -151,7 +151,7 @@ def test_a_copy_is_converted(copied: Callable) -> None:
 class Clamped(Experts):
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         act = lambda g: F.silu(g.clamp(max=0.5))  # noqa: E731
-        return mixture(x, index, weights, self.both, self.down, act=act)
+        return moe(x, index, weights, self.both, self.down, act=act)
 
 
 class ClampedFar(Experts):
@@ -159,19 +159,19 @@ class ClampedFar(Experts):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         act = lambda g: F.silu(g.clamp(max=100.0))  # noqa: E731
-        return mixture(x, index, weights, self.both, self.down, act=act)
+        return moe(x, index, weights, self.both, self.down, act=act)
 
 
 class UpFirst(Experts):
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return mixture(x, index, weights, torch.cat(self.both.chunk(2, 1)[::-1], 1), self.down)
+        return moe(x, index, weights, torch.cat(self.both.chunk(2, 1)[::-1], 1), self.down)
 
 
 class Unweighted(Experts):
     """Its routing weights get no gradient."""
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return mixture(x, index, weights.detach(), self.both, self.down)
+        return moe(x, index, weights.detach(), self.both, self.down)
 
 
 class Capacity(Experts):
@@ -179,7 +179,7 @@ class Capacity(Experts):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         place = F.one_hot(index.flatten(), E).cumsum(0).gather(1, index.flatten()[:, None]).view(index.shape)
-        return mixture(x, index, weights * (place <= 16), self.both, self.down)
+        return moe(x, index, weights * (place <= 16), self.both, self.down)
 
 
 class LargeCapacity(Experts):
@@ -187,7 +187,7 @@ class LargeCapacity(Experts):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         place = F.one_hot(index.flatten(), E).cumsum(0).gather(1, index.flatten()[:, None]).view(index.shape)
-        return mixture(x, index, weights * (place <= 400), self.both, self.down)
+        return moe(x, index, weights * (place <= 400), self.both, self.down)
 
 
 class Another(Experts):
@@ -204,7 +204,7 @@ class Another(Experts):
 class Interleaved(Experts):
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         both = torch.cat((self.both[:, ::2], self.both[:, 1::2]), 1)
-        return mixture(x, index, weights, both, self.down)
+        return moe(x, index, weights, both, self.down)
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import check_exactness, gradients
-from ops.test_experts import mixture, routing
+from ops.test_experts import moe, routing
 from torch import nn
 
 import ckptkern
 from ckptkern import extras
 from ckptkern.memory import peak_memory, saved_tensors
-from ckptkern.tools.demo.mixture import grouped_experts
+from ckptkern.tools.demo.moe import grouped_experts
 
 E, D, H, K, T = 6, 16, 24, 2, 40
 
 
 def data(seed: int = 0):
-    """x, indices with dropped slots, weights."""
+    """x, indices with dropped token-expert pairs, weights."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(T, D, generator=generator), routing("dropped", T, K, E), torch.rand(T, K, generator=generator)
 
@@ -31,7 +31,7 @@ def test_layout_and_values(bias):
     shapes |= {"gate_up_proj_bias": (E, 2 * H), "down_proj_bias": (E, D)} if bias else {}
     assert {name: tuple(p.shape) for name, p in module.state_dict().items()} == shapes
     x, index, s = data()
-    theirs = mixture(
+    theirs = moe(
         x, index, s, module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias, F.gelu
     )
     torch.testing.assert_close(module(x, index, s), theirs)
@@ -59,16 +59,16 @@ class Theirs(nn.Module):
         self.act_fn = act or nn.SiLU()
 
     def forward(self, x, index, s):
-        return mixture(x, index, s, self.gate_up_proj, self.down_proj, act=self.act_fn)
+        return moe(x, index, s, self.gate_up_proj, self.down_proj, act=self.act_fn)
 
 
 def clamped(self, x, index, s):
-    return mixture(x, index, s, self.gate_up_proj, self.down_proj, act=lambda g: F.silu(g.clamp(max=20)))
+    return moe(x, index, s, self.gate_up_proj, self.down_proj, act=lambda g: F.silu(g.clamp(max=20)))
 
 
 def up_first(self, x, index, s):
     w = self.gate_up_proj
-    return mixture(x, index, s, torch.cat(w.chunk(2, 1)[::-1], 1), self.down_proj, act=self.act_fn)
+    return moe(x, index, s, torch.cat(w.chunk(2, 1)[::-1], 1), self.down_proj, act=self.act_fn)
 
 
 @pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU("tanh")], ids=["silu", "gelu_tanh"])
@@ -201,16 +201,16 @@ def test_saved_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
         return grouped_experts(x, index, s, *parameters, F.silu)
 
     saved, peak = step(plain, *arguments, parameters)
-    slots, itemsize = tokens * top_k, dtype.itemsize
-    assert saved == slots * (itemsize * (2 * d + 4 * h + 1) + 3 * 8) + 4 * experts
+    pairs, itemsize = tokens * top_k, dtype.itemsize
+    assert saved == pairs * (itemsize * (2 * d + 4 * h + 1) + 3 * 8) + 4 * experts
     torch.testing.assert_close(plain(*arguments), theirs(*arguments))
     saved_theirs, peak_theirs = step(theirs, *arguments, parameters)
-    assert saved_theirs >= slots * itemsize * (2 * d + 4 * h)
-    routing = slots * 8 + 4 * (experts + 1)
+    assert saved_theirs >= pairs * itemsize * (2 * d + 4 * h)
+    routing = pairs * 8 + 4 * (experts + 1)
     for mode, elements in (("none", 2 * h), ("selective", 2 * h), ("full", 0)):
         ours = ckptkern.nn.Experts.from_torch(theirs, recompute=mode)
         saved_ours, peak_ours = step(ours, *arguments, parameters)
-        assert saved_ours == slots * itemsize * elements + routing
+        assert saved_ours == pairs * itemsize * elements + routing
         if mode == "full":
             assert peak_ours < min(peak, peak_theirs)
 
@@ -238,7 +238,8 @@ def test_without_transformers_the_error_says_what_to_install():
 
 
 def test_a_rank_of_expert_parallelism():
-    """Two halves of the experts, each with its own slots, add up to the whole, in gradients too (transformers#48687)."""
+    """Two halves of the experts, each with its own token-expert pairs, add up to the whole, in gradients too
+    (transformers#48687)."""
     whole = Theirs()
     x, index, s = data()
     t = {"x": x.requires_grad_(), "s": s.requires_grad_()}
@@ -248,7 +249,7 @@ def test_a_rank_of_expert_parallelism():
     ]
 
     def together(t):
-        return mixture(t["x"], index, t["s"], whole.gate_up_proj.to(t["x"]), whole.down_proj.to(t["x"]))
+        return moe(t["x"], index, t["s"], whole.gate_up_proj.to(t["x"]), whole.down_proj.to(t["x"]))
 
     def sharded(t):
         def of(part):

@@ -1,4 +1,4 @@
-"""moe_mlp and grouped_gated_mlp: what all ops promise, on a mixture with its router, and what routing adds."""
+"""moe_mlp and grouped_gated_mlp: what all ops promise, on an MoE layer with its router, and what routing adds."""
 
 import inspect
 import itertools
@@ -31,19 +31,19 @@ Tensors = dict[str, torch.Tensor]
 
 def chosen(x: torch.Tensor) -> torch.Tensor:
     """Two experts for each token: expert 4 has none, and some tokens come twice to one."""
-    slots = (
+    pairs = (
         torch.arange(x[..., 0].numel() * K).view(*x.shape[:-1], K)
         if x.shape[-1]
         else torch.zeros(*x.shape[:-1], K).long()
     )
-    return slots // 3 % 4
+    return pairs // 3 % 4
 
 
 def router(t: Tensors) -> torch.Tensor:
     return torch.sigmoid(F.linear(t["x"], t["router"]))
 
 
-def mixture(x, index, s, w, wd, b=None, bd=None, act=F.silu):
+def moe(x, index, s, w, wd, b=None, bd=None, act=F.silu):
     """The reference implementation: one expert after the other on its tokens, as transformers' models write it, added
     up in float32."""
     wide = eager.wide_of(x.dtype)
@@ -181,7 +181,7 @@ def ours_of(index, **options):
 
 
 def theirs_of(index):
-    return lambda t: mixture(t["x"], index, t["s"], t["w"], t["wd"], t.get("b"), t.get("bd"))
+    return lambda t: moe(t["x"], index, t["s"], t["w"], t["wd"], t.get("b"), t.get("bd"))
 
 
 # kind, tokens, top_k, experts, features, hidden
@@ -196,7 +196,8 @@ each_routing = pytest.mark.parametrize("sizes", ROUTINGS, ids=lambda sizes: "-".
 @each_routing
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_as_exact_as_torchs(sizes, dtype):
-    """Uneven and empty experts, duplicate and dropped slots, no tokens at all (pytorch#192497), E > 512 (aiter#4482)."""
+    """Uneven and empty experts, duplicate and dropped token-expert pairs, no tokens at all (pytorch#192497), E > 512
+    (aiter#4482)."""
     kind, tokens, top_k, experts, d, h = sizes
     index = routing(kind, tokens, top_k, experts)
     for bias in (False, True):
@@ -205,7 +206,7 @@ def test_gradients_are_as_exact_as_torchs(sizes, dtype):
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_an_empty_expert_has_exact_zeros(backend):
-    """pytorch#172439; and so has the weight of a dropped slot (transformers#48687)."""
+    """pytorch#172439; and so has the weight of a dropped token-expert pair (transformers#48687)."""
     index = routing("empty experts", 40, 3, 8)
     index[5, 1], index[6, 2] = -1, 8
     t = tensors_of(index, 8, 16, 24, torch.bfloat16)
@@ -219,7 +220,7 @@ def test_an_empty_expert_has_exact_zeros(backend):
     weights[5, 1] = weights[6, 2] = float("nan")
     with ckptkern.backend(backend):
         again = ours_of(index)({**t, "s": weights})
-    assert torch.equal(again, found["y"]), "nobody reads the weight of a dropped slot"
+    assert torch.equal(again, found["y"]), "nobody reads the weight of a dropped token-expert pair"
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
@@ -251,7 +252,7 @@ def test_rows_beyond_the_last_offset(backend, mode):
         torch.testing.assert_close(ours, expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_grouped_rows_equal_a_mixture_of_one():
+def test_grouped_rows_equal_an_moe_of_one():
     """Without weights they are ones, which get no gradient; as with weights of one, bit for bit."""
     offs, index = torch.tensor([5, 5, 30]), torch.tensor([0] * 5 + [2] * 25)[:, None]
     t = tensors_of(index, 3, 16, 24, torch.bfloat16, bias=False)
@@ -281,7 +282,8 @@ def test_routing_does_not_depend_on_the_mode(mode):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_saved_bytes(mode, compiled, dtype):
-    """x, g and u, and the routing: its arguments, two int32 a slot and one an expert. No cast weight, no gathered row."""
+    """x, g and u, and the routing: its arguments, two int32 a token-expert pair and one an expert. No cast weight, no
+    gathered row."""
     tokens, top_k, experts, d, h = 50, 2, 5, 24, 20
     index = routing("even", tokens, top_k, experts)
     t = tensors_of(index, experts, d, h, torch.float32)
@@ -291,8 +293,8 @@ def test_saved_bytes(mode, compiled, dtype):
     around = torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
     with around, saved_tensors(exclude=[t[name] for name in ("w", "wd", "b", "bd")]) as saved:
         ours(t)
-    slots, elements = tokens * top_k, tokens * d + (tokens * top_k * 2 * h if mode != "full" else 0)
-    assert saved.bytes == dtype.itemsize * elements + slots * (8 + 4 + 8) + 4 * (experts + 1)
+    pairs, elements = tokens * top_k, tokens * d + (tokens * top_k * 2 * h if mode != "full" else 0)
+    assert saved.bytes == dtype.itemsize * elements + pairs * (8 + 4 + 8) + 4 * (experts + 1)
 
 
 def test_a_frozen_first_weight_lets_go_of_the_input():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ckptkern import __main__
 from ckptkern.tools import demo
-from ckptkern.tools.demo import config, data, mixture, model, results, training
+from ckptkern.tools.demo import config, data, model, moe, results, training
 
 TINY = ("--device=cpu", "--dtype=fp32", "--steps=6", "--batch-size=2", "--seq-len=16")
 TINY += ("--layers=2", "--d-model=16", "--heads=2", "--threads=1")
@@ -156,22 +156,22 @@ def test_a_mixture_of_experts_trains_alike(tmp_path, capsys, arguments):
 
 
 def test_experts_that_disagree_fail(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(mixture, "grouped_experts", lambda x, index, weights, *rest: x * weights.sum(1, keepdim=True))
+    monkeypatch.setattr(moe, "grouped_experts", lambda x, index, weights, *rest: x * weights.sum(1, keepdim=True))
     assert run_demo(tmp_path, "--experts", "4", "--variants", "torch", "ckptkern", "--lr", "0.01") == 1
     assert "the loss curves do not agree" in capsys.readouterr().err
 
 
-def one_mixture(**changes):
+def one_moe(**changes):
     torch.manual_seed(0)
-    return mixture.Mixture(tiny(experts=4, activation="silu", **changes), mixture.GroupedExperts)
+    return moe.MoE(tiny(experts=4, activation="silu", **changes), moe.GroupedExperts)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_a_mixture_by_its_formula(top_k):
+def test_an_moe_by_its_formula(top_k):
     """Each token through its own experts, one at a time; the weights of those that are chosen sum to 1."""
-    layer, x = one_mixture(top_k=top_k).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    layer, x = one_moe(top_k=top_k).double(), torch.randn(2, 5, 16, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:  # torch's grouped matmuls know no float64
-        patch.setattr(mixture.F, "grouped_mm", grouped_by_turns)
+        patch.setattr(moe.F, "grouped_mm", grouped_by_turns)
         y, _ = layer(x)
     for row, out in zip(x.flatten(0, 1), y.flatten(0, 1), strict=True):
         weights, chosen = layer.router(row).softmax(-1).topk(top_k)
@@ -189,12 +189,12 @@ def grouped_by_turns(a, b, offs):
 
 def test_imbalance_is_one_for_equal_shares_and_all_experts_for_one():
     even = torch.full((8, 4), 0.25)
-    assert mixture.imbalance(even, torch.arange(16).view(8, 2) % 4).item() == pytest.approx(1.0)
+    assert moe.imbalance(even, torch.arange(16).view(8, 2) % 4).item() == pytest.approx(1.0)
     alone = torch.eye(4)[[2]].expand(8, 4)
-    assert mixture.imbalance(alone, torch.full((8, 1), 2)).item() == pytest.approx(4.0)
+    assert moe.imbalance(alone, torch.full((8, 1), 2)).item() == pytest.approx(4.0)
     skewed = torch.tensor([[0.7, 0.1, 0.1, 0.1]]).expand(8, 4)
     index = torch.tensor([[0, 1]]).expand(8, 2)
-    assert mixture.imbalance(skewed, index).item() == pytest.approx(4 * (0.5 * 0.7 + 0.5 * 0.1))
+    assert moe.imbalance(skewed, index).item() == pytest.approx(4 * (0.5 * 0.7 + 0.5 * 0.1))
 
 
 def test_the_router_is_trained_by_loss_and_imbalance():
@@ -204,14 +204,14 @@ def test_the_router_is_trained_by_loss_and_imbalance():
     nats, total = training.losses_of(config, run.model, batch)
     _, imbalance = run.model.loss(*batch)
     assert total.item() == pytest.approx(nats.item() + 0.01 * imbalance.item())
-    routers = [one.router.weight for one in training.mixtures(run.model)]
+    routers = [one.router.weight for one in training.moe_layers(run.model)]
     assert len(routers) == 2
     for loss in (nats, imbalance):
         assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(loss, routers, retain_graph=True))
 
 
 def test_variants_follow_one_choice_of_experts_in_training_alone():
-    layer, other = one_mixture(top_k=1), one_mixture(top_k=1)
+    layer, other = one_moe(top_k=1), one_moe(top_k=1)
     other.choice = layer.choice
     with torch.no_grad():
         other.router.weight.neg_()  # likes others
@@ -361,7 +361,7 @@ def test_the_variant_changes_layers_and_not_the_state_dict(experts):
         state = run.model.state_dict()
         assert list(state) == list(first)
         assert all(torch.equal(state[name], first[name]) for name in first)
-    kind = "MixtureBlock" if experts else "Block"
+    kind = "MoEBlock" if experts else "Block"
     assert [type(run.model.blocks[0]).__name__ for run in runs] == [kind, kind, f"Segment{kind}"]
     decayed, plain = (group["params"] for group in runs[0].optimizer.param_groups)
     assert {p.dim() for p in plain} == {1}

@@ -159,12 +159,12 @@ def test_tiles(sizes, dropped, device):
 
 @pytest.mark.parametrize("kind", ["even", "empty experts", "dropped", "all dropped"])
 def test_routing(kind, device):
-    """Rows in the experts' order, slots of one expert as they were; the inverse leads back."""
+    """Rows in the experts' order, token-expert pairs of one expert as they were; the inverse leads back."""
     index = routing(kind, 40, 3, 6).to(device)
     index[3, 1] = index[3, 1] if kind == "even" else 2**32 + 1  # of no expert, and of one in 32 bits
     order, inv, offs, top_k = eager.route(index, 6)
     flat = index.flatten().tolist()
-    expected = [slot for e in range(6) for slot, one in enumerate(flat) if one == e]
+    expected = [pair for e in range(6) for pair, one in enumerate(flat) if one == e]
     assert order.tolist()[: len(expected)] == expected
     assert order[inv.long()].tolist() == list(range(120))
     assert offs.tolist() == [sum(0 <= one < e for one in flat) for e in range(7)]

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--experts",
         type=int,
         metavar="N",
-        help="a mixture of N gated MLPs in place of each block's MLP, with a router and its load-balancing loss "
+        help="a mixture of N experts, gated MLPs, in place of each block's MLP, with a router and its load-balancing loss "
         "(default: a plain MLP)",
     )
     model.add_argument("--top-k", type=int, metavar="K", help="experts that a token goes through (default: 2)")
@@ -107,7 +107,7 @@ def config_of(args: argparse.Namespace) -> Config:
     given = {name: getattr(args, name) for name in PRESETS[device] if getattr(args, name) is not None}
     preset = dict(PRESETS[device])
     if args.experts:
-        preset["lr"] /= 3  # at more, a mixture's first steps amplify a rounding a thousandfold
+        preset["lr"] /= 3  # at more, an MoE's first steps amplify a rounding a thousandfold
     return Config(
         device=device,
         dropout=args.dropout,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ... import eager, ops
 from ... import nn as segments
 from .config import Config
-from .mixture import GroupedExperts, Mixture
+from .moe import GroupedExperts, MoE
 
 VOCABULARY = 256  # bytes
 
@@ -100,13 +100,13 @@ class SegmentBlock(Block):
         return ops.transformer_layer(x, attention, mlp, training=self.training, recompute=self.recompute), 0.0
 
 
-class MixtureBlock(Block):
+class MoEBlock(Block):
     """A block whose MLP is a mixture of experts; dropout is of what the experts give."""
 
     experts = GroupedExperts
 
     def make_mlp(self, config: Config) -> nn.Module:
-        return Mixture(config, self.experts)
+        return MoE(config, self.experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.attend(x)
@@ -117,7 +117,7 @@ class MixtureBlock(Block):
         return [self.attention.out.weight, self.mlp.experts.down_proj]
 
 
-class SegmentMixtureBlock(MixtureBlock):
+class SegmentMoEBlock(MoEBlock):
     """The same block, the same parameters: attention with its norm is one segment, the experts are another one."""
 
     experts = segments.Experts
@@ -140,7 +140,7 @@ class GPT(nn.Module):
         self.variant, self.fused_head = variant, variant == "ckptkern" and config.head == "fused"
         self.token = nn.Embedding(VOCABULARY, config.d_model)
         self.position = nn.Embedding(config.seq_len, config.d_model)
-        plain, ours = (MixtureBlock, SegmentMixtureBlock) if config.experts else (Block, SegmentBlock)
+        plain, ours = (MoEBlock, SegmentMoEBlock) if config.experts else (Block, SegmentBlock)
         block = ours if variant == "ckptkern" else plain
         self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)

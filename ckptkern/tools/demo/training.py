@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ...memory import peak_memory, saved_tensors
 from .config import DTYPES, Config
 from .data import Corpus, held_out_batches, training_batches
-from .mixture import Mixture
 from .model import GPT
+from .moe import MoE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ def start_runs(config: Config) -> list[Run]:
         model = GPT(config, variant)
         if runs:
             model.load_state_dict(runs[0].model.state_dict())
-            for one, first in zip(mixtures(model), mixtures(runs[0].model), strict=True):
+            for one, first in zip(moe_layers(model), moe_layers(runs[0].model), strict=True):
                 one.choice = first.choice
         model.to(config.device)
         matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -73,8 +73,8 @@ def start_runs(config: Config) -> list[Run]:
     return runs
 
 
-def mixtures(model: GPT) -> list[Mixture]:
-    return [module for module in model.modules() if isinstance(module, Mixture)]
+def moe_layers(model: GPT) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 def losses_of(config: Config, model: GPT, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
     with progress:
         task = progress.add_task("loss", total=config.steps)
         for step, batch in enumerate(training_batches(config, corpus.train)):
-            for one in mixtures(runs[0].model):
+            for one in moe_layers(runs[0].model):
                 one.choice.clear()
             for turn in range(len(runs)):
                 run = runs[(step + turn) % len(runs)]

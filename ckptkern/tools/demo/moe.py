@@ -22,10 +22,10 @@ def grouped_experts(
     x [T, d], index and weights [T, k], gate_up [E, 2 h, d], down [E, d, h], of which torch wants rows of whole 16 bytes
     -> [T, d]. Autograd keeps k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
     """
-    slots = torch.arange(index.numel(), device=x.device)
+    pairs = torch.arange(index.numel(), device=x.device)
     ids, order = torch.sort(index.flatten())
     ends = torch.searchsorted(ids, torch.arange(len(gate_up), device=x.device), right=True).int()
-    back = torch.empty_like(order).scatter_(0, order, slots)
+    back = torch.empty_like(order).scatter_(0, order, pairs)
     gate, up = F.grouped_mm(x[order // index.shape[1]], gate_up.mT, offs=ends).chunk(2, -1)
     y = F.grouped_mm(act(gate) * up, down.mT, offs=ends)
     y = (y * weights.flatten()[order, None])[back]
@@ -44,7 +44,7 @@ class GroupedExperts(Experts):
         return grouped_experts(x, top_k_index, top_k_weights.to(x.dtype), *stacks, act)
 
 
-class Mixture(nn.Module):
+class MoE(nn.Module):
     """Every token through the `top_k` experts that the router likes best, weighted by its probabilities, which are scaled to a
     sum of 1 (Mixtral). A token passes as many weights as in the plain MLP of 4 d_model.
 
@@ -73,10 +73,10 @@ class Mixture(nn.Module):
 
 
 def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
-    """The auxiliary loss of Switch Transformer (arXiv 2101.03961), E sum_e f_e P_e: f_e is the part of the slots index [T, k]
-    that expert e has, P_e its mean of probabilities [T, E]. 1 where all experts have alike, at most E."""
+    """The auxiliary loss of Switch Transformer (arXiv 2101.03961), E sum_e f_e P_e: f_e is the part of the token-expert
+    pairs index [T, k] that expert e has, P_e its mean of probabilities [T, E]. 1 where all experts have alike, at most E."""
     experts = probabilities.shape[1]
-    slots = torch.zeros(experts, device=index.device).scatter_add_(
+    pairs = torch.zeros(experts, device=index.device).scatter_add_(
         0, index.flatten(), torch.ones(index.numel(), device=index.device)
     )
-    return experts * (slots / index.numel() * probabilities.mean(0)).sum()
+    return experts * (pairs / index.numel() * probabilities.mean(0)).sum()
