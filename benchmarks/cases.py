@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from .. import ops
 from ..conversion.proof import unmoved
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
-from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, LossHead, MoE, gpt_layer
+from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, LMHeadLoss, MoE, gpt_layer
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
@@ -196,7 +196,7 @@ def _linear_act(model: nn.Sequential, mode: str) -> Function:
     return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, "relu", recompute=mode)
 
 
-def loss_head(model: LossHead, mode: str, workspace: int | str | None = None) -> Function:
+def lm_head_loss(model: LMHeadLoss, mode: str, workspace: int | str | None = None) -> Function:
     head = model.linear
     return lambda x: ops.linear_cross_entropy(
         x,
@@ -239,7 +239,7 @@ def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
     return lambda x: model.down(function.apply(model.gate(x), model.up(x)))
 
 
-def torch_chunks(model: LossHead, x: Tensor) -> Function:
+def torch_chunks(model: LMHeadLoss, x: Tensor) -> Function:
     """torch's linear_cross_entropy in chunks of tokens, from 2.13 on."""
     options = getattr(nn, "LinearCrossEntropyOptions", None)
     if options is None:
@@ -249,7 +249,7 @@ def torch_chunks(model: LossHead, x: Tensor) -> Function:
     )
 
 
-def cut_cross_entropy(model: LossHead, x: Tensor) -> Function:
+def cut_cross_entropy(model: LMHeadLoss, x: Tensor) -> Function:
     """Apple's, without its filter of small gradients, which is not exact."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return lambda x: function(
@@ -385,7 +385,7 @@ CASES = [
     _attention_case("attention-gqa", 4, share=4),
     _attention_case("attention-gqa-dropout", 5, share=4, dropout_p=DROPOUT_P),
     Case(
-        "linear_cross_entropy", lambda d: LossHead(d, {64: 1000, 1024: 50257}.get(d, 128256)), loss_head,
+        "linear_cross_entropy", lambda d: LMHeadLoss(d, {64: 1000, 1024: 50257}.get(d, 128256)), lm_head_loss,
         {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, 8192), Size(2048, 8192)], "cpu": [Size(64, TOKENS["cpu"])]},
         priority=0, modes=("none", "full"),
         baselines={"torch chunks": torch_chunks, "cut-cross-entropy, no filter": cut_cross_entropy},

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import eager, memory, ops
 from . import cases
 from .cases import ATTENTION_BASELINES, MODES, TOKENS, Case, Function, Item, Maker, Size
-from .models import MLP, Attention, Core, GatedMLP, GroupedRows, Layer, LossHead, MLPBlock, MoE
+from .models import MLP, Attention, Core, GatedMLP, GroupedRows, Layer, LMHeadLoss, MLPBlock, MoE
 
 FEATURES = {"cuda": 1024, "cpu": 128}
 LENGTH = {"cuda": 2048, "cpu": 128}
@@ -233,8 +233,8 @@ OPS = {
     "linear_stack": Op({**_ROWS, "layers": 10, "activation": "relu", "bias": True}, _stack, _run_stack),
     "linear_cross_entropy": Op(
         {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "softcap": 0.0, "bias": False},
-        lambda v: LossHead(v.features, v.classes, v.bias, v.softcap or None),
-        lambda v, model, mode: cases.loss_head(model, mode), ("none", "full"),
+        lambda v: LMHeadLoss(v.features, v.classes, v.bias, v.softcap or None),
+        lambda v, model, mode: cases.lm_head_loss(model, mode), ("none", "full"),
         _head_baselines,
     ),
     "mlp": Op(

@@ -298,7 +298,7 @@ class LlamaLayer(nn.Module):
         ), self.mlp.arguments() | norm_arguments("rms", self.mlp_norm) | {"activation": "silu"}
 
 
-class LossHead(nn.Module):
+class LMHeadLoss(nn.Module):
     """The loss of each row in float32: cross-entropy of linear(x), or softcap tanh of that over softcap; a row's place says
     its target."""
 

@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from . import experts, loss_head
+from . import cross_entropy, experts
 from .launchers import LAUNCHERS, PERSISTENT_OPS
 from .launchers import precision_of as _precision
 
@@ -137,7 +137,7 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
         found += [("bfloat16", kind) for kind in LAUNCHERS[op].variants(arch)]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
-    # strides of heads are another matter; of a loss head's vocabulary nothing is told, so its biases are loaded one by one
+    # strides of heads are another matter; of an LM head's vocabulary nothing is told, so its biases are loaded one by one
     if not op.startswith(("heads_", "cross_entropy_")):
         found += [("bfloat16", "16B"), ("float32", "16B")]
     return found
@@ -463,7 +463,7 @@ PRODUCT_OPS = (
     *("stack_fwd", "stack_bwd"),
     *(launcher.name for launcher in LAUNCHERS.values() if launcher.matmul),
     *experts.MATMULS,
-    *loss_head.MATMULS,
+    *cross_entropy.MATMULS,
 )
 DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.dropout}
 OPS = {
@@ -479,13 +479,13 @@ OPS = {
     "norm_bwd": _launch_norm_bwd,
     "heads_fwd": _launch_heads_fwd,
     "heads_bwd": _launch_heads_bwd,
-    **loss_head.LAUNCHES,
+    **cross_entropy.LAUNCHES,
     **experts.LAUNCHES,
 }
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
     **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
-    **loss_head.VARIANTS,
+    **cross_entropy.VARIANTS,
     **experts.VARIANTS,
 }

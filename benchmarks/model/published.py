@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkern.benchmarks.cases import CASES as BENCHMARKED
-from ckptkern.benchmarks.cases import EAGER, Case, Item, Maker, Size, loss_head, variants
-from ckptkern.benchmarks.models import LossHead
+from ckptkern.benchmarks.cases import EAGER, Case, Item, Maker, Size, lm_head_loss, variants
+from ckptkern.benchmarks.models import LMHeadLoss
 from ckptkern.benchmarks.report import with_part
 
 from .estimate import total
@@ -56,8 +56,8 @@ class Group(NamedTuple):
 
 def _head(tokens: int, width: int, classes: int) -> Item:
     case = Case(
-        f"linear_cross_entropy-V{classes}", lambda d: LossHead(d, classes), loss_head, {"cuda": [Size(width, tokens)]}, 1,
-        modes=("none", "full"), baselines={CHUNKED: lambda model, x: loss_head(model, "full", "256MiB")},
+        f"linear_cross_entropy-V{classes}", lambda d: LMHeadLoss(d, classes), lm_head_loss, {"cuda": [Size(width, tokens)]}, 1,
+        modes=("none", "full"), baselines={CHUNKED: lambda model, x: lm_head_loss(model, "full", "256MiB")},
     )  # fmt: skip
     return Item(case, case.sizes["cuda"][0], 1)
 

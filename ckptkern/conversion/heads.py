@@ -1,4 +1,5 @@
-"""The loss head of a model: the linear layer whose result F.cross_entropy reads, found by a call that computes the loss."""
+"""The LM head of a model and its loss: the linear layer whose result F.cross_entropy reads, found by a call that
+computes the loss."""
 
 from __future__ import annotations
 

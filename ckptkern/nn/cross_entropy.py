@@ -1,4 +1,4 @@
-"""The loss head of a language model: the last linear layer and the cross-entropy of its logits, which are never held."""
+"""The LM head and its loss: the last linear layer and the cross-entropy of its logits, which are never held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of a loss head against their reference implementation, and the bits that backward recomputes."""
+"""The kernels of an LM head with its loss against their reference implementation, and the bits that backward recomputes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The launches of the loss head's kernels: functions of a Case and its Inputs."""
+"""The launches of the kernels of linear cross-entropy: functions of a Case and its Inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from .launchers import precision_of
 
 
 def _head(case, given):
-    """(x, w, b, target, class weights) of a loss head, its scalars and dstats: with all options for "everything"."""
+    """(x, w, b, target, class weights) of an LM head with its loss, its scalars and dstats: with all options for
+    "everything"."""
     from ckptkern.eager import Head
 
     everything, wide = case.activation == "everything", given.dtype("float32")
