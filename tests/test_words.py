@@ -4,7 +4,7 @@ import re
 import subprocess
 
 import pytest
-from test_house import ROOT
+from test_architecture import ROOT
 
 SUFFIXES = (".py", ".md", ".cpp", ".h", ".csv", ".toml", ".yml")
 HISTORY = {"CHANGELOG.md", "tests/test_words.py"}

@@ -1,4 +1,4 @@
-"""The house rules: who may import whom, what gets installed, and what a machine without Triton or torch sees."""
+"""The architecture: who may import whom, what gets installed, and what a machine without Triton or torch sees."""
 
 import ast
 import graphlib
@@ -28,7 +28,7 @@ INSTALLED = {  # files: package
 }
 OWN = {"benchmarks/*/**/*.py": "benchmarks", "tests/emulator/*.py": "emulator"}  # run from a checkout
 
-# A part imports from itself and from parts of lower layers. "ckptkern" itself is the front door: it imports anything,
+# A part imports from itself and from parts of lower layers. "ckptkern" itself is the top: it imports anything,
 # and ours import nothing from it except its version.
 LAYERS = {
     "_C": 0,
@@ -81,7 +81,7 @@ def part(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def room(module: str) -> str | None:
+def folder_of(module: str) -> str | None:
     """The folder or file of ops that a module is in; None for others and for ops itself."""
     return module.split(".")[2] if module.startswith("ckptkern.ops.") else None
 
@@ -146,7 +146,7 @@ def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
                     complain("kernels are imported on first use, by ops, tools and benchmarks")
                 if here not in ("ckptkern", there) and LAYERS.get(there, -1) >= LAYERS.get(here, 0):
                     complain(f"{here} lies no higher than {there}")
-                inside, target = room(module), room(one.target)
+                inside, target = folder_of(module), folder_of(one.target)
                 if None not in (inside, target) and inside != target and OPS_LAYERS[target] >= OPS_LAYERS[inside]:
                     complain(f"{inside} lies no higher than {target}")
             elif top == "triton":
@@ -357,9 +357,9 @@ def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_o
 
     for name in triton_kernels.__all__:
         launcher = getattr(triton_kernels, name)
-        room = launcher.__module__.rpartition(".")[2]
-        reference = getattr(importlib.import_module(f"ckptkern.eager.{room}"), name)
-        assert reference.__module__ == f"ckptkern.eager.{room}", name
+        module = launcher.__module__.rpartition(".")[2]
+        reference = getattr(importlib.import_module(f"ckptkern.eager.{module}"), name)
+        assert reference.__module__ == f"ckptkern.eager.{module}", name
         assert parameters(reference) == parameters(launcher), name
 
 
