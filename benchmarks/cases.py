@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .. import ops
-from ..conversion.proof import unmoved
+from ..conversion.check import unmoved
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, LMHeadLoss, MoE, gpt_layer
 

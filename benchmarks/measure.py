@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..conversion.proof import unmoved
+from ..conversion.check import unmoved
 from ..memory import peak_memory, saved_tensors
 from ..planning.timing import cache_of, captured, copies
 from ..tools.selftest import error_ratio, gradients, relative_errors

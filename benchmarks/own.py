@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..conversion.proof import unmoved
+from ..conversion.check import unmoved
 from ..conversion.trace import leaves_of, recomputed
 from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy

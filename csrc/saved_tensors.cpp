@@ -84,7 +84,7 @@ struct Segment {
     bool compares = true;
     bool stops_early = true;
     bool completed = false; // forward has returned
-    bool lenient = false; // recomputed by a backward pass inside forward: the number of tensors proves nothing
+    bool lenient = false; // recomputed by a backward pass inside forward: the number of tensors says nothing
   } m;
 };
 

@@ -3,7 +3,7 @@
 trace    the dataflow of one call of a module
 leaves   what each leaf computes, found out by its numbers
 reading, attention, grammar   the graph, read backwards as one fused op
-proof    the fused op and the original forward compute the same
+check    the fused op and the original forward compute the same
 binding  what replaces the module's forward, and its guard
 report   what was done
 experts  the experts of an MoE layer, by their layout and by transformers' interface

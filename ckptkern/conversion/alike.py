@@ -1,4 +1,4 @@
-"""Layers that are like one that was proven: a model repeats its layers, and most of a proof need not be repeated.
+"""Layers that are like one that was checked: a model repeats its layers, and most of a check need not be repeated.
 
 Alike are modules of the same classes with the same attributes, but for a layer's own number, and parameters of the same shapes.
 For such a module a trace must have the same log, and the outputs must agree; the gradients, the masks that it may be called
@@ -18,10 +18,10 @@ from .guard import inside, objects_of, ties_of
 from .trace import leaves_of, plain_attributes
 
 
-class Proven(NamedTuple):
+class Checked(NamedTuple):
     """A module that was fused, as others are compared with it.
 
-    calls: those that the model made of it; which: the place of the first of these that was proven; log: what its trace called.
+    calls: those that the model made of it; which: the place of the first of these that was checked; log: what its trace called.
     """
 
     name: str

@@ -17,7 +17,7 @@ SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale",
 MHA = (
     "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
 )  # fmt: skip
-# What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a proof.
+# What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a check.
 ROTATING = (
     *ADD,
     *MULTIPLY,

@@ -289,14 +289,14 @@ class Forward:
         return inspect.signature(MethodType(type(self.module).forward, self.module))
 
     def original(self, *args, **kwargs):
-        refuse_shard(f"{type(self.module).__name__} was called in another way than those that were proven")
+        refuse_shard(f"{type(self.module).__name__} was called in another way than those that were checked")
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
 class Fused(Forward):
-    """The fused call for arguments of a proven pattern, else the forward of the module's class.
+    """The fused call for arguments of a checked pattern, else the forward of the module's class.
 
-    What is not as it was proven (LoRA or a hook inside, a quantized weight) runs the class's forward as a general segment,
+    What is not as it was checked (LoRA or a hook inside, a quantized weight) runs the class's forward as a general segment,
     which saves its inputs alone.
     """
 

@@ -1,4 +1,4 @@
-"""How a module is called: the arguments that its forward looks at, in one order, and the pattern that a proof is about."""
+"""How a module is called: the arguments that its forward looks at, in one order, and the pattern that a check is about."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .proof import unmoved
+from .check import unmoved
 from .trace import PLAIN_VALUES, leaves_of, mapped, recomputed, trace
 
 Call = tuple[tuple, dict[str, Any]]
 
 
 def pattern_of(values: Iterable[Any], flat: list[Any]) -> tuple:
-    """What arguments must have in common with those that were proven: structure, dims, dtypes and plain values.
+    """What arguments must have in common with those that were checked: structure, dims, dtypes and plain values.
 
     Their leaves are appended to `flat`, in the order of trace.leaves_of. This runs in each call, so tensors come first.
     """
@@ -42,7 +42,7 @@ def pattern_of(values: Iterable[Any], flat: list[Any]) -> tuple:
 
 
 def regardless_of_precision(pattern: tuple) -> tuple:
-    """The pattern with one dtype for all that are floating point: autocast changes them, and no proof depends on them."""
+    """The pattern with one dtype for all that are floating point: autocast changes them, and no check depends on them."""
     return tuple(
         regardless_of_precision(one)
         if isinstance(one, tuple)

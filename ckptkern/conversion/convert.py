@@ -17,13 +17,13 @@ from ..extras import missing
 from ..nn.plain import untouched
 from ..ops.dispatch.checks import check_mode
 from ..subclasses import own_dispatch
-from .alike import Proven
+from .alike import Checked
 from .binding import Forward, General, Runs
 from .calls import Call, pattern_of
+from .check import unmoved
 from .experts import is_experts
 from .fuse import calls_of, fuse, runs_of, saved_bytes
 from .heads import Heads, Losses, scalars
-from .proof import unmoved
 from .report import Conversion, Row
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
@@ -34,7 +34,7 @@ TWINS = {
     nn.TransformerDecoderLayer: twins.TransformerDecoderLayer,
 }
 TWINNED = "_ckptkern_class"  # where a module that became its twin keeps the class that it had
-PATTERNS = 4  # kinds of arguments that are proven of one module
+PATTERNS = 4  # kinds of arguments that are checked of one module
 
 Which = str | type | Callable[[str, nn.Module], bool]
 
@@ -119,7 +119,7 @@ class _Conversion:
         self.shown = shown  # is told the name of each module that is tried
         self.rows: list[Row] = []
         self.seen: set[int] = set()
-        self.proven: list[Proven] = []  # modules that others may be like
+        self.checked: list[Checked] = []  # modules that others may be like
 
     def visit(self, name: str, module: nn.Module) -> None:
         """Converts the module, or else what is inside."""
@@ -183,7 +183,7 @@ class _Conversion:
             row.reason = "there are hooks inside that last for a call of the model only"
             return Found([row])
         try:
-            forward, row.error, call = fuse(name, module, calls, self.recompute, self.proven)
+            forward, row.error, call = fuse(name, module, calls, self.recompute, self.checked)
         except Unreadable as reason:
             row.reason = str(reason)
             if kind is nn.Sequential and (found := self.runs(name, module)):
@@ -224,7 +224,7 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
     if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
         return None
     x = next((v for v in leaves_of(call) if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
-    with contextlib.suppress(Exception):  # what convert proves does not hang on this measurement
+    with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
         return saved_bytes(module, run, *call, x)
     return None
 
@@ -269,9 +269,9 @@ def convert(
     linear_cross_entropy; the call must have labels for that.
 
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
-    modules is set. A call without gradients, or of another kind than those that were proven (other arguments, a cache), runs
-    the original forward. If the inside of a converted module is no longer what was proven (LoRA, hooks, quantized weights), its
-    original forward runs as a general segment (ckptkern.checkpoint).
+    modules is set. A call without gradients, or of another kind than those that were checked (other arguments, a cache), runs
+    the original forward. If the inside of a converted module is no longer what was checked (LoRA, hooks, quantized
+    weights), its original forward runs as a general segment (ckptkern.checkpoint).
 
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
     in training. The model's random state, buffers and modes are afterwards as before.
@@ -280,7 +280,7 @@ def convert(
     may be converted, and what may not, with all that is inside.
 
     A model that fully_shard already took is converted by all ranks at once, with examples of the same kind: each sharded module
-    is gathered while it is proven. It must be the model whose forward the training calls. Its shards are afterwards as before.
+    is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
 
     Raises TypeError if model is no nn.Module, ValueError for one that is compiled or that FullyShardedDataParallel already took
     (convert first) and unknown recompute modes. An error of the model's own call is its own.

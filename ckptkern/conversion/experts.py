@@ -45,7 +45,8 @@ def is_experts(module: torch.nn.Module) -> bool:
 
 
 def read_experts(module: torch.nn.Module, flat: list[Any]) -> Reading:
-    """Its call with x [..., d], indices [..., k] and weights [..., k], as moe_mlp. The proof decides which activation it has.
+    """Its call with x [..., d], indices [..., k] and weights [..., k], as moe_mlp. The numerical check decides which
+    activation it has.
 
     What experts do cannot be traced: which rows each of them reads is a matter of values. Raises Unreadable.
     """

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_flatten
 from .. import memory
 from ..nn.plain import runs_class_forward, untouched
 from ..subclasses import own_dispatch
-from .alike import Proven, call_kinds
+from .alike import Checked, call_kinds
 from .binding import Fused, Segment, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
+from .check import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide
 from .experts import is_experts, read_experts, routed
 from .grammar import read
 from .guard import Watch
 from .leaves import Probability
-from .proof import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide
 from .reading import Argument, Reading
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 
@@ -66,10 +66,10 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
 
 
 def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float, list[tuple]]:
-    """(the segment that was proven for this complete call, its error, the trace's log). Raises Unreadable."""
+    """(the segment that was checked for this complete call, its error, the trace's log). Raises Unreadable."""
     module = form.module
     if any(t.is_meta for t in module.parameters()):
-        raise Unreadable("its parameters are on the meta device, where nothing can be proven")
+        raise Unreadable("its parameters are on the meta device, where nothing can be checked")
     with unmoved(module), random_parameters(module):
         args, kwargs = mapped(wide, (args, kwargs))
         flat = leaves_of(form.counting(args, kwargs))
@@ -83,7 +83,7 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             y, result = result_of(traced.result, flat)
             reading, log = read(module, traced.node(y)), traced.log
         module.eval()
-        return *prove(form, reading, result, args, kwargs), log
+        return *check_numerics(form, reading, result, args, kwargs), log
 
 
 def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], set[int]]:
@@ -93,7 +93,7 @@ def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any
     return [torch.randn_like(value) if i in segment.inputs else value for i, value in enumerate(flat)], masks
 
 
-def prove(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
+def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
     module = form.module
     segment = Segment(module, reading.op, reading.arguments, reading.x)
     inputs = segment.inputs
@@ -239,16 +239,16 @@ def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str,
             raise Unreadable(f"in {theirs.dtype} the numbers differ by {error:.1e}")
 
 
-def fuse_like(proven: Proven, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
-    """`fuse` of a module that is like one that was proven. Raises Unreadable if the same call shows a difference."""
-    form, first = Form(module, calls), proven.fused
+def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
+    """`fuse` of a module that is like one that was checked. Raises Unreadable if the same call shows a difference."""
+    form, first = Form(module, calls), checked.fused
     form.fixed = dict(first.form.fixed)
     segments = {
         pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches)
         for pattern, one in first.segments.items()
         if one is not None
     }
-    args, kwargs = form.complete(*calls[proven.which])
+    args, kwargs = form.complete(*calls[checked.which])
     segment = segments[regardless_of_precision(pattern_of(form.counting(args, kwargs), []))]
     args, kwargs, _ = without_caches(form, args, kwargs)
 
@@ -263,7 +263,7 @@ def fuse_like(proven: Proven, module: nn.Module, calls: list[Call], recompute: s
         wide_call = mapped(wide, (args, kwargs))
         flat, masks = random_call(form, segment, *wide_call)
         module.train()
-        if proven.log and trace(module, *wide_call, leaves_of(form.counting(*wide_call))).log != proven.log:
+        if checked.log and trace(module, *wide_call, leaves_of(form.counting(*wide_call))).log != checked.log:
             raise Unreadable("another trace")
         module.eval()
         with torch.no_grad():
@@ -277,24 +277,24 @@ def fuse_like(proven: Proven, module: nn.Module, calls: list[Call], recompute: s
 
 
 def fuse(
-    name: str, module: nn.Module, calls: list[Call], recompute: str, proven: list[Proven]
+    name: str, module: nn.Module, calls: list[Call], recompute: str, checked: list[Checked]
 ) -> tuple[Fused, float, Call]:
-    """(the module's new forward, the largest error of its proofs, a call that it takes).
+    """(the module's new forward, the largest error of its checks, a call that it takes).
 
-    proven: modules of the model that were fused, to which this one is added. Raises Unreadable if no call of it can be read.
+    checked: modules of the model that were fused, to which this one is added. Raises Unreadable if no call of it can be read.
     """
     check_candidate(module)
     try:
         form = Form(module, calls)
     except Exception as error:  # a signature that Python cannot read
         raise Unreadable(f"{type(error).__name__}: {error}") from error
-    for other in proven:
-        with contextlib.suppress(Exception):  # comparing someone's objects may raise: it is then proven by itself
+    for other in checked:
+        with contextlib.suppress(Exception):  # comparing someone's objects may raise: it is then checked by itself
             if other.is_like(name, module, calls):
                 return fuse_like(other, module, calls, recompute)
     segments: dict[tuple, Segment | None] = {}
     worst, asked, taken, found, logs = 0.0, [], [], [], []  # asked: with caches, taken: without
-    which = 0  # the first call that was proven
+    which = 0  # the first call that was checked
 
     def add(args: tuple, kwargs: dict[str, Any]) -> None:
         nonlocal worst
@@ -338,7 +338,7 @@ def fuse(
     }
     live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
     made = Fused(form, segments, Watch(module, live), recompute)
-    proven.append(Proven(name, module, call_kinds(calls), made, logs[0], which))
+    checked.append(Checked(name, module, call_kinds(calls), made, logs[0], which))
     return made, worst, taken[0]
 
 

@@ -4,7 +4,7 @@
     sublayer = [norm] branch of [norm] x [+ x]
     layer    = MLP sublayer of [cross-attention sublayer of] attention sublayer | x + attention branch + MLP branch
 
-Views and casts are passed over, and so is what rotates q and k: this is a guess at what the module computes, and proof.py
+Views and casts are passed over, and so is what rotates q and k: this is a guess at what the module computes, and check.py
 decides. Where the graph does not tell, for example which half of a fused weight is the gate, a reading lists all choices.
 """
 

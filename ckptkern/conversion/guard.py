@@ -1,4 +1,4 @@
-"""The guard of a converted module: whether its inside is still what was proven."""
+"""The guard of a converted module: whether its inside is still what was checked."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Compared(NamedTuple):
 
 
 class Watch:
-    """Whether the inside of a module is still what was proven: its submodules, their classes, hooks and attributes, what
+    """Whether the inside of a module is still what was checked: its submodules, their classes, hooks and attributes, what
     configurations and lists among these hold, and parameters that are plain memory.
 
     A call pays for a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full

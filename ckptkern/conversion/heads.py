@@ -17,8 +17,8 @@ from ..memory import saved_tensors
 from ..nn.plain import dense, hooked, strided, untouched
 from ..subclasses import PLAIN
 from .binding import Forward, mode_of
+from .check import TOLERANCE, difference, results, rms, unmoved, wide
 from .logits import Matmul, Step, Wanted
-from .proof import TOLERANCE, difference, results, rms, unmoved, wide
 from .report import Row
 from .trace import Unreadable, leaves_of
 

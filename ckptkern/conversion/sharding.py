@@ -1,4 +1,4 @@
-"""A model that fully_shard took before convert: whole parameters while a module is proven, and one decision on all ranks."""
+"""A model that fully_shard took before convert: whole parameters while a module is checked, and one decision on all ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Shards:
             module.reshard()
 
     def agree(self, found: Hashable) -> bool:
-        """Have all ranks found the same? Examples, and with them proofs, may differ."""
+        """Have all ranks found the same? Examples, and with them checks, may differ."""
         same = True
         for group in self.groups:
             all_found = [None] * group.size()

@@ -35,7 +35,7 @@ class TensorParallel(ParallelStyle):
     bytes for each dropout, and the input of a norm behind the branch. Dropout samples the masks of the unsharded block if the
     ranks of the group are seeded alike; their first states are compared.
 
-    A call that the op does not cover (need_weights=True, hooks inside, another kind of call than was proven) gathers
+    A call that the op does not cover (need_weights=True, hooks inside, another kind of call than was checked) gathers
     the parameters and runs the block whole.
     Raises, when applied: TypeError for a module that is no fused block, ValueError if the number of ranks does not
     divide num_heads, num_kv_heads or the hidden units, for LoRA, norms over all heads at once, a mesh of several

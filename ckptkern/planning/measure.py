@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import memory
 from ..conversion.alike import call_kinds, same_inside
-from ..conversion.proof import unmoved
+from ..conversion.check import unmoved
 from ..conversion.trace import leaves_of, mapped
 from .segments import Segment, Strategy, stock
 from .timing import Clock

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
+from ..conversion.check import unmoved
 from ..conversion.convert import progress, revert
-from ..conversion.proof import unmoved
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of
 from ..extras import missing

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..conversion.check import unmoved, was_written
 from ..conversion.convert import progress
-from ..conversion.proof import unmoved, was_written
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import leaves_of, mapped
 from ..planning.measure import no_main_grad

@@ -1,4 +1,4 @@
-"""Layers that are like one that was proven: which are, which are not, and what is then not run again."""
+"""Layers that are like one that was checked: which are, which are not, and what is then not run again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkern.conversion.alike import Numbers
 
 @pytest.fixture
 def attempts(monkeypatch) -> list[str]:
-    """The modules that were proven by themselves."""
+    """The modules that were checked by themselves."""
     made, original = [], fuse.attempt
 
     def attempt(form, args, kwargs):
@@ -128,7 +128,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_other_layers_are_proven_by_themselves(what: str, attempts: list[str]) -> None:
+def test_other_layers_are_checked_by_themselves(what: str, attempts: list[str]) -> None:
     first, second = DIFFERENT[what]
     torch.manual_seed(0)
     model = stack(first(), second(), first())
@@ -172,14 +172,14 @@ def test_another_length_is_compared_too() -> None:
 
 
 class Clamped(Numbered):
-    """The second layer clamps what no proof's numbers reach."""
+    """The second layer clamps what no check's numbers reach."""
 
     def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
         x = x.clamp(-1e6, 1e6) if self.layer_idx == 1 else x
         return Llama.forward(self, x, tables, attention_mask)
 
 
-def test_another_trace_is_proven_by_itself(attempts: list[str]) -> None:
+def test_another_trace_is_checked_by_itself(attempts: list[str]) -> None:
     conversion = ckptkern.convert(stack(Clamped(0), Clamped(1)), ids())
     assert [row.replaced_by for row in conversion if row.name == "layers.0"] == ["transformer_layer"]
     assert "layers.1" not in [row.name for row in conversion.converted]
@@ -244,7 +244,7 @@ class Node:
         self.other = Config(back=self)
 
 
-def test_what_cannot_be_compared_is_proven_by_itself(attempts: list[str]) -> None:
+def test_what_cannot_be_compared_is_checked_by_itself(attempts: list[str]) -> None:
     layers = [Llama(), Llama()]
     for layer in layers:
         layer.node = Node()

@@ -206,7 +206,7 @@ def normed_residual(layer: Llama, x: Tensor, tables=None, attention_mask=None) -
     return Llama.forward(layer, x, tables, attention_mask)
 
 
-IMPOSTORS = {
+NEAR_MISSES = {
     "host read": lambda layer: with_forward(layer.mlp, host_read),
     "changes its attributes": lambda layer: with_forward(layer.mlp, counting),
     "second output": lambda layer: with_forward(layer, second_output),
@@ -219,10 +219,10 @@ IMPOSTORS = {
 }
 
 
-@pytest.mark.parametrize("why", IMPOSTORS)
+@pytest.mark.parametrize("why", NEAR_MISSES)
 def test_what_is_not_a_layer_of_ours_is_left(why: str) -> None:
     """The layer as a whole may not be replaced; its sound parts may."""
-    model = Stack(lambda: changed(IMPOSTORS[why]), with_tables).eval()
+    model = Stack(lambda: changed(NEAR_MISSES[why]), with_tables).eval()
     reference, theirs = copy.deepcopy(model), copy.deepcopy(model)
     conversion = ckptkern.convert(model, ids())
     whole = [row for row in conversion.converted if row.replaced_by == "transformer_layer"]
@@ -262,7 +262,7 @@ def test_a_mask_that_appears_later_is_applied() -> None:
         for key in theirs:
             torch.testing.assert_close(ours[key], theirs[key])
     assert saved(model, attention_mask=seen) < saved(other, attention_mask=seen) / 2, (
-        "a bool mask was proven beforehand"
+        "a bool mask was checked beforehand"
     )
 
 

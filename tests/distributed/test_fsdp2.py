@@ -187,9 +187,9 @@ def test_ranks_that_disagree_leave_the_layer(ranks, reshard):
 
 def _check_alike(rank, size):
     fuse = importlib.import_module("ckptkern.conversion.fuse")
-    with mock.patch.object(fuse, "fuse_like", wraps=fuse.fuse_like) as proven_before:
+    with mock.patch.object(fuse, "fuse_like", wraps=fuse.fuse_like) as checked_before:
         sharded("converted", size, ORDERS[1])
-    proven_before.assert_called_once()
+    checked_before.assert_called_once()
 
 
 def test_the_second_of_two_sharded_layers_is_like_the_first(ranks):

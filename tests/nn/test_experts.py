@@ -95,7 +95,7 @@ def other(**attributes) -> nn.Module:
     return module
 
 
-IMPOSTORS = {
+NEAR_MISSES = {
     "has no parameter gate_up_proj": lambda: other(gate_up_proj=None),
     "has a router, which Experts has not": lambda: other(router=nn.Parameter(torch.ones(3))),
     "has a norm, which Experts has not": lambda: other(norm=nn.LayerNorm(3)),
@@ -112,11 +112,11 @@ IMPOSTORS = {
 }
 
 
-@pytest.mark.parametrize("message", IMPOSTORS)
-def test_impostors_are_refused(message):
+@pytest.mark.parametrize("message", NEAR_MISSES)
+def test_near_misses_are_refused(message):
     """Other layouts, gates that clamp or that come after up: what no shape shows, numbers do."""
     with pytest.raises((TypeError, ValueError)) as error:
-        ckptkern.nn.Experts.from_torch(IMPOSTORS[message]())
+        ckptkern.nn.Experts.from_torch(NEAR_MISSES[message]())
     assert message in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Proves that a fused call computes what a module's forward computes: output, input gradient and every parameter's
+"""Checks numerically that a fused call computes what a module's forward computes: output, input gradient and every parameter's
 gradient, on random parameters."""
 
 from __future__ import annotations

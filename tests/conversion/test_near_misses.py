@@ -1,4 +1,4 @@
-"""What a proof on one example does not show: other sizes, numbers and settings than the example's. Such a layer is left, or
+"""What a check on one example does not show: other sizes, numbers and settings than the example's. Such a layer is left, or
 replaced rightly."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptkern.memory import saved_tensors
 
 
 class Layer(nn.Module):
-    """A plain layer with a packed projection, in which each impostor changes one step."""
+    """A plain layer with a packed projection, in which each near-miss changes one step."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ class Counting(Layer):
 
 
 class Limited(Layer):
-    """Reads on the host whether numbers are large, which those of an example and of the proof are not."""
+    """Reads on the host whether numbers are large, which those of an example and of the check are not."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -185,7 +185,7 @@ def set_to(name: str, value: Any) -> Callable[[Layer], None]:
 
 
 # The layer; an example; calls that are other than the example; what is changed before these.
-IMPOSTORS: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], Any]]] = {
+NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], Any]]] = {
     "rows of tables that a tensor chooses": (
         Indexed, (tokens(), {"positions": torch.arange(6)[None]}),
         [(tokens(), {"positions": torch.tensor([[0, 1, 2, 0, 1, 2]])})], lambda layer: None,
@@ -246,9 +246,9 @@ def step(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> list[Tensor | N
     return [y, *torch.autograd.grad(y, [x, *inputs.values(), *layer.parameters()], dy, allow_unused=True)]
 
 
-@pytest.mark.parametrize("why", IMPOSTORS)
+@pytest.mark.parametrize("why", NEAR_MISSES)
 def test_other_calls_than_the_example_are_right(why: str) -> None:
-    kind, (x, kwargs), calls, change = IMPOSTORS[why]
+    kind, (x, kwargs), calls, change = NEAR_MISSES[why]
     torch.manual_seed(0)
     layer = kind()
     original = copy.deepcopy(layer)
@@ -267,9 +267,9 @@ REPLACED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", IMPOSTORS)
+@pytest.mark.parametrize("why", NEAR_MISSES)
 def test_which_of_them_are_replaced(why: str) -> None:
-    kind, (x, kwargs), _, _ = IMPOSTORS[why]
+    kind, (x, kwargs), _, _ = NEAR_MISSES[why]
     whole = [row.replaced_by for row in ckptkern.convert(kind(), x, **kwargs).converted] == ["transformer_layer"]
     assert whole == (why in REPLACED or why == "an untied weight")
 
