@@ -37,7 +37,7 @@ class Called(nn.Module):
 
     def __init__(self, module: nn.Module, call: tuple[tuple, dict[str, Any]]):
         super().__init__()
-        self.module, self.call, self.twins = module, call, {}
+        self.module, self.call, self.replicas = module, call, {}
         leaves = leaves_of(call)
         tensors = [i for i, one in enumerate(leaves) if isinstance(one, Tensor)]
         if not tensors:
@@ -73,30 +73,30 @@ class Called(nn.Module):
         return found[0]
 
     def train(self, mode: bool = True) -> Called:
-        for twin in self.twins.values():
-            twin.train(mode)
+        for replica in self.replicas.values():
+            replica.train(mode)
         return super().train(mode)
 
-    def twin(self) -> Called:
+    def replica(self) -> Called:
         """A copy on the same parameters and buffers, which follows `train`."""
         shared = {id(one): one for one in (*self.parameters(), *self.buffers(), *leaves_of(self.call))}
-        made = copy.deepcopy(self, {**shared, id(self.twins): {}})
-        self.twins[len(self.twins)] = made
+        made = copy.deepcopy(self, {**shared, id(self.replicas): {}})
+        self.replicas[len(self.replicas)] = made
         return made
 
 
-def segments_in(twin: Called) -> list[Segment]:
+def segments_in(replica: Called) -> list[Segment]:
     """The segments of ckptkern.nn that it has, or else what convert fuses."""
-    args, kwargs = twin.inputs(twin.x)
-    return [one for one in found_segments(twin.module, args, kwargs, None, None) if not one.is_block]
+    args, kwargs = replica.inputs(replica.x)
+    return [one for one in found_segments(replica.module, args, kwargs, None, None) if not one.is_block]
 
 
 def in_mode(model: Called, mode: str) -> Function:
     """The module with all its segments in a mode."""
-    twin = model.twin()
-    for segment in segments_in(twin):
+    replica = model.replica()
+    for segment in segments_in(replica):
         segment.set(Strategy(mode))
-    return twin
+    return replica
 
 
 def has_dropout(model: Called) -> bool:
@@ -113,7 +113,7 @@ def _given(model: Called, device: torch.device, dtype: torch.dtype | None) -> tu
     model, x = model.to(device), x.to(device)
     if dtype is not None:
         model, x = model.to(dtype), x.to(dtype) if x.is_floating_point() else x
-    model.twins.clear()
+    model.replicas.clear()
     model.call = model.inputs(x.requires_grad_(x.is_floating_point()))
     return model, x
 
@@ -123,7 +123,7 @@ def item_of(target: str, device: torch.device, modes: tuple[str, ...] | None, dt
     module, args, kwargs = model_and_inputs(load(target)())
     model = Called(module, (args, kwargs))
     model, x = _given(model, device, dtype)
-    if not segments_in(model.twin()):
+    if not segments_in(model.replica()):
         print(f"convert fuses nothing of it: python -m ckptkern convert {target} says why", file=sys.stderr)
         modes = ()
     name, _, function = target.rpartition(":")

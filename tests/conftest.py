@@ -38,12 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "their compiled code, on each architecture",
     )
     parser.addoption(
-        "--results", type=Path, metavar="FILE.csv", help="of a run with -m gpu or --twins: a row after each test; a test "
+        "--results", type=Path, metavar="FILE.csv", help="of a run with -m gpu or --counterparts: a row after a test; a test "
         "that passed in the file is left out"
     )  # fmt: skip
-    parser.addoption("--twins", action="store_true", help="only the CPU twins of the tests marked gpu")
+    parser.addoption("--counterparts", action="store_true", help="only the CPU counterparts of the tests marked gpu")
     parser.addoption(
-        "--list-gpu", action="store_true", help="print the tests marked gpu with their CPU twins, and run none"
+        "--list-gpu", action="store_true", help="print the tests marked gpu with their CPU counterparts, and run none"
     )
 
 
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         pytest.exit("\n".join(["", *gpu_runs.listed(items)]), returncode=0)
     gpu_run = gpu_runs.is_gpu_run(config)
     if gpu_run:
-        chosen = gpu_runs.chosen(items, config.option.twins, config.stash[gpu_runs.PASSED])
+        chosen = gpu_runs.chosen(items, config.option.counterparts, config.stash[gpu_runs.PASSED])
         config.hook.pytest_deselected(items=list({*items} - {*chosen}))
         items[:] = chosen
     if config.option.quick:

@@ -1,7 +1,7 @@
 """Runs of the tests marked `gpu`: only files that have some are collected, what is most likely to fail runs first, every result
-is on the disk when it is known, and what passed before is left out. Without a GPU, their CPU twins show that it works.
+is on the disk when it is known, and what passed before is left out. Without a GPU, their CPU counterparts show that it works.
 
-A test's CPU twin is the same case of the same function with "cpu" where it has "cuda".
+A test's CPU counterpart is the same case of the same function with "cpu" where it has "cuda".
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def may_have_gpu_tests(path: Path) -> bool:
 
 
 def is_gpu_run(config: pytest.Config) -> bool:
-    return config.option.markexpr == "gpu" or config.option.twins or config.option.list_gpu
+    return config.option.markexpr == "gpu" or config.option.counterparts or config.option.list_gpu
 
 
-def twin_of(nodeid: str) -> str:
+def counterpart_of(nodeid: str) -> str:
     return re.sub(r"(?<=[\[-])cuda(?=[]-])", "cpu", nodeid)
 
 
@@ -43,11 +43,11 @@ def place(nodeid: str) -> int:
     return next((n for n, pattern in enumerate(FIRST) if pattern.search(nodeid)), len(FIRST))
 
 
-def chosen(items: Iterable[pytest.Item], twins: bool, passed: frozenset[str]) -> list[pytest.Item]:
-    """The tests marked gpu, or their CPU twins, that have not passed yet, in the order of `place`."""
+def chosen(items: Iterable[pytest.Item], counterparts: bool, passed: frozenset[str]) -> list[pytest.Item]:
+    """The tests marked gpu, or their CPU counterparts, that have not passed yet, in the order of `place`."""
     on_gpu = {item.nodeid: item for item in items if "gpu" in item.keywords}
-    if twins:
-        wanted = {twin_of(nodeid) for nodeid in on_gpu} - on_gpu.keys()
+    if counterparts:
+        wanted = {counterpart_of(nodeid) for nodeid in on_gpu} - on_gpu.keys()
         found = [item for item in items if item.nodeid in wanted]
     else:
         found = [*on_gpu.values()]
@@ -55,13 +55,13 @@ def chosen(items: Iterable[pytest.Item], twins: bool, passed: frozenset[str]) ->
 
 
 def listed(items: Iterable[pytest.Item]) -> list[str]:
-    """A line per function: cases on a GPU, how many of them have a CPU twin, and its name."""
+    """A line per function: cases on a GPU, how many of them have a CPU counterpart, and its name."""
     known = {item.nodeid for item in items if "gpu" not in item.keywords}
     on_gpu = [item.nodeid for item in items if "gpu" in item.keywords]
-    with_twin = [nodeid for nodeid in on_gpu if twin_of(nodeid) in known]
-    counts, twins = (Counter(nodeid.partition("[")[0] for nodeid in each) for each in (on_gpu, with_twin))
-    lines = [f"{count:5} {twins[name]:5}  {name}" for name, count in sorted(counts.items())]
-    return ["  gpu  twin  test", *lines, f"{len(on_gpu):5} {len(with_twin):5}  in all"]
+    with_counterpart = [nodeid for nodeid in on_gpu if counterpart_of(nodeid) in known]
+    counts, counterparts = (Counter(nodeid.partition("[")[0] for nodeid in each) for each in (on_gpu, with_counterpart))
+    lines = [f"{count:5} {counterparts[name]:5}  {name}" for name, count in sorted(counts.items())]
+    return ["  gpu   cpu  test", *lines, f"{len(on_gpu):5} {len(with_counterpart):5}  in all"]
 
 
 def passed_in(path: Path) -> frozenset[str]:

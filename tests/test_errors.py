@@ -1,4 +1,5 @@
-"""`except` clauses for torch's errors catch ours: each mistake goes to torch's twin first, whose error is the expected one."""
+"""`except` clauses for torch's errors catch ours: each mistake goes to torch's counterpart first, whose error is the
+expected one."""
 
 import pickle
 
@@ -18,11 +19,11 @@ LAYERS = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
 def attention(tensors, **options):
-    return lambda twin: twin(*tensors, **options)
+    return lambda torchs: torchs(*tensors, **options)
 
 
 def forward(*args, **options):
-    """A twin whose module is built alike on both sides."""
+    """A counterpart whose module is built alike on both sides."""
     return lambda build: build()(*args, **options)
 
 
@@ -128,8 +129,8 @@ SEQUENTIAL = {
 
 
 def mistakes():
-    def case(name, twin, ours):
-        return pytest.param(twin, ours, id=name)
+    def case(name, torchs, ours):
+        return pytest.param(torchs, ours, id=name)
 
     for name, arguments in LINEAR.items():
         yield case(
@@ -171,16 +172,16 @@ def mistakes():
         )
 
 
-@pytest.mark.parametrize(("twin", "ours"), [*mistakes()])
-def test_caught_as_torchs(twin, ours):
+@pytest.mark.parametrize(("torchs", "ours"), [*mistakes()])
+def test_caught_as_torchs(torchs, ours):
     with pytest.raises(Exception) as theirs:  # noqa: PT011  what torch raises is the question
-        twin()
+        torchs()
     with pytest.raises(theirs.type):
         ours()
 
 
 def test_segments_of_an_mlp_and_a_layer():
-    """These ops have no twin of one call; torch's layers raise a RuntimeError for every mistake of this kind."""
+    """These ops have no counterpart of one call; torch's layers raise a RuntimeError for every mistake of this kind."""
     h = torch.randn(16, 8)
     calls = (
         lambda: ckptkern.mlp(X, h, None, W, None),

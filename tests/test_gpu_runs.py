@@ -32,10 +32,10 @@ def test_a_file_is_known_by_its_text(source, has, tmp_path):
     assert gpu_runs.may_have_gpu_tests(tmp_path / "test_it.py") == has
 
 
-def test_a_twin_has_cpu_where_the_test_has_cuda():
-    assert gpu_runs.twin_of("a.py::test_cuda[x-cuda-cudax]") == "a.py::test_cuda[x-cpu-cudax]"
-    assert gpu_runs.twin_of("a.py::test_cuda[cuda]") == "a.py::test_cuda[cpu]"
-    assert gpu_runs.twin_of("a.py::test_on_a_gpu") == "a.py::test_on_a_gpu"
+def test_a_counterpart_has_cpu_where_the_test_has_cuda():
+    assert gpu_runs.counterpart_of("a.py::test_cuda[x-cuda-cudax]") == "a.py::test_cuda[x-cpu-cudax]"
+    assert gpu_runs.counterpart_of("a.py::test_cuda[cuda]") == "a.py::test_cuda[cpu]"
+    assert gpu_runs.counterpart_of("a.py::test_on_a_gpu") == "a.py::test_on_a_gpu"
 
 
 SUITE = """
@@ -69,7 +69,7 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(workers, tmp_path):
             "pytest",
             "-p",
             "no:cacheprovider",
-            "--twins",
+            "--counterparts",
             "--results",
             "r.csv",
             "--no-summary",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import nn as twins
+from .. import nn as drop_ins
 from ..extras import missing
 from ..nn.plain import untouched
 from ..ops.dispatch.checks import check_mode
@@ -28,12 +28,12 @@ from .report import Conversion, Row
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
 
-TWINS = {
-    nn.MultiheadAttention: twins.MultiheadAttention,
-    nn.TransformerEncoderLayer: twins.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer: twins.TransformerDecoderLayer,
+DROP_INS = {
+    nn.MultiheadAttention: drop_ins.MultiheadAttention,
+    nn.TransformerEncoderLayer: drop_ins.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: drop_ins.TransformerDecoderLayer,
 }
-TWINNED = "_ckptkern_class"  # where a module that became its twin keeps the class that it had
+ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
 PATTERNS = 4  # kinds of arguments that are checked of one module
 
 Which = str | type | Callable[[str, nn.Module], bool]
@@ -130,7 +130,7 @@ class _Conversion:
         with self.shards.whole(module):
             found = Found([])
             if self.include is None or matches(self.include, name, module):
-                found = self.twin(name, module) or self.head(name, module) or self.fused(name, module)
+                found = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
             if not self.shards.agree(found.replaced_by):
                 row = Row(name, class_of(module).__name__, None, reason="another rank has found something else")
                 found = Found([row])
@@ -143,20 +143,20 @@ class _Conversion:
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
 
-    def twin(self, name: str, module: nn.Module) -> Found | None:
-        twin = TWINS.get(class_of(module))
-        if twin is None:
+    def drop_in(self, name: str, module: nn.Module) -> Found | None:
+        drop_in = DROP_INS.get(class_of(module))
+        if drop_in is None:
             return None
-        row = Row(name, class_of(module).__name__, f"ckptkern.nn.{twin.__name__}")
+        row = Row(name, class_of(module).__name__, f"ckptkern.nn.{drop_in.__name__}")
         call = next(iter(self.calls.get(module, ())), None)
 
         def put() -> None:
             row.saved_before = saved_by(module, module.forward, call)
             for m in module.modules():  # a layer's attention and dropouts with it
                 kind = class_of(m)
-                if kind in TWINS or kind is nn.Dropout:
-                    m.__dict__[TWINNED] = kind
-                    set_class(m, TWINS.get(kind, twins.Dropout))
+                if kind in DROP_INS or kind is nn.Dropout:
+                    m.__dict__[ORIGINAL_CLASS] = kind
+                    set_class(m, DROP_INS.get(kind, drop_ins.Dropout))
                     if kind is not nn.Dropout:
                         m.recompute = self.recompute
             row.saved_after = saved_by(module, module.forward, call)
@@ -264,9 +264,9 @@ def convert(
     The model runs once on the example inputs. Then the forward of each submodule, the outermost first, is traced, read as one
     of the fused ops (transformer_layer, attention_block, mlp_block, linear_stack, linear_act), and compared with it on random
     parameters: output, input gradient and the gradient of every parameter agree to rounding, or the module is left as it is.
-    torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their twins in ckptkern.nn. The
-    experts of an MoE layer become moe_mlp. The linear layer whose logits the call hands to F.cross_entropy becomes, with it,
-    linear_cross_entropy; the call must have labels for that.
+    torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their drop-in
+    replacements in ckptkern.nn. The experts of an MoE layer become moe_mlp. The linear layer whose logits the call
+    hands to F.cross_entropy becomes, with it, linear_cross_entropy; the call must have labels for that.
 
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
     modules is set. A call without gradients, or of another kind than those that were checked (other arguments, a cache), runs
@@ -333,7 +333,7 @@ def revert(model: nn.Module) -> nn.Module:
         forward = module.__dict__.get("forward")
         if isinstance(forward, Forward):
             forward.unbind()
-        if TWINNED in module.__dict__:
-            set_class(module, module.__dict__.pop(TWINNED))
+        if ORIGINAL_CLASS in module.__dict__:
+            set_class(module, module.__dict__.pop(ORIGINAL_CLASS))
             module.__dict__.pop("recompute", None)
     return model

@@ -16,7 +16,7 @@ from .. import nn, ops
 from ..eager import ACTIVATIONS
 from ..extras import missing
 from ..nn.experts import BIASES, check_layout
-from ..nn.twin import activation_in
+from ..nn.parts import activation_in
 from ..ops.dispatch.checks import check_mode
 from .leaves import Weight
 from .reading import Argument, Reading

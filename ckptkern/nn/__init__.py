@@ -1,6 +1,6 @@
-"""Drop-in modules: the constructor, parameter names, layout and initialisation of their torch.nn twins.
+"""Drop-in modules: the constructor, parameter names, layout and initialisation of the torch.nn modules that they replace.
 
-Their state_dict is the twin's. A layer's keyword argument `recompute` is the mode of the op it calls.
+Their state_dict is that module's. A layer's keyword argument `recompute` is the mode of the op it calls.
 """
 
 import torch

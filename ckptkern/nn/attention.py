@@ -116,7 +116,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     @classmethod
     def from_torch(cls, module: torch.nn.MultiheadAttention, recompute: str = "selective") -> MultiheadAttention:
-        """A twin of `module` that shares its parameters, buffers, hooks and settings."""
+        """Returns a drop-in replacement of `module` that shares its parameters, buffers, hooks and settings."""
         check_kind(cls, module, torch.nn.MultiheadAttention)
         check_mode(cls.__name__, recompute)
         return share(cls, module, recompute=recompute)

@@ -17,11 +17,11 @@ from .plain import composed, plain
 from .share import check_kind, share
 
 NAME = "LinearCrossEntropyLoss"
-TWIN = getattr(torch.nn, NAME, None)  # torch has one from 2.13 on
+TORCH_CLASS = getattr(torch.nn, NAME, None)  # torch has one from 2.13 on
 OWN = dict(logit_scale=1.0, softcap=None, z_loss=0.0, recompute="full", workspace=None)
 
 
-class LinearCrossEntropyLoss(TWIN or _WeightedLoss):
+class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
     """loss(input, target) of logits = linear(input): torch.nn.LinearCrossEntropyLoss without logits in memory.
 
     input [..., in_features]; target int64 [...] of classes, or floating point [..., num_classes] of probabilities; the loss
@@ -80,10 +80,11 @@ class LinearCrossEntropyLoss(TWIN or _WeightedLoss):
 
     @classmethod
     def from_torch(cls, module: torch.nn.Module, **own) -> LinearCrossEntropyLoss:
-        """A twin of torch's module that shares its parameters, hooks and settings. own: logit_scale, ..., workspace."""
-        if TWIN is None:
+        """Returns a drop-in replacement of torch's module that shares its parameters, hooks and settings. own:
+        logit_scale, ..., workspace."""
+        if TORCH_CLASS is None:
             raise TypeError(f"{NAME}: this torch has no module of that name")
-        check_kind(cls, module, TWIN)
+        check_kind(cls, module, TORCH_CLASS)
         unknown = own.keys() - OWN.keys()
         if unknown:
             raise TypeError(f"{NAME}.from_torch: no such options: {', '.join(sorted(unknown))}")

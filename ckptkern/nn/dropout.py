@@ -14,7 +14,7 @@ class Dropout(torch.nn.Dropout):
 
     @classmethod
     def from_torch(cls, module: torch.nn.Dropout) -> Dropout:
-        """A twin of `module` that shares its hooks and settings."""
+        """Returns a drop-in replacement of `module` that shares its hooks and settings."""
         check_kind(cls, module, torch.nn.Dropout)
         return share(cls, module)
 

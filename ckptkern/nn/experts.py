@@ -11,8 +11,8 @@ from .. import ops
 from ..ops.dispatch.checks import check_count, check_options
 from ..ops.experts import check_experts
 from .activations import Activation, activation_of
+from .parts import activation_in, check_parts
 from .share import refuse, share
-from .twin import activation_in, check_parts
 
 # How transformers' experts say that they are of another kind, and what they say if they are of ours.
 KIND = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_post_expert_norm": False}
@@ -37,16 +37,16 @@ def check_layout(cls: type, module: torch.nn.Module) -> None:
     check_experts(cls.__name__, x, w, *(parameters.get(name) for name in (BIASES[0], "down_proj", BIASES[1])))
 
 
-def _agree(module: torch.nn.Module, twin: Experts) -> bool:
+def _agree(module: torch.nn.Module, drop_in: Experts) -> bool:
     """Do both give the same for rows of several sizes, each of which goes to two experts?"""
-    w, eps = twin.gate_up_proj, torch.finfo(twin.gate_up_proj.dtype).eps
+    w, eps = drop_in.gate_up_proj, torch.finfo(drop_in.gate_up_proj.dtype).eps
     scale = torch.tensor([1e-2, 1.0, 30.0, 1e3], device=w.device).repeat_interleave(4)
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(16, w.shape[2], generator=generator).to(w.device) * scale[:, None]).to(w.dtype)
     index = (torch.arange(32, device=w.device) * 7 % len(w)).view(16, 2)
     weights = torch.tensor([[0.75, -0.5]], device=w.device).repeat(16, 1).to(w.dtype)
     with torch.no_grad():
-        ours = twin.forward(x, index, weights).double()
+        ours = drop_in.forward(x, index, weights).double()
         try:
             theirs = module.forward(x, index, weights).double()
         except Exception:  # someone else's forward may raise anything; then the caller refuses it
@@ -110,8 +110,8 @@ class Experts(torch.nn.Module):
     def from_torch(
         cls, module: torch.nn.Module, activation: Activation | None = None, recompute: str = "full"
     ) -> Experts:
-        """A twin of a module with these parameters, such as the experts of transformers' Mixtral or Qwen3-MoE, that shares
-        them. It must compute the same, which is tried on 16 rows.
+        """Returns a drop-in replacement of a module with these parameters, such as the experts of transformers' Mixtral
+        or Qwen3-MoE, that shares them. It must compute the same, which is tried on 16 rows.
 
         activation: by default the module's own `act_fn`.
         """

@@ -12,9 +12,9 @@ from .. import eager, ops
 from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
+from .parts import check_linear, same_activation
 from .plain import composed, dense, plain
 from .share import check_kind, refuse, share
-from .twin import check_linear, same_activation
 
 
 class Linear(torch.nn.Linear):
@@ -45,7 +45,7 @@ class Linear(torch.nn.Linear):
     def from_torch(
         cls, module: torch.nn.Linear, activation: Activation | None = None, recompute: str = "selective"
     ) -> Linear:
-        """A twin of `module`, with an activation after it, that shares its parameters and hooks."""
+        """Returns a drop-in replacement of `module`, with an activation after it, that shares its parameters and hooks."""
         check_kind(cls, module, torch.nn.Linear)
         name = "identity" if activation is None else activation_of(cls.__name__, activation)
         check_options(cls.__name__, name, recompute)
@@ -106,7 +106,8 @@ class LinearStack(torch.nn.Module):
         recompute: str = "full",
         workspace: int | str | None = None,
     ) -> LinearStack:
-        """A twin of nn.Sequential(Linear, activation, Linear, activation, ...), with one activation, that shares its layers."""
+        """Returns a drop-in replacement of nn.Sequential(Linear, activation, Linear, activation, ...), with one
+        activation, that shares its layers."""
         check_kind(cls, module, torch.nn.Sequential)
         if len(module) < 2 or len(module) % 2:
             refuse(cls, module, "is not Linear, activation, Linear, activation, ...")

@@ -23,9 +23,9 @@ from ..ops.dispatch.checks import (
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .mlp import GatedMLP
+from .parts import check_linear, check_parts, rms_norm
 from .plain import composed, plain
 from .share import refuse, share
-from .twin import check_linear, check_parts, rms_norm
 
 
 def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -106,10 +106,11 @@ class LlamaAttention(torch.nn.Module):
     def from_torch(
         cls, module: torch.nn.Module, rope_theta: float | None = None, recompute: str = "selective"
     ) -> LlamaAttention:
-        """A twin of a module with q_proj, k_proj, v_proj, o_proj and a head_dim, such as Hugging Face's, that shares them.
+        """Returns a drop-in replacement of a module with q_proj, k_proj, v_proj, o_proj and a head_dim, such as Hugging
+        Face's, that shares them.
 
-        q_norm and k_norm, if there are any, are RMS norms of the heads. rope_theta None: the twin rotates by tables that it is
-        given, as Hugging Face's modules do. It is causal unless it is called otherwise.
+        q_norm and k_norm, if there are any, are RMS norms of the heads. rope_theta None: the replacement rotates by
+        tables that it is given, as Hugging Face's modules do. It is causal unless it is called otherwise.
         """
         names = ("q_proj", "k_proj", "v_proj", "o_proj")
         check_parts(cls, module, names, ("q_norm", "k_norm"))
@@ -313,8 +314,8 @@ class LlamaDecoderLayer(torch.nn.Module):
         recompute: str | tuple[str, str] = "selective",
         workspace: int | str | None = None,
     ) -> LlamaDecoderLayer:
-        """A twin of a layer with the submodules of Hugging Face's Llama, that shares their parameters. See LlamaAttention's
-        and GatedMLP's.
+        """Returns a drop-in replacement of a layer with the submodules of Hugging Face's Llama, that shares their
+        parameters. See LlamaAttention's and GatedMLP's.
 
         The names, the norms' numbers and the activation's are checked; what the layer's own forward does with them is not.
         """

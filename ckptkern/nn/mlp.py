@@ -9,9 +9,9 @@ from .. import eager, ops
 from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
+from .parts import activation_in, check_linear, check_parts, dropout_in, same_activation
 from .plain import composed, plain
 from .share import check_kind, refuse, share
-from .twin import activation_in, check_linear, check_parts, dropout_in, same_activation
 
 
 class MLP(torch.nn.Module):
@@ -57,7 +57,8 @@ class MLP(torch.nn.Module):
         recompute: str = "full",
         workspace: int | str | None = None,
     ) -> MLP:
-        """A twin of nn.Sequential(Linear, activation, Linear), or with a Dropout before the last, that shares its layers."""
+        """Returns a drop-in replacement of nn.Sequential(Linear, activation, Linear), or with a Dropout before the
+        last, that shares its layers."""
         check_kind(cls, module, torch.nn.Sequential)
         if len(module) not in (3, 4):
             refuse(cls, module, "is not Linear, activation, Linear, nor has one Dropout before the last")
@@ -128,7 +129,8 @@ class GatedMLP(torch.nn.Module):
         recompute: str = "full",
         workspace: int | str | None = None,
     ) -> GatedMLP:
-        """A twin of a module with gate_proj, up_proj and down_proj, such as LlamaMLP of Hugging Face, that shares them.
+        """Returns a drop-in replacement of a module with gate_proj, up_proj and down_proj, such as LlamaMLP of Hugging
+        Face, that shares them.
 
         activation: by default the module's own `act_fn`.
         """

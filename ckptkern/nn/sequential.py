@@ -41,11 +41,11 @@ class Sequential(torch.nn.Sequential):
 
     @classmethod
     def from_torch(cls, module: torch.nn.Sequential, segments: sequential.Segments = "sqrt", **options) -> Sequential:
-        """A twin of `module` that shares its layers and hooks."""
+        """Returns a drop-in replacement of `module` that shares its layers and hooks."""
         check_kind(cls, module, torch.nn.Sequential)
-        twin = share(cls, module)
-        twin._set(segments, options)
-        return twin
+        drop_in = share(cls, module)
+        drop_in._set(segments, options)
+        return drop_in
 
     def _set(self, segments: sequential.Segments, options: dict[str, Any]) -> None:
         if not isinstance(segments, (int, str)) and not callable(segments):

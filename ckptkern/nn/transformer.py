@@ -57,11 +57,12 @@ class _Layer:
 
     @classmethod
     def from_torch(cls, module: torch.nn.Module, recompute: str | tuple[str, str] = "selective"):
-        """A twin of `module` that shares its parameters, buffers, hooks and settings, and its submodules or twins of them."""
+        """Returns a drop-in replacement of `module` that shares its parameters, buffers, hooks and settings, and its
+        submodules or drop-in replacements of them."""
         check_kind(cls, module, cls.torch_class)
-        twin = share(cls, module)  # type: ignore[type-var]
-        twin._adopt(recompute)
-        return twin
+        drop_in = share(cls, module)  # type: ignore[type-var]
+        drop_in._adopt(recompute)
+        return drop_in
 
     def extra_repr(self) -> str:
         return f"recompute={self.recompute!r}"

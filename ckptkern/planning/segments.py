@@ -10,19 +10,19 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import nn as twins
+from .. import nn as drop_ins
 from ..conversion.binding import Forward, Fused, General, Own, Runs
-from ..conversion.convert import TWINNED, Which, check_not_split, matches
+from ..conversion.convert import ORIGINAL_CLASS, Which, check_not_split, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.plain import runs_class_forward
 from ..ops.dispatch.checks import MODES
 from ..storage import Store
 
-LAYERS = (twins.LlamaDecoderLayer, twins.TransformerEncoderLayer, twins.TransformerDecoderLayer)
+LAYERS = (drop_ins.LlamaDecoderLayer, drop_ins.TransformerEncoderLayer, drop_ins.TransformerDecoderLayer)
 OURS = tuple(
     kind
-    for kind in vars(twins).values()
-    if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in (twins.Dropout, twins.Sequential)
+    for kind in vars(drop_ins).values()
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in (drop_ins.Dropout, drop_ins.Sequential)
 )
 
 
@@ -55,7 +55,7 @@ class Segment(NamedTuple):
     @property
     def has_stock(self) -> bool:
         """Has it a forward of PyTorch's alone, which convert replaced or nothing has replaced yet?"""
-        return self.forward is not None or self.is_block or TWINNED in self.module.__dict__
+        return self.forward is not None or self.is_block or ORIGINAL_CLASS in self.module.__dict__
 
     @property
     def strategy(self) -> Strategy:
@@ -211,9 +211,9 @@ def stock(model: nn.Module) -> Iterator[None]:
                 del module.forward
                 if forward.previous is not None:
                     module.forward = forward.previous
-            if TWINNED in module.__dict__:
+            if ORIGINAL_CLASS in module.__dict__:
                 changed.append((module, type(module), None))
-                module.__class__ = module.__dict__[TWINNED]
+                module.__class__ = module.__dict__[ORIGINAL_CLASS]
         yield
     finally:
         for module, kind, forward in changed:

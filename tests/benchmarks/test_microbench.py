@@ -198,14 +198,14 @@ def test_a_module_in_which_nothing_is_fused(file, tmp_path, capsys):
     assert "convert fuses nothing of it" in capsys.readouterr().err
 
 
-def test_a_twin_follows_its_model(file):
+def test_a_replica_follows_its_model(file):
     made = own.item_of(f"{file}:build", CPU, None, None)
     model, _, _ = cases.build(made, CPU)
-    twin = made.case.ours(model, "full")
-    assert not twin.module.mlp.training
+    replica = made.case.ours(model, "full")
+    assert not replica.module.mlp.training
     model.train()
-    assert twin.module.mlp.training
-    assert next(twin.parameters()) is next(model.parameters())
+    assert replica.module.mlp.training
+    assert next(replica.parameters()) is next(model.parameters())
 
 
 def test_the_other_inputs_follow_to_float64():

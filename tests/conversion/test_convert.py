@@ -496,7 +496,7 @@ def test_what_cannot_be_fused_runs_as_a_general_segment(what: str) -> None:
 # -- without example inputs
 
 
-def test_torchs_own_layers_become_their_twins() -> None:
+def test_torchs_own_layers_become_drop_ins() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN_FEATURES, 0.0, batch_first=True), 2)
     x = torch.randn(2, 6, WIDTH, requires_grad=True)
 

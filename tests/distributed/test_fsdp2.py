@@ -224,7 +224,7 @@ def test_a_model_that_is_sharded_as_a_whole(ranks):
     ranks.run(2, _check_root_alone, 2)
 
 
-def _check_twins(rank, size, order):
+def _check_drop_ins(rank, size, order):
     network = build("modules", ours=False)
     if order == ORDERS[1]:
         shard(network, size)
@@ -249,8 +249,8 @@ def _check_twins(rank, size, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_torchs_layers_become_twins_that_are_sharded(ranks, order):
-    ranks.run(2, _check_twins, 2, order)
+def test_torchs_layers_become_drop_ins_that_are_sharded(ranks, order):
+    ranks.run(2, _check_drop_ins, 2, order)
 
 
 def _check_without_examples(rank, size):

@@ -9,17 +9,17 @@ import pickle
 import pytest
 import torch
 from cases import assert_as_exact
-from twins import (
-    assert_twins,
+from drop_ins import (
+    assert_drop_in,
     attention_mask,
     bool_mask,
+    both_of,
     causal_mask,
     dropout_is_one_mask,
     float_mask,
     padding_mask,
     pairwise,
     run,
-    twins,
 )  # fmt: skip
 
 import ckptkern
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched")
 
 def build(**kwargs):
     heads = kwargs.pop("num_heads", H)
-    return twins(ckptkern.nn.MultiheadAttention, torch.nn.MultiheadAttention, E, heads, **kwargs)
+    return both_of(ckptkern.nn.MultiheadAttention, torch.nn.MultiheadAttention, E, heads, **kwargs)
 
 
 def tokens(layout: str, length: int, width: int = E, grad: bool = True) -> torch.Tensor:
@@ -82,13 +82,13 @@ def test_equals_torch(case):
             is_causal=case["mask"] == "causal",
         )  # fmt: skip
 
-    assert_twins(ours, theirs, call, inputs)
+    assert_drop_in(ours, theirs, call, inputs)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_modes_equal_torch(recompute):
     ours, theirs = build(recompute=recompute)
-    assert_twins(ours, theirs, lambda m, x: m(x, x, x, need_weights=False), {"x": tokens("seq_first", L)})
+    assert_drop_in(ours, theirs, lambda m, x: m(x, x, x, need_weights=False), {"x": tokens("seq_first", L)})
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -105,7 +105,7 @@ def test_the_mask_gets_a_gradient(padded, recompute):
     y, _ = call(ours, **inputs)
     assert type(y.grad_fn.next_functions[0][0]).__name__ == "AttentionBlockFunctionBackward"
     for options in ({}, {"need_weights": True}, *([{"is_causal": True}] if padded else [])):
-        assert_twins(ours, theirs, lambda m, x, attn_mask: call(m, x, attn_mask, **options), inputs)  # noqa: B023
+        assert_drop_in(ours, theirs, lambda m, x, attn_mask: call(m, x, attn_mask, **options), inputs)  # noqa: B023
     with torch.no_grad():
         x, attn_mask = inputs.values()
         torch.testing.assert_close(
@@ -151,18 +151,18 @@ def test_copies(copied):
     module = ckptkern.nn.MultiheadAttention(E, H, recompute="full")
     x = torch.randn(L, B, E)
     if copied == "deepcopy":
-        twin = copy.deepcopy(module)
+        other = copy.deepcopy(module)
     elif copied == "pickle":
-        twin = pickle.loads(pickle.dumps(module))
+        other = pickle.loads(pickle.dumps(module))
     else:
         torch.save(module, buffer := io.BytesIO())
         buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
-    assert type(twin) is type(module)
-    assert twin.recompute == "full"
-    assert torch.equal(twin(x, x, x)[0], module(x, x, x)[0])
+        other = torch.load(buffer, weights_only=False)
+    assert type(other) is type(module)
+    assert other.recompute == "full"
+    assert torch.equal(other(x, x, x)[0], module(x, x, x)[0])
     with torch.no_grad():
-        twin.in_proj_weight.zero_()
+        other.in_proj_weight.zero_()
     assert module.in_proj_weight.abs().sum() > 0
 
 
@@ -301,7 +301,7 @@ def test_no_keys(need_weights, extra, padding, layout):
         padding = mask if module is ours or need_weights or extra else None
         return module(query, keys, keys, padding, need_weights=need_weights)
 
-    assert_twins(ours, theirs, call, {"query": tokens(layout, L), "keys": tokens(layout, 0)})
+    assert_drop_in(ours, theirs, call, {"query": tokens(layout, L), "keys": tokens(layout, 0)})
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

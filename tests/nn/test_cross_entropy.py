@@ -16,8 +16,8 @@ from ckptkern.memory import saved_tensors
 
 WIDTH, CLASSES, IGNORED = 7, 12, -100
 ours = functools.partial(ckptkern.nn.LinearCrossEntropyLoss, dtype=torch.float64)
-TWIN = getattr(nn, "LinearCrossEntropyLoss", None)
-needs_torchs = pytest.mark.skipif(TWIN is None, reason="this torch has no LinearCrossEntropyLoss")
+TORCH_CLASS = getattr(nn, "LinearCrossEntropyLoss", None)
+needs_torchs = pytest.mark.skipif(TORCH_CLASS is None, reason="this torch has no LinearCrossEntropyLoss")
 
 
 def inputs(*lead):
@@ -49,22 +49,22 @@ def step(module, x, target):
 def test_like_torchs(options):
     """The same parameters from the same seed, state_dicts that go both ways, the same loss and gradients."""
     made = []
-    for kind in (ours, functools.partial(TWIN, dtype=torch.float64)):
+    for kind in (ours, functools.partial(TORCH_CLASS, dtype=torch.float64)):
         torch.manual_seed(0)
         made.append(kind(WIDTH, CLASSES, **options))
-    mine, twin = made
-    assert isinstance(mine, TWIN)
-    assert mine.state_dict().keys() == twin.state_dict().keys()
-    assert all(map(torch.equal, mine.parameters(), twin.parameters()))
-    twin.load_state_dict(mine.state_dict())
-    mine.load_state_dict(twin.state_dict())
+    mine, other = made
+    assert isinstance(mine, TORCH_CLASS)
+    assert mine.state_dict().keys() == other.state_dict().keys()
+    assert all(map(torch.equal, mine.parameters(), other.parameters()))
+    other.load_state_dict(mine.state_dict())
+    mine.load_state_dict(other.state_dict())
     x, _ = inputs(6)
     target = torch.randint(CLASSES, (6, *options.get("out_features", ())))
-    assert_same_within_rounding(step(mine, x, target), step(twin, x, target))
-    shared = ckptkern.nn.LinearCrossEntropyLoss.from_torch(twin, recompute="none")
-    assert shared.linear is twin.linear
+    assert_same_within_rounding(step(mine, x, target), step(other, x, target))
+    shared = ckptkern.nn.LinearCrossEntropyLoss.from_torch(other, recompute="none")
+    assert shared.linear is other.linear
     assert shared.recompute == "none"
-    assert_same_within_rounding(step(shared, x, target), step(twin, x, target))
+    assert_same_within_rounding(step(shared, x, target), step(other, x, target))
 
 
 def plain(module, x, target):
@@ -153,9 +153,9 @@ def test_the_op_runs_otherwise():
 
 def test_copies():
     module, (x, target) = ours(WIDTH, CLASSES, bias=True, **OWN, workspace="1MiB"), inputs(4)
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(twin(x, target), module(x, target))
-        assert twin.linear.weight.data_ptr() != module.linear.weight.data_ptr()
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x, target), module(x, target))
+        assert other.linear.weight.data_ptr() != module.linear.weight.data_ptr()
 
 
 def test_errors():

@@ -162,11 +162,11 @@ def test_transformers_models(kind):
         for parameter, grad in theirs.items():
             torch.testing.assert_close(ours[parameter], grad, msg=parameter)
     experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
-    twin = ckptkern.nn.Experts.from_torch(experts)
+    other = ckptkern.nn.Experts.from_torch(experts)
     x, index, s = data()
     x, s = x.requires_grad_(), s.requires_grad_()
-    found = gradients(lambda t: twin(t["x"], index, t["s"]), {"x": x, "s": s})
-    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    found = gradients(lambda t: other(t["x"], index, t["s"]), {"x": x, "s": s})
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     for name, value in gradients(lambda t: compiled(t["x"], index, t["s"]), {"x": x, "s": s}).items():
         assert torch.equal(value, found[name]), name
 

@@ -113,16 +113,16 @@ def test_results_and_parameters_are_the_modules(name):
     children, parameters = dict(module.named_modules()), [*module.parameters()]
     expected = step(module, parameters, *more)
     module.register_forward_hook(lambda *_: calls.append(None))
-    twin = cls.from_torch(module)
-    assert type(twin) is cls
-    assert {id(p) for p in twin.parameters()} == {id(p) for p in parameters}
+    other = cls.from_torch(module)
+    assert type(other) is cls
+    assert {id(p) for p in other.parameters()} == {id(p) for p in parameters}
     if same_keys:
-        assert list(twin.state_dict()) == list(module.state_dict())
+        assert list(other.state_dict()) == list(module.state_dict())
     assert children == dict(module.named_modules())
-    made = step(twin, parameters, *more)
+    made = step(other, parameters, *more)
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
     assert calls == [None]
-    assert type(made[0].grad_fn) is type(step(copy.deepcopy(twin), parameters[:0], *more)[0].grad_fn)
+    assert type(made[0].grad_fn) is type(step(copy.deepcopy(other), parameters[:0], *more)[0].grad_fn)
     assert not cls.from_torch(module.eval()).training
     for wrong in (nn.Bilinear(2, 2, 2), None):
         with pytest.raises(TypeError, match=rf"^{cls.__name__}: .*(Bilinear|None)"):
@@ -219,6 +219,6 @@ def test_parts_that_a_layer_cannot_stand_for_are_called():
     theirs = nn.TransformerEncoderLayer(E, H, 20, **OPTIONS)
     theirs.self_attn.forward = lambda *args, own=theirs.self_attn.forward, **kwargs: (2 * own(*args, **kwargs)[0], None)
     parametrizations.weight_norm(theirs.linear1)
-    twin, parameters = ours.TransformerEncoderLayer.from_torch(theirs), [*theirs.parameters()]
-    assert twin.self_attn is theirs.self_attn
-    torch.testing.assert_close(step(twin, parameters), step(theirs, parameters))
+    other, parameters = ours.TransformerEncoderLayer.from_torch(theirs), [*theirs.parameters()]
+    assert other.self_attn is theirs.self_attn
+    torch.testing.assert_close(step(other, parameters), step(theirs, parameters))

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 from cases import assert_as_exact
+from drop_ins import dropout_is_one_mask, pairwise, run
 from torch.nn import functional as F
-from twins import dropout_is_one_mask, pairwise, run
 
 import ckptkern
 from ckptkern.memory import saved_tensors
@@ -203,12 +203,12 @@ def test_attention_alone_is_the_layers():
 )
 def test_copies(copied):
     module, x = layer(qk_norm=True, recompute="full", workspace="1MiB"), torch.randn(B, S, E, dtype=torch.float64)
-    twin, expected = copied(module), module(x)
-    assert torch.equal(twin(x), expected)
-    assert repr(twin) == repr(module)
+    other, expected = copied(module), module(x)
+    assert torch.equal(other(x), expected)
+    assert repr(other) == repr(module)
     with torch.no_grad():
-        twin.self_attn.o_proj.weight.zero_()
-    assert not torch.equal(twin(x), expected)
+        other.self_attn.o_proj.weight.zero_()
+    assert not torch.equal(other(x), expected)
     assert torch.equal(module(x), expected)
 
 

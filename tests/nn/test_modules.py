@@ -1,4 +1,4 @@
-"""What every module promises: its torch twin's constructor, parameters, initialisation and results."""
+"""What every module promises: its torch module's constructor, parameters, initialisation and results."""
 
 import copy
 import io
@@ -21,82 +21,82 @@ from ckptkern.memory import saved_tensors
 WIDTHS = [7, 9, 6, 5]
 
 
-class Twin(NamedTuple):
-    """ours, twin    (options) -> modules with the same parameters
-    plain         (twin, x, act, drop) -> y
+class DropIn(NamedTuple):
+    """ours, other    (options) -> modules with the same parameters
+    plain         (other, x, act, drop) -> y
     options       the options that only ours takes, with values other than the defaults
     masked        width of the tensor that dropout acts on
     """
 
     ours: Callable[..., nn.Module]
-    twin: Callable[..., nn.Module]
+    other: Callable[..., nn.Module]
     plain: Callable[..., Tensor]
     options: dict
     masked: int | None = None
 
 
-def stack_twin(bias: bool = True, **factory) -> nn.Module:
-    twin = nn.Module()
-    twin.layers = nn.ModuleList(nn.Linear(k, n, bias, **factory) for k, n in itertools.pairwise(WIDTHS))
-    return twin
+def stack_of_torch(bias: bool = True, **factory) -> nn.Module:
+    other = nn.Module()
+    other.layers = nn.ModuleList(nn.Linear(k, n, bias, **factory) for k, n in itertools.pairwise(WIDTHS))
+    return other
 
 
-def stack_plain(twin: nn.Module, x: Tensor, act: Callable, drop: Callable) -> Tensor:
-    for layer in twin.layers:
+def stack_plain(other: nn.Module, x: Tensor, act: Callable, drop: Callable) -> Tensor:
+    for layer in other.layers:
         x = act(layer(x))
     return x
 
 
-def mlp_twin(bias: bool = True, **factory) -> nn.Module:
-    twin = nn.Module()
-    twin.fc1, twin.fc2 = nn.Linear(7, 12, bias, **factory), nn.Linear(12, 5, bias, **factory)
-    return twin
+def mlp_of_torch(bias: bool = True, **factory) -> nn.Module:
+    other = nn.Module()
+    other.fc1, other.fc2 = nn.Linear(7, 12, bias, **factory), nn.Linear(12, 5, bias, **factory)
+    return other
 
 
-def gated_twin(bias: bool = False, **factory) -> nn.Module:
-    twin = nn.Module()
-    twin.gate_proj, twin.up_proj = nn.Linear(7, 12, bias, **factory), nn.Linear(7, 12, bias, **factory)
-    twin.down_proj = nn.Linear(12, 5, bias, **factory)
-    return twin
+def gated_of_torch(bias: bool = False, **factory) -> nn.Module:
+    other = nn.Module()
+    other.gate_proj, other.up_proj = nn.Linear(7, 12, bias, **factory), nn.Linear(7, 12, bias, **factory)
+    other.down_proj = nn.Linear(12, 5, bias, **factory)
+    return other
 
 
-TWINS = {
-    "Linear": Twin(
+DROP_INS = {
+    "Linear": DropIn(
         lambda **o: ckptkern.nn.Linear(7, 5, **o),
         lambda **o: nn.Linear(7, 5, **o),
-        lambda twin, x, act, drop: act(twin(x)),
+        lambda other, x, act, drop: act(other(x)),
         {"activation": "silu", "recompute": "full"},
     ),
-    "LinearStack": Twin(
+    "LinearStack": DropIn(
         lambda **o: ckptkern.nn.LinearStack(WIDTHS, **o),
-        stack_twin,
+        stack_of_torch,
         stack_plain,
         {"activation": "silu", "recompute": "selective", "workspace": "1MiB"},
     ),
-    "MLP": Twin(
+    "MLP": DropIn(
         lambda **o: ckptkern.nn.MLP(7, 12, 5, **o),
-        mlp_twin,
-        lambda twin, x, act, drop: twin.fc2(drop(act(twin.fc1(x)))),
+        mlp_of_torch,
+        lambda other, x, act, drop: other.fc2(drop(act(other.fc1(x)))),
         {"activation": "silu", "recompute": "selective", "workspace": "1MiB", "dropout": 0.25},
         masked=12,
     ),
-    "GatedMLP": Twin(
+    "GatedMLP": DropIn(
         lambda **o: ckptkern.nn.GatedMLP(7, 12, 5, **o),
-        gated_twin,
-        lambda twin, x, act, drop: twin.down_proj(drop(act(twin.gate_proj(x)) * twin.up_proj(x))),
+        gated_of_torch,
+        lambda other, x, act, drop: other.down_proj(drop(act(other.gate_proj(x)) * other.up_proj(x))),
         {"activation": "gelu", "recompute": "selective", "workspace": "1MiB", "dropout": 0.25},
         masked=12,
     ),
-    "Dropout": Twin(
+    "Dropout": DropIn(
         lambda p=0.25, **o: ckptkern.nn.Dropout(p, **o),
         lambda p=0.25, **o: nn.Dropout(p, **o),
-        lambda twin, x, act, drop: drop(x),
+        lambda other, x, act, drop: drop(x),
         {"p": 0.25},
         masked=7,
     ),
 }
-WITH_PARAMETERS = [name for name in TWINS if name != "Dropout"]
-every_module = pytest.mark.parametrize("name", TWINS)
+WITH_PARAMETERS = [name for name in DROP_INS if name != "Dropout"]
+every_module = pytest.mark.parametrize("name", DROP_INS)
 every_layer = pytest.mark.parametrize("name", WITH_PARAMETERS)
 
 
@@ -120,36 +120,36 @@ def step(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> 
     return {"y": y.detach(), "x": x.grad, **grads}
 
 
-def plain_step(name: str, twin: nn.Module, x: Tensor, activation: str, p: float) -> dict[str, Tensor]:
+def plain_step(name: str, other: nn.Module, x: Tensor, activation: str, p: float) -> dict[str, Tensor]:
     def drop(h: Tensor) -> Tensor:
         mask = expected_mask(p, h.shape[:-1].numel(), h.shape[-1]).view(h.shape)
         return h * state.threshold_scale(p)[1] * mask if p else h
 
-    return step(lambda x: TWINS[name].plain(twin, x, ACTIVATIONS[activation], drop), twin, x)
+    return step(lambda x: DROP_INS[name].plain(other, x, ACTIVATIONS[activation], drop), other, x)
 
 
 @every_layer
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_same_state_dict_and_initialisation(name, bias):
-    ours, twin = (seeded(build, bias=bias) for build in TWINS[name][:2])
-    assert list(ours.state_dict()) == list(twin.state_dict())
-    assert_same(ours.state_dict(), twin.state_dict())
+    ours, other = (seeded(build, bias=bias) for build in DROP_INS[name][:2])
+    assert list(ours.state_dict()) == list(other.state_dict())
+    assert_same(ours.state_dict(), other.state_dict())
     assert any("bias" in key for key in ours.state_dict()) == bias
-    other = TWINS[name].ours(bias=bias)
-    other.load_state_dict(twin.state_dict(), strict=True)
-    twin.load_state_dict(other.state_dict(), strict=True)
-    assert_same(other.state_dict(), ours.state_dict())
+    third = DROP_INS[name].ours(bias=bias)
+    third.load_state_dict(other.state_dict(), strict=True)
+    other.load_state_dict(third.state_dict(), strict=True)
+    assert_same(third.state_dict(), ours.state_dict())
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("mode", MODES)
 @every_layer
 def test_results_are_the_compositions(name, mode, activation):
-    options = {"dropout": 0.25} if TWINS[name].masked else {}
-    ours = seeded(TWINS[name].ours, activation=activation, recompute=mode, dtype=torch.float64, **options)
-    twin = seeded(TWINS[name].twin, dtype=torch.float64)
+    options = {"dropout": 0.25} if DROP_INS[name].masked else {}
+    ours = seeded(DROP_INS[name].ours, activation=activation, recompute=mode, dtype=torch.float64, **options)
+    other = seeded(DROP_INS[name].other, dtype=torch.float64)
     x = data(torch.float64)
-    expected = plain_step(name, twin, x, activation, 0.25 if options else 0.0)
+    expected = plain_step(name, other, x, activation, 0.25 if options else 0.0)
     assert_same_within_rounding(step(ours, ours, x), expected)
 
 
@@ -160,14 +160,14 @@ def test_dropout_is_the_mask():
 
 @every_module
 def test_training_and_evaluation(name):
-    options = TWINS[name].options
-    module, x = TWINS[name].ours(**options), data()
+    options = DROP_INS[name].options
+    module, x = DROP_INS[name].ours(**options), data()
     p = options.get("dropout", options.get("p", 0.0))
     module.eval()
     assert torch.equal(module(x), module(x))
-    twin = TWINS[name].twin()
-    twin.load_state_dict(module.state_dict())
-    plain = plain_step(name, twin, x, options.get("activation", "relu"), 0.0)
+    other = DROP_INS[name].other()
+    other.load_state_dict(module.state_dict())
+    plain = plain_step(name, other, x, options.get("activation", "relu"), 0.0)
     assert_same_within_rounding(step(module, module, x), plain)
     module.train()
     assert torch.equal(module(x), module(x)) == (p == 0.0)
@@ -175,8 +175,8 @@ def test_training_and_evaluation(name):
 
 @every_module
 def test_options_reach_the_op_and_are_shown(name):
-    module = TWINS[name].ours(**TWINS[name].options)
-    for option, value in TWINS[name].options.items():
+    module = DROP_INS[name].ours(**DROP_INS[name].options)
+    for option, value in DROP_INS[name].options.items():
         assert getattr(module, option) == value
         assert f"{option}={value!r}" in module.extra_repr()
     assert f"{name}(" in repr(module)
@@ -186,20 +186,20 @@ def test_options_reach_the_op_and_are_shown(name):
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_independent(name, copied):
     """A copy made after a step gives the same results, and shares nothing with the original."""
-    module = TWINS[name].ours(**TWINS[name].options)
+    module = DROP_INS[name].ours(**DROP_INS[name].options)
     expected = step(module, module, data())
     if copied == "deepcopy":
-        twin = copy.deepcopy(module)
+        other = copy.deepcopy(module)
     elif copied == "pickle":
-        twin = pickle.loads(pickle.dumps(module))
+        other = pickle.loads(pickle.dumps(module))
     else:
         file = io.BytesIO()
         torch.save(module, file)
-        twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    assert repr(twin) == repr(module)
-    assert_same(step(twin, twin, data()), expected)
+        other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert repr(other) == repr(module)
+    assert_same(step(other, other, data()), expected)
     with torch.no_grad():
-        for p in twin.parameters():
+        for p in other.parameters():
             p.zero_()
     assert_same(step(module, module, data()), expected)
 
@@ -244,22 +244,22 @@ def test_every_module_is_copied_with_its_settings(name, copied):
         return y, torch.autograd.grad(y.square().sum(), list(module.parameters())) if saved.bytes else (), saved.bytes
 
     y, grads, saved = call(module)
-    twin = copied(module)
-    assert type(twin) is type(module)
-    assert repr(twin) == repr(module)
-    for one in (twin, module):
+    other = copied(module)
+    assert type(other) is type(module)
+    assert repr(other) == repr(module)
+    for one in (other, module):
         got, got_grads, got_saved = call(one)
         assert torch.equal(got, y)
         assert all(torch.equal(a, b) for a, b in zip(got_grads, grads, strict=True))
         assert got_saved == saved
         with torch.no_grad():
-            for p in twin.parameters():
+            for p in other.parameters():
                 p.zero_()
 
 
 @every_layer
 def test_factory_arguments(name):
-    module = TWINS[name].ours(dtype=torch.bfloat16, device="meta")
+    module = DROP_INS[name].ours(dtype=torch.bfloat16, device="meta")
     assert {(p.dtype, p.device.type) for p in module.parameters()} == {(torch.bfloat16, "meta")}
     assert module(data(torch.bfloat16).to("meta")).shape == (2, 4, 5)
     module = module.to_empty(device="cpu").float()
@@ -267,7 +267,7 @@ def test_factory_arguments(name):
 
 
 @every_layer
-def test_training_follows_the_twin(name):
+def test_training_follows_torchs_module(name):
     """Ten optimiser steps give the losses of plain PyTorch."""
 
     def losses(build, function):
@@ -280,15 +280,17 @@ def test_training_follows_the_twin(name):
             optimizer.step()
             yield loss.item()
 
-    activation = TWINS[name].ours().activation
-    plain = losses(TWINS[name].twin, lambda twin, x: TWINS[name].plain(twin, x, ACTIVATIONS[activation], lambda h: h))
-    assert list(losses(TWINS[name].ours, lambda module, x: module(x))) == pytest.approx(list(plain), rel=1e-9)
+    activation = DROP_INS[name].ours().activation
+    plain = losses(
+        DROP_INS[name].other, lambda other, x: DROP_INS[name].plain(other, x, ACTIVATIONS[activation], lambda h: h)
+    )
+    assert list(losses(DROP_INS[name].ours, lambda module, x: module(x))) == pytest.approx(list(plain), rel=1e-9)
 
 
 @every_module
 def test_inference_then_training(name):
     """Copies share nothing with the original (xformers#290)."""
-    module = TWINS[name].ours(**TWINS[name].options)
+    module = DROP_INS[name].ours(**DROP_INS[name].options)
     expected = step(module, module, data())
     with torch.inference_mode():
         module(data())
@@ -302,7 +304,7 @@ def test_inference_then_training(name):
 @every_layer
 def test_ensembles(name):
     """functional_call under vmap over stacked parameters, the model ensembling of torch.func's tutorial."""
-    modules = [TWINS[name].ours() for _ in range(3)]
+    modules = [DROP_INS[name].ours() for _ in range(3)]
     parameters, buffers = torch.func.stack_module_state(modules)
 
     def call(parameters, buffers, x):
@@ -316,7 +318,7 @@ def test_ensembles(name):
 @every_module
 def test_compiled(name):
     torch._dynamo.reset()
-    module = TWINS[name].ours(**TWINS[name].options)
+    module = DROP_INS[name].ours(**DROP_INS[name].options)
     expected = step(module, module, data())
     assert_same(step(torch.compile(module, backend="aot_eager", fullgraph=True), module, data()), expected)
     module.eval()
@@ -362,7 +364,7 @@ def test_compiled_with_a_schedule_of_dropout():
 @every_layer
 def test_export(name):
     """torch.export sees one op, for any batch size."""
-    module = TWINS[name].ours(**TWINS[name].options).eval()
+    module = DROP_INS[name].ours(**DROP_INS[name].options).eval()
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(module, (data(),), dynamic_shapes=({0: batch},))
     ours = [node for node in program.graph.nodes if "ckptkern" in str(node.target)]
@@ -394,8 +396,8 @@ LEAVES = {
 @pytest.mark.parametrize(("name", "leaf"), [(name, leaf) for name, leaves in LEAVES.items() for leaf in leaves])
 def test_what_stands_for_a_layer_is_called(name, leaf, how):
     """With a wrapper, hooks, or a forward set on the instance, the results are those of the modules."""
-    ours, twin = seeded(TWINS[name].ours, dtype=torch.float64), seeded(TWINS[name].twin, dtype=torch.float64)
-    for module in (ours, twin):
+    ours, other = seeded(DROP_INS[name].ours, dtype=torch.float64), seeded(DROP_INS[name].other, dtype=torch.float64)
+    for module in (ours, other):
         layer, (owner, _, last) = module.get_submodule(leaf), leaf.rpartition(".")
         if how == "adapter":
             torch.manual_seed(4)
@@ -408,21 +410,21 @@ def test_what_stands_for_a_layer_is_called(name, leaf, how):
             layer.forward = lambda x, layer=layer: nn.Linear.forward(layer, x).sin()
     x = data(torch.float64)
     act = ACTIVATIONS[ours.activation]
-    expected = step(lambda x: TWINS[name].plain(twin, x, act, lambda h: h), twin, x)
+    expected = step(lambda x: DROP_INS[name].plain(other, x, act, lambda h: h), other, x)
     assert_same_within_rounding(step(ours, ours, x), expected)
 
 
 def test_a_stack_of_mixed_biases():
-    ours, twin = seeded(TWINS["LinearStack"].ours), seeded(TWINS["LinearStack"].twin)
-    for module in (ours, twin):
+    ours, other = seeded(DROP_INS["LinearStack"].ours), seeded(DROP_INS["LinearStack"].other)
+    for module in (ours, other):
         module.layers[0].bias = None
-    expected = plain_step("LinearStack", twin, data(), "relu", 0.0)
+    expected = plain_step("LinearStack", other, data(), "relu", 0.0)
     assert_same_within_rounding(step(ours, ours, data()), expected)
 
 
 @every_layer
 def test_autocast_gives_its_dtype(name):
-    module = TWINS[name].ours()
+    module = DROP_INS[name].ours()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = module(data())
     assert y.dtype == torch.bfloat16
@@ -439,12 +441,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [(name, option) for name in WITH_PARAMETERS for option in TWINS[name].options]
+    ("name", "option"), [(name, option) for name in WITH_PARAMETERS for option in DROP_INS[name].options]
 )
 def test_wrong_options_at_construction(name, option):
     value, message = WRONG[option]
     with pytest.raises(ValueError, match=f"{name}: {message}"):
-        TWINS[name].ours(**{option: value})
+        DROP_INS[name].ours(**{option: value})
 
 
 NO_WIDTHS = (
@@ -502,24 +504,24 @@ def test_no_activation_is_none_alone(activation):
 @every_layer
 def test_wrong_input(name):
     with pytest.raises(ValueError, match=r"input has 6 features but .* has in_features=7"):
-        TWINS[name].ours()(torch.ones(3, 6))
+        DROP_INS[name].ours()(torch.ones(3, 6))
 
 
 @every_module
 @pytest.mark.parametrize("wrong", [None, "x", [1.0], 7], ids=repr)
 def test_no_tensor(name, wrong):
     with pytest.raises(TypeError, match=f": input must be a Tensor, not {type(wrong).__name__}"):
-        TWINS[name].ours()(wrong)
+        DROP_INS[name].ours()(wrong)
 
 
-def test_defaults_are_those_of_the_twins():
+def test_defaults_are_those_of_torchs_modules():
     """A module in place of torch's computes what torch's did, without a further argument."""
-    ours, twin = (
+    ours, other = (
         seeded(ckptkern.nn.Linear, in_features=7, out_features=5),
         seeded(nn.Linear, in_features=7, out_features=5),
     )
-    assert torch.equal(ours(data()), twin(data()))
-    assert torch.equal(F.gelu(twin(data())), seeded(TWINS["Linear"].ours, activation="gelu")(data()))
+    assert torch.equal(ours(data()), other(data()))
+    assert torch.equal(F.gelu(other(data())), seeded(DROP_INS["Linear"].ours, activation="gelu")(data()))
     assert isinstance(ours, nn.Linear)
     assert isinstance(ckptkern.nn.Dropout(), nn.Dropout)
     assert ckptkern.nn.Dropout().p == nn.Dropout().p

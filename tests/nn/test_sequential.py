@@ -32,13 +32,13 @@ def test_copies(segments, copied):
     """Also after a step, when the parts are known."""
     module, x = model(segments=segments, determinism_check="none"), torch.randn(3, 6)
     expected = gradients(module, x)
-    twin = copied(module)
-    assert repr(twin) == repr(module)
-    assert twin.options == {"determinism_check": "none"}
-    for got, wanted in zip(gradients(twin, x), expected, strict=True):
+    other = copied(module)
+    assert repr(other) == repr(module)
+    assert other.options == {"determinism_check": "none"}
+    for got, wanted in zip(gradients(other, x), expected, strict=True):
         assert torch.equal(got, wanted)
     with torch.no_grad():
-        for p in twin.parameters():
+        for p in other.parameters():
             p.zero_()
     for got, wanted in zip(gradients(module, x), expected, strict=True):
         assert torch.equal(got, wanted)
@@ -174,11 +174,11 @@ def test_a_stack_is_a_module_list():
     part = stack[1:4]
     assert (type(part), len(part), part.every, part.options) == (LayerStack, 3, 3, {"determinism_check": "none"})
     x = torch.randn(B, S, D)
-    for twin in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-        assert (twin.every, twin.options) == (3, stack.options)
-        twin.eval()
+    for other in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
+        assert (other.every, other.options) == (3, stack.options)
+        other.eval()
         stack.eval()
-        assert torch.equal(twin(x), stack(x))
+        assert torch.equal(other(x), stack(x))
     with torch.no_grad():
         assert not stack(x).requires_grad
     assert LayerStack()(x) is x

@@ -8,19 +8,19 @@ import warnings
 import pytest
 import torch
 from cases import assert_as_exact
-from torch.nn import functional as F
-from twins import (
-    assert_twins,
+from drop_ins import (
+    assert_drop_in,
     attention_mask,
     bool_mask,
+    both_of,
     causal_mask,
     dropout_is_one_mask,
     float_mask,
     padding_mask,
     pairwise,
     run,
-    twins,
 )  # fmt: skip
+from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.memory import saved_tensors
@@ -50,7 +50,7 @@ FACTORS = {
 def build(kind, **kwargs):
     name, heads = LAYERS[kind], kwargs.pop("num_heads", H)
     kwargs = {"dropout": 0.0, "layer_norm_eps": 1e-3} | kwargs
-    return twins(getattr(ckptkern.nn, name), getattr(torch.nn, name), E, heads, HIDDEN, **kwargs)
+    return both_of(getattr(ckptkern.nn, name), getattr(torch.nn, name), E, heads, HIDDEN, **kwargs)
 
 
 def from_case(kind, case):
@@ -78,7 +78,7 @@ def test_encoder_layer_equals_torch(case):
     def call(module, src):
         return module(src, mask, padding, is_causal=case["mask"] == "causal")
 
-    assert_twins(*from_case("encoder", case), call, {"src": tokens(case["layout"], T)})
+    assert_drop_in(*from_case("encoder", case), call, {"src": tokens(case["layout"], T)})
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_decoder_layer_equals_torch(case):
         )  # fmt: skip
 
     inputs = {"tgt": tokens(case["layout"], T), "memory": tokens(case["layout"], S)}
-    assert_twins(*from_case("decoder", case), call, inputs)
+    assert_drop_in(*from_case("decoder", case), call, inputs)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -160,7 +160,7 @@ def test_torchs_encoder_takes_the_layer(masked, batch_first, norm_first, trainin
     inputs = {"src": tokens("batch_first" if batch_first else "seq_first", T)}
     for module in (ours, theirs):
         module.train(training)
-    assert_twins(ours, theirs, lambda m, src: m(src, mask=mask, src_key_padding_mask=padding), inputs)
+    assert_drop_in(ours, theirs, lambda m, src: m(src, mask=mask, src_key_padding_mask=padding), inputs)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -172,7 +172,7 @@ def test_torchs_decoder_takes_the_layer(training):
     def call(module, tgt, memory):
         return module(tgt, memory, tgt_mask=causal_mask(T, T), memory_key_padding_mask=padding)
 
-    assert_twins(ours, theirs, call, inputs)
+    assert_drop_in(ours, theirs, call, inputs)
 
 
 def test_torchs_transformer_takes_the_stacks():
@@ -181,7 +181,7 @@ def test_torchs_transformer_takes_the_stacks():
     theirs = torch.nn.Transformer(E, H, custom_encoder=their_encoder, custom_decoder=their_decoder)
     theirs.load_state_dict(ours.state_dict())
     inputs = {"src": tokens("seq_first", S), "tgt": tokens("seq_first", T)}
-    assert_twins(ours, theirs, lambda m, src, tgt: m(src, tgt, tgt_mask=causal_mask(T, T)), inputs)
+    assert_drop_in(ours, theirs, lambda m, src, tgt: m(src, tgt, tgt_mask=causal_mask(T, T)), inputs)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
@@ -313,19 +313,19 @@ def test_dropout_is_one_mask(kind, norm_first):
 @pytest.mark.parametrize("how", ["p", "eval"])
 def test_each_dropout_is_its_modules(name, how):
     """Each dropout acts by itself, and not when its module is in evaluation."""
-    layer, twin = build("encoder", norm_first=True)
+    layer, other = build("encoder", norm_first=True)
     x = tokens("seq_first", T)
     module = getattr(layer, name)
     setattr(module, "dropout" if name == "self_attn" else "p", 0.5)
-    reference = twin(x)
+    reference = other(x)
     if how == "eval":
         module.eval()
         torch.testing.assert_close(layer(x), reference)
         return
     assert not torch.allclose(layer(x), reference)
     setattr(module, "dropout" if name == "self_attn" else "p", 1.0)
-    setattr(getattr(twin, name), "dropout" if name == "self_attn" else "p", 1.0)
-    torch.testing.assert_close(layer(x), twin(x))
+    setattr(getattr(other, name), "dropout" if name == "self_attn" else "p", 1.0)
+    torch.testing.assert_close(layer(x), other(x))
 
 
 @pytest.mark.parametrize(("recompute", "saved"), [("selective", E + E + H), ("full", E)])
@@ -358,14 +358,14 @@ def test_saved_bytes_of_a_decoder_layer(batch_first, dropout, recompute, saved):
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
 def test_copies(copied, kind):
     layer = getattr(ckptkern.nn, LAYERS[kind])(E, H, HIDDEN, 0.0, recompute="full")
-    twin = copy.deepcopy(layer) if copied == "deepcopy" else pickle.loads(pickle.dumps(layer))
+    other = copy.deepcopy(layer) if copied == "deepcopy" else pickle.loads(pickle.dumps(layer))
     x = torch.randn(T, B, E)
     args = (x,) if kind == "encoder" else (x, torch.randn(S, B, E))
-    assert type(twin) is type(layer)
-    assert (twin.recompute, twin.self_attn.recompute) == ("full", "full")
-    assert torch.equal(twin(*args), layer(*args))
+    assert type(other) is type(layer)
+    assert (other.recompute, other.self_attn.recompute) == ("full", "full")
+    assert torch.equal(other(*args), layer(*args))
     with torch.no_grad():
-        twin.linear1.weight.zero_()
+        other.linear1.weight.zero_()
     assert layer.linear1.weight.abs().sum() > 0
 
 
@@ -380,7 +380,7 @@ def test_hooks_of_submodules_run(name, kind):
         module.activation = torch.nn.GELU()
         getattr(module, name).register_forward_hook(lambda module, args, output: seen.append(module))
     inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
-    assert_twins(ours, theirs, lambda m, **inputs: m(*inputs.values()), inputs)
+    assert_drop_in(ours, theirs, lambda m, **inputs: m(*inputs.values()), inputs)
     assert seen == [getattr(ours, name), getattr(ours, name), getattr(theirs, name)]  # ours is recomputed in backward
 
 
@@ -420,7 +420,7 @@ def test_a_forward_of_the_instances_own_is_called(name, activation, kind):
 
         part.forward = forward
     inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
-    assert_twins(ours, theirs, lambda m, **inputs: m(*inputs.values()), inputs)
+    assert_drop_in(ours, theirs, lambda m, **inputs: m(*inputs.values()), inputs)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -428,14 +428,14 @@ def test_a_forward_of_the_instances_own_is_called(name, activation, kind):
 @pytest.mark.parametrize("mask", [None, "bool", "float", "of heads"])
 def test_masks_are_saved_as_they_are_given(mask, padding, recompute):
     """Every layer keeps the model's own mask: no inverted, merged or upcast copy."""
-    layer, twin = build("encoder", batch_first=True, recompute=recompute)
+    layer, other = build("encoder", batch_first=True, recompute=recompute)
     x = tokens("batch_first", T)
     masks = {"float": float_mask(T, T), "bool": bool_mask(T, T), "of heads": bool_mask(B * H, T, T)}
     given = {"src_mask": masks.get(mask), "src_key_padding_mask": padding and padding_mask(padding, (B,), T)}
     with saved_tensors(exclude=[*layer.parameters(), *(m for m in given.values() if m is not None)]) as found:
         layer(x, **given)
     assert found.bytes == 8 * B * T * (E if recompute == "full" else E + E + H), found.tensors
-    assert_twins(layer, twin, lambda m, x: m(x, **given), {"x": x})
+    assert_drop_in(layer, other, lambda m, x: m(x, **given), {"x": x})
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -449,7 +449,7 @@ def test_replaced_submodules_and_overridden_halves_are_called(norm_first, kind):
 
     for module in (ours, theirs):
         module.linear2.__class__ = Doubled
-    assert_twins(ours, theirs, call, inputs)
+    assert_drop_in(ours, theirs, call, inputs)
     ours, theirs = build(kind, norm_first=norm_first)
     for module in (ours, theirs):
         base = type(module)
@@ -464,7 +464,7 @@ def test_replaced_submodules_and_overridden_halves_are_called(norm_first, kind):
                 owner, _, leaf = name.rpartition(".")
                 delattr(module.get_submodule(owner), leaf)
                 module.get_submodule(owner).register_buffer(leaf, parameter.detach())
-    assert_twins(ours, theirs, call, inputs)
+    assert_drop_in(ours, theirs, call, inputs)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -484,7 +484,7 @@ def test_a_half_of_the_instances_own_is_called(kind, name, norm_first, masked):
         setattr(module, name, sublayer)
     inputs = {"x": tokens("seq_first", T)} | ({"memory": tokens("seq_first", S)} if kind == "decoder" else {})
     masks = {("tgt_mask" if kind == "decoder" else "src_mask"): bool_mask(T, T)} if masked else {}
-    assert_twins(ours, theirs, lambda m, **inputs: m(*inputs.values(), **masks), inputs)
+    assert_drop_in(ours, theirs, lambda m, **inputs: m(*inputs.values(), **masks), inputs)
 
 
 def test_the_mask_gets_a_gradient():
@@ -492,7 +492,7 @@ def test_the_mask_gets_a_gradient():
     inputs = {"src": tokens("seq_first", T), "mask": torch.randn(T, T).double().requires_grad_()}
     y = ours(*inputs.values())
     assert type(y.grad_fn.next_functions[0][0]).__name__ == "TransformerLayerFunctionBackward"
-    assert_twins(ours, theirs, lambda m, src, mask: m(src, mask), inputs)
+    assert_drop_in(ours, theirs, lambda m, src, mask: m(src, mask), inputs)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -608,7 +608,7 @@ def test_compiles_without_a_graph_break(kind):
     def call(module, **inputs):
         return (compiled if module is ours else theirs)(*inputs.values())
 
-    assert_twins(ours, theirs, call, inputs)
+    assert_drop_in(ours, theirs, call, inputs)
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -618,12 +618,12 @@ def test_evaluation_reads_additive_masks_as_training_does(which, dtype, train):
     """torch's inference kernel reads them as bool and gives NaN or wrong numbers. Ours does what torch does in training."""
     torch.manual_seed(0)
     layer = ckptkern.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).train(train)
-    twin = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-    twin.load_state_dict(layer.state_dict())
+    other = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    other.load_state_dict(layer.state_dict())
     x, mask, padding = torch.randn(2, 4, 8), torch.randn(4, 4), torch.zeros(2, 4).index_fill(1, torch.tensor(3), -2.0)
     masks = (mask.to(dtype), None) if which == "mask" else (None, padding.to(dtype))
     try:
-        expected = twin(x, *masks)
+        expected = other(x, *masks)
     except RuntimeError as error:
         with torch.no_grad(), pytest.raises(RuntimeError, match=re.escape(str(error))):
             layer(x, *masks)

@@ -23,12 +23,12 @@ from cases import (
     through_export,
     with_saved_transposed,
 )
+from drop_ins import pairwise
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from twins import pairwise
 
 import ckptkern
 from ckptkern import eager

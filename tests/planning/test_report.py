@@ -98,7 +98,7 @@ def test_general_segments() -> None:
     assert report.totals["none"] == report.totals[STOCK] == hooked(model, x)
 
 
-def test_twins_of_torchs_layers() -> None:
+def test_drop_ins_of_torchs_layers() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 5, 16)
     report = ckptkern.report(model, x)

@@ -1,4 +1,4 @@
-"""attn_fwd, attn_delta, attn_bwd, attn_dmask against eager twins and float64, over every option of an attention core."""
+"""attn_fwd, attn_delta, attn_bwd, attn_dmask against eager references and float64, over every option of an attention core."""
 
 import dataclasses
 import itertools
@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from drop_ins import pairwise
 from kernel_cases import DTYPES, assert_accurate, assert_equal, dropout_of
-from twins import pairwise
 
 from ckptkern import eager, state, triton_kernels
 from ckptkern.eager import AttentionCore

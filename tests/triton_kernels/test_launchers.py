@@ -1,8 +1,9 @@
-"""Every launcher against its eager twin and float64: dtypes, activations, flags, shapes, strides, tiles."""
+"""Every launcher against its eager reference and float64: dtypes, activations, flags, shapes, strides, tiles."""
 
 import pytest
 import torch
 from cases import SAMPLES, resampled
+from drop_ins import pairwise
 from kernel_cases import (
     ACTIVATIONS,
     DROPPING,
@@ -20,7 +21,6 @@ from kernel_cases import (
     inputs_of,
     kernel,
 )
-from twins import pairwise
 
 from benchmarks.codegen.cases import PERSISTENT_OPS
 from ckptkern import eager, triton_kernels
@@ -34,8 +34,8 @@ def assert_like_eager(launcher, tensors, activation, tile=None, **options):
 
     def results(given):
         ours = kernel(launcher, given, activation, **options, **tiled)
-        twin = call(launcher, eager, given, activation, **options)
-        return ours, twin, exact(launcher, given, activation, **options)
+        reference = call(launcher, eager, given, activation, **options)
+        return ours, reference, exact(launcher, given, activation, **options)
 
     first = ours, *_ = results(tensors)
     try:

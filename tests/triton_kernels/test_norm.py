@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm kernels against their eager twins and float64, and the bits that a recomputation leans on."""
+"""LayerNorm and RMSNorm kernels against their eager references and float64, and the bits that a recomputation leans on."""
 
 import itertools
 
@@ -47,14 +47,17 @@ def assert_like_eager(t, kind, out_dtype=None, eps=EPS):
         forward(eager, t, kind, out_dtype, eps),
         forward(eager, upcast(t), kind, eps=eps),
     )
-    ours, twin = backward(norm, t, kind, eps), backward(eager, t, kind, eps)
+    ours, reference = backward(norm, t, kind, eps), backward(eager, t, kind, eps)
     exact = backward(eager, upcast(t), kind, eps)
-    assert_accurate({"dx": ours.pop("dx")}, {"dx": twin.pop("dx")}, {"dx": exact.pop("dx")})
+    assert_accurate({"dx": ours.pop("dx")}, {"dx": reference.pop("dx")}, {"dx": exact.pop("dx")})
     # A sum of M terms may be smaller than they are by cancellation: one float32 rounding of the terms' size is granted.
     terms = {"dweight": norm_of_rows(t["x"].double(), kind, eps) * t["dxn"].double(), "dbias": t["dxn"].double()}
     for name, value in ours.items():
         assert value.dtype == torch.float32
-        bound = 2 * distance(twin[name], exact[name]) + torch.finfo(torch.float32).eps * terms[name].abs().sum(0).norm()
+        bound = (
+            2 * distance(reference[name], exact[name])
+            + torch.finfo(torch.float32).eps * terms[name].abs().sum(0).norm()
+        )
         assert distance(value, exact[name]) <= bound, name
 
 
@@ -133,10 +136,10 @@ def test_addend(dtype, kind, device):
     assert torch.equal(ours["sum"], (t["x"].float() + t["addend"]).to(dtype))
     assert_equal({"xn": ours["xn"]}, forward(norm, t | {"x": ours["sum"]}, kind))
     assert_equal({"xn": ours["xn"]}, forward(norm, t, kind, addend=t["addend"]))
-    twin = forward(eager, t, kind, addend=t["addend"], keep_sum=True)
-    assert torch.equal(twin["sum"], ours["sum"])
+    reference = forward(eager, t, kind, addend=t["addend"], keep_sum=True)
+    assert torch.equal(reference["sum"], ours["sum"])
     exact = forward(eager, upcast(t) | {"x": ours["sum"].double()}, kind)
-    assert_accurate({"xn": ours["xn"]}, {"xn": twin["xn"]}, exact)
+    assert_accurate({"xn": ours["xn"]}, {"xn": reference["xn"]}, exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,8 +263,8 @@ def test_a_bad_row_stays_alone(value, kind, device):
     ours, dx = forward(norm, bad, kind)["xn"], backward(norm, bad, kind)["dx"]
     assert torch.equal(ours[others], forward(norm, t, kind)["xn"][others])
     assert torch.equal(dx[others], backward(norm, t, kind)["dx"][others])
-    twin = forward(eager, bad, kind)["xn"]
-    assert torch.equal(ours.isnan(), twin.isnan())
+    reference = forward(eager, bad, kind)["xn"]
+    assert torch.equal(ours.isnan(), reference.isnan())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -297,7 +300,7 @@ def test_eager_gradients(kind):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_eager_is_torch(dtype):
-    """The twin is torch's own layer_norm and rms_norm, and dx under autograd the same to a rounding."""
+    """The reference is torch's own layer_norm and rms_norm, and dx under autograd the same to a rounding."""
     t = inputs(9, 40, dtype)
     x = t["x"].requires_grad_()
     expected = {

@@ -11,8 +11,8 @@ import cases
 import pytest
 import torch
 from cases import DTYPES, P, Sizes, Watch, assert_same, check_against_float64, expected_mask, gradients, make, setups
+from drop_ins import pairwise
 from kernel_cases import ACTIVATIONS_AND_DTYPES
-from twins import pairwise
 
 import ckptkern
 from ckptkern import state, triton_kernels

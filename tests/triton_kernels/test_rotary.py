@@ -1,11 +1,11 @@
-"""Norm and rotary embedding of heads against the eager twin, float64 and the models' own formulas; in place; bits."""
+"""Norm and rotary embedding of heads against the eager reference, float64 and the models' own formulas; in place; bits."""
 
 import itertools
 
 import pytest
 import torch
+from drop_ins import pairwise
 from kernel_cases import DTYPES, assert_equal
-from twins import pairwise
 
 from ckptkern import eager
 from ckptkern.triton_kernels import rotary
@@ -51,29 +51,29 @@ def backward(backend, t, interleaved=False, eps=EPS, **options):
     return backend.heads_bwd(*arguments, **options)[: 2 + options.get("need_dbias", False)]
 
 
-def assert_close(ours, twin, exact, terms):
+def assert_close(ours, reference, exact, terms):
     """The 2x rule, and one float32 rounding of the terms that a sum or difference is made of: they may cancel."""
-    assert ours.dtype == twin.dtype
+    assert ours.dtype == reference.dtype
     assert ours.shape == exact.shape
     slack = torch.finfo(torch.float32).eps * terms.norm()
-    assert (ours.double() - exact).norm() <= 2 * (twin.double() - exact).norm() + slack
+    assert (ours.double() - exact).norm() <= 2 * (reference.double() - exact).norm() + slack
 
 
 def assert_like_eager(t, interleaved, eps=EPS):
     wide = upcast(t)
     exact = forward(eager, wide, interleaved, eps)
     assert_close(forward(rotary, t, interleaved, eps), forward(eager, t, interleaved, eps), exact, exact)
-    (dx, dweight), (twin_dx, twin_dweight) = (backward(one, t, interleaved, eps) for one in (rotary, eager))
+    (dx, dweight), (reference_dx, reference_dweight) = (backward(one, t, interleaved, eps) for one in (rotary, eager))
     exact_dx, exact_dweight = backward(eager, wide, interleaved, eps)
     without_norm = {name: one for name, one in wide.items() if name != "weight"}
     dz, _ = backward(eager, without_norm, interleaved)
     if "weight" not in t:
         assert dweight is None
-        return assert_close(dx, twin_dx, exact_dx, dz)
+        return assert_close(dx, reference_dx, exact_dx, dz)
     r = torch.rsqrt(wide["x"].square().mean(-1, keepdim=True) + eps)
-    assert_close(dx, twin_dx, exact_dx, dz * wide["weight"] * r)
+    assert_close(dx, reference_dx, exact_dx, dz * wide["weight"] * r)
     assert dweight.dtype == torch.float32
-    assert_close(dweight, twin_dweight, exact_dweight, (dz * wide["x"] * r).abs().sum((0, 1, 2)))
+    assert_close(dweight, reference_dweight, exact_dweight, (dz * wide["x"] * r).abs().sum((0, 1, 2)))
 
 
 @pytest.mark.parametrize("case", pairwise(shape=SHAPES, dtype=DTYPES, interleaved=(False, True), weight=(False, True)))
@@ -99,10 +99,10 @@ def test_norms_against_eager(shape, interleaved, kind, own_rows, device):
         return dict(zip(("y", "dx", "dweight", "dbias"), (y, *made), strict=True))
 
     t |= {"weight": weight, "bias": bias}
-    ours, twin, exact = both(rotary, t), both(eager, t), both(eager, upcast(t))
+    ours, reference, exact = both(rotary, t), both(eager, t), both(eager, upcast(t))
     for name in exact:
         # one float32 rounding of the terms of a sum
-        assert_close(ours[name], twin[name], exact[name], 30 * exact[name].abs() + exact["dx"].norm())
+        assert_close(ours[name], reference[name], exact[name], 30 * exact[name].abs() + exact["dx"].norm())
 
 
 @pytest.mark.parametrize("own_rows", [False, True], ids=["one row", "own rows"])

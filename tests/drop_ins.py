@@ -1,4 +1,5 @@
-"""Modules beside their torch twins: pairwise options, equal parameters, outputs and gradients compared in float64."""
+"""Modules beside the torch modules that they replace: pairwise options, equal parameters, outputs and gradients
+compared in float64."""
 
 from __future__ import annotations
 
@@ -33,20 +34,20 @@ def _word(value: Any) -> str:
     return str(value) if plain else getattr(value, "__name__", type(value).__name__)
 
 
-def twins(ours: type, theirs: type, *args: Any, **kwargs: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+def both_of(ours: type, theirs: type, *args: Any, **kwargs: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     """(ours, theirs) in float64 with one set of parameters. None of them is zero or one, as torch initialises some.
 
     `recompute` is given to ours alone. state_dict goes both ways, strictly.
     """
     recompute = {"recompute": kwargs.pop("recompute")} if "recompute" in kwargs else {}
     mine = ours(*args, **kwargs, **recompute, dtype=torch.float64)
-    twin = theirs(*args, **kwargs, dtype=torch.float64)
+    other = theirs(*args, **kwargs, dtype=torch.float64)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in other.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    mine.load_state_dict(twin.state_dict(), strict=True)
-    twin.load_state_dict(mine.state_dict(), strict=True)
-    return mine, twin
+    mine.load_state_dict(other.state_dict(), strict=True)
+    other.load_state_dict(mine.state_dict(), strict=True)
+    return mine, other
 
 
 def run(module: torch.nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
@@ -62,7 +63,7 @@ def run(module: torch.nn.Module, call: Callable[..., Any], inputs: dict[str, Ten
     return {f"output {i}": y.detach() for i, y in enumerate(outputs)} | dict(zip(trained, grads, strict=True))
 
 
-def assert_twins(
+def assert_drop_in(
     ours: torch.nn.Module, theirs: torch.nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]
 ) -> None:
     """Outputs and gradients of both are equal within float64's rounding."""

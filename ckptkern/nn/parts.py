@@ -65,15 +65,15 @@ def dropout_in(cls: type, owner: torch.nn.Module, dropout: torch.nn.Module) -> f
     return dropout.p
 
 
-def _agree(norm: torch.nn.Module, twin: torch.nn.RMSNorm) -> bool:
+def _agree(norm: torch.nn.Module, drop_in: torch.nn.RMSNorm) -> bool:
     """Do both give the same for rows of several sizes, of which the smallest shows eps?"""
-    weight = twin.weight
+    weight = drop_in.weight
     rows = torch.linspace(-2, 3, 4 * weight.numel(), device=weight.device).view(4, -1)
     x = (rows * torch.tensor([[1.0], [1e-3], [1e-2], [10.0]], device=weight.device)).to(weight.dtype)
     tolerance = 4 * torch.finfo(weight.dtype).eps
     try:
         with torch.no_grad():
-            return torch.allclose(norm.forward(x), twin.forward(x), tolerance, tolerance)
+            return torch.allclose(norm.forward(x), drop_in.forward(x), tolerance, tolerance)
     except Exception:  # another kind of module
         return False
 
@@ -84,7 +84,7 @@ def rms_norm(cls: type, owner: torch.nn.Module, norm: torch.nn.Module, width: in
         return norm
     weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if [*norm._parameters] == ["weight"] and weight is not None and not weight.is_meta and not norm._modules:
-        twin = share(torch.nn.RMSNorm, norm, normalized_shape=tuple(weight.shape), eps=eps, elementwise_affine=True)
-        if weight.shape == (width or weight.numel(),) and _agree(norm, twin):
-            return twin
+        drop_in = share(torch.nn.RMSNorm, norm, normalized_shape=tuple(weight.shape), eps=eps, elementwise_affine=True)
+        if weight.shape == (width or weight.numel(),) and _agree(norm, drop_in):
+            return drop_in
     refuse(cls, owner, f"has a {type(norm).__name__} that is not seen to be the RMS norm x / rms(x) * weight")
