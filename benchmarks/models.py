@@ -1,4 +1,4 @@
-"""The models that are measured, in plain PyTorch: MLPs, attention, and whole layers."""
+"""The models that are measured, in eager PyTorch: MLPs, attention, and whole layers."""
 
 from __future__ import annotations
 

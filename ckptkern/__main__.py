@@ -29,7 +29,7 @@ COMMANDS = {
         (),
     ),
     "selftest": (".tools.selftest", "check this installation: kernels, masks, saved bytes", ()),
-    "examples": (".tools.examples", "run the tutorials' models in segments beside their plain selves", ()),
+    "examples": (".tools.examples", "run the tutorials' models in segments beside the unmodified models", ()),
     "env": (".tools.env", "print versions, devices, extension and backends", ()),
 }
 

@@ -1,4 +1,4 @@
-"""The attention segments, declared once for all tests: inputs, the call, the same in plain PyTorch, and what is saved.
+"""The attention segments, declared once for all tests: inputs, the call, the same in eager PyTorch, and what is saved.
 
 A `Block` is used as a `cases.Setup` is: `fused`, `call` and `plain` take tensors by name, x first.
 """
@@ -52,13 +52,13 @@ def apply_dropout(h: Tensor, p: float, drawn: RngStates) -> Tensor:
     return h * state.threshold_scale(p)[1] * mask
 
 
-def plain_norm(x: Tensor, kind: str | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def unfused_norm(x: Tensor, kind: str | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if kind == "layer":
         return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
     return F.rms_norm(x, x.shape[-1:], weight, 1e-5) if kind else x
 
 
-def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def unfused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Llama's rotation, on [B, S, H, D]; dimensions beyond those of cos are left as they are."""
     R = cos.shape[-1]
     rotated, rest = x[..., :R], x[..., R:]
@@ -67,7 +67,7 @@ def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated * cos + swapped * sin, rest), -1)
 
 
-def plain_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def unfused_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """GPT-J's rotation, on [B, S, H, D]: neighbours as complex numbers, rotated by an angle that the table holds twice."""
     R = cos.shape[-1]
     turns = torch.complex(*(c.to(x.dtype)[..., ::2].contiguous() for c in (cos, sin))).unsqueeze(-2)
@@ -75,7 +75,7 @@ def plain_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((torch.view_as_real(pairs * turns).flatten(-2), x[..., R:]), -1)
 
 
-def plain_attention(
+def unfused_attention(
     q, k, v, *, scale=None, softcap=None, slopes=None, added=None, causal=False, hidden=None, p=0.0, drawn=None
 ) -> Tensor:
     """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j| + added)) v; slopes: [H] or [B, H]; softcap: as Gemma 2 caps the
@@ -197,10 +197,10 @@ class Sublayer:
         """Does backward read what the branch gave?"""
         return bool(self.post_norm or self.layer_scale == "vector" or (self.norm and not self.norm_first))
 
-    def plain(self, x: Tensor, t: Tensors, drawn: RngStates) -> Tensor:
+    def unfused(self, x: Tensor, t: Tensors, drawn: RngStates) -> Tensor:
         def norm(h, name="norm"):
             weight, bias = (t.get(f"{self.prefix}{name}_{parameter}") for parameter in ("weight", "bias"))
-            return plain_norm(h, getattr(self, name), weight, bias)
+            return unfused_norm(h, getattr(self, name), weight, bias)
 
         y = apply_dropout(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
         y = norm(y, "post_norm")
@@ -267,9 +267,9 @@ class Attention(Sublayer):
     def qk_shape(self, heads: int) -> tuple[int, ...]:
         return {"rows": (heads, HEAD_DIM), "all": (heads * HEAD_DIM,)}.get(self.qk_norm.partition(" ")[2], (HEAD_DIM,))
 
-    def plain_qk_norm(self, heads: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def unfused_qk_norm(self, heads: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = heads.flatten(-2) if self.qk_norm.endswith("all") else heads
-        normed = plain_norm(rows, self.qk_norm.partition(" ")[0], None, None) * weight
+        normed = unfused_norm(rows, self.qk_norm.partition(" ")[0], None, None) * weight
         return (normed if bias is None else normed + bias).view(heads.shape)
 
     def tables(self) -> tuple[Tensor, Tensor] | None:
@@ -328,13 +328,13 @@ class Attention(Sublayer):
             groups = qkv.unflatten(-1, (self.kv_heads, -1, HEAD_DIM))
             q, k, v = groups[..., :-2, :].flatten(-3, -2), groups[..., -2, :], groups[..., -1, :]
         if self.qk_norm:
-            q = self.plain_qk_norm(q, t["q_gain"], t.get("q_shift"))
-            k = self.plain_qk_norm(k, t["k_gain"], t.get("k_shift"))
+            q = self.unfused_qk_norm(q, t["q_gain"], t.get("q_shift"))
+            k = self.unfused_qk_norm(k, t["k_gain"], t.get("k_shift"))
         if self.rotary:
-            turn = plain_rotary_of_pairs if self.interleaved else plain_rotary
+            turn = unfused_rotary_of_pairs if self.interleaved else unfused_rotary
             q, k = (turn(heads, *self.tables()) for heads in (q, k))
         hidden = self.padding()
-        o = plain_attention(
+        o = unfused_attention(
             *(heads.transpose(-3, -2) for heads in (q, k, v)), scale=self.scale, softcap=self.softcap,
             slopes=self.alibi(), added=t.get("mask"), causal=self.causal, p=self.dropout_p, drawn=drawn,
             hidden=None if hidden is None else hidden[:, None, None],
@@ -478,12 +478,12 @@ class Block:
         torch.manual_seed(SEED)
         return self.call(t)
 
-    def plain(self, t: Tensors) -> Tensor:
+    def unfused(self, t: Tensors) -> Tensor:
         drawn, y = rng_states(), t["x"]
         if self.parallel:
-            return self.attention.plain(y, t, drawn) + replace(self.mlp, residual=False).plain(y, t, drawn)
+            return self.attention.unfused(y, t, drawn) + replace(self.mlp, residual=False).unfused(y, t, drawn)
         for sublayer in self.sublayers:
-            y = sublayer.plain(y, t, drawn)
+            y = sublayer.unfused(y, t, drawn)
         return y
 
     def saved_bytes(self, x_itemsize: int, itemsize: int) -> int:

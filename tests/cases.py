@@ -1,4 +1,4 @@
-"""The ops, declared once for every test: how inputs are made, how each is called, and what it is in plain PyTorch."""
+"""The ops, declared once for every test: how inputs are made, how each is called, and what it is in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Op:
 
     parameters  (features, hidden, out) -> shapes by name
     call        (tensors, **options) -> y
-    plain       (tensors, act, drop) -> y in PyTorch ops
+    unfused     (tensors, act, drop) -> y in PyTorch ops
     saved        (activation, mode, features, hidden, out) -> (elements, mask bytes) per token that backward needs
     matmuls    forward and backward GEMMs by mode, all inputs trained
     masked      width of the tensor that dropout acts on, from (features, hidden, out); None: no dropout
@@ -61,7 +61,7 @@ class Op:
     name: str
     parameters: Callable[[int, int, int], dict[str, tuple[int, ...]]]
     call: Callable[..., Tensor]
-    plain: Callable[..., Tensor]
+    unfused: Callable[..., Tensor]
     saved: Callable[..., tuple[int, int]]
     matmuls: dict[str, int]
     options: tuple[str, ...]
@@ -96,7 +96,7 @@ def _stack_lists(t: Tensors) -> tuple[list[Tensor], list[Tensor] | None]:
     return [t[f"weight{i}"] for i in range(3)], [t[f"bias{i}"] for i in range(3)] if "bias0" in t else None
 
 
-def _stack_plain(t: Tensors, act: Callable, drop: Callable) -> Tensor:
+def _stack_unfused(t: Tensors, act: Callable, drop: Callable) -> Tensor:
     h = t["x"]
     for i in range(3):
         h = act(F.linear(h, t[f"weight{i}"], t.get(f"bias{i}")))
@@ -108,7 +108,7 @@ OPS = (
         "linear_act",
         parameters=lambda d, h, e: {"weight": (e, d), "bias": (e,)},
         call=lambda t, **options: ckptkern.linear_act(t["x"], t["weight"], t.get("bias"), **options),
-        plain=lambda t, act, drop: act(F.linear(t["x"], t["weight"], t.get("bias"))),
+        unfused=lambda t, act, drop: act(F.linear(t["x"], t["weight"], t.get("bias"))),
         saved=_linear_act_saved,
         matmuls={"none": 3, "selective": 3, "full": 4},
         options=("activation", "recompute"),
@@ -120,7 +120,7 @@ OPS = (
             **{"bias0": (h,), "bias1": (h + 1 if h else 0,), "bias2": (e,)},
         },
         call=lambda t, **options: ckptkern.linear_stack(t["x"], *_stack_lists(t), **options),
-        plain=_stack_plain,
+        unfused=_stack_unfused,
         saved=_linear_stack_saved,
         matmuls={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is saved
         options=("activation", "recompute", "workspace"),
@@ -136,7 +136,7 @@ OPS = (
         call=lambda t, **options: ckptkern.mlp(
             t["x"], t["fc1_weight"], t.get("fc1_bias"), t["fc2_weight"], t.get("fc2_bias"), **options
         ),
-        plain=lambda t, act, drop: F.linear(
+        unfused=lambda t, act, drop: F.linear(
             drop(act(F.linear(t["x"], t["fc1_weight"], t.get("fc1_bias")))), t["fc2_weight"], t.get("fc2_bias")
         ),
         saved=_mlp_saved,
@@ -164,7 +164,7 @@ OPS = (
             down_bias=t.get("down_bias"),
             **options,
         ),
-        plain=lambda t, act, drop: F.linear(
+        unfused=lambda t, act, drop: F.linear(
             drop(
                 act(F.linear(t["x"], t["gate_weight"], t.get("gate_bias")))
                 * F.linear(t["x"], t["up_weight"], t.get("up_bias"))
@@ -181,7 +181,7 @@ OPS = (
         "dropout",
         parameters=lambda d, h, e: {},
         call=lambda t, *, dropout_p: ckptkern.dropout(t["x"], dropout_p),
-        plain=lambda t, act, drop: drop(t["x"]),
+        unfused=lambda t, act, drop: drop(t["x"]),
         saved=lambda *_: (0, 0),
         matmuls={"full": 0},
         options=("dropout_p",),
@@ -225,7 +225,7 @@ class Setup:
         torch.manual_seed(SEED)
         return self.call(tensors)
 
-    def plain(self, tensors: Tensors) -> Tensor:
+    def unfused(self, tensors: Tensors) -> Tensor:
         """The same in PyTorch ops, with the same mask."""
 
         def drop(h: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Setup:
             mask = expected_mask(self.dropout_p, h.shape[:-1].numel(), h.shape[-1], device=h.device).view(h.shape)
             return h * state.threshold_scale(self.dropout_p)[1] * mask
 
-        return self.op.plain(tensors, ACTIVATIONS[self.activation], drop)
+        return self.op.unfused(tensors, ACTIVATIONS[self.activation], drop)
 
 
 def setups(
@@ -367,7 +367,7 @@ SAMPLES = 12
 
 def over_samples(
     ours: Callable[[Tensors], Tensor],
-    plain: Callable[[Tensors], Tensor],
+    unfused: Callable[[Tensors], Tensor],
     samples: Sequence[Tensors],
     dy: Tensor | None = None,
 ) -> tuple:
@@ -384,7 +384,7 @@ def over_samples(
         assert all(t is not None for result in results for t in result.values()), "a gradient is missing"
         return {name: torch.stack([result[name] for result in results]) for name in results[0]}
 
-    return stacked(ours), stacked(plain), stacked(plain, torch.float64)
+    return stacked(ours), stacked(unfused), stacked(unfused, torch.float64)
 
 
 def resampled(tensors: Tensors, seed: int) -> Tensors:
@@ -398,7 +398,7 @@ def resampled(tensors: Tensors, seed: int) -> Tensors:
 
 
 def check_exactness(
-    ours: Callable[[Tensors], Tensor], plain: Callable[[Tensors], Tensor], tensors: Tensors, dy: Tensor | None = None
+    ours: Callable[[Tensors], Tensor], unfused: Callable[[Tensors], Tensor], tensors: Tensors, dy: Tensor | None = None
 ) -> None:
     """The rule of `assert_as_exact` for two functions of `tensors`; if one draw of the inputs misses it, twelve decide.
 
@@ -406,15 +406,15 @@ def check_exactness(
     PyTorch is sometimes exact. A wrong function is wrong in all samples.
     """
     try:
-        assert_as_exact(*over_samples(ours, plain, [tensors], dy))
+        assert_as_exact(*over_samples(ours, unfused, [tensors], dy))
     except AssertionError:
         samples = [tensors, *(resampled(tensors, seed) for seed in range(1, SAMPLES))]
-        assert_as_exact(*over_samples(ours, plain, samples, dy))
+        assert_as_exact(*over_samples(ours, unfused, samples, dy))
 
 
 def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = None) -> None:
     """Output and gradients of `setup` on `tensors` by the rule of `assert_as_exact`."""
-    check_exactness(setup.fused, setup.plain, tensors, dy)
+    check_exactness(setup.fused, setup.unfused, tensors, dy)
 
 
 def whole_numbers(tensors: Tensors) -> Tensors:

@@ -30,8 +30,8 @@ def pairwise(valid: Callable[[dict[str, Any]], bool] = lambda case: True, **fact
 
 
 def _word(value: Any) -> str:
-    plain = isinstance(value, str | bool | tuple | torch.dtype)
-    return str(value) if plain else getattr(value, "__name__", type(value).__name__)
+    unfused = isinstance(value, str | bool | tuple | torch.dtype)
+    return str(value) if unfused else getattr(value, "__name__", type(value).__name__)
 
 
 def both_of(ours: type, theirs: type, *args: Any, **kwargs: Any) -> tuple[torch.nn.Module, torch.nn.Module]:

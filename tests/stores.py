@@ -57,7 +57,7 @@ class Fused(nn.Module):
         return x
 
 
-def plain():
+def unfused():
     return nn.Sequential(
         nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16), nn.Softmax(-1)
     )

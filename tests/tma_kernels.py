@@ -166,17 +166,17 @@ def kernels() -> dict[str, dict]:
     """`alike`: warp_specialize, by which Triton 3.7.1 has two warp groups compute and store the same tile."""
     found = {}
     for name, dtype in DTYPES.items():
-        plain = descriptors(dtype, [64, 32], [64, 32], [64, 64])
+        unfused = descriptors(dtype, [64, 32], [64, 32], [64, 64])
         layouts = descriptors(dtype, [64, 32], [64, 32], [64, 64], gluon=True)
         wide = descriptors(dtype, [64, 64], [64, 64], [64, 64], gluon=True)
-        found[f"matmul {name}"] = compiled(matmul, *plain, M, N, K, 64, 64, 32, False, num_warps=4, num_stages=3)
+        found[f"matmul {name}"] = compiled(matmul, *unfused, M, N, K, 64, 64, 32, False, num_warps=4, num_stages=3)
         found[f"specialized {name}"] = compiled(specialized, *layouts, M, N, K, 3, 1, num_warps=4)
         found[f"two groups {name}"] = compiled(specialized, *wide, M, N, K, 2, 2, num_warps=4)
-        tensors = (descriptor.base for descriptor in plain)
+        tensors = (descriptor.base for descriptor in unfused)
         found[f"described {name}"] = compiled(described, *tensors, M, N, K, 64, 64, 32, num_warps=4, num_stages=3)
         heads = [TensorDescriptor.from_tensor(torch.zeros(HEADS, M, 64, dtype=dtype), [1, 64, 64])] * 4
         found[f"attention {name}"] = compiled(attention, *heads, M, 0.1, 64, 64, False, num_warps=4, num_stages=2)
-    found["matmul alike"] = compiled(matmul, *plain, M, N, K, 64, 64, 32, True, num_warps=4, num_stages=3)
+    found["matmul alike"] = compiled(matmul, *unfused, M, N, K, 64, 64, 32, True, num_warps=4, num_stages=3)
     found["attention alike"] = compiled(attention, *heads, M, 0.1, 64, 64, True, num_warps=4, num_stages=2)
     return found
 

@@ -2,7 +2,7 @@
 
 For each: what replaces its layers; loss and gradients against the original in float32, and of both against float64 under
 bfloat16 autocast (the converted model's error may be twice the original's); the losses of 20 steps; and what one call keeps
-plain, with torch.utils.checkpoint round each layer, and converted.
+eager, with torch.utils.checkpoint round each layer, and converted.
 """
 
 from __future__ import annotations
@@ -188,12 +188,12 @@ def compare(name: str) -> measure.Result:
     except RuntimeError:  # torch's grouped matmul of experts takes no float64
         exact = measure.step(original, inputs)
     result.bf16_error = measure.error(measure.step(model, inputs, torch.bfloat16), exact)
-    result.bf16_plain_error = measure.error(measure.step(original, inputs, torch.bfloat16), exact)
+    result.bf16_eager_error = measure.error(measure.step(original, inputs, torch.bfloat16), exact)
     ours, theirs = (measure.curve(one, inputs, STEPS) for one in (model, copy.deepcopy(original)))
     result.curve_error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours, theirs, strict=True))
     if any("forward" in vars(m) for m in revert(model).modules()):
         raise RuntimeError("revert left a forward behind")
-    sound = result.gradient_error < 1e-5 and result.bf16_error < 2 * result.bf16_plain_error + 2**-9
+    sound = result.gradient_error < 1e-5 and result.bf16_error < 2 * result.bf16_eager_error + 2**-9
     if not sound or not result.curve_error < 1e-3:
         result.verdict = "WRONG"
     return result
@@ -209,24 +209,24 @@ def rows(names: list[str]) -> Iterator[measure.Result]:
 
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
-    """Bars of what each family keeps: plain, with torch.utils.checkpoint round each layer, converted."""
+    """Bars of what each family keeps: eager, with torch.utils.checkpoint round each layer, converted."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    variants = (("saved_plain", "plain", "#c8c8c8"), ("saved_checkpoint", "torch.utils.checkpoint", "#e08214"),
+    variants = (("saved_eager", "eager", "#c8c8c8"), ("saved_checkpoint", "torch.utils.checkpoint", "#e08214"),
             ("saved_converted", "converted, \"selective\"", "#2166ac"))  # fmt: skip
     figure, axes = pyplot.subplots(figsize=(7.5, 0.32 * len(rows) + 1))
     for i, (key, label, colour) in enumerate(variants):
-        shares = [100 * int(row[key]) / int(row["saved_plain"]) for row in rows]
+        shares = [100 * int(row[key]) / int(row["saved_eager"]) for row in rows]
         places = [k + 0.27 * (i - 1) for k in range(len(rows))]
         axes.barh(places, shares, 0.25, label=label, color=colour)
     names = [row["name"] + ("" if row["verdict"] == "whole" else f" ({row['verdict']})") for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
     axes.margins(y=0.01)
-    axes.set_xlabel("bytes saved for backward, % of the plain model's")
+    axes.set_xlabel("bytes saved for backward, % of the unmodified model's")
     axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -251,11 +251,11 @@ def main() -> None:
     for result in rows([name for name in FAMILIES if args.only.lower() in name.lower()]):
         results.append(result)
         sizes = "  ".join(
-            f"{n / 1024:6.0f}" for n in (result.saved_plain, result.saved_checkpoint, result.saved_converted)
+            f"{n / 1024:6.0f}" for n in (result.saved_eager, result.saved_checkpoint, result.saved_converted)
         )
         print(
             f"{result.name:34} {result.verdict:8} {sizes} KiB  gradients {result.gradient_error:.0e}, bfloat16 "
-            f"{result.bf16_error:.0e} ({result.bf16_plain_error:.0e}), curve {result.curve_error:.0e}, "
+            f"{result.bf16_error:.0e} ({result.bf16_eager_error:.0e}), curve {result.curve_error:.0e}, "
             f"{result.seconds:.2f} s  {result.row()['replaced']}",
             flush=True,
         )

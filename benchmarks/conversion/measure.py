@@ -30,13 +30,13 @@ class Result:
     replaced: dict[str, int] = field(default_factory=dict)
     whole: int = 0
     layers: int = 0
-    saved_plain: int = 0
+    saved_eager: int = 0
     saved_checkpoint: int = 0
     saved_converted: int = 0
     loss_error: float = math.nan
     gradient_error: float = math.nan
     bf16_error: float = math.nan
-    bf16_plain_error: float = math.nan
+    bf16_eager_error: float = math.nan
     curve_error: float = math.nan
     seconds: float = math.nan
     reasons: list[str] = field(default_factory=list)
@@ -143,7 +143,7 @@ def curve(model: nn.Module, inputs: dict[str, Any], steps: int) -> list[float]:
 
 def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any], probe: tuple = (), **named) -> None:
     """Converts the model in place and compares it with what it was. probe, named: what convert is given, if not `inputs`."""
-    theirs, result.saved_plain = step(model, inputs), saved(model, inputs)
+    theirs, result.saved_eager = step(model, inputs), saved(model, inputs)
     start = time.perf_counter()
     conversion = convert(model, *probe, **(named if probe or named else inputs))
     result.seconds = time.perf_counter() - start

@@ -119,7 +119,7 @@ def main() -> None:
             counts[result.verdict] += 1
             writer.writerow(result.row())
             file.flush()
-            ratio = f"{result.saved_converted / result.saved_plain:.2f}" if result.saved_plain else ""
+            ratio = f"{result.saved_converted / result.saved_eager:.2f}" if result.saved_eager else ""
             print(f"{k}/{len(chosen)} {name}: {result.verdict} {ratio}", flush=True)
             if result.verdict in ("WRONG", "CRASHED"):
                 print("   ", result.replaced, result.gradient_error, *result.reasons, file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ def fused() -> float:
 
 
 def general() -> float:
-    """A general segment: what checkpoint() adds to the plain call, over what torch.utils.checkpoint adds."""
+    """A general segment: what checkpoint() adds to the unmodified call, over what torch.utils.checkpoint adds."""
     plain, ours, theirs = _medians("host-general", cases.EAGER, "ckptkern", cases.CHECKPOINT)
     return (ours - plain) / (theirs - plain)
 

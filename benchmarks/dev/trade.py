@@ -3,7 +3,7 @@
     python -m benchmarks.dev.trade --out docs/concepts
 
 writes segments.csv and segments.png: a stack of blocks, cut into 1 to L segments, forward + backward, each cut beside
-the plain run in interleaved rounds. On a CPU only the ratio means anything; saved bytes are exact.
+the unmodified run in interleaved rounds. On a CPU only the ratio means anything; saved bytes are exact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 def strategies(layers: int) -> dict[str, int | str]:
     counts = [n for n in range(2, layers + 1) if layers % n == 0]
-    return {"plain": 1, **{str(n): n for n in counts}, "sqrt": "sqrt", "every 2": "every 2", "every 1": "every 1"}
+    return {"eager": 1, **{str(n): n for n in counts}, "sqrt": "sqrt", "every 2": "every 2", "every 1": "every 1"}
 
 
 def run(device: torch.device, width: int, rows: int, rounds: int) -> list[dict[str, object]]:
@@ -61,7 +61,7 @@ def run(device: torch.device, width: int, rows: int, rounds: int) -> list[dict[s
     times, errors = measure.interleaved(steps, clock, rounds, cuda=device.type == "cuda")
     if errors:
         raise RuntimeError("; ".join(f"{name}: {error}" for name, error in errors.items()))
-    base = statistics.median(times["plain"])
+    base = statistics.median(times["eager"])
     return [
         {"segments": name, "saved_bytes": saved[name], "ratio": round(statistics.median(times[name]) / base, 4)}
         for name in steps
@@ -73,7 +73,7 @@ def draw(rows: list[dict[str, object]], title: str, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    counts = [row for row in rows if str(row["segments"]).isdigit() or row["segments"] == "plain"]
+    counts = [row for row in rows if str(row["segments"]).isdigit() or row["segments"] == "eager"]
     others = [row for row in rows if row not in counts]
     axes.plot([row["saved_bytes"] / 2**20 for row in counts], [row["ratio"] for row in counts], "o", label="n segments")
     axes.plot([row["saved_bytes"] / 2**20 for row in others], [row["ratio"] for row in others], "s", label="strategies")
@@ -81,7 +81,7 @@ def draw(rows: list[dict[str, object]], title: str, path: Path) -> None:
         axes.annotate(
             str(row["segments"]), (row["saved_bytes"] / 2**20, row["ratio"]), textcoords="offset points", xytext=(5, 5)
         )
-    axes.set(xlabel="saved for backward, MiB", ylabel="forward + backward, plain run = 1", title=title)
+    axes.set(xlabel="saved for backward, MiB", ylabel="forward + backward, unmodified run = 1", title=title)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from .. import nn as drop_ins
 from ..extras import missing
-from ..nn.plain import untouched
+from ..nn.unmodified import untouched
 from ..ops.dispatch.checks import check_mode
 from ..subclasses import own_dispatch
 from .alike import Checked

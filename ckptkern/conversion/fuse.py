@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from .. import memory
-from ..nn.plain import runs_class_forward, untouched
+from ..nn.unmodified import runs_class_forward, untouched
 from ..subclasses import own_dispatch
 from .alike import Checked, call_kinds
 from .binding import Fused, Segment, named, templates

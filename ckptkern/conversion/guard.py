@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..nn.plain import untouched
+from ..nn.unmodified import untouched
 from ..subclasses import PLAIN
 from .trace import PLAIN_VALUES, plain_attributes
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..memory import saved_tensors
-from ..nn.plain import dense, hooked, strided, untouched
+from ..nn.unmodified import dense, hooked, strided, untouched
 from ..subclasses import PLAIN
 from .binding import Forward, mode_of
 from .check import TOLERANCE, difference, results, rms, unmoved, wide
@@ -101,7 +101,7 @@ class Chain(NamedTuple):
         return tuple((step.name, str([a for a in leaves_of((step.args, step.kwargs)) if not isinstance(a, Tensor)]))
                      for step in self.steps)  # fmt: skip
 
-    def plain(self, flat: list[Tensor]) -> Tensor:
+    def unfused(self, flat: list[Tensor]) -> Tensor:
         return self.after(F.linear(*flat))
 
     def fused(self, flat: list[Tensor], mode: str = "full") -> Tensor:
@@ -121,14 +121,14 @@ class Chain(NamedTuple):
     def error(self) -> float:
         """The largest relative error of the loss and its gradients."""
         flat = self.example(wide)
-        theirs, ours = (results(run, flat, list(range(len(flat))), []) for run in (self.plain, self.fused))
+        theirs, ours = (results(run, flat, list(range(len(flat))), []) for run in (self.unfused, self.fused))
         return difference(ours, theirs)
 
     def saved(self, mode: str) -> tuple[int, int]:
         """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
         flat, found, loss = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
         given = [one for one in leaves_of((loss.args, loss.kwargs)) if type(one) is Tensor]
-        for run in (self.plain, lambda flat: self.fused(flat, mode)):
+        for run in (self.unfused, lambda flat: self.fused(flat, mode)):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 run(flat)
             found.append(saved.bytes)

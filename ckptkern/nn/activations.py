@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import eager
 from ..ops.dispatch.checks import ACTIVATIONS
-from .plain import plain, untouched
+from .unmodified import unmodified, untouched
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -22,7 +22,7 @@ def named(activation: Callable[[Tensor], Tensor]) -> str | None:
         for known in entry.torchs:
             if activation is known:
                 return name
-            if type(activation) is known and plain((known,), activation):
+            if type(activation) is known and unmodified((known,), activation):
                 return "gelu_tanh" if getattr(activation, "approximate", "none") == "tanh" else name
     return None
 

@@ -15,8 +15,8 @@ from ..ops.dispatch.checks import check_mode
 from ..ops.dispatch.choices import autocast_dtype
 from ..ops.dispatch.shard import refuse_shard
 from ..subclasses import PLAIN, own_dispatch
-from .plain import composed, dense, strided
 from .share import check_kind, share
+from .unmodified import composed, dense, strided
 
 
 def by_head(attn_mask: Tensor, heads: int) -> Tensor:

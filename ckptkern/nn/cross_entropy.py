@@ -13,8 +13,8 @@ from ..errors import ShapeError
 from ..ops.cross_entropy import check_scalars, loss_of_logits, scaled_and_capped
 from ..ops.dispatch.checks import check_choice, check_mode
 from ..ops.dispatch.choices import parse_bytes
-from .plain import composed, plain
 from .share import check_kind, share
+from .unmodified import composed, unmodified
 
 NAME = "LinearCrossEntropyLoss"
 TORCH_CLASS = getattr(torch.nn, NAME, None)  # torch has one from 2.13 on
@@ -93,7 +93,7 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
         return one
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if self.out_features or not plain(torch.nn.Linear, self.linear):
+        if self.out_features or not unmodified(torch.nn.Linear, self.linear):
             return composed(self._composed, input, target)
         return ops.linear_cross_entropy(
             input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight, reduction=self.reduction,

@@ -13,8 +13,8 @@ from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .parts import check_linear, same_activation
-from .plain import composed, dense, plain
 from .share import check_kind, refuse, share
+from .unmodified import composed, dense, unmodified
 
 
 class Linear(torch.nn.Linear):
@@ -120,7 +120,7 @@ class LinearStack(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.layers)
-        if not plain(torch.nn.Linear, *layers) or len({layer.bias is None for layer in layers}) > 1:
+        if not unmodified(torch.nn.Linear, *layers) or len({layer.bias is None for layer in layers}) > 1:
             return composed(self._composed, input)
         biases = None if self.layers[0].bias is None else [layer.bias for layer in self.layers]
         return ops.linear_stack(

@@ -24,8 +24,8 @@ from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .mlp import GatedMLP
 from .parts import check_linear, check_parts, rms_norm
-from .plain import composed, plain
 from .share import refuse, share
+from .unmodified import composed, unmodified
 
 
 def _check_rows(op: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -140,7 +140,7 @@ class LlamaAttention(torch.nn.Module):
         )  # fmt: skip
 
     def block_arguments(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> dict[str, Any]:
-        """The arguments of ckptkern.attention_block, by name, that this module stands for if it is plain."""
+        """The arguments of ckptkern.attention_block, by name, that this module stands for if it is unmodified."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         biases = [projection.bias for projection in projections]
         norms = {}
@@ -188,20 +188,20 @@ class LlamaAttention(torch.nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
         """x [B, S, d] -> [B, S, d]. masks: as in LlamaDecoderLayer.forward."""
         _check_rows(type(self).__name__, x, masks.get("cu_seqlens"))
-        if not self.is_plain():
+        if not self.is_unmodified():
             return composed(self._composed, x, rotary, **masks)
         return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), recompute=self.recompute)
 
-    def is_plain(self) -> bool:
+    def is_unmodified(self) -> bool:
         """Do its parameters alone determine what it computes?"""
         q_norm, k_norm = self.q_norm, self.k_norm
-        if not plain(torch.nn.Linear, self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+        if not unmodified(torch.nn.Linear, self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             return False
         if q_norm is None and k_norm is None:
             return True
         # the op has one eps for both norms, and takes a missing weight for a missing norm
         return (
-            plain(torch.nn.RMSNorm, q_norm, k_norm)
+            unmodified(torch.nn.RMSNorm, q_norm, k_norm)
             and q_norm.eps == k_norm.eps
             and q_norm.weight is not None
             and k_norm.weight is not None
@@ -363,7 +363,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         return composed(self._sublayers, x, rotary, masks, attention, mlp)
 
     def _sublayers(self, x: Tensor, rotary, masks: dict, attention: dict | None, mlp: dict | None) -> Tensor:
-        """forward, by calling the submodules of a sublayer that is not plain, whose arguments are None."""
+        """forward, by calling the submodules of a sublayer that is not unmodified, whose arguments are None."""
         of_attention, of_mlp = modes_of_sublayers(type(self).__name__, self.recompute)
         if attention is None:
             branch = self.self_attn(self.input_layernorm(x), rotary, **masks)
@@ -388,14 +388,16 @@ class LlamaDecoderLayer(torch.nn.Module):
     def _attention_arguments(self, x: Tensor, rotary, masks: dict[str, Any]) -> dict[str, Any] | None:
         """The arguments of ckptkern.attention_block, or None if the modules have to be called."""
         norm, attention = self.input_layernorm, self.self_attn
-        if not (plain(torch.nn.RMSNorm, norm) and plain(LlamaAttention, attention) and attention.is_plain()):
+        if not (
+            unmodified(torch.nn.RMSNorm, norm) and unmodified(LlamaAttention, attention) and attention.is_unmodified()
+        ):
             return None
         return attention.block_arguments(x, rotary, **masks) | self._half(norm, x)
 
     def _mlp_arguments(self, x: Tensor) -> dict[str, Any] | None:
         """The arguments of ckptkern.mlp_block, or None likewise."""
         norm, mlp = self.post_attention_layernorm, self.mlp
-        if not (plain(torch.nn.RMSNorm, norm) and plain(GatedMLP, mlp) and mlp.is_plain()):
+        if not (unmodified(torch.nn.RMSNorm, norm) and unmodified(GatedMLP, mlp) and mlp.is_unmodified()):
             return None
         return {
             "gate_weight": mlp.gate_proj.weight,

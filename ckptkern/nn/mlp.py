@@ -10,8 +10,8 @@ from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .parts import activation_in, check_linear, check_parts, dropout_in, same_activation
-from .plain import composed, plain
 from .share import check_kind, refuse, share
+from .unmodified import composed, unmodified
 
 
 class MLP(torch.nn.Module):
@@ -71,7 +71,7 @@ class MLP(torch.nn.Module):
         return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not plain(torch.nn.Linear, self.fc1, self.fc2):
+        if not unmodified(torch.nn.Linear, self.fc1, self.fc2):
             return composed(self._composed, input)
         return ops.mlp(
             input, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.activation, self.dropout,
@@ -91,7 +91,7 @@ class MLP(torch.nn.Module):
 class GatedMLP(torch.nn.Module):
     """y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging Face's Llama.
 
-    recompute, workspace: see ckptkern.gated_mlp. Layers are called as in MLP if one is not a plain nn.Linear.
+    recompute, workspace: see ckptkern.gated_mlp. Layers are called as in MLP if one is not an unmodified nn.Linear.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class GatedMLP(torch.nn.Module):
         return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.is_plain():
+        if not self.is_unmodified():
             return composed(self._composed, input)
         return ops.gated_mlp(
             input, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, self.activation, self.dropout,
@@ -155,8 +155,8 @@ class GatedMLP(torch.nn.Module):
         h = eager.act(self.gate_proj(input), self.activation) * self.up_proj(input)
         return self.down_proj(ops.dropout(h, self.dropout, self.training))
 
-    def is_plain(self) -> bool:
+    def is_unmodified(self) -> bool:
         """Do its parameters alone determine what it computes?"""
-        return plain(torch.nn.Linear, self.gate_proj, self.up_proj, self.down_proj)
+        return unmodified(torch.nn.Linear, self.gate_proj, self.up_proj, self.down_proj)
 
     extra_repr = MLP.extra_repr

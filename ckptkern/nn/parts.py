@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from .activations import Activation, activation_of
-from .plain import DROPOUT, untouched
 from .share import refuse, share
+from .unmodified import DROPOUT, untouched
 
 
 def check_parts(

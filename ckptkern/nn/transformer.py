@@ -15,13 +15,13 @@ from ..subclasses import PLAIN
 from .activations import named
 from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout
-from .plain import DROPOUT, composed, plain, untouched
 from .share import check_kind, share
+from .unmodified import DROPOUT, composed, unmodified, untouched
 
 
 def _drops(*dropouts: torch.nn.Module) -> bool:
-    """Are these plain, with p between 0 and 1? torch reports any other p, in evaluation too."""
-    return plain(DROPOUT, *dropouts) and not any(one.p < 0.0 or one.p > 1.0 for one in dropouts)
+    """Are these unmodified, with p between 0 and 1? torch reports any other p, in evaluation too."""
+    return unmodified(DROPOUT, *dropouts) and not any(one.p < 0.0 or one.p > 1.0 for one in dropouts)
 
 
 def _probability(dropout: torch.nn.Dropout) -> float:
@@ -100,7 +100,7 @@ class _Layer:
         if (
             type(attention).forward is not MultiheadAttention.forward
             or not untouched(attention)
-            or not plain(torch.nn.LayerNorm, norm)
+            or not unmodified(torch.nn.LayerNorm, norm)
             or not _drops(dropout)
             or not attention.fits(x, memory, memory, *masks)
             or not attention.one_segment(x, memory, memory, masks[0], masks[1] if masks[2] else None)
@@ -119,8 +119,8 @@ class _Layer:
         if (
             activation is None
             or not self._is_torchs("_ff_block")
-            or not plain(torch.nn.LayerNorm, norm)
-            or not plain(torch.nn.Linear, self.linear1, self.linear2)
+            or not unmodified(torch.nn.LayerNorm, norm)
+            or not unmodified(torch.nn.Linear, self.linear1, self.linear2)
             or not _drops(self.dropout, dropout)
         ):
             return None

@@ -52,7 +52,7 @@ def joined(table: Table, all_ranks: Sequence[tuple]) -> Table:
     for place, kind in enumerate(table.kinds):
         kind.costs = [mean(of_all) for of_all in zip(*(one[2][place] for one in all_ranks), strict=True)]
     rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=False)]
-    return Table(rows, table.kinds, held[-1][0], table.stock_rest, table.device)
+    return Table(rows, table.kinds, held[-1][0], table.eager_rest, table.device)
 
 
 def largest(held: Sequence[Held]) -> Held:

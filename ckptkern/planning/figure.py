@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from ..memory import Timeline, three_digits
 
-COLORS = {"stock PyTorch": "#a9b4c0", "none": "#e38b2c", "selective": "#0b6e7f", "full": "#6a3d9a"}
+COLORS = {"eager PyTorch": "#a9b4c0", "none": "#e38b2c", "selective": "#0b6e7f", "full": "#6a3d9a"}
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 

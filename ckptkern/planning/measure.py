@@ -26,7 +26,7 @@ from .. import memory
 from ..conversion.alike import call_kinds, same_inside
 from ..conversion.check import unmoved
 from ..conversion.trace import leaves_of, mapped
-from .segments import Segment, Strategy, stock
+from .segments import Segment, Strategy, original_forwards
 from .timing import Clock
 
 Call = tuple[tuple, dict[str, Any]]
@@ -64,28 +64,28 @@ class Kind:
     first: Segment
     call: Call
     costs: list[Cost] = field(default_factory=list)  # in the order of its strategies
-    stock: Cost | None = None
+    eager: Cost | None = None
 
 
 class Measured(NamedTuple):
-    """One segment of a table. stock: what it saved before convert, None where there was no other forward."""
+    """One segment of a table. eager: what it saved before convert, None where there was no other forward."""
 
     segment: Segment
     kind: int
     calls: int
     strategies: list[Strategy]
     held: list[Held]
-    stock: Held | None
+    eager: Held | None
 
 
 @dataclass
 class Table:
-    """What choices are made from. rest, stock_rest: what is saved outside of the segments."""
+    """What choices are made from. rest, eager_rest: what is saved outside of the segments."""
 
     rows: list[Measured]
     kinds: list[Kind]
     rest: Held
-    stock_rest: Held | None
+    eager_rest: Held | None
     device: torch.device
 
     @property
@@ -104,9 +104,9 @@ class Table:
     @property
     def eager_saved(self) -> int | None:
         """Bytes that the model saved before convert."""
-        if self.stock_rest is None or any(row.stock is None for row in self.rows):
+        if self.eager_rest is None or any(row.eager is None for row in self.rows):
             return None
-        return total([self.stock_rest, *(row.stock for row in self.rows)])
+        return total([self.eager_rest, *(row.eager for row in self.rows)])
 
     def cost(self, row: Measured, strategy: int) -> Cost:
         seconds, flops, workspace = self.kinds[row.kind].costs[strategy]
@@ -262,14 +262,14 @@ def as_result(tensor: Tensor) -> Tensor:
 
 
 def costs(kind: Kind, strategies: Sequence[Strategy | None], device: torch.device) -> list[Cost]:
-    """Of one segment in each strategy; None is its stock forward. The rounds of timings interleave the strategies."""
+    """Of one segment in each strategy; None is its original forward. The rounds of timings interleave the strategies."""
     segment, call = kind.first, kind.call
     before, clock, seeds = segment.strategy, Clock(device), []
 
     @contextmanager
     def running(strategy: Strategy | None) -> Iterator[None]:
         if strategy is None:
-            with stock(segment.module):
+            with original_forwards(segment.module):
                 yield
         else:
             segment.set(strategy)
@@ -372,23 +372,23 @@ def measure(
         for segment, strategy in zip(segments, before, strict=True):
             segment.set(strategy)
     held = [one.held() for one in records]
-    stock_held = None
-    if any(segment.has_stock for segment in segments):
-        with stock(model):
-            stock_held = record(model, args, kwargs, segments).held()
+    eager_held = None
+    if any(segment.has_eager for segment in segments):
+        with original_forwards(model):
+            eager_held = record(model, args, kwargs, segments).held()
     rows, kinds = [], []
     for i, (segment, own) in enumerate(zip(segments, strategies, strict=True)):
         if i not in records[0].calls:
             continue  # the model does not call it
         saved = [held[min(j, len(held) - 1)].get(i, Held()) for j in range(len(own))]
-        eager_saved = stock_held.get(i, Held()) if segment.has_stock else None
+        eager_saved = eager_held.get(i, Held()) if segment.has_eager else None
         kind = kind_of(kinds, segment, records[0].calls[i])
         rows.append(Measured(segment, kind, records[0].counts[i], own, saved, eager_saved))
     for i, kind in enumerate(kinds):
         shown(f"time of {kind.first.name or 'the model'}")
         row = next(row for row in rows if row.kind == i)
-        has_stock = row.stock is not None
-        found = costs(kind, [*row.strategies, *([None] if has_stock else [])], device)
-        kind.costs, kind.stock = found[: len(row.strategies)], found[-1] if has_stock else None
-    stock_rest = None if stock_held is None else stock_held.get(REST, Held())
-    return Table(rows, kinds, held[0].get(REST, Held()), stock_rest, device)
+        has_eager = row.eager is not None
+        found = costs(kind, [*row.strategies, *([None] if has_eager else [])], device)
+        kind.costs, kind.eager = found[: len(row.strategies)], found[-1] if has_eager else None
+    eager_rest = None if eager_held is None else eager_held.get(REST, Held())
+    return Table(rows, kinds, held[0].get(REST, Held()), eager_rest, device)

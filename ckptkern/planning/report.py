@@ -1,4 +1,4 @@
-"""report: what each segment of a model keeps and costs in each mode, beside stock PyTorch."""
+"""report: what each segment of a model keeps and costs in each mode, beside eager PyTorch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..extras import missing
 from ..ops.dispatch.checks import MODES
 from .measure import Cost, Table, measure, no_main_grad
 from .plan import found_segments, time_of
-from .segments import Segment, Strategy, check_model, segments_of, stock
+from .segments import Segment, Strategy, check_model, original_forwards, segments_of
 
-STOCK = "stock PyTorch"
+EAGER = "eager PyTorch"
 
 
 @dataclasses.dataclass
 class Line:
-    """A segment in a mode, "stock PyTorch" for its forward before convert.
+    """A segment in a mode, "eager PyTorch" for its forward before convert.
 
     saved: bytes that it saves for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
     their matmuls. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
@@ -50,7 +50,7 @@ class Report:
     """print(report) shows the segments, those that are alike in one line, and the whole model.
 
     lines: of all segments, in the model's order. totals: bytes that the whole model keeps, by mode, with segments that do not
-    have it at "full"; "stock PyTorch" is left out if a segment has no stock forward. timelines: memory
+    have it at "full"; "eager PyTorch" is left out if a segment has no original forward. timelines: memory
     over one step, by mode; empty on the meta device.
     """
 
@@ -76,9 +76,9 @@ class Report:
         draw_timelines(self.timelines, path)
 
     def __str__(self) -> str:
-        text = [("segment", "replaced by", "mode", "saved", "of stock", "time", "GFLOP", "workspace")]
+        text = [("segment", "replaced by", "mode", "saved", "of eager", "time", "GFLOP", "workspace")]
         for names, lines in self._alike():
-            before = next((line.saved for line in lines if line.mode == STOCK), None)
+            before = next((line.saved for line in lines if line.mode == EAGER), None)
             for i, line in enumerate(lines):
                 text.append(
                     (
@@ -119,8 +119,8 @@ def lines_of(table: Table) -> list[Line]:
     for row in table.rows:
         segment, kind = row.segment, table.kinds[row.kind]
         found: list[tuple[str, int, Cost]] = []
-        if row.stock is not None and kind.stock is not None:
-            found.append((STOCK, row.stock.bytes, kind.stock))
+        if row.eager is not None and kind.eager is not None:
+            found.append((EAGER, row.eager.bytes, kind.eager))
         found += [
             (str(strategy), held.bytes, cost)
             for strategy, held, cost in zip(row.strategies, row.held, kind.costs, strict=True)
@@ -193,8 +193,8 @@ def timelines(
     before = [row.segment.strategy for row in table.rows]
     try:
         for mode in modes:
-            if mode == STOCK:
-                with stock(model):
+            if mode == EAGER:
+                with original_forwards(model):
                     found[mode] = timeline(model, args, kwargs, table.device)
                 continue
             for row, strategy in zip(table.rows, table.uniform(mode), strict=True):
@@ -207,7 +207,7 @@ def timelines(
 
 
 def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Report:
-    """Measures what each segment of a model keeps and costs in each mode, and stock PyTorch beside it.
+    """Measures what each segment of a model keeps and costs in each mode, and eager PyTorch beside it.
 
         report = ckptkern.report(model, input_ids)
         print(report)
@@ -232,7 +232,7 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
         with progress("report") as shown:
             segments = found_segments(model, example_inputs, example_kwargs, None, None)
             table = measure(model, example_inputs, example_kwargs, segments, list(map(modes_of, segments)), shown)
-            totals = {} if table.eager_saved is None else {STOCK: table.eager_saved}
+            totals = {} if table.eager_saved is None else {EAGER: table.eager_saved}
             totals |= {mode: table.saved(table.uniform(mode)) for mode in MODES}
             shown("memory over a step")
             over_time = timelines(model, example_inputs, example_kwargs, table, list(totals))

@@ -1,4 +1,4 @@
-"""The segments of a model: the modules that have a mode, the strategies in which each may run, and its stock forward."""
+"""The segments of a model: the modules that have a mode, the strategies in which each may run, and its original forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import nn as drop_ins
 from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.convert import ORIGINAL_CLASS, Which, check_not_split, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
-from ..nn.plain import runs_class_forward
+from ..nn.unmodified import runs_class_forward
 from ..ops.dispatch.checks import MODES
 from ..storage import Store
 
@@ -53,7 +53,7 @@ class Segment(NamedTuple):
         return own if isinstance(own, Forward) else None
 
     @property
-    def has_stock(self) -> bool:
+    def has_eager(self) -> bool:
         """Has it a forward of PyTorch's alone, which convert replaced or nothing has replaced yet?"""
         return self.forward is not None or self.is_block or ORIGINAL_CLASS in self.module.__dict__
 
@@ -200,7 +200,7 @@ def check_model(op: str, model: nn.Module, inputs: object) -> None:
 
 
 @contextlib.contextmanager
-def stock(model: nn.Module) -> Iterator[None]:
+def original_forwards(model: nn.Module) -> Iterator[None]:
     """The model as it was before convert, for a while."""
     changed = []
     try:

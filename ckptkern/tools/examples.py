@@ -1,7 +1,7 @@
-"""The field's tutorials as segments: `python -m ckptkern examples` runs each one beside its plain self.
+"""The field's tutorials as segments: `python -m ckptkern examples` runs each one beside the unmodified model.
 
 Every example is a model, an input, and the same forward pass written with segments. The run compares what is saved for
-backward, and checks that gradients, outputs and buffers are those of the plain run, bit for bit.
+backward, and checks that gradients, outputs and buffers are those of the unmodified run, bit for bit.
 """
 
 from __future__ import annotations
@@ -162,13 +162,13 @@ def nested() -> Example:
 
 
 class Outcome(NamedTuple):
-    plain: int  # bytes saved for backward
+    unmodified: int  # bytes saved for backward
     segmented: int
-    differ: list[str]  # what differs in any bit from the plain run
+    differ: list[str]  # what differs in any bit from the unmodified run
 
 
 def run(name: str, seed: int = 0) -> Outcome:
-    """One step of an example, plain and in segments, from one seed and the same parameters."""
+    """One step of an example, unmodified and in segments, from one seed and the same parameters."""
     torch.manual_seed(seed)
     model, segmented, input = EXAMPLES[name]()
 
@@ -189,7 +189,7 @@ def run(name: str, seed: int = 0) -> Outcome:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Runs the tutorials' models in segments beside their plain selves."
+    parser.description = "Runs the tutorials' models in segments beside the unmodified models."
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}; all if none is given")
 
 
@@ -198,11 +198,11 @@ def main(args: argparse.Namespace) -> int:
         print(f"ckptkern examples: no example {', '.join(unknown)}; there are {', '.join(EXAMPLES)}")
         return 2
     wrong = 0
-    print(f"{'example':22} {'saved, plain':>12} {'in segments':>12}   ")
+    print(f"{'example':22} {'saved, eager':>12} {'in segments':>12}   ")
     for name in args.names or EXAMPLES:
         outcome = run(name)
         verdict = f"DIFFERS: {', '.join(outcome.differ)}" if outcome.differ else "same bits"
         wrong += bool(outcome.differ)
-        print(f"{name:22} {format_size(outcome.plain):>12} {format_size(outcome.segmented):>12}   {verdict}")
+        print(f"{name:22} {format_size(outcome.unmodified):>12} {format_size(outcome.segmented):>12}   {verdict}")
         print(f"  {(EXAMPLES[name].__doc__ or '').strip()}")
     return 1 if wrong else 0

@@ -41,11 +41,11 @@ class Op:
 
     shapes: dict[str, tuple[int, ...]]  # parameters
     fused: Callable[..., Tensor]  # (x, *parameters, activation=, recompute=)
-    plain: Callable[..., Tensor]  # (act, x, *parameters)
+    unfused: Callable[..., Tensor]  # (act, x, *parameters)
     saved: Callable[[str, bool], tuple[int, int]]
 
 
-def _stack_plain(act: Callable, x: Tensor, *parameters: Tensor) -> Tensor:
+def _stack_unfused(act: Callable, x: Tensor, *parameters: Tensor) -> Tensor:
     for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
         x = act(F.linear(x, weight, bias))
     return x
@@ -63,7 +63,7 @@ OPS = {
     "linear_stack": Op(
         {"weight 0": (HIDDEN, FEATURES), "bias 0": (HIDDEN,), "weight 1": (OUT, HIDDEN), "bias 1": (OUT,)},
         lambda x, w0, b0, w1, b1, **options: ops.linear_stack(x, [w0, w1], [b0, b1], **options),
-        _stack_plain,
+        _stack_unfused,
         lambda mode, relu: (FEATURES, -(-OUT // 8) if relu else 0) if mode == "full" else (FEATURES + HIDDEN + OUT, 0),
     ),
     "mlp": Op(
@@ -196,8 +196,8 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
     dy = random((TOKENS, OUT))
     doubles = {key: leaf.double().requires_grad_() for key, leaf in leaves.items()}
     leaves = {key: leaf.requires_grad_() for key, leaf in leaves.items()}
-    exact = gradients(lambda: op.plain(act, *doubles.values()), doubles, dy.double())
-    eager = relative_errors(gradients(lambda: op.plain(act, *leaves.values()), leaves, dy), exact)
+    exact = gradients(lambda: op.unfused(act, *doubles.values()), doubles, dy.double())
+    eager = relative_errors(gradients(lambda: op.unfused(act, *leaves.values()), leaves, dy), exact)
     parameters = [leaf for key, leaf in leaves.items() if key != "x"]
     for mode in _checks.MODES:
 

@@ -18,7 +18,7 @@ def test_a_sound_conversion() -> None:
     result.saved_checkpoint = measure.saved(measure.checkpointed(model), inputs)
     measure.convert_and_compare(result, model, inputs)
     assert (result.verdict, result.replaced, result.whole, result.layers) == ("whole", {"transformer_layer": 2}, 2, 2)
-    assert result.saved_checkpoint < result.saved_converted < result.saved_plain
+    assert result.saved_checkpoint < result.saved_converted < result.saved_eager
     assert max(result.loss_error, result.gradient_error) < 1e-5
     curves = [measure.curve(one, inputs, 3) for one in (model, model)]
     assert curves[0][-1] > curves[1][-1], "it trains"
@@ -50,7 +50,7 @@ def test_layers_that_are_not_called_do_not_count() -> None:
 
 
 def test_the_figure(tmp_path: Path) -> None:
-    rows = [measure.Result("a", "whole", saved_plain=100, saved_checkpoint=10, saved_converted=20)]
+    rows = [measure.Result("a", "whole", saved_eager=100, saved_checkpoint=10, saved_converted=20)]
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0].row()))
         writer.writeheader()

@@ -436,7 +436,7 @@ def test_trade_writes_its_table_and_figure(tmp_path):
     )
     with (tmp_path / "segments.csv").open() as file:
         saved = {row["segments"]: int(row["saved_bytes"]) for row in csv.DictReader(file)}
-    assert saved["plain"] > saved["2"] > saved["4"] > saved["8"] > saved["every 1"] == trade.LAYERS * 64 * 16 * 4
+    assert saved["eager"] > saved["2"] > saved["4"] > saved["8"] > saved["every 1"] == trade.LAYERS * 64 * 16 * 4
     assert (tmp_path / "segments.png").stat().st_size > 5000
 
 

@@ -460,11 +460,11 @@ class Scaled(Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        def plain(value):
+        def unfused(value):
             return value.as_subclass(Tensor) if isinstance(value, Scaled) else value
 
         if function is F.linear:
-            return F.linear(args[0], plain(args[1]) * 2, *args[2:], **(kwargs or {}))
+            return F.linear(args[0], unfused(args[1]) * 2, *args[2:], **(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs or {})
 
 

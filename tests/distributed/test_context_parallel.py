@@ -85,10 +85,10 @@ def layers(kind):
 
 def _check_split(rank, size, kind, early_stop):
     x = torch.randn(B, S, WIDTH, generator=torch.Generator().manual_seed(5))
-    plain, split = layers("whole"), layers(kind)
+    unfused, split = layers("whole"), layers(kind)
     whole, part = x.clone().requires_grad_(), x.chunk(size, 1)[rank].clone().requires_grad_()
     y = whole
-    for layer in plain:
+    for layer in unfused:
         y = layer(y)
     y.square().mean().backward()
     z = part
@@ -98,7 +98,7 @@ def _check_split(rank, size, kind, early_stop):
     made = [len(layer.counts) for layer in split]
     (z.square().mean() / size).backward()
     torch.testing.assert_close(part.grad, whole.grad.chunk(size, 1)[rank])
-    for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
+    for mine, theirs in zip(split.parameters(), unfused.parameters(), strict=True):
         dist.all_reduce(mine.grad)
         torch.testing.assert_close(mine.grad, theirs.grad)
     assert min(made) > 0

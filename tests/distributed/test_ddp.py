@@ -79,11 +79,11 @@ def test_convert_after_ddp(ranks):
 
 def _check_saved(rank):
     network = DistributedDataParallel(build("converted"))
-    plain = DistributedDataParallel(build("converted", ours=False))
+    unfused = DistributedDataParallel(build("converted", ours=False))
     with ckptkern.memory.saved_tensors(network) as saved:
         network(ids())
-    with ckptkern.memory.saved_tensors(plain) as saved_before:
-        plain(ids())
+    with ckptkern.memory.saved_tensors(unfused) as saved_before:
+        unfused(ids())
     assert saved.bytes < saved_before.bytes / 2
     assert not any(shape[-1:] == torch.Size([48]) for shape, _, _ in saved.tensors if len(shape) == 3)
 

@@ -199,14 +199,14 @@ def test_the_second_of_two_sharded_layers_is_like_the_first(ranks):
 def _check_sharded_inside(rank, size, reshard):
     torch.manual_seed(0)
     network, mesh = ARCHITECTURES["llama"].model(), init_device_mesh("cpu", (size,))
-    plain = copy.deepcopy(network)
+    unfused = copy.deepcopy(network)
     for layer in network.layers:
         fully_shard(layer.mlp, mesh=mesh, reshard_after_forward=reshard)
     shard(network, size, reshard_after_forward=reshard)
     conversion = ckptkern.convert(network, ids())
     assert [row.replaced_by for row in conversion.converted] == ["checkpoint", "checkpoint"]
     assert "DTensor" in conversion.rows[0].reason
-    check(network, alone(plain, size), rank)
+    check(network, alone(unfused, size), rank)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -237,15 +237,15 @@ def _check_drop_ins(rank, size, order):
         assert isinstance(layer, ckptkern.nn.TransformerEncoderLayer)
         assert isinstance(layer, FSDPModule)
         assert isinstance(layer.self_attn, ckptkern.nn.MultiheadAttention)
-    plain = build("modules", ours=False)
-    check(network, alone(plain, size), rank)
+    unfused = build("modules", ours=False)
+    check(network, alone(unfused, size), rank)
     ckptkern.revert(network)
     for layer in network.layers:
         assert not isinstance(layer, ckptkern.nn.TransformerEncoderLayer)
         assert type(layer).__name__ == "FSDPTransformerEncoderLayer"
         assert isinstance(layer, FSDPModule)
         assert type(layer.self_attn) is nn.MultiheadAttention
-    check(network, alone(plain, size), rank)
+    check(network, alone(unfused, size), rank)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -256,15 +256,15 @@ def test_torchs_layers_become_drop_ins_that_are_sharded(ranks, order):
 def _check_without_examples(rank, size):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
-    plain = copy.deepcopy(network)
+    unfused = copy.deepcopy(network)
     fully_shard(network, mesh=init_device_mesh("cpu", (size,)))
     conversion = ckptkern.convert(network)
     assert conversion.converted, conversion
     assert conversion.rows[0].kind == "Sequential"
     x = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     network(x[rank]).square().mean().backward()
-    plain(torch.cat(x)).square().mean().backward()
-    for mine, theirs in zip(network.parameters(), plain.parameters(), strict=True):
+    unfused(torch.cat(x)).square().mean().backward()
+    for mine, theirs in zip(network.parameters(), unfused.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
 
 
@@ -274,12 +274,12 @@ def test_convert_without_examples(ranks):
 
 def _check_revert(rank, size, order):
     network = sharded("converted", size, order)
-    plain = build("converted", ours=False)
-    check(network, alone(plain, size), rank)
+    unfused = build("converted", ours=False)
+    check(network, alone(unfused, size), rank)
     assert ckptkern.revert(network) is network
     assert not any("forward" in m.__dict__ for m in network.modules())
     assert all(type(p) is DTensor or isinstance(p, DTensor) for p in network.parameters())
-    check(network, alone(plain, size), rank)
+    check(network, alone(unfused, size), rank)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -88,7 +88,7 @@ def test_on_a_side_stream(ranks, kind):
 
 def _check_graph(rank, kind):
     """A step of DDP in a CUDA graph, as torch's documentation captures it: 11 steps before, on a side stream."""
-    plain, stream = reference(kind, 0.0).cuda(), torch.cuda.Stream()
+    unfused, stream = reference(kind, 0.0).cuda(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         network = DistributedDataParallel(build(kind).cuda())
     given = ids().cuda()
@@ -113,9 +113,9 @@ def _check_graph(rank, kind):
         for p in network.parameters():
             p.grad.zero_()
         graph.replay()
-        plain.zero_grad()
-        torch.testing.assert_close(loss, step(plain), **TOLERANCE)
-        for mine, theirs in zip(network.parameters(), plain.parameters(), strict=True):
+        unfused.zero_grad()
+        torch.testing.assert_close(loss, step(unfused), **TOLERANCE)
+        for mine, theirs in zip(network.parameters(), unfused.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, **TOLERANCE)
     torch.cuda.synchronize()
 

@@ -73,10 +73,10 @@ def alone(parts, step):
 def _check_stages(rank, size, kind, schedule, p):
     each = 2 if "Interleaved" in schedule else 1  # stages of a rank
     numbers = range(rank, each * size, size)
-    plain = [Part(kind, p, kind != "segments" and p > 0, i, each * size) for i in range(each * size)]
+    unfused = [Part(kind, p, kind != "segments" and p > 0, i, each * size) for i in range(each * size)]
     parts = {i: Part(kind, p, True, i, each * size) for i in numbers}
     for i, part in parts.items():
-        part.load_state_dict(plain[i].state_dict())
+        part.load_state_dict(unfused[i].state_dict())
     hidden = torch.empty(B, S, WIDTH, requires_grad=True)
     stages = [
         PipelineStage(
@@ -86,9 +86,9 @@ def _check_stages(rank, size, kind, schedule, p):
         for i, part in parts.items()
     ]  # fmt: skip
     run = SCHEDULES[schedule](stages if each > 1 else stages[0], MICROS, loss_fn=loss_of)
-    optimizers = [optimizer_of(nn.ModuleList(plain)), optimizer_of(nn.ModuleList(parts.values()))]
+    optimizers = [optimizer_of(nn.ModuleList(unfused)), optimizer_of(nn.ModuleList(parts.values()))]
     for step in range(STEPS):
-        expected, gradients = alone(plain, step)
+        expected, gradients = alone(unfused, step)
         torch.manual_seed(1000 * step + rank)
         x, target = batch(step)
         losses = []

@@ -89,9 +89,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def check_gradients(plain: nn.Module, ours: nn.Module, what: str, tolerance: float = 1e-10) -> None:
-    largest = max(p.grad.abs().max() for p in plain.parameters() if p.grad is not None)
-    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+def check_gradients(unfused: nn.Module, ours: nn.Module, what: str, tolerance: float = 1e-10) -> None:
+    largest = max(p.grad.abs().max() for p in unfused.parameters() if p.grad is not None)
+    for (name, p), q in zip(unfused.named_parameters(), ours.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), f"{what}: {name}"
         if p.grad is not None:
             assert isinstance(q.grad, DTensor) == isinstance(q, DTensor)
@@ -109,13 +109,13 @@ def step(model: nn.Module, x: torch.Tensor, weight: torch.Tensor, seed: int = 1)
     return y.detach(), x.grad, saved
 
 
-def check_saved(name: str, plain, ours, n: int, sequence: bool) -> None:
+def check_saved(name: str, unfused, ours, n: int, sequence: bool) -> None:
     """The inputs of both sublayers, whole or this rank's rows; a part of everything else."""
-    inputs = [size for shape, _, size in plain.tensors if shape == (B, S, WIDTH)]
-    states = [size for shape, dtype, size in plain.tensors if dtype == torch.int64]
+    inputs = [size for shape, _, size in unfused.tensors if shape == (B, S, WIDTH)]
+    states = [size for shape, dtype, size in unfused.tensors if dtype == torch.int64]
     sublayers = 1 if "mlp" in name or name == "attention" else 2
     expected = sublayers * inputs[0] // (n if sequence else 1) + sum(states)
-    expected += (plain.bytes - sum(inputs) - sum(states)) // n
+    expected += (unfused.bytes - sum(inputs) - sum(states)) // n
     if name in TAIL:
         rows = (ours.bytes - expected) * (n if sequence else 1)
         statistics = 4 * B * S * 8  # mean and rstd of both norms
@@ -127,20 +127,20 @@ def check_saved(name: str, plain, ours, n: int, sequence: bool) -> None:
 def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
     for name in BLOCKS:
         for mode in MODES:
-            plain, what = block(name, mode), f"{name}, {mode}"
-            ours = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
-            assert ours.state_dict().keys() == plain.state_dict().keys()
+            unfused, what = block(name, mode), f"{name}, {mode}"
+            ours = parallelize_module(copy.deepcopy(unfused), mesh, style(sequence_parallel=sequence))
+            assert ours.state_dict().keys() == unfused.state_dict().keys()
             x = torch.randn(B, S, WIDTH, dtype=torch.float64)
             weight = torch.randn(B, S, WIDTH // 2 if name == "relu mlp" else WIDTH, dtype=torch.float64)
-            y, dx, saved_plain = step(plain, x, weight)
+            y, dx, saved_eager = step(unfused, x, weight)
             z, dz, saved = step(ours, mine(x, mesh, sequence), mine(weight, mesh, sequence))
             torch.testing.assert_close(z, mine(y, mesh, sequence), msg=what)
             torch.testing.assert_close(dz, mine(dx, mesh, sequence), msg=what)
-            check_gradients(plain, ours, what)
-            check_saved(name, saved_plain, saved, mesh.size(), sequence)
-            plain.eval(), ours.eval()
+            check_gradients(unfused, ours, what)
+            check_saved(name, saved_eager, saved, mesh.size(), sequence)
+            unfused.eval(), ours.eval()
             with torch.no_grad():
-                torch.testing.assert_close(ours(mine(x, mesh, sequence)), mine(plain(x), mesh, sequence), msg=what)
+                torch.testing.assert_close(ours(mine(x, mesh, sequence)), mine(unfused(x), mesh, sequence), msg=what)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
@@ -152,15 +152,15 @@ def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, ranks):
 
 def _check_calls(mesh: DeviceMesh, sequence: bool) -> None:
     """Packed sequences, and masks of which one is trained and has a part for each head."""
-    plain = block("llama with all", "selective")
-    ours = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
+    unfused = block("llama with all", "selective")
+    ours = parallelize_module(copy.deepcopy(unfused), mesh, style(sequence_parallel=sequence))
     bias = torch.randn(1, HEADS, S, S, dtype=torch.float64)
     padding = torch.arange(S) >= torch.tensor([S, 5, 3])[:, None]
     starts = torch.tensor([0, 5, 16], dtype=torch.int32)
     for lead, arguments in (((16,), {"cu_seqlens": starts}), ((B, S), {"key_padding_mask": padding})):
         x, weight = torch.randn(2, *lead, WIDTH, dtype=torch.float64)
         results = []
-        for model, rows in ((plain, False), (ours, sequence)):
+        for model, rows in ((unfused, False), (ours, sequence)):
             model.zero_grad()
             given = mine(x, mesh, rows).clone().requires_grad_()
             mask = bias.clone().requires_grad_()
@@ -172,7 +172,7 @@ def _check_calls(mesh: DeviceMesh, sequence: bool) -> None:
         torch.testing.assert_close(z, mine(y, mesh, sequence))
         torch.testing.assert_close(dz, mine(dx, mesh, sequence))
         torch.testing.assert_close(dmask_, dmask)
-        check_gradients(plain, ours, str(list(arguments)))
+        check_gradients(unfused, ours, str(list(arguments)))
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
@@ -210,16 +210,16 @@ def _check_kernels(mesh: DeviceMesh) -> None:
     quicken()
     with ckptkern.backend("triton"):
         for name, sequence in (("llama with all", True), ("mlp", False), ("gated mlp", False)):
-            plain = BLOCKS[name]()
-            for parameter in plain.parameters():
+            unfused = BLOCKS[name]()
+            for parameter in unfused.parameters():
                 nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
-            split = parallelize_module(copy.deepcopy(plain), mesh, style(sequence_parallel=sequence))
+            split = parallelize_module(copy.deepcopy(unfused), mesh, style(sequence_parallel=sequence))
             x, weight = torch.randn(2, 2, 16, WIDTH, generator=torch.Generator().manual_seed(1))
-            y, dx, _ = step(plain, x, weight)
+            y, dx, _ = step(unfused, x, weight)
             z, dz, _ = step(split, mine(x, mesh, sequence), mine(weight, mesh, sequence))
             torch.testing.assert_close(z, mine(y, mesh, sequence), atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(dz, mine(dx, mesh, sequence), atol=1e-4, rtol=1e-4)
-            check_gradients(plain, split, name, 1e-5)
+            check_gradients(unfused, split, name, 1e-5)
         narrow = parallelize_module(ckptkern.nn.MLP(WIDTH, 96, dropout=P), mesh, style())
         with pytest.raises(RuntimeError, match="the kernels draw masks of shards of 32 n hidden units, not of 48"):
             narrow(x)
@@ -276,16 +276,16 @@ def converted(name: str, dropout: bool = True) -> nn.Module:
 
 def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -> None:
     for name in names:
-        plain = converted(name)
-        ours = parallelize_module(copy.deepcopy(plain), mesh, {"layers.*": style(sequence_parallel=sequence)})
-        optimizers = [torch.optim.SGD(model.parameters(), 0.05, 0.9) for model in (plain, ours)]
+        unfused = converted(name)
+        ours = parallelize_module(copy.deepcopy(unfused), mesh, {"layers.*": style(sequence_parallel=sequence)})
+        optimizers = [torch.optim.SGD(model.parameters(), 0.05, 0.9) for model in (unfused, ours)]
         if sequence:
             for layer in ours.layers:
                 in_rows(layer, mesh)
         weight = None
         for i in range(3):
             losses = []
-            for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            for model, optimizer in zip((unfused, ours), optimizers, strict=True):
                 optimizer.zero_grad()
                 torch.manual_seed(i)
                 with saved_tensors(model) as saved:
@@ -297,7 +297,7 @@ def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -
             hidden = 48 // mesh.size()
             assert not any(shape[-1] in (48, hidden) for shape, _, _ in saved.tensors), f"{name}: {saved}"
             assert losses[1] == pytest.approx(losses[0], rel=1e-9), f"{name}: losses {losses} in step {i}"
-            check_gradients(plain, ours, f"{name}, step {i}")
+            check_gradients(unfused, ours, f"{name}, step {i}")
             for optimizer in optimizers:
                 optimizer.step()
 
@@ -312,12 +312,12 @@ def test_converted_models_on_two_ranks_train_as_on_one(sequence, ranks):
 def _check_cross(mesh: DeviceMesh) -> None:
     """Of its own: three weights and one bias for all of them."""
     torch.manual_seed(0)
-    plain = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, P, kdim=16, vdim=16, batch_first=True, dtype=torch.float64)
-    nn.init.normal_(plain.in_proj_bias)
-    ours = parallelize_module(copy.deepcopy(plain), mesh, style())
+    unfused = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, P, kdim=16, vdim=16, batch_first=True, dtype=torch.float64)
+    nn.init.normal_(unfused.in_proj_bias)
+    ours = parallelize_module(copy.deepcopy(unfused), mesh, style())
     x, memory = torch.randn(B, S, WIDTH, dtype=torch.float64), torch.randn(B, 5, 16, dtype=torch.float64)
     results = []
-    for model in (plain, ours):
+    for model in (unfused, ours):
         given = memory.clone().requires_grad_()
         torch.manual_seed(1)
         y, _ = model(x, given, given, need_weights=False)
@@ -325,7 +325,7 @@ def _check_cross(mesh: DeviceMesh) -> None:
         results.append((y, given.grad))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(other, one)
-    check_gradients(plain, ours, "cross-attention")
+    check_gradients(unfused, ours, "cross-attention")
     _check_converted(mesh, False, ("decoder", "torch decoder"))
 
 
@@ -340,22 +340,22 @@ def _check_with_fsdp(mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plain = nn.Sequential(*(block("llama with all", "selective", seed) for seed in (0, 1)))
-    ours = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"*": style()})
+    unfused = nn.Sequential(*(block("llama with all", "selective", seed) for seed in (0, 1)))
+    ours = parallelize_module(copy.deepcopy(unfused), mesh["tp"], {"*": style()})
     for layer in ours:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(ours, mesh=mesh["dp"])
     torch.manual_seed(2)
     samples, replica = torch.randn(2, B, S, WIDTH, dtype=torch.float64), mesh["dp"].get_local_rank()
-    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, foreach=False) for model in (plain, ours)]
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, foreach=False) for model in (unfused, ours)]
     for i in range(3):
-        for model, optimizer, which in zip((plain, ours), optimizers, ((0, 1), (replica,)), strict=True):
+        for model, optimizer, which in zip((unfused, ours), optimizers, ((0, 1), (replica,)), strict=True):
             optimizer.zero_grad()
             for j in which:
                 torch.manual_seed(10 * i + j)  # the ranks of a tensor-parallel group alike, replicas differently
                 (model(samples[j]).square().mean() / len(which)).backward()
-        check_gradients(plain, ours, f"step {i}", 1e-9)
-        norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (plain, ours)]
+        check_gradients(unfused, ours, f"step {i}", 1e-9)
+        norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (unfused, ours)]
         torch.testing.assert_close(*norms)
         for optimizer in optimizers:
             optimizer.step()
@@ -367,22 +367,22 @@ def test_fsdp2_over_tensor_parallel_blocks(ranks):
 
 def _check_precision_compile_and_segments(mesh: DeviceMesh) -> None:
     x = torch.randn(B, S, WIDTH, generator=torch.Generator().manual_seed(3))
-    plain = block("llama with all", "selective").float()
-    ours = parallelize_module(copy.deepcopy(plain), mesh, style())
+    unfused = block("llama with all", "selective").float()
+    ours = parallelize_module(copy.deepcopy(unfused), mesh, style())
     weight = torch.randn_like(x, requires_grad=False)
     dist.broadcast(weight, 0)
     with torch.autocast("cpu", torch.bfloat16):
-        (y, dx, _), (z, dz, saved) = (step(model, x, weight) for model in (plain, ours))
+        (y, dx, _), (z, dz, saved) = (step(model, x, weight) for model in (unfused, ours))
     assert z.dtype == y.dtype
     for one, other in ((z, y), (dz, dx)):
         assert (one - other).abs().max() < 0.05 * other.abs().max()
-    check_gradients(plain, ours, "autocast", 0.05)
+    check_gradients(unfused, ours, "autocast", 0.05)
     assert {dtype for shape, dtype, _ in saved.tensors if len(shape) == 4} == {torch.bfloat16}
 
-    plain, ours = plain.double(), ours.double()
+    unfused, ours = unfused.double(), ours.double()
     x, weight = x.double(), weight.double()
-    plain.zero_grad(), ours.zero_grad()
-    y, dx, _ = step(plain, x, weight)
+    unfused.zero_grad(), ours.zero_grad()
+    y, dx, _ = step(unfused, x, weight)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     for model in (compiled, lambda x: ckptkern.checkpoint(ours, x)):
         ours.zero_grad()
@@ -404,19 +404,19 @@ def test_autocast_compile_checkpoint_and_dtensor_inputs(ranks):
 def _check_torchs_styles(mesh: DeviceMesh) -> None:
     """torch's styles put hooks on the inner layers, so that the block calls them, as one general segment."""
     torch.manual_seed(0)
-    plain = ckptkern.nn.MLP(WIDTH, HIDDEN, dtype=torch.float64)
-    ours = parallelize_module(copy.deepcopy(plain), mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+    unfused = ckptkern.nn.MLP(WIDTH, HIDDEN, dtype=torch.float64)
+    ours = parallelize_module(copy.deepcopy(unfused), mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
     x, weight = torch.randn(2, B, S, WIDTH, dtype=torch.float64)
-    (y, dx, saved_plain), (z, dz, saved) = (step(model, x, weight) for model in (plain, ours))
+    (y, dx, saved_eager), (z, dz, saved) = (step(model, x, weight) for model in (unfused, ours))
     torch.testing.assert_close(z, y)
     torch.testing.assert_close(dz, dx)
-    check_gradients(plain, ours, "torch's styles")
-    assert saved.bytes == saved_plain.bytes == x.nbytes
+    check_gradients(unfused, ours, "torch's styles")
+    assert saved.bytes == saved_eager.bytes == x.nbytes
     ours.dropout = P  # drawn by a rank's own columns: both ranks have the mask of the first sublayer
     torch.manual_seed(1)
     mask = state.keep_mask(state.draw(x), P, B * S, HIDDEN // 2).repeat(1, 2).view(B, S, HIDDEN)
     scale = state.threshold_scale(P)[1]
-    expected = plain.fc2(torch.where(mask, nn.functional.gelu(plain.fc1(x)) * scale, 0))
+    expected = unfused.fc2(torch.where(mask, nn.functional.gelu(unfused.fc1(x)) * scale, 0))
     torch.testing.assert_close(step(ours, x, weight)[0], expected)
 
 
@@ -426,34 +426,34 @@ def test_torchs_own_styles_on_the_inner_layers(ranks):
 
 def _check_whole(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
-    plain = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
-    nn.init.normal_(plain.in_proj_bias)
-    ours = parallelize_module(copy.deepcopy(plain), mesh, style())
+    unfused = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+    nn.init.normal_(unfused.in_proj_bias)
+    ours = parallelize_module(copy.deepcopy(unfused), mesh, style())
     x = torch.randn(B, S, WIDTH, dtype=torch.float64)
     for need_weights in (True, False):
-        results = [model(x, x, x, need_weights=need_weights) for model in (plain, ours)]
+        results = [model(x, x, x, need_weights=need_weights) for model in (unfused, ours)]
         for one, other in zip(*results, strict=True):
             assert one is other is None or torch.equal(one, other) or not need_weights
         torch.testing.assert_close(results[1][0], results[0][0])
-        for (y, _), model in zip(results, (plain, ours), strict=True):
+        for (y, _), model in zip(results, (unfused, ours), strict=True):
             model.zero_grad()
             y.square().sum().backward()
-        check_gradients(plain, ours, f"need_weights={need_weights}")
+        check_gradients(unfused, ours, f"need_weights={need_weights}")
 
     model = parallelize_module(converted("llama", dropout=False), mesh, {"layers.*": style()})
-    plain = converted("llama", dropout=False)
+    unfused = converted("llama", dropout=False)
     for layer in model.layers:
         layer.forward.whole = (
             None  # nothing is gathered for a call without gradients, in which an unsplit layer runs its original
         )
     for mode in (True, False):
         with torch.no_grad():
-            torch.testing.assert_close(model.train(mode)(ids()), plain.train(mode)(ids()))
+            torch.testing.assert_close(model.train(mode)(ids()), unfused.train(mode)(ids()))
     for layer in model.layers:
         del layer.forward.whole
     hook = model.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
-    plain.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
-    torch.testing.assert_close(model(ids()), plain(ids()))
+    unfused.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
+    torch.testing.assert_close(model(ids()), unfused(ids()))
     hook.remove()
 
     model = ARCHITECTURES["sandwich"].model()

@@ -35,13 +35,13 @@ def apply(network: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process(kind):
     """Names in state_dict, saved bytes and gradients are those of the layers themselves."""
-    network, plain = apply(build(kind, 0.2)), build(kind, 0.2, ours=kind != "segments")
-    assert network.state_dict().keys() == plain.state_dict().keys()
+    network, unfused = apply(build(kind, 0.2)), build(kind, 0.2, ours=kind != "segments")
+    assert network.state_dict().keys() == unfused.state_dict().keys()
     with saved_tensors(network) as saved:
         network(ids())
     inputs = [shape for shape, _, _ in saved.tensors if len(shape) == 3]
     assert len(inputs) <= 4, "the input of each layer, of the head, and the logits"
-    check(network, alone(plain, 1), 0)
+    check(network, alone(unfused, 1), 0)
 
 
 def _check_engine(rank, size, kind, engine, p):
@@ -66,7 +66,7 @@ def test_two_processes(ranks, engine, p, kind):
 
 def _check_convert(rank, size, order):
     """A wrapper that is there before becomes the fused layer itself; one that comes later recomputes it."""
-    network, plain = build("converted", ours=False), build("converted", ours=False)
+    network, unfused = build("converted", ours=False), build("converted", ours=False)
     if order == "wrap, convert":
         apply(network)
     conversion = ckptkern.convert(network, ids())
@@ -77,10 +77,10 @@ def _check_convert(rank, size, order):
     for layer in network.layers:
         fully_shard(layer, mesh=init_device_mesh("cpu", (size,)))
     fully_shard(network, mesh=init_device_mesh("cpu", (size,)))
-    check(network, alone(plain, size), rank)
+    check(network, alone(unfused, size), rank)
     ckptkern.revert(network)
     assert not any("forward" in m.__dict__ for m in network.modules())
-    check(network, alone(plain, size), rank)
+    check(network, alone(unfused, size), rank)
 
 
 @pytest.mark.parametrize("order", ["wrap, convert", "convert, wrap"])

@@ -134,8 +134,8 @@ class Kernel:
 
     def widths(self, space: str) -> set[int]:
         """Bytes of the elements that plain loads and stores of a space move."""
-        plain = (i for i in self.instructions if i.opcode in ("ld", "st") and i.space == space)
-        return {int(re.sub(r"\D", "", i.modifiers[-1])) // 8 for i in plain}
+        unfused = (i for i in self.instructions if i.opcode in ("ld", "st") and i.space == space)
+        return {int(re.sub(r"\D", "", i.modifiers[-1])) // 8 for i in unfused}
 
     def _read(self, body: str) -> None:
         line, label, pending, scopes = "", "", "", Scopes(self.registers)

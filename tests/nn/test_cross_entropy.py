@@ -67,7 +67,7 @@ def test_like_torchs(options):
     assert_same_within_rounding(step(shared, x, target), step(other, x, target))
 
 
-def plain(module, x, target):
+def unfused(module, x, target):
     z = module.linear(x) * 0.5
     z = 3.0 * torch.tanh(z / 3.0)
     counted = target != IGNORED
@@ -82,7 +82,7 @@ def test_own_options():
     """Any leading shape, and what torch's module has not."""
     module, (x, target) = ours(WIDTH, CLASSES, bias=True, **OWN), inputs(2, 3, 4)
     found = step(module, x, target)
-    loss = plain(module, x, target)
+    loss = unfused(module, x, target)
     grads = torch.autograd.grad(loss, (x, module.linear.weight, module.linear.bias))
     names = ("loss", "x", "linear.weight", "linear.bias")
     assert_same_within_rounding(found, dict(zip(names, (loss.detach(), *grads), strict=True)))
@@ -135,7 +135,7 @@ def test_a_head_that_is_more_than_its_weight_is_called(change):
     module, (x, target) = ours(WIDTH, CLASSES, bias=True, **OWN), inputs(4, 5)
     change(module)
     found = step(module, x, target)
-    loss = plain(module, x, target)
+    loss = unfused(module, x, target)
     names, parameters = zip(*module.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, (x, *parameters))
     assert_same_within_rounding(found, dict(zip(("loss", "x", *names), (loss.detach(), *grads), strict=True)))

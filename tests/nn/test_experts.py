@@ -183,7 +183,7 @@ def step(function, x, index, s, parameters):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("d", "h", "experts", "top_k"), [(64, 32, 16, 4), (64, 96, 4, 2), (128, 448, 4, 2)])
 def test_saved_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
-    """transformers' "grouped_mm", and the same in plain PyTorch of the demo and the benchmark, keep gathered rows, g and u,
+    """transformers' "grouped_mm", and the same in eager PyTorch of the demo and the benchmark, keep gathered rows, g and u,
     act(g), h and the output before its weights. Ours at "full": routing alone, and a lower peak."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     config = transformers.MixtralConfig(
@@ -197,13 +197,13 @@ def test_saved_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
     arguments = torch.randn(tokens, d, dtype=dtype), index, torch.rand(tokens, top_k, dtype=dtype)
     arguments[0].requires_grad_(), arguments[2].requires_grad_()
 
-    def plain(x, index, s):
+    def unfused(x, index, s):
         return grouped_experts(x, index, s, *parameters, F.silu)
 
-    saved, peak = step(plain, *arguments, parameters)
+    saved, peak = step(unfused, *arguments, parameters)
     pairs, itemsize = tokens * top_k, dtype.itemsize
     assert saved == pairs * (itemsize * (2 * d + 4 * h + 1) + 3 * 8) + 4 * experts
-    torch.testing.assert_close(plain(*arguments), theirs(*arguments))
+    torch.testing.assert_close(unfused(*arguments), theirs(*arguments))
     saved_theirs, peak_theirs = step(theirs, *arguments, parameters)
     assert saved_theirs >= pairs * itemsize * (2 * d + 4 * h)
     routing = pairs * 8 + 4 * (experts + 1)

@@ -22,12 +22,12 @@ def test_an_inplace_activation_may_follow():
     """nn.Sequential(Linear, ReLU(inplace=True)) with the Linear replaced by ours."""
     torch.manual_seed(1)
     ours = nn.Sequential(ckptkern.nn.Linear(3, 4), nn.ReLU(inplace=True), ckptkern.nn.Linear(4, 2))
-    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    plain.load_state_dict(ours.state_dict())
+    unfused = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    unfused.load_state_dict(ours.state_dict())
     x = torch.randn(2, 5, 3)
     ours(x).sum().backward()
-    plain(x).sum().backward()
-    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+    unfused(x).sum().backward()
+    for a, b in zip(ours.parameters(), unfused.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
 
@@ -107,7 +107,7 @@ def test_a_sparse_weight(layout, activation):
 def test_modules_with_a_sparse_weight(layout):
     """Each module calls its layers, and torch computes the sparse one."""
 
-    def plain_gated(gated):
+    def unfused_gated(gated):
         return lambda x: gated.down_proj(nn.functional.silu(gated.gate_proj(x)) * gated.up_proj(x))
 
     stack, mlp, gated = ckptkern.nn.LinearStack([6, 4, 6]), ckptkern.nn.MLP(6, 8), ckptkern.nn.GatedMLP(6, 8)
@@ -116,7 +116,7 @@ def test_modules_with_a_sparse_weight(layout):
     x = torch.randn(2, 3, 6)
     torch.testing.assert_close(stack(x), stack.layers[1](stack.layers[0](x).relu()).relu())
     torch.testing.assert_close(mlp(x), mlp.fc2(nn.functional.gelu(mlp.fc1(x))))
-    torch.testing.assert_close(gated(x), plain_gated(gated)(x))
+    torch.testing.assert_close(gated(x), unfused_gated(gated)(x))
     for kind, sizes, name, options in (
         ("TransformerEncoderLayer", (6, 2, 8, 0.0), "linear1", {}),
         ("MultiheadAttention", (6, 2), "out_proj", {}),

@@ -1,4 +1,4 @@
-"""nn.LlamaDecoderLayer against the same layer in plain PyTorch, in float64."""
+"""nn.LlamaDecoderLayer against the same layer in eager PyTorch, in float64."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def rotated(x, positions, theta):
     return torch.cat((z.real, z.imag), -1).to(x.dtype)
 
 
-def plain(module, x, visible=None, positions=None):
+def unfused(module, x, visible=None, positions=None):
     """The layer spelled out; visible: bool, broadcastable to [B, H, S, S]."""
     attention, mlp = module.self_attn, module.mlp
     h = module.input_layernorm(x)
@@ -74,7 +74,7 @@ def assert_same(module, ours, theirs, x, atol=1e-6):
         training=(True, False),
     ),
 )
-def test_equals_plain_pytorch(case):
+def test_equals_eager_pytorch(case):
     module = layer(
         num_kv_heads=int(case["num_kv_heads"]), qk_norm=case["qk_norm"], attention_bias=case["bias"],
         mlp_bias=case["bias"], activation=case["activation"], recompute=case["recompute"],
@@ -95,7 +95,7 @@ def test_equals_plain_pytorch(case):
     elif case["mask"] == "none":
         masks, visible = {"is_causal": False}, torch.ones(S, S, dtype=torch.bool)
     x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-    assert_same(module, lambda m, x: m(x, rotary, **masks), lambda m, x: plain(m, x, visible), x)
+    assert_same(module, lambda m, x: m(x, rotary, **masks), lambda m, x: unfused(m, x, visible), x)
 
 
 def test_packed_sequences_start_at_position_zero():
@@ -104,13 +104,13 @@ def test_packed_sequences_start_at_position_zero():
     cu = torch.tensor([0, 2, 6, 9], dtype=torch.int32)
 
     def theirs(module, x):
-        return torch.cat([plain(module, part[None])[0] for part in x.split(lengths)])
+        return torch.cat([unfused(module, part[None])[0] for part in x.split(lengths)])
 
     x = torch.randn(sum(lengths), E, dtype=torch.float64, requires_grad=True)
     assert_same(module, lambda m, x: m(x, cu_seqlens=cu, max_seqlen=4), theirs, x)
     # scores read differences of positions alone: a position that runs on would cost precision, not correctness
     assert positions_of(9, x.device, cu).tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
-    assert_same(module, lambda m, x: m(x[:2]), lambda m, x: plain(m, x[None, :2])[0], x)
+    assert_same(module, lambda m, x: m(x[:2]), lambda m, x: unfused(m, x[None, :2])[0], x)
 
 
 def test_rotary_tables():
@@ -187,7 +187,7 @@ def test_dropout_is_one_mask():
     x = torch.randn(B, S, E, dtype=torch.float64)
     dropout_is_one_mask(module, lambda m, x: m(x), x)
     module.eval()
-    torch.testing.assert_close(module(x), plain(module, x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(module(x), unfused(module, x), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_alone_is_the_layers():
@@ -273,7 +273,7 @@ def test_the_eps_of_the_heads_norms_counts(name, eps):
         return x + module.mlp(module.post_attention_layernorm(x))
 
     x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-    assert_same(module, ours, plain, x)
+    assert_same(module, ours, unfused, x)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -291,7 +291,7 @@ def test_eps_none_is_torchs(dtype, autocast):
     x = (small * torch.randn(B, S, E, dtype=torch.float64)).to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         mine, reference = (
-            run(module.to(dtype), call, {"x": x})["output 0"].double() for call in (lambda m, x: m(x), plain)
+            run(module.to(dtype), call, {"x": x})["output 0"].double() for call in (lambda m, x: m(x), unfused)
         )
     assert (mine - reference).norm() < (1e-5 if dtype == torch.float64 else 0.03) * reference.norm()
 
@@ -314,7 +314,7 @@ def test_other_norms_of_heads(name, which):
         setattr(attention, name, Own() if which == "other" else None)
 
     x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-    assert_same(module, lambda m, x: m(x), plain, x)
+    assert_same(module, lambda m, x: m(x), unfused, x)
 
 
 @pytest.mark.parametrize("kind", ["causal", "bool", "padding", "window", "packed"])
@@ -348,16 +348,16 @@ def test_a_missing_bias_among_others():
     module = layer(attention_bias=True)
     module.self_attn.q_proj.bias = None
     x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-    assert_same(module, lambda m, x: m(x), plain, x, atol=1e-5)
+    assert_same(module, lambda m, x: m(x), unfused, x, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_autocast_is_as_exact_as_torch():
     module, x = layer(qk_norm=True), torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-    exact = run(module, lambda m, x: plain(m, x), {"x": x})
+    exact = run(module, lambda m, x: unfused(m, x), {"x": x})
     module, x = module.float(), x.detach().float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        mine, eager = (run(module, call, {"x": x}) for call in (lambda m, x: m(x), lambda m, x: plain(m, x)))
+        mine, eager = (run(module, call, {"x": x}) for call in (lambda m, x: m(x), lambda m, x: unfused(m, x)))
     assert_as_exact(mine, eager, exact)
 
 

@@ -23,14 +23,14 @@ WIDTHS = [7, 9, 6, 5]
 
 class DropIn(NamedTuple):
     """ours, other    (options) -> modules with the same parameters
-    plain         (other, x, act, drop) -> y
+    unfused       (other, x, act, drop) -> y
     options       the options that only ours takes, with values other than the defaults
     masked        width of the tensor that dropout acts on
     """
 
     ours: Callable[..., nn.Module]
     other: Callable[..., nn.Module]
-    plain: Callable[..., Tensor]
+    unfused: Callable[..., Tensor]
     options: dict
     masked: int | None = None
 
@@ -41,7 +41,7 @@ def stack_of_torch(bias: bool = True, **factory) -> nn.Module:
     return other
 
 
-def stack_plain(other: nn.Module, x: Tensor, act: Callable, drop: Callable) -> Tensor:
+def stack_unfused(other: nn.Module, x: Tensor, act: Callable, drop: Callable) -> Tensor:
     for layer in other.layers:
         x = act(layer(x))
     return x
@@ -70,7 +70,7 @@ DROP_INS = {
     "LinearStack": DropIn(
         lambda **o: ckptkern.nn.LinearStack(WIDTHS, **o),
         stack_of_torch,
-        stack_plain,
+        stack_unfused,
         {"activation": "silu", "recompute": "selective", "workspace": "1MiB"},
     ),
     "MLP": DropIn(
@@ -120,12 +120,12 @@ def step(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> 
     return {"y": y.detach(), "x": x.grad, **grads}
 
 
-def plain_step(name: str, other: nn.Module, x: Tensor, activation: str, p: float) -> dict[str, Tensor]:
+def unfused_step(name: str, other: nn.Module, x: Tensor, activation: str, p: float) -> dict[str, Tensor]:
     def drop(h: Tensor) -> Tensor:
         mask = expected_mask(p, h.shape[:-1].numel(), h.shape[-1]).view(h.shape)
         return h * state.threshold_scale(p)[1] * mask if p else h
 
-    return step(lambda x: DROP_INS[name].plain(other, x, ACTIVATIONS[activation], drop), other, x)
+    return step(lambda x: DROP_INS[name].unfused(other, x, ACTIVATIONS[activation], drop), other, x)
 
 
 @every_layer
@@ -149,13 +149,15 @@ def test_results_are_the_compositions(name, mode, activation):
     ours = seeded(DROP_INS[name].ours, activation=activation, recompute=mode, dtype=torch.float64, **options)
     other = seeded(DROP_INS[name].other, dtype=torch.float64)
     x = data(torch.float64)
-    expected = plain_step(name, other, x, activation, 0.25 if options else 0.0)
+    expected = unfused_step(name, other, x, activation, 0.25 if options else 0.0)
     assert_same_within_rounding(step(ours, ours, x), expected)
 
 
 def test_dropout_is_the_mask():
     module = ckptkern.nn.Dropout(0.25)
-    assert_same_within_rounding(step(module, module, data()), plain_step("Dropout", nn.Module(), data(), "relu", 0.25))
+    assert_same_within_rounding(
+        step(module, module, data()), unfused_step("Dropout", nn.Module(), data(), "relu", 0.25)
+    )
 
 
 @every_module
@@ -167,8 +169,8 @@ def test_training_and_evaluation(name):
     assert torch.equal(module(x), module(x))
     other = DROP_INS[name].other()
     other.load_state_dict(module.state_dict())
-    plain = plain_step(name, other, x, options.get("activation", "relu"), 0.0)
-    assert_same_within_rounding(step(module, module, x), plain)
+    unfused = unfused_step(name, other, x, options.get("activation", "relu"), 0.0)
+    assert_same_within_rounding(step(module, module, x), unfused)
     module.train()
     assert torch.equal(module(x), module(x)) == (p == 0.0)
 
@@ -268,7 +270,7 @@ def test_factory_arguments(name):
 
 @every_layer
 def test_training_follows_torchs_module(name):
-    """Ten optimiser steps give the losses of plain PyTorch."""
+    """Ten optimiser steps give the losses of eager PyTorch."""
 
     def losses(build, function):
         module = seeded(build, dtype=torch.float64)
@@ -281,10 +283,10 @@ def test_training_follows_torchs_module(name):
             yield loss.item()
 
     activation = DROP_INS[name].ours().activation
-    plain = losses(
-        DROP_INS[name].other, lambda other, x: DROP_INS[name].plain(other, x, ACTIVATIONS[activation], lambda h: h)
+    unfused = losses(
+        DROP_INS[name].other, lambda other, x: DROP_INS[name].unfused(other, x, ACTIVATIONS[activation], lambda h: h)
     )
-    assert list(losses(DROP_INS[name].ours, lambda module, x: module(x))) == pytest.approx(list(plain), rel=1e-9)
+    assert list(losses(DROP_INS[name].ours, lambda module, x: module(x))) == pytest.approx(list(unfused), rel=1e-9)
 
 
 @every_module
@@ -410,7 +412,7 @@ def test_what_stands_for_a_layer_is_called(name, leaf, how):
             layer.forward = lambda x, layer=layer: nn.Linear.forward(layer, x).sin()
     x = data(torch.float64)
     act = ACTIVATIONS[ours.activation]
-    expected = step(lambda x: DROP_INS[name].plain(other, x, act, lambda h: h), other, x)
+    expected = step(lambda x: DROP_INS[name].unfused(other, x, act, lambda h: h), other, x)
     assert_same_within_rounding(step(ours, ours, x), expected)
 
 
@@ -418,7 +420,7 @@ def test_a_stack_of_mixed_biases():
     ours, other = seeded(DROP_INS["LinearStack"].ours), seeded(DROP_INS["LinearStack"].other)
     for module in (ours, other):
         module.layers[0].bias = None
-    expected = plain_step("LinearStack", other, data(), "relu", 0.0)
+    expected = unfused_step("LinearStack", other, data(), "relu", 0.0)
     assert_same_within_rounding(step(ours, ours, data()), expected)
 
 

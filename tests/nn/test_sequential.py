@@ -169,8 +169,8 @@ def test_keywords_are_the_layers():
 
 def test_a_stack_is_a_module_list():
     layers = llama()
-    stack, plain = LayerStack(layers, 3, determinism_check="none"), nn.ModuleList(layers)
-    assert list(stack.state_dict()) == list(plain.state_dict())
+    stack, unfused = LayerStack(layers, 3, determinism_check="none"), nn.ModuleList(layers)
+    assert list(stack.state_dict()) == list(unfused.state_dict())
     part = stack[1:4]
     assert (type(part), len(part), part.every, part.options) == (LayerStack, 3, 3, {"determinism_check": "none"})
     x = torch.randn(B, S, D)

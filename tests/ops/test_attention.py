@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import Attention, Block, plain_attention, rng_states
+from blocks import Attention, Block, rng_states, unfused_attention
 from cases import (
     DTYPES,
     MODES,
@@ -224,7 +224,7 @@ def test_window_and_slopes(window, dtype):
 def test_dropout(causal):
     tensors = qkv(Sq=7, Sk=7)
     expected = gradients(
-        lambda t: plain_attention(t["q"], t["k"], t["v"], causal=causal, p=P, drawn=rng_states()), tensors
+        lambda t: unfused_attention(t["q"], t["k"], t["v"], causal=causal, p=P, drawn=rng_states()), tensors
     )
     assert_same_within_rounding(gradients(ours(dropout_p=P, is_causal=causal), tensors), expected)
 
@@ -269,12 +269,12 @@ def test_large_scores(p, dtype):
     tensors["k"] = (100 * tensors["k"][:, :, :1].sign()).expand(2, 4, 5, 6)
     tensors["v"].requires_grad_()
 
-    def plain(t):
-        return plain_attention(t["q"], t["k"], t["v"], p=p, drawn=rng_states())
+    def unfused(t):
+        return unfused_attention(t["q"], t["k"], t["v"], p=p, drawn=rng_states())
 
-    exact = gradients(plain, clone(tensors, torch.float64))
+    exact = gradients(unfused, clone(tensors, torch.float64))
     call = ours(dropout_p=p, attn_mask=None if p else torch.ones(7, 5, dtype=torch.bool))
-    assert_as_exact(gradients(call, tensors), gradients(plain, tensors), exact)
+    assert_as_exact(gradients(call, tensors), gradients(unfused, tensors), exact)
 
 
 CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ((0, 4, 4, 9), (0, 3, 5, 11)))
@@ -719,7 +719,7 @@ def test_options_of_a_block(options, mode, backend):
     """Values and gradients, with dropout. The kernels give eager's results, whose error is known."""
     block = Block("", Attention(norm=None, resid_p=0.0, **options), recompute=mode)
     if backend == "eager":
-        check_exactness(block.fused, block.plain, block.make())
+        check_exactness(block.fused, block.unfused, block.make())
         return
     tensors = block.make()
     expected = gradients(block.fused, tensors)
@@ -792,7 +792,7 @@ def packed_block(mode):
     return seeded(run)
 
 
-def plain_packed_block(t):
+def unfused_packed_block(t):
     """Sequence n has the planes of the masks that it would have in a batch of rows of max_seqlen."""
     drawn, outs = next(rng_states()), []
     q, k, v = F.linear(t["x"], t["qkv_weight"], t["qkv_bias"]).unflatten(-1, (3, 4, 6)).permute(1, 2, 0, 3)
@@ -812,7 +812,7 @@ PACKED_BLOCK = Block("", Attention(norm=None, residual=False))
 def test_packed_sequences_with_dropout(mode, backend):
     """Backward uses forward's mask: with another, gradients would be those of another function."""
     with ckptkern.backend(backend):
-        check_exactness(packed_block(mode), plain_packed_block, PACKED_BLOCK.make(lead=(11,), seed=2))
+        check_exactness(packed_block(mode), unfused_packed_block, PACKED_BLOCK.make(lead=(11,), seed=2))
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
@@ -1151,7 +1151,7 @@ def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
 def test_torchs_kernels_on_a_gpu_in_every_layout():
     """Layouts run one after another in one process, with torch's own call among them: no plan reads with another's layout."""
     generator = torch.Generator("cuda").manual_seed(0)
-    plain = torch.randn(4, 2, 4, 256, 64, generator=generator, device="cuda").bfloat16()  # q, k, v, do
+    unfused = torch.randn(4, 2, 4, 256, 64, generator=generator, device="cuda").bfloat16()  # q, k, v, do
 
     def as_tokens(x):
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -1163,13 +1163,13 @@ def test_torchs_kernels_on_a_gpu_in_every_layout():
     core = eager.AttentionCore(0.125, "ieee")
     for name in accepted_kernels(torch.bfloat16, 64, False, False):
         for qkv_layout, do_layout in itertools.product(layouts, layouts):
-            leaves = [layouts[qkv_layout](x).requires_grad_() for x in plain[:3]]
+            leaves = [layouts[qkv_layout](x).requires_grad_() for x in unfused[:3]]
             o = F.scaled_dot_product_attention(*leaves)
-            o.backward(torch.empty_like(o).copy_(plain[3]))  # with another layout torch's own has been wrong
+            o.backward(torch.empty_like(o).copy_(unfused[3]))  # with another layout torch's own has been wrong
             got = core_run(
-                eager, core._replace(fused=name), *(x.detach() for x in leaves), layouts[do_layout](plain[3])
+                eager, core._replace(fused=name), *(x.detach() for x in leaves), layouts[do_layout](unfused[3])
             )
-            for result, reference in zip(got, core_run(eager, core, *plain.double()), strict=True):
+            for result, reference in zip(got, core_run(eager, core, *unfused.double()), strict=True):
                 assert (result.double() - reference).norm() <= 0.02 * reference.norm(), (name, qkv_layout, do_layout)
 
 

@@ -18,7 +18,7 @@ from blocks import (
     Block,
     blocks,
     in_turn,
-    plain_attention,
+    unfused_attention,
     variants,
 )
 from cases import (
@@ -123,7 +123,7 @@ def test_autocast(block):
         return run
 
     samples = [block.make(seed=seed) for seed in range(SAMPLES)]
-    ours, theirs, exact = over_samples(under_autocast(block.fused), under_autocast(block.plain), samples)
+    ours, theirs, exact = over_samples(under_autocast(block.fused), under_autocast(block.unfused), samples)
     residual = all(sublayer.residual for sublayer in block.sublayers)
     assert ours["y"].dtype == (torch.float32 if residual else torch.bfloat16)
     assert all(ours[name].dtype == torch.float32 for name in samples[0])
@@ -138,7 +138,7 @@ EXACT_CASES = [(one, dtype) for shift, dtype in enumerate(DTYPES) for one in in_
 @pytest.mark.parametrize(("block", "dtype"), with_dtypes(EXACT_CASES))
 def test_gradients_are_as_exact_as_torchs(block, dtype):
     samples = [block.make(dtype, seed=seed) for seed in range(SAMPLES)]
-    assert_as_exact(*map(joined_biases, over_samples(block.fused, block.plain, samples)))
+    assert_as_exact(*map(joined_biases, over_samples(block.fused, block.unfused, samples)))
 
 
 @pytest.mark.parametrize("block", blocks(("none", "full")) + variants(("none", "full")))
@@ -212,10 +212,10 @@ def test_causal_attention_with_a_scale_that_is_not_positive(scale, packed):
         ends = torch.tensor([0, 7], dtype=torch.int32)
         y = ckptkern.varlen_attn(q, k, v, ends, ends, 7, 7, is_causal=True, scale=scale)
         heads = (t.transpose(0, 1)[None] for t in (q, k, v))
-        expected = plain_attention(*heads, scale=scale, causal=True)[0].transpose(0, 1)
+        expected = unfused_attention(*heads, scale=scale, causal=True)[0].transpose(0, 1)
         torch.testing.assert_close(y, expected)
         return
-    assert_same_within_rounding(gradients(block.fused, tensors), gradients(block.plain, tensors))
+    assert_same_within_rounding(gradients(block.fused, tensors), gradients(block.unfused, tensors))
 
 
 @pytest.mark.parametrize("block", in_turn())
@@ -312,7 +312,7 @@ def test_a_bias_of_several_layers(mode):
     def layers(run):
         return lambda t: run({**t, "x": run(t)})
 
-    assert_same_within_rounding(gradients(layers(block.fused), tensors), gradients(layers(block.plain), tensors))
+    assert_same_within_rounding(gradients(layers(block.fused), tensors), gradients(layers(block.unfused), tensors))
     with saved_tensors(exclude=[t for name, t in tensors.items() if name not in ("x", "mask")]) as saved:
         layers(block.fused)(tensors)
     padding = BATCH * LENGTH
@@ -679,7 +679,7 @@ def test_parallel_halves_share_a_norm(compiled):
 
     call = shared(block.call)
     ours = gradients(torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call, tensors)
-    assert_same_within_rounding(ours, gradients(shared(block.plain), tensors))
+    assert_same_within_rounding(ours, gradients(shared(block.unfused), tensors))
 
 
 @pytest.mark.parametrize("lead", [(6, 2, 3), (6, 2), (9,)], ids=str)
@@ -700,7 +700,7 @@ def test_dropout_stops_outside_of_training():
     block = variants(("full",), ("normed branch",))[0].values[0]
     tensors = block.make()
     y = ckptkern.attention_block(tensors["x"], **block.attention.arguments(tensors), training=False)
-    torch.testing.assert_close(y, block.without_dropout().plain(tensors))
+    torch.testing.assert_close(y, block.without_dropout().unfused(tensors))
 
 
 CU = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
@@ -976,8 +976,8 @@ def test_whole_ops_on_the_kernels(block):
         # an MLP's modes: triton_kernels/test_ops.py
         modes = MODES if block.name == "pre-norm" and not block.mlp else ("none", "full")
         ours = {mode: gradients(block.with_(recompute=mode).fused, tensors) for mode in modes}
-    eager = gradients(block.plain, tensors)
-    exact = gradients(block.plain, clone(tensors, torch.float64))
+    eager = gradients(block.unfused, tensors)
+    exact = gradients(block.unfused, clone(tensors, torch.float64))
     assert_as_exact(*map(joined_biases, (ours["full"], eager, exact)))
     for results in ours.values():
         assert_same(results, ours["none"])

@@ -79,12 +79,12 @@ def test_every_pair_of_dtypes(setup, x_dtype, weight_dtype, around):
         ours = gradients(fused, tensors)
     assert {*watch.dtypes} == {(dtype, dtype)}
     assert ours["y"].dtype == dtype
-    plain = gradients(lambda t: setup.plain(cast(t, dtype)), tensors)
+    unfused = gradients(lambda t: setup.unfused(cast(t, dtype)), tensors)
     if dtype == FP64:  # there is nothing more exact to compare with
-        assert_same_within_rounding(ours, plain)
+        assert_same_within_rounding(ours, unfused)
         return
-    exact = gradients(setup.plain, clone(clone(tensors, dtype), FP64), output_gradient(ours["y"]).double())
-    assert_as_exact(ours, plain, exact)
+    exact = gradients(setup.unfused, clone(clone(tensors, dtype), FP64), output_gradient(ours["y"]).double())
+    assert_as_exact(ours, unfused, exact)
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), MODES, dropout=(P,), ops=LAYERS))
@@ -202,9 +202,9 @@ def test_activations_at_the_end_of_fp16(setup):
     """At |z| ~ 10,000, where z^3 and exp(z) are far outside fp16, everything is finite that is finite in torch."""
     tensors = make(setup, dtype=FP16)
     tensors["x"] = tensors["x"].detach().mul(3000).requires_grad_()
-    plain, ours = gradients(setup.plain, tensors), gradients(setup.fused, tensors)
-    assert plain["y"].abs().max() > 5000
-    for name, reference in plain.items():
+    unfused, ours = gradients(setup.unfused, tensors), gradients(setup.fused, tensors)
+    assert unfused["y"].abs().max() > 5000
+    for name, reference in unfused.items():
         assert ours[name][reference.isfinite()].isfinite().all(), name
 
 
@@ -238,7 +238,7 @@ def test_error_does_not_grow_with_the_number_of_chunks(setup, dtype):
     """48 chunks are summed in float32 and rounded once, biases too."""
     sizes = Sizes(lead=(128 * 48,), features=8, hidden=8, out=8)
     tensors = make(setup, sizes, dtype)
-    exact = gradients(setup.plain, clone(tensors, FP64))
+    exact = gradients(setup.unfused, clone(tensors, FP64))
 
     def errors(workspace):
         ours = gradients(setup.with_(workspace=workspace).fused, tensors)
@@ -289,7 +289,7 @@ def test_workspace_bounds_the_memory_of_backward(setup, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("rows", [64, 256, 1024])
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), ("full",), ops=("mlp", "gated_mlp")))
-def test_peak_of_a_step_is_not_above_plain_pytorch(setup, rows, dtype):
+def test_peak_of_a_step_is_not_above_eager_pytorch(setup, rows, dtype):
     """With the default workspace, at sizes where the weights' gradients weigh more than the rows, too."""
     tensors = make(setup, Sizes(lead=(rows,), features=64, hidden=256, out=64), dtype)
 
@@ -299,7 +299,7 @@ def test_peak_of_a_step_is_not_above_plain_pytorch(setup, rows, dtype):
         return found.bytes
 
     small = 2**16  # float32 sums of biases, and the rows that a column's sum copies
-    assert peak(setup.fused) <= peak(setup.plain) + small
+    assert peak(setup.fused) <= peak(setup.unfused) + small
 
 
 @pytest.mark.parametrize(

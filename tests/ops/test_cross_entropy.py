@@ -67,7 +67,7 @@ def ours(target, t, **options):
     return joined(*result, True) if options.get("return_lse") else result
 
 
-def plain(
+def unfused(
     target, t, *, weight=None, reduction="mean", ignore_index=IGNORED, label_smoothing=0.0, logit_scale=1.0, softcap=None,
     z_loss=0.0, return_lse=False, recompute=None, workspace=None,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def plain(
 
 def check(target, tensors, **options):
     """The 2x rule against float64, on one draw or twelve. What is saved in 16 bits is compared with PyTorch's 16-bit logits."""
-    check_exactness(functools.partial(ours, target, **options), functools.partial(plain, target, **options), tensors)
+    check_exactness(functools.partial(ours, target, **options), functools.partial(unfused, target, **options), tensors)
 
 
 # -- values and gradients
@@ -145,7 +145,7 @@ def test_shapes(shape, backend, mode):
 def test_all_tokens_ignored(reduction, backend):
     """As torch: a mean of nothing is NaN, and the gradients are zero, whatever an ignored token's x holds."""
     tensors, target = make(ignore="all")
-    expected = plain(target, tensors, reduction=reduction)
+    expected = unfused(target, tensors, reduction=reduction)
     with ckptkern.backend(backend):
         loss = ours(target, tensors, reduction=reduction, z_loss=0.1)
         torch.testing.assert_close(loss, expected, equal_nan=True)
@@ -173,7 +173,7 @@ def test_another_ignore_index():
     tensors, target = make(ignore="none")
     assert_same_within_rounding(
         gradients(functools.partial(ours, target, ignore_index=3), tensors),
-        gradients(functools.partial(plain, target, ignore_index=3), tensors),
+        gradients(functools.partial(unfused, target, ignore_index=3), tensors),
     )
     tensors, target = make(ignore="some")
     ignored = functools.partial(ours, target)
@@ -329,7 +329,7 @@ def test_peak_of_a_step_against_pytorch(dtype):
         4 * d * (2 * M + V) if dtype.itemsize == 2 else 0
     )  # a CPU's float32 copies of x, dx and, in forward, the weight
     assert peak <= max(workspace + copies, 128 * 4 * V + copies) + 2**18
-    assert step(functools.partial(plain, target), tensors) > 8 * M * V
+    assert step(functools.partial(unfused, target), tensors) > 8 * M * V
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         options = torch.nn.LinearCrossEntropyOptions()
 
@@ -418,7 +418,7 @@ def test_second_order():
     """Hessian-vector matmuls through the reference; where x is not saved, an error and no silent zero."""
     tensors, target = make(dtype=torch.float64)
     found = []
-    for run in (ours, plain):
+    for run in (ours, unfused):
         inputs = list(tensors.values())
         first = torch.autograd.grad(run(target, tensors, label_smoothing=0.1, z_loss=0.1), inputs, create_graph=True)
         total = sum((grad * output_gradient(grad)).sum() for grad in first)
@@ -574,7 +574,7 @@ def test_torch_func():
             x, w, target
         ),
     ):
-        for ours_, plain_ in zip(transform(ours), transform(plain), strict=True):
+        for ours_, plain_ in zip(transform(ours), transform(unfused), strict=True):
             torch.testing.assert_close(ours_, plain_)
     with pytest.raises(NotImplementedError, match="forward-mode AD"):
         torch.func.jvp(lambda x: loss(ours, x, w, target), (x,), (x,))
@@ -776,7 +776,7 @@ def test_a_first_token_that_is_ignored_does_not_silence_the_others():
     check(target, tensors, reduction="none")
     run = functools.partial(ours, target, reduction="none")
     dy = torch.arange(9.0)
-    expected = gradients(functools.partial(plain, target, reduction="none"), tensors, dy)
+    expected = gradients(functools.partial(unfused, target, reduction="none"), tensors, dy)
     assert_same_within_rounding(gradients(run, tensors, dy), expected)
 
 
@@ -785,7 +785,7 @@ def test_fp16_keeps_the_loss_scale(mode):
     """dz is formed under the scale, so that fp16 holds it: unscaled, 32 % of it would be 0 (Liger-Kernel#512)."""
     tensors, target = make((512,), 32, 2048, torch.float16, bias=False, ignore="none")
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    plain(target, exact).backward()
+    unfused(target, exact).backward()
     (ours(target, tensors, recompute=mode) * 65536.0).backward()
     error = (tensors["weight"].grad.double() / 65536 - exact["weight"].grad).norm() / exact["weight"].grad.norm()
     assert error < 5e-4
@@ -796,7 +796,7 @@ def test_error_does_not_grow_with_the_number_of_chunks(dtype):
     """A chunk's dW is final, dX is summed in float32 (axolotl#1601, ml-cross-entropy#14)."""
     tensors, target = make((200,), 24, 5120, dtype, ignore="none")
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    plain(target, exact, reduction="sum").backward()
+    unfused(target, exact, reduction="sum").backward()
 
     def errors(workspace):
         found = gradients(functools.partial(ours, target, reduction="sum", workspace=workspace), tensors)
@@ -828,7 +828,7 @@ def test_mean_counts_neither_ignored_tokens_nor_their_classes():
         mean, losses = (ours(target, tensors, reduction=name, **options) for name in ("mean", "none"))
         torch.testing.assert_close(mean, losses[counted].sum() / total)
         assert not losses[~counted].any()
-        torch.testing.assert_close(mean, plain(target, tensors, **options))
+        torch.testing.assert_close(mean, unfused(target, tensors, **options))
 
 
 def test_the_scale_reaches_loss_and_gradients():
@@ -837,7 +837,7 @@ def test_the_scale_reaches_loss_and_gradients():
     for options in (dict(logit_scale=0.0625), dict(logit_scale=3.0, softcap=2.0)):
         assert_same_within_rounding(
             gradients(functools.partial(ours, target, **options), tensors),
-            gradients(functools.partial(plain, target, **options), tensors),
+            gradients(functools.partial(unfused, target, **options), tensors),
         )
 
 
@@ -853,7 +853,7 @@ def test_a_sentinel_beyond_the_vocabulary(backend):
     with ckptkern.backend(backend):
         for mode in ("none", "full"):
             run = functools.partial(ours, target, ignore_index=12, recompute=mode)
-            expected = gradients(functools.partial(plain, target, ignore_index=12), tensors)
+            expected = gradients(functools.partial(unfused, target, ignore_index=12), tensors)
             assert_same_within_rounding(gradients(run, tensors), expected)
 
 
@@ -865,7 +865,7 @@ def test_tokens_that_are_nearly_certain(mode, backend):
     with torch.no_grad():
         tensors["x"].copy_(12 * tensors["weight"][target] + 0.1 * tensors["x"])
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    plain(target, exact, reduction="sum").backward()
+    unfused(target, exact, reduction="sum").backward()
     with ckptkern.backend(backend):
         found = gradients(functools.partial(ours, target, recompute=mode, reduction="sum"), tensors, torch.ones(()))
     assert (found["x"].double() - exact["x"].grad).norm() < 0.01 * exact["x"].grad.norm()

@@ -57,7 +57,7 @@ def moe(x, index, s, w, wd, b=None, bd=None, act=F.silu):
     return total.to(x.dtype)
 
 
-def plain(t: Tensors, act, drop) -> torch.Tensor:
+def unfused(t: Tensors, act, drop) -> torch.Tensor:
     """Every expert on every token: under a transform, too, no shape depends on values."""
     index, s, total = chosen(t["x"]), router(t), 0
     for e in range(E):
@@ -79,7 +79,7 @@ MOE = Op(
         t["x"], chosen(t["x"]), router(t), t["gate_up_weight"], t["down_weight"], gate_up_bias=t.get("gate_up_bias"),
         down_bias=t.get("down_bias"), **options,
     ),
-    plain=plain,
+    unfused=unfused,
     saved=lambda activation, mode, d, h, e: (0, 0),  # below
     matmuls={},
     options=("activation", "recompute"),
@@ -347,9 +347,9 @@ def test_main_grad(backend, strided):
     weights = {name: torch.nn.Parameter(t[name].detach()) for name in ("w", "wd")}
     for p in weights.values():
         p.main_grad = torch.ones(p.shape) if not strided else torch.ones(p.mT.shape).mT
-    plain = {**t, **{name: p.detach().float().requires_grad_() for name, p in weights.items()}}
-    plain = {name: one.detach().double().requires_grad_() for name, one in plain.items()}
-    exact = gradients(theirs_of(index), plain, output_gradient(t["x"]).double())
+    unfused = {**t, **{name: p.detach().float().requires_grad_() for name, p in weights.items()}}
+    unfused = {name: one.detach().double().requires_grad_() for name, one in unfused.items()}
+    exact = gradients(theirs_of(index), unfused, output_gradient(t["x"]).double())
     with ckptkern.backend(backend):
         for _ in range(2):
             y = ours_of(index)({**t, **weights})

@@ -34,10 +34,10 @@ def test_every_subset_of_biases(mode):
         )
         wanted = [x, *(b for b in (bg, bu, bd) if b is not None)]
         ours = ckptkern.gated_mlp(x, wg, wu, wd, gate_bias=bg, up_bias=bu, down_bias=bd, recompute=mode)
-        plain = F.linear(F.silu(F.linear(x, wg, bg)) * F.linear(x, wu, bu), wd, bd)
-        torch.testing.assert_close(ours, plain)
-        ours, plain = (torch.autograd.grad(y.square().sum(), wanted) for y in (ours, plain))
-        for mine, theirs in zip(ours, plain, strict=True):
+        unfused = F.linear(F.silu(F.linear(x, wg, bg)) * F.linear(x, wu, bu), wd, bd)
+        torch.testing.assert_close(ours, unfused)
+        ours, unfused = (torch.autograd.grad(y.square().sum(), wanted) for y in (ours, unfused))
+        for mine, theirs in zip(ours, unfused, strict=True):
             torch.testing.assert_close(mine, theirs)
 
 
@@ -54,5 +54,5 @@ def test_gate_and_up_as_halves_of_one_parameter():
     x, wd = torch.randn(5, 4, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     for mode in MODES:
         ours = torch.autograd.grad(ckptkern.gated_mlp(x, both[:6], both[6:], wd, recompute=mode).sum(), both)[0]
-        plain = torch.autograd.grad(F.linear(F.silu(x @ both[:6].T) * (x @ both[6:].T), wd).sum(), both)[0]
-        torch.testing.assert_close(ours, plain)
+        unfused = torch.autograd.grad(F.linear(F.silu(x @ both[:6].T) * (x @ both[6:].T), wd).sum(), both)[0]
+        torch.testing.assert_close(ours, unfused)

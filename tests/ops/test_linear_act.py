@@ -51,9 +51,9 @@ def test_a_chain_keeps_each_hidden_layer_once():
             h.sum()
         return saved.bytes
 
-    plain = saved(lambda h, w, b: F.linear(h, w, b).relu())
-    assert plain == 4 * 8 * 16 * 4
-    assert saved(lambda h, w, b: ckptkern.linear_act(h, w, b, recompute="none")) == plain
+    unfused = saved(lambda h, w, b: F.linear(h, w, b).relu())
+    assert unfused == 4 * 8 * 16 * 4
+    assert saved(lambda h, w, b: ckptkern.linear_act(h, w, b, recompute="none")) == unfused
 
 
 def test_defaults():

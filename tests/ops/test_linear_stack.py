@@ -36,13 +36,13 @@ def test_depths_and_widths(widths, activation, mode, dtype):
     def fused(t):
         return ckptkern.linear_stack(t["x"], *layers_of(t), activation, recompute=mode)
 
-    def plain(t):
+    def unfused(t):
         h = t["x"]
         for w, b in zip(*layers_of(t), strict=True):
             h = ACTIVATIONS[activation](F.linear(h, w, b))
         return h
 
-    check_exactness(fused, plain, tensors)
+    check_exactness(fused, unfused, tensors)
 
 
 def test_one_layer_is_a_linear_act():

@@ -79,8 +79,8 @@ def test_float32_updates_of_a_16_bit_layer(name, dtype, mode):
         double = {key: t.detach().double().requires_grad_() for key, t in tensors.items()}
         for results, function, given in (
             (ours, block.fused, tensors),
-            (eager, block.plain, tensors),
-            (exact, block.plain, double),
+            (eager, block.unfused, tensors),
+            (exact, block.unfused, double),
         ):
             results.append({key: g for key, g in gradients(function, given).items() if "lora" in key or key == "y"})
     joined = ({key: torch.stack([one[key] for one in results]) for key in ours[0]} for results in (ours, eager, exact))
@@ -101,7 +101,7 @@ def test_small_gradients_do_not_vanish_in_float16():
 def test_without_training_nothing_is_dropped():
     tensors = GATED.make()
     y = ckptkern.mlp_block(tensors["x"], **GATED.mlp.arguments(tensors), training=False)
-    torch.testing.assert_close(y, GATED.without_dropout().plain(tensors))
+    torch.testing.assert_close(y, GATED.without_dropout().unfused(tensors))
 
 
 X, UP, DOWN = torch.randn(3, 8), torch.randn(12, 8), torch.randn(8, 12)

@@ -68,8 +68,8 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_sums_are_not_rounded(name, monkeypatch):
-    plain, module = make(name), with_main_grads(make(name))
-    exact = exact_sums(plain, monkeypatch)
+    unfused, module = make(name), with_main_grads(make(name))
+    exact = exact_sums(unfused, monkeypatch)
     assert exact.keys() == weights_of(module).keys()
     for x in micro_batches():
         run(module, x)
@@ -78,13 +78,13 @@ def test_sums_are_not_rounded(name, monkeypatch):
         assert weight.grad_added_to_main_grad
         scale = exact[path].abs().max()
         assert (weight.main_grad - exact[path]).abs().max() < 2e-6 * scale, path
-        rounded = weights_of(plain)[path].grad
+        rounded = weights_of(unfused)[path].grad
         assert (rounded - exact[path]).abs().max() > 1e-3 * scale, (
             "the sum in bfloat16 does not show what this test is for"
         )
     for path, p in module.named_parameters():
         if p.dim() < 2:
-            torch.testing.assert_close(p.grad, plain.get_parameter(path).grad, rtol=0, atol=0)
+            torch.testing.assert_close(p.grad, unfused.get_parameter(path).grad, rtol=0, atol=0)
             assert not p.main_grad.any()
             assert not p.grad_added_to_main_grad
 
@@ -166,9 +166,9 @@ def test_rows_of_a_packed_weight_that_read_two_inputs(how):
 @pytest.mark.parametrize("how", ["second order", "compiled", "torch.func"])
 def test_where_gradients_are_values_they_are_returned(how):
     """The gradient is `.grad`, or the function's result, and main_grad stays as it is."""
-    module, plain = with_main_grads(make("mlp")), make("mlp")
+    module, unfused = with_main_grads(make("mlp")), make("mlp")
     x = micro_batches()[0]
-    run(plain, x)
+    run(unfused, x)
     if how == "second order":
         module(x).float().square().mean().backward(create_graph=True)
         grads = [p.grad.detach() for p in module.parameters()]
@@ -179,7 +179,7 @@ def test_where_gradients_are_values_they_are_returned(how):
         parameters = dict(module.named_parameters())
         loss = torch.func.grad(lambda p: torch.func.functional_call(module, p, (x,)).float().square().mean())
         grads = list(loss(parameters).values())
-    for p, grad, theirs in zip(module.parameters(), grads, plain.parameters(), strict=True):
+    for p, grad, theirs in zip(module.parameters(), grads, unfused.parameters(), strict=True):
         torch.testing.assert_close(grad, theirs.grad, rtol=2e-2, atol=1e-4)
         assert not p.main_grad.any()
         assert not p.grad_added_to_main_grad
@@ -213,7 +213,7 @@ def test_float32_weights_under_autocast():
 def test_megatrons_hook_finds_all_gradients():
     """It hangs on the node that accumulates a parameter's gradient, which also runs without a gradient, and adds `.grad` unless
     an op has added to main_grad: here, those of biases and norms."""
-    plain, module = make("encoder layer"), with_main_grads(make("encoder layer"))
+    unfused, module = make("encoder layer"), with_main_grads(make("encoder layer"))
     seen = []
 
     def hook_of(name, p):
@@ -230,9 +230,9 @@ def test_megatrons_hook_finds_all_gradients():
         nodes.append(p.expand_as(p).grad_fn.next_functions[0][0])
         nodes[-1].register_hook(hook_of(name, p))
     for x in micro_batches():
-        run(plain, x)
+        run(unfused, x)
         run(module, x)
     assert sorted(seen) == sorted(MICROS * [name for name, _ in module.named_parameters()])
-    for (_, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+    for (_, p), q in zip(module.named_parameters(), unfused.parameters(), strict=True):
         assert p.grad is None
         torch.testing.assert_close(p.main_grad, q.grad.float(), rtol=2e-2, atol=1e-2 * q.grad.abs().max().item())

@@ -28,13 +28,13 @@ def test_one_bias_without_the_other(mode):
     for first, second in ((b1, None), (None, b2)):
         wanted = [x] + [b for b in (first, second) if b is not None]
         ours = torch.autograd.grad(ckptkern.mlp(x, w1, first, w2, second, recompute=mode).square().sum(), wanted)
-        plain = torch.autograd.grad(F.linear(F.gelu(F.linear(x, w1, first)), w2, second).square().sum(), wanted)
-        for mine, theirs in zip(ours, plain, strict=True):
+        unfused = torch.autograd.grad(F.linear(F.gelu(F.linear(x, w1, first)), w2, second).square().sum(), wanted)
+        for mine, theirs in zip(ours, unfused, strict=True):
             torch.testing.assert_close(mine, theirs)
 
 
 def test_keeps_no_more_than_a_checkpoint():
-    """It keeps d elements per token, like torch.utils.checkpoint; plain PyTorch keeps d + 2h."""
+    """It keeps d elements per token, like torch.utils.checkpoint; eager PyTorch keeps d + 2h."""
     fc1, fc2 = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
     parameters = [*fc1.parameters(), *fc2.parameters()]
     x = torch.randn(10, 16, requires_grad=True)
@@ -44,11 +44,11 @@ def test_keeps_no_more_than_a_checkpoint():
             function(x)
         return saved.bytes // (10 * 4)
 
-    def plain(x):
+    def unfused(x):
         return fc2(F.gelu(fc1(x)))
 
-    assert saved(plain) == 16 + 2 * 64
-    assert saved(lambda x: checkpoint(plain, x, use_reentrant=False)) == 16
+    assert saved(unfused) == 16 + 2 * 64
+    assert saved(lambda x: checkpoint(unfused, x, use_reentrant=False)) == 16
     assert saved(lambda x: ckptkern.mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias)) == 16
 
 
@@ -58,8 +58,8 @@ def test_one_weight_in_two_places():
     x = torch.randn(5, 4, dtype=torch.float64)
     for mode in MODES:
         (ours,) = torch.autograd.grad(ckptkern.mlp(x, w, None, w.T, None, recompute=mode).sum(), w)
-        (plain,) = torch.autograd.grad(F.linear(F.gelu(F.linear(x, w)), w.T).sum(), w)
-        torch.testing.assert_close(ours, plain)
+        (unfused,) = torch.autograd.grad(F.linear(F.gelu(F.linear(x, w)), w.T).sum(), w)
+        torch.testing.assert_close(ours, unfused)
 
 
 def test_x_and_weights_as_views_of_one_buffer():

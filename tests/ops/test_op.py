@@ -220,7 +220,7 @@ def test_ten_runs_are_bitwise_equal(setup):
 def test_micro_batches_add_up_to_the_batch(setup):
     """Gradients of four micro-batches, accumulated in .grad, are those of one batch."""
     whole = make(setup, Sizes(lead=(8, 5)))
-    dy = output_gradient(setup.plain(whole))
+    dy = output_gradient(setup.unfused(whole))
 
     def accumulate(function, tensors):
         tensors = clone(tensors)
@@ -228,9 +228,9 @@ def test_micro_batches_add_up_to_the_batch(setup):
             function({**tensors, "x": tensors["x"][rows]}).backward(dy[rows].to(tensors["x"].dtype))
         return {name: t.grad for name, t in tensors.items()}
 
-    exact = gradients(setup.plain, clone(whole, torch.float64), dy.double())
+    exact = gradients(setup.unfused, clone(whole, torch.float64), dy.double())
     del exact["y"]
-    assert_as_exact(accumulate(setup.fused, whole), accumulate(setup.plain, whole), exact)
+    assert_as_exact(accumulate(setup.fused, whole), accumulate(setup.unfused, whole), exact)
 
 
 # -- frozen inputs and matmuls run ------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_matmuls_of_every_subset_of_frozen_inputs(setup):
     """No matmuls run besides autograd's own and the recomputed ones, and the registered FLOPs are those that run."""
     names = list(make(setup))
     forward = matmuls(setup.fused, make(setup, frozen=names)).flops
-    assert forward == matmuls(setup.plain, make(setup, frozen=names)).flops
+    assert forward == matmuls(setup.unfused, make(setup, frozen=names)).flops
     # at "full", forward runs again except for the last layer, which linear_act and a stack without a saved mask run too
     last_layer = 2 * Sizes().tokens * Sizes().out * (Sizes().hidden + (setup.op.name == "linear_stack"))
     if setup.op.name == "linear_act" or (setup.op.name == "linear_stack" and setup.activation != "relu"):
@@ -266,12 +266,12 @@ def test_matmuls_of_every_subset_of_frozen_inputs(setup):
         recompute = 0
     for frozen in subsets(names):
         tensors = make(setup, frozen=frozen)
-        seen, plain = matmuls(setup.fused, tensors), matmuls(setup.plain, tensors)
-        extra = seen.flops - plain.flops
+        seen, unfused = matmuls(setup.fused, tensors), matmuls(setup.unfused, tensors)
+        extra = seen.flops - unfused.flops
         assert extra in (0, recompute), (
             f"{frozen} frozen: {extra} FLOPs more than autograd, {recompute} would recompute"
         )
-        if plain.flops == forward and setup.op.name in ("mlp", "gated_mlp"):
+        if unfused.flops == forward and setup.op.name in ("mlp", "gated_mlp"):
             assert extra == 0, "the last bias alone needs no hidden layer"
         assert seen.registered == seen.flops, frozen
 
@@ -342,7 +342,7 @@ def test_second_order_with_frozen_inputs(setup, where):
     names = list(make(setup))
     frozen = names[1:] if where == "x" else names[:1]
     tensors = make(setup, dtype=torch.float64, frozen=frozen)
-    expected = gradient_penalty(setup.plain, tensors)
+    expected = gradient_penalty(setup.unfused, tensors)
     if where == "x" and setup.recompute == "none" and setup.op.name in ("linear_act", "mlp", "gated_mlp"):
         with pytest.raises(RuntimeError, match=f"{setup.op.name}: second-order gradients need the input"):
             gradient_penalty(setup.fused, tensors)
@@ -363,7 +363,7 @@ def test_second_order_of_a_linear_layer_with_a_frozen_weight(setup):
         (first,) = torch.autograd.grad(y, x, scale * torch.ones_like(y), create_graph=True)
         return torch.autograd.grad(first.square().sum(), scale)[0]
 
-    torch.testing.assert_close(penalty(setup.fused), penalty(setup.plain))
+    torch.testing.assert_close(penalty(setup.fused), penalty(setup.unfused))
 
 
 @pytest.mark.parametrize("setup", setups(("silu",), modes=("full",), dropout=(P,)))
@@ -377,7 +377,7 @@ def test_third_order(setup):
         (second,) = torch.autograd.grad((first**2).sum(), x, create_graph=True)
         return torch.autograd.grad((second**2).sum(), list(tensors.values()), allow_unused=True)
 
-    for ours, theirs in zip(third(setup.fused), third(setup.plain), strict=True):
+    for ours, theirs in zip(third(setup.fused), third(setup.unfused), strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             torch.testing.assert_close(ours, theirs)
@@ -450,7 +450,7 @@ def test_nothing_saved_or_given_is_overwritten(setup):
             assert torch.equal(t, before[name]), name
         return {name: t.grad for name, t in tensors.items()}
 
-    assert_same_within_rounding(through_exp(setup.fused), through_exp(setup.plain))
+    assert_same_within_rounding(through_exp(setup.fused), through_exp(setup.unfused))
 
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
@@ -542,12 +542,12 @@ def modes_of(watch: Watch) -> list[str]:
 @pytest.mark.parametrize("reentrant", [False, True, None], ids=["non-reentrant", "reentrant", "ours"])
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
 def test_inside_a_checkpoint(setup, reentrant):
-    """Gradients and masks are the same, and nothing is recomputed twice: no more matmuls than in plain PyTorch."""
+    """Gradients and masks are the same, and nothing is recomputed twice: no more matmuls than in eager PyTorch."""
     tensors = make(setup)
 
     def checkpointed(function):
         def run(t):
-            # sin saves y, so that plain PyTorch's recompute too runs to the end of the segment
+            # sin saves y, so that eager PyTorch's recompute too runs to the end of the segment
             wrap = ckptkern.checkpoint if reentrant is None else functools.partial(checkpoint, use_reentrant=reentrant)
             return wrap(lambda *v: function(dict(zip(t, v, strict=True))).sin(), *t.values())
 
@@ -555,7 +555,7 @@ def test_inside_a_checkpoint(setup, reentrant):
 
     ours = matmuls(seeded(checkpointed(setup.call)), tensors)
     assert_same(ours.gradients, gradients(lambda t: setup.fused(t).sin(), tensors))
-    assert ours.flops <= matmuls(checkpointed(setup.plain), tensors).flops
+    assert ours.flops <= matmuls(checkpointed(setup.unfused), tensors).flops
     modes = modes_of(ours)
     if "recompute" in setup.op.options:
         # backward runs in the mode of the recomputed forward; a reentrant first forward makes nothing to keep

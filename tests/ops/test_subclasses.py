@@ -242,11 +242,11 @@ def test_composed_under_autocast_has_the_ops_dtypes():
     torch.manual_seed(0)
     x, (w1, w2) = torch.randn(4, 6), (weight(10, 6), weight(6, 10))
     with torch.autocast("cpu", torch.bfloat16):
-        plain = ckptkern.mlp(x, w1, None, w2, None)
+        unfused = ckptkern.mlp(x, w1, None, w2, None)
         logged = ckptkern.mlp(x.as_subclass(Logged), w1, None, w2, None)
     assert type(logged) is Tensor
-    assert plain.dtype == logged.dtype == torch.bfloat16
-    torch.testing.assert_close(logged, plain)
+    assert unfused.dtype == logged.dtype == torch.bfloat16
+    torch.testing.assert_close(logged, unfused)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -271,12 +271,13 @@ def test_who_has_operations_of_its_own():
     with FakeTensorMode():
         fake = torch.randn(3)
         assert subclasses.own_dispatch((fake, torch.nn.Parameter(fake))) is None
-    plain = torch.randn(3)
+    unfused = torch.randn(3)
     own = type("Own", (torch.nn.Parameter,), {})
     assert (
-        subclasses.own_dispatch((plain, None, torch.nn.Parameter(plain), plain.as_subclass(Named), own(plain))) is None
+        subclasses.own_dispatch((unfused, None, torch.nn.Parameter(unfused), unfused.as_subclass(Named), own(unfused)))
+        is None
     )
-    assert subclasses.own_dispatch((plain, plain.as_subclass(Logged))) is Logged
+    assert subclasses.own_dispatch((unfused, unfused.as_subclass(Logged))) is Logged
     assert subclasses.own_dispatch([bias.causal_upper_left(2, 2)]) is bias.CausalBias
 
 

@@ -273,7 +273,7 @@ def test_grad_of_grad(setup):
 
         return torch.func.grad(outer, argnums=tuple(range(len(values))))(*values)
 
-    for ours, theirs in zip(penalty(setup.call), penalty(setup.plain), strict=True):
+    for ours, theirs in zip(penalty(setup.call), penalty(setup.unfused), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -330,7 +330,7 @@ def test_jacobian(setup):
         # chunk_size 1: the mask of a loop is the mask of one call
         return torch.func.jacrev(of_x, chunk_size=1)(tensors["x"].detach())
 
-    torch.testing.assert_close(jacobian(setup.call), jacobian(setup.plain))
+    torch.testing.assert_close(jacobian(setup.call), jacobian(setup.unfused))
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -381,13 +381,13 @@ def test_stacks_deeper_than_an_int64_has_bits():
         weights, biases = ([t[f"{kind}{i}"] for i in range(33)] for kind in "wb")
         return ckptkern.linear_stack(t["x"], weights, biases, "silu", recompute="full")
 
-    def plain(t):
+    def unfused(t):
         h = t["x"]
         for i in range(33):
             h = torch.nn.functional.silu(torch.nn.functional.linear(h, t[f"w{i}"], t[f"b{i}"]))
         return h
 
-    expected = gradients(plain, tensors)
+    expected = gradients(unfused, tensors)
     assert min(g.abs().max() for g in expected.values()) > 0
     assert_same_within_rounding(gradients(fused, tensors), expected)
     compiled_stack = torch.compile(fused, backend="aot_eager", fullgraph=True)

@@ -117,9 +117,9 @@ def test_a_segment_that_is_called_twice_costs_twice() -> None:
 def test_a_planned_model_trains_as_before(name: str) -> None:
     make, inputs = MODELS[name]
     model, x = make().train(), inputs()
-    plain = copy.deepcopy(model)
+    unfused = copy.deepcopy(model)
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
-    expected = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()), allow_unused=True)
+    expected = torch.autograd.grad(unfused(x).square().mean(), list(unfused.parameters()), allow_unused=True)
     strategies = {strategy for row in plan.table.rows for strategy in range(len(row.strategies))}
     for strategy in sorted(strategies):
         for row in plan.table.rows:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ckptkern
 from ckptkern import memory
-from ckptkern.planning.report import STOCK, gradients_there
+from ckptkern.planning.report import EAGER, gradients_there
 from ckptkern.planning.segments import segments_of
 
 NAMES = ["llama", "gpt", "bert", "decoder", "torch attention"]
@@ -43,9 +43,9 @@ def hooked(model: nn.Module, x: Tensor) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_are_those_of_saved_tensor_hooks(name: str) -> None:
     model, x = model_of(name), ids()
-    plain = hooked(copy.deepcopy(model), x)
+    unfused = hooked(copy.deepcopy(model), x)
     report = ckptkern.report(model, x)
-    assert report.totals[STOCK] == plain
+    assert report.totals[EAGER] == unfused
     for mode in MODES:
         other = copy.deepcopy(model)
         ckptkern.convert(other, x, recompute=mode)
@@ -78,7 +78,7 @@ def test_statistics_of_batches_are_as_before() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_a_model_without_a_stock_forward() -> None:
+def test_a_model_without_an_original_forward() -> None:
     model = nn.Sequential(ckptkern.nn.MLP(8, 32), nn.Linear(8, 8))
     report = ckptkern.report(model, torch.randn(3, 8, requires_grad=True))
     assert list(report.totals) == ["none", "selective", "full"]
@@ -92,17 +92,17 @@ def test_general_segments() -> None:
     report = ckptkern.report(model, x)
     assert {line.replaced_by for line in report.lines} == {"checkpoint"}
     by_mode = {line.mode: line.saved for line in report.lines if line.name == "1"}
-    assert by_mode.pop(STOCK) == by_mode["none"]
+    assert by_mode.pop(EAGER) == by_mode["none"]
     # its input; what each convolution and the GELU read
     assert by_mode == {"none": 4 * 2 * 6 * (4 + 8 + 8), "full": 4 * 2 * 6 * 4}
-    assert report.totals["none"] == report.totals[STOCK] == hooked(model, x)
+    assert report.totals["none"] == report.totals[EAGER] == hooked(model, x)
 
 
 def test_drop_ins_of_torchs_layers() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 5, 16)
     report = ckptkern.report(model, x)
-    assert report.totals[STOCK] == hooked(model, x)
+    assert report.totals[EAGER] == hooked(model, x)
     assert type(model.layers[0]) is nn.TransformerEncoderLayer
     assert type(model.layers[0].self_attn) is nn.MultiheadAttention
     ckptkern.convert(model, x, recompute="full")
@@ -114,11 +114,11 @@ def test_csv_and_text(tmp_path: Path) -> None:
     report.csv(tmp_path / "report.csv")
     rows = list(csv.DictReader((tmp_path / "report.csv").open()))
     assert [(row["name"], row["mode"]) for row in rows] == [
-        (f"layers.{i}", mode) for i in range(2) for mode in (STOCK, *MODES)
+        (f"layers.{i}", mode) for i in range(2) for mode in (EAGER, *MODES)
     ]
     assert [int(row["saved"]) for row in rows] == [line.saved for line in report.lines]
     text = str(report)
-    assert "layers.* (2)  transformer_layer  stock PyTorch" in text
+    assert "layers.* (2)  transformer_layer  eager PyTorch" in text
     assert all(memory.format_size(saved) in text for saved in report.totals.values())
 
 
@@ -132,7 +132,7 @@ def test_memory_over_a_step(tmp_path: Path) -> None:
         assert timeline.peak >= at_backward >= report.totals[mode] - ids().nbytes, mode
         assert timeline.bytes[-1] <= 64, "scalars"
         assert all(a <= b for a, b in itertools.pairwise(timeline.milliseconds))
-    assert report.timelines[STOCK].peak > report.timelines["full"].peak * 0.5
+    assert report.timelines[EAGER].peak > report.timelines["full"].peak * 0.5
     report.figure(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,4 +1,4 @@
-"""ckptkern.checkpoint against the plain call: gradients, random state, saved bytes, errors, and what torch's misses."""
+"""ckptkern.checkpoint against the unmodified call: gradients, random state, saved bytes, errors, and what torch's misses."""
 
 import collections
 import copy
@@ -68,7 +68,7 @@ class Count(TorchDispatchMode):
 @pytest.mark.parametrize("early_stop", [False, True])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16 autocast"])
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_bits_and_random_state_of_the_plain_run(p, autocast, early_stop):
+def test_bits_and_random_state_of_the_unmodified_run(p, autocast, early_stop):
     """Backward outside of autocast, and a weight used twice, so that its cast is cached."""
     model = mlp(p=p)
     x = torch.randn(5, 8)
@@ -112,8 +112,8 @@ def test_autocast_cache_filled_without_gradients():
             y = function(x)
         return torch.autograd.grad(y.float().sum(), list(model.parameters()))
 
-    for mine, plain in zip(run(lambda x: checkpoint(model, x)), run(model), strict=True):
-        assert torch.equal(mine, plain)
+    for mine, unfused in zip(run(lambda x: checkpoint(model, x)), run(model), strict=True):
+        assert torch.equal(mine, unfused)
 
 
 @pytest.mark.parametrize("preserve", [False, True])
@@ -139,8 +139,8 @@ def test_normal_numbers_come_in_pairs(before, between):
         torch.randn(between)
         return y, *torch.autograd.grad(y.sum(), x), torch.randn(3)
 
-    for mine, plain in zip(run(checkpointed), run(lambda function: function), strict=True):
-        assert torch.equal(mine, plain)
+    for mine, unfused in zip(run(checkpointed), run(lambda function: function), strict=True):
+        assert torch.equal(mine, unfused)
 
 
 def test_two_calls_draw_two_masks_and_the_seed_reproduces_them():
@@ -179,8 +179,8 @@ def test_arguments_and_outputs_of_any_kind():
         assert torch.equal(out["index"], torch.arange(1, 4))
         return torch.autograd.grad((out["a"] * cos).sum(), tensors)
 
-    mine, plain = call(checkpoint), call(lambda f, *args, **kwargs: f(*args, **kwargs))
-    assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+    mine, unfused = call(checkpoint), call(lambda f, *args, **kwargs: f(*args, **kwargs))
+    assert all(torch.equal(a, b) for a, b in zip(mine, unfused, strict=True))
     assert seen[0] == seen[1]
     assert seen[0][0] is Pair
 
@@ -239,8 +239,8 @@ def test_frozen(frozen):
     y, expected = checkpoint(model, x), model(x)
     assert y.requires_grad == expected.requires_grad == bool(trained)
     if trained:
-        mine, plain = (torch.autograd.grad(out.square().sum(), trained) for out in (y, expected))
-        assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+        mine, unfused = (torch.autograd.grad(out.square().sum(), trained) for out in (y, expected))
+        assert all(torch.equal(a, b) for a, b in zip(mine, unfused, strict=True))
 
 
 def test_micro_batches_add_up():
@@ -301,9 +301,9 @@ def test_backward_inside_a_segment(early_stop):
         return gx * x.exp()
 
     x = torch.randn(4, requires_grad=True)
-    mine, plain = checkpoint(function, x, early_stop=early_stop), function(x)
-    assert torch.equal(mine, plain)
-    assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (mine, plain)))
+    mine, unfused = checkpoint(function, x, early_stop=early_stop), function(x)
+    assert torch.equal(mine, unfused)
+    assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (mine, unfused)))
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -314,13 +314,13 @@ def test_nested(depth):
     def nest(level, x):
         return model(x) if level == 0 else checkpoint(nest, level - 1, checkpoint(nest, level - 1, x))
 
-    def plain(level, x):
-        return model(x) if level == 0 else plain(level - 1, plain(level - 1, x))
+    def unfused(level, x):
+        return model(x) if level == 0 else unfused(level - 1, unfused(level - 1, x))
 
     x = torch.randn(5, 8)
     assert_same(
         outcome(lambda x: nest(depth, x), x, model.parameters()),
-        outcome(lambda x: plain(depth, x), x, model.parameters()),
+        outcome(lambda x: unfused(depth, x), x, model.parameters()),
     )
 
 
@@ -358,9 +358,9 @@ def test_group_of_backward_passes_recomputes_once():
         a.sum().backward()
         b.sum().backward()
     assert len(runs) == 2
-    plain = x.detach().requires_grad_()
-    sum(part.sum() for part in function(plain)).backward()
-    torch.testing.assert_close(x.grad, plain.grad)
+    unfused = x.detach().requires_grad_()
+    sum(part.sum() for part in function(unfused)).backward()
+    torch.testing.assert_close(x.grad, unfused.grad)
 
 
 def test_as_a_decorator():
@@ -413,8 +413,8 @@ def test_hooks_around_a_segment_see_its_arguments():
         y = checkpoint(lambda d: model(d["x"]), {"x": x})
     assert len(seen) == 1
     assert seen[0] is x
-    mine, plain = (torch.autograd.grad(out.square().sum(), model[0].weight)[0] for out in (y, model(x)))
-    assert torch.equal(mine, plain)
+    mine, unfused = (torch.autograd.grad(out.square().sum(), model[0].weight)[0] for out in (y, model(x)))
+    assert torch.equal(mine, unfused)
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -591,8 +591,8 @@ def test_state_after_an_error_in_recompute():
     mine = torch.autograd.grad(y, x)[0]
     torch.manual_seed(SEED)
     with torch.autocast("cpu", torch.bfloat16):
-        plain = function(x).float().sum()
-    assert torch.equal(mine, torch.autograd.grad(plain, x)[0])
+        unfused = function(x).float().sum()
+    assert torch.equal(mine, torch.autograd.grad(unfused, x)[0])
 
 
 def test_grad_mode_of_backward_is_given_back():
@@ -715,9 +715,9 @@ def test_running_statistics_are_updated_once(given, momentum):
             wrap(model, x).square().sum().backward()
         return [*model.state_dict().values(), *(p.grad for p in model.parameters()), x.grad]
 
-    plain = run(lambda model, x: model(x))
-    assert int(plain[6]) == 3  # num_batches_tracked
-    for mine, expected in zip(run(STATISTICS[given]), plain, strict=True):
+    unfused = run(lambda model, x: model(x))
+    assert int(unfused[6]) == 3  # num_batches_tracked
+    for mine, expected in zip(run(STATISTICS[given]), unfused, strict=True):
         assert torch.equal(mine, expected)
 
 
@@ -905,9 +905,9 @@ def test_selective_policies():
     y = checkpoint(model, x.requires_grad_(), context_fn=policy)
     with Count() as count:
         y.sum().backward()
-    with Count() as plain:
+    with Count() as unfused:
         model(x).sum().backward()
-    assert plain.ops["addmm"] == 2
+    assert unfused.ops["addmm"] == 2
     assert count.ops["addmm"] == 0
     assert count.ops["gelu"] == 1
 
@@ -1000,9 +1000,9 @@ def test_fused_ops_inside_run_at_none(wrapper):
     x.requires_grad_()
     with Count() as count:
         segment(layer, x).sum().backward()
-    plain = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    unfused = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     with Count() as expected:
-        segment(plain, x).sum().backward()
+        segment(unfused, x).sum().backward()
     matmuls = [sum(c.ops[name] for name in ("mm", "addmm")) for c in (count, expected)]
     assert matmuls[0] <= matmuls[1] + 1  # a fused forward is one op: it has no last matmul to leave out
 
@@ -1037,10 +1037,10 @@ def test_compiled(backend):
         return checkpoint(model, x, preserve_rng_state=False).sin()
 
     compiled = torch.compile(call, backend=backend, fullgraph=True)
-    for mine, plain in zip(
+    for mine, unfused in zip(
         outcome(compiled, x, model.parameters())[1], outcome(call, x, model.parameters())[1], strict=True
     ):
-        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, unfused, rtol=1e-4, atol=1e-5)
     with pytest.raises(Exception, match=r"not supported under torch\.compile"):
         torch.compile(lambda x: checkpoint(model, x, determinism_check="values"), backend="eager", fullgraph=True)(x)
 

@@ -158,8 +158,8 @@ def gradients(call, seed: int = 0) -> tuple[torch.Tensor, ...]:
 def test_arguments(options):
     with patch_torch():
         mine = gradients(lambda model, x: checkpoint(model, x, **options))
-    for one, plain in zip(mine, gradients(lambda model, x: model(x)), strict=True):
-        assert torch.equal(one, plain)
+    for one, unfused in zip(mine, gradients(lambda model, x: model(x)), strict=True):
+        assert torch.equal(one, unfused)
 
 
 def test_arguments_of_the_function_and_wrong_ones():

@@ -97,12 +97,12 @@ STRATEGIES = [1, 3, DEPTH, "sqrt", "every 2", "[0-9]", "5KiB", "13KiB", "1GiB"]
 
 
 @pytest.mark.parametrize("segments", STRATEGIES)
-def test_gradients_are_those_of_the_plain_run(segments, x):
+def test_gradients_are_those_of_the_unmodified_run(segments, x):
     model = deep()
     parameters = [x, *model.parameters()]
-    plain = torch.autograd.grad(model(x).square().sum(), parameters)
+    unfused = torch.autograd.grad(model(x).square().sum(), parameters)
     mine = torch.autograd.grad(checkpoint_sequential(model, segments, x).square().sum(), parameters)
-    assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mine, unfused, strict=True))
 
 
 @pytest.mark.parametrize(("segments", "tensors"), [
@@ -124,9 +124,9 @@ def test_a_bound_in_bytes_holds(tensors, activation, x):
     parts = split(model, bound, x)
     measured = saved(model, lambda x: checkpoint_sequential(model, bound, x), x)
     assert measured <= tensors * ROW_BYTES
-    plain = saved(model, model, x)
+    unfused = saved(model, model, x)
     recomputed = sum(part.stop - part.start for part in parts if part.recompute)
-    assert (recomputed == 0) == (plain <= tensors * ROW_BYTES)
+    assert (recomputed == 0) == (unfused <= tensors * ROW_BYTES)
     if tensors == 1:
         assert spans(parts) == [(0, DEPTH, True)]
 
@@ -161,11 +161,11 @@ def test_measuring_changes_nothing(x):
 
 
 def test_module(x):
-    plain = deep()
-    model = ckptkern.nn.Sequential(*copy.deepcopy(plain), segments="sqrt")
-    model.load_state_dict(plain.state_dict())
+    unfused = deep()
+    model = ckptkern.nn.Sequential(*copy.deepcopy(unfused), segments="sqrt")
+    model.load_state_dict(unfused.state_dict())
     assert "segments='sqrt'" in repr(model)
-    y, expected = model(x), plain(x)
+    y, expected = model(x), unfused(x)
     assert torch.equal(y, expected)
     mine, theirs = (torch.autograd.grad(out.sum(), x)[0] for out in (y, expected))
     assert torch.equal(mine, theirs)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from stores import gradients, plain, through, watch
+from stores import gradients, through, unfused, watch
 from torch import nn
 
 import ckptkern
@@ -159,7 +159,7 @@ def test_relu_holds_the_dense_tensor_until_the_number_has_come(monkeypatch):
 @pytest.mark.parametrize("method", ["fp8", "int8"])
 def test_compressed_then_offloaded_is_the_same(method):
     host = offload()
-    module, x = plain(), torch.randn(50, 16)
+    module, x = unfused(), torch.randn(50, 16)
     expected = gradients(module, x, compress(method, min_bytes=0))
     found = gradients(module, x, compress(method, min_bytes=0, then=host))
     assert all(map(torch.equal, found, expected))
@@ -268,10 +268,10 @@ def test_masks_recomputed_from_a_compressed_input_are_what_costs_a_checkpointed_
         flat, reference = (torch.cat([g.flatten() for g in grads]) for grads in (found, exact))
         return ((flat - reference).norm() / reference.norm()).item()
 
-    plain = error(lambda: model(x))
+    unfused = error(lambda: model(x))
     recomputed = error(lambda: ckptkern.checkpoint_sequential(model, 4, x))
     assert recomputed < most
     if kind == "relu":
-        assert recomputed > 2 * plain
+        assert recomputed > 2 * unfused
     else:
-        assert recomputed < 2 * plain
+        assert recomputed < 2 * unfused

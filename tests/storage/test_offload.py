@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from stores import gradients, plain
+from stores import gradients, unfused
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptkern.storage import offload, store
@@ -17,7 +17,7 @@ from ckptkern.storage.offload import Flight, _Copy, _Lane
 
 
 def test_buffers_are_reused_and_nothing_is_left_behind():
-    keep, module, x = offload(min_bytes=0), plain(), torch.randn(40, 16)
+    keep, module, x = offload(min_bytes=0), unfused(), torch.randn(40, 16)
 
     def alive():
         kinds = (torch.Tensor, store._View, store._Run, _Copy, Flight, store._Geometry)
@@ -171,7 +171,7 @@ def chain(x, sizes):
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("in_flight", [0, 2, 100])
 def test_copies_are_waited_for(prefetch, in_flight):
-    module, x = plain(), torch.randn(5, 16)
+    module, x = unfused(), torch.randn(5, 16)
     expected = gradients(module, x, contextlib.nullcontext())
     keep = offload(min_bytes=0, prefetch=prefetch, in_flight=in_flight)
     for _ in range(3):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from stores import Fused, Save, gradients, plain, through, watch
+from stores import Fused, Save, gradients, through, unfused, watch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -30,7 +30,7 @@ class Checkpointed(nn.Module):
 
 
 MODULES = {
-    "plain": plain,
+    "plain": unfused,
     "fused full": lambda: Fused("full"),
     "fused selective": lambda: Fused("selective"),
     "general": lambda: Checkpointed(ckptkern.checkpoint),
@@ -291,7 +291,7 @@ def test_the_inner_context_counts_and_the_outer_comes_back():
 
 
 def test_two_threads_share_a_store():
-    keep, module = offload(min_bytes=0), plain().double()
+    keep, module = offload(min_bytes=0), unfused().double()
     inputs = [torch.randn(40, 16, dtype=torch.float64) for _ in range(2)]
     expected = [torch.autograd.grad(module(x).square().sum(), [*module.parameters()]) for x in inputs]
     wrong = []
@@ -313,7 +313,7 @@ def test_two_threads_share_a_store():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_around_a_compiled_model(backend):
-    module, x, keep = plain(), torch.randn(5, 16), offload(min_bytes=0)
+    module, x, keep = unfused(), torch.randn(5, 16), offload(min_bytes=0)
     expected = gradients(module, x, contextlib.nullcontext())
     puts = watch(keep)
     for found, wanted in zip(gradients(torch.compile(module, backend=backend), x, keep), expected, strict=True):

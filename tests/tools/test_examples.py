@@ -1,4 +1,4 @@
-"""The tutorials' models in segments give the plain run's bits for a part of its memory."""
+"""The tutorials' models in segments give the unmodified run's bits for a part of its memory."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from ckptkern import __main__
 from ckptkern.tools import examples
 
-AT_MOST = {  # of the plain run's saved bytes
+AT_MOST = {  # of the unmodified run's saved bytes
     "deep-net": 0.8, "blocks": 0.15, "transformer-encoder": 0.15, "resnet": 0.6, "unet": 0.5, "nested": 0.05,
 }  # fmt: skip
 
@@ -15,7 +15,7 @@ AT_MOST = {  # of the plain run's saved bytes
 def test_example(name):
     outcome = examples.run(name)
     assert outcome.differ == []
-    assert outcome.segmented <= AT_MOST[name] * outcome.plain, outcome
+    assert outcome.segmented <= AT_MOST[name] * outcome.unmodified, outcome
 
 
 def test_the_command(capsys):

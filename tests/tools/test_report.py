@@ -37,7 +37,7 @@ def test_the_report_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.
     given = ["report", f"{file}:build", "--csv", str(out), "--figure", str(figure), "--budget", "256B"]
     assert main(given) == 0
     text = capsys.readouterr().out
-    assert "stock PyTorch" in text
+    assert "eager PyTorch" in text
     assert "saved: 128 B of a budget of 256 B" in text
     rows = list(csv.DictReader(out.open()))
     assert [(row["mode"], row["saved"]) for row in rows][-1] == ("full", "128")

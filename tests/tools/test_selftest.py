@@ -82,7 +82,7 @@ def test_saved_bytes_are_compared_with_the_table():
     op = selftest.OPS["mlp"]
     assert not faults(selftest.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
     with pytest.MonkeyPatch.context() as patch:
-        wrong = selftest.Op(op.shapes, op.fused, op.plain, lambda mode, relu: (selftest.FEATURES + 1, 0))
+        wrong = selftest.Op(op.shapes, op.fused, op.unfused, lambda mode, relu: (selftest.FEATURES + 1, 0))
         patch.setitem(selftest.OPS, "mlp", wrong)
         found = faults(selftest.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
     assert len(found) == 3

@@ -57,8 +57,8 @@ def test_the_default_cases():
     attention = [case for case in default if isinstance(case, cases.AttentionCase)]
     kinds = {(case.arch, case.kind) for case in attention}
     assert kinds >= set(itertools.product(cases.ARCHS, ("", "ieee", *cases.ATTENTION_KINDS))) | {(80, "small")}
-    plain = {case.name for case in attention if not case.dropout}
-    compared = {case.head_dim for case in attention if case.dropout and case.name.removesuffix("+dropout") in plain}
+    unfused = {case.name for case in attention if not case.dropout}
+    compared = {case.head_dim for case in attention if case.dropout and case.name.removesuffix("+dropout") in unfused}
     assert compared == set(cases.HEAD_DIMS)
 
 

@@ -255,7 +255,7 @@ def test_chunks_change_only_the_order_of_a_sum(setup, device):
     sizes = Sizes((140,), hidden=66 if setup.op.name == "linear_stack" else 20)
     tensors = make(setup, sizes, torch.bfloat16, device=device)
     one, many = (gradients(setup.with_(workspace=workspace).fused, tensors) for workspace in (ONE_CHUNK, MANY_CHUNKS))
-    exact = gradients(setup.plain, cases.clone(tensors, torch.float64), cases.output_gradient(one["y"]).double())
+    exact = gradients(setup.unfused, cases.clone(tensors, torch.float64), cases.output_gradient(one["y"]).double())
     for name, reference in exact.items():
         if name in ("y", "x"):
             assert torch.equal(many[name], one[name]), name
@@ -364,9 +364,9 @@ def test_autocast(setup, dtype, device):
 
         return call
 
-    ours, eager = (gradients(under_autocast(function), tensors) for function in (setup.fused, setup.plain))
+    ours, eager = (gradients(under_autocast(function), tensors) for function in (setup.fused, setup.unfused))
     dy = cases.output_gradient(ours["y"])
-    exact = gradients(setup.plain, cases.clone(tensors, torch.float64), dy.double())
+    exact = gradients(setup.unfused, cases.clone(tensors, torch.float64), dy.double())
     assert ours["y"].dtype == (torch.float32 if setup.op.name == "dropout" else dtype)
     assert all(ours[name].dtype == torch.float32 for name in tensors)
     cases.assert_as_exact(ours, eager, exact)

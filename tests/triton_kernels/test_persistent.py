@@ -63,8 +63,8 @@ def given(name: str, device: str, dtype: torch.dtype = BF16, **sizes) -> dict:
 
 def both(name: str, architecture, device, tensors: dict, activation: str = "gelu", **options) -> tuple[dict, dict]:
     """Results of both kinds, in whose sums of columns tiles have the same height."""
-    plain, held = tiles_of(name, architecture, device)
-    one, other = (kernel(LAUNCHERS[name], tensors, activation, tile=tile, **options) for tile in (plain, held))
+    unfused, held = tiles_of(name, architecture, device)
+    one, other = (kernel(LAUNCHERS[name], tensors, activation, tile=tile, **options) for tile in (unfused, held))
     assert_equal(other, one)
     return one, other
 
@@ -101,8 +101,8 @@ def test_bits_of_few_results_and_views(name, dtype, architecture, device):
 
 def test_h_over_z(architecture, device):
     tensors = given("act_grad", device)
-    plain, held = tiles_of("act_grad", architecture, device)
-    apart = kernel(LAUNCHERS["act_grad"], tensors, "gelu", tile=plain)
+    unfused, held = tiles_of("act_grad", architecture, device)
+    apart = kernel(LAUNCHERS["act_grad"], tensors, "gelu", tile=unfused)
     over = kernel(LAUNCHERS["act_grad"], tensors, "gelu", tile=held, h_over_z=True)
     assert over["h"].data_ptr() == tensors["z"].data_ptr()
     assert_equal(over, apart)

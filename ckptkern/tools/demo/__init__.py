@@ -1,8 +1,8 @@
 """``python -m ckptkern demo``: one byte-level GPT trained three ways side by side, from one seed, on the same batches.
 
-- ``torch``: plain PyTorch layers;
+- ``torch``: PyTorch's own layers;
 - ``torch.utils.checkpoint``: the same, every block inside a non-reentrant checkpoint;
-- ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``. With ``--experts``, whose plain form
+- ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``. With ``--experts``, whose unfused form
   is torch's grouped matmuls in transformers' layout, as two: ``ckptkern.attention_block`` and ``ckptkern.nn.Experts``.
 
 The text is the source code of Python's standard library, which every machine that runs this has. Whole top-level
@@ -87,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--head",
         choices=HEADS,
-        default="stock",
+        default="eager",
         help="ckptkern's loss: a linear layer and F.cross_entropy, or linear_cross_entropy, which holds no logits "
-        "(default: stock)",
+        "(default: eager)",
     )
 
 

@@ -9,7 +9,7 @@ import torch
 VARIANTS = ("torch", "torch.utils.checkpoint", "ckptkern")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = (
-    "stock",
+    "eager",
     "fused",
 )  # of the variant "ckptkern": a linear layer and F.cross_entropy, or ckptkern.linear_cross_entropy
 PRESETS = {

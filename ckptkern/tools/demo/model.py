@@ -1,4 +1,4 @@
-"""The demo's GPT: plain PyTorch layers, and the same blocks in segments of ckptkern."""
+"""The demo's GPT: PyTorch's own layers, and the same blocks in segments of ckptkern."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .moe import GroupedExperts, MoE
 VOCABULARY = 256  # bytes
 
 
-class PlainMLP(nn.Module):
-    """fc2(dropout(activation(fc1(x)))) in plain torch layers, with the parameter names of ``ckptkern.nn.MLP``."""
+class TorchMLP(nn.Module):
+    """fc2(dropout(activation(fc1(x)))) in torch's own layers, with the parameter names of ``ckptkern.nn.MLP``."""
 
     def __init__(self, d_model: int, activation: str, dropout: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PlainMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention in plain torch layers. x [B, S, D] -> [B, S, D]."""
+    """Causal self-attention in torch's own layers. x [B, S, D] -> [B, S, D]."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def make_mlp(self, config: Config) -> nn.Module:
-        return PlainMLP(config.d_model, config.activation, config.dropout)
+        return TorchMLP(config.d_model, config.activation, config.dropout)
 
     def attend(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.attention(self.norm1(x)))
@@ -140,8 +140,8 @@ class GPT(nn.Module):
         self.variant, self.fused_head = variant, variant == "ckptkern" and config.head == "fused"
         self.token = nn.Embedding(VOCABULARY, config.d_model)
         self.position = nn.Embedding(config.seq_len, config.d_model)
-        plain, ours = (MoEBlock, SegmentMoEBlock) if config.experts else (Block, SegmentBlock)
-        block = ours if variant == "ckptkern" else plain
+        unfused, ours = (MoEBlock, SegmentMoEBlock) if config.experts else (Block, SegmentBlock)
+        block = ours if variant == "ckptkern" else unfused
         self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)

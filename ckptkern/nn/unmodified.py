@@ -51,7 +51,7 @@ def dense(module: torch.nn.Module) -> bool:
     return kind is None and strided(module) and "parametrizations" not in module._modules
 
 
-def plain(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
+def unmodified(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
     """Do the parameters of these modules alone determine what they compute? Not if one is a subclass or a wrapper (LoRA),
     has hooks, or has a parameter that is not plain memory (sparse, quantized)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
