@@ -128,8 +128,8 @@ def explained(gpu: GPU, launches: Sequence[Launch], codes: Codes) -> list[str]:
 
 
 def explanation(gpu: GPU, steps: dict[tuple[str, str], Trace], codes: Codes) -> str:
-    """Every launch of every variant with its estimated time; the last columns: what bounds it, and the part of it that is
-    epilogue (in attention, softmax) during which tensor cores wait."""
+    """Every launch of every variant with its estimated time; the last columns: what bounds it, and the part of it that
+    is epilogue (in attention, softmax) during which tensor cores wait."""
     lines = [
         f"cost model, not measured: {gpu.name}",
         f"  {'':6}{'launch':40} {'GFLOP':>9} {'MB':>9} {'each':>12}  bound by",

@@ -290,8 +290,8 @@ def test_the_implementations_name_what_the_table_has(arch):
 
 @pytest.mark.parametrize(("kernel", "arch", "row", "name"), VARIANTS)
 def test_a_variant_stands_in_for_its_class_alone(kernel, arch, row, name):
-    """Few rows, float32 and unaligned rows keep the default tiles; so do other implementations, GPUs and kernels without
-    such a name."""
+    """Few rows, float32 and unaligned rows keep the default tiles; so do other implementations, GPUs and kernels
+    without such a name."""
     operand, rows = meta(64, 64), TILES[kernel, arch]
     persistent = {"persistent": row == "tma"}
 
