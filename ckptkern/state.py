@@ -10,6 +10,7 @@ snapshot.
 
 from __future__ import annotations
 
+from enum import IntFlag
 from types import ModuleType
 
 import torch
@@ -37,7 +38,26 @@ _C = _load_extension()
 
 Precision = _C.Precision
 SegmentState = _C.SegmentState
+# observe(tensors) -> what observes a call, an `Observed`, and which of the tensors need a gradient, above NEEDS bits
+observe = _C.observe
+NEEDS, MOST_NEEDS = 16, 48
 SavedTensors, Placeholder, Recompute, unpack_saved = _C.SavedTensors, _C.Placeholder, _C.Recompute, _C.unpack_saved
+
+
+class Observed(IntFlag):
+    """The bits of `observe`, as csrc/bindings.cpp has them."""
+
+    TRANSFORMS = 1  # of torch.func
+    MODES = 2  # of torch dispatch
+    PROFILER = 4
+    SUBCLASS = 8  # a tensor is neither a Tensor nor a Parameter
+    WRAPPED = 16  # a tensor is that of a torch.func transform, which may have ended
+    HOOKS = 32  # default hooks on saved tensors
+    BACKWARD = 64  # the call is part of a backward pass
+    MAIN_GRAD = 256  # a tensor has a main_grad
+    AUTOCAST = 512  # autocast is on, for any device
+    BATCHED = 128  # the first tensor is a batch of gradients (torch.autograd.grad's is_grads_batched)
+
 
 _rng_state_op = torch.ops.ckptkern.rng_state.default
 _keep_mask_op = torch.ops.ckptkern.keep_mask.default

@@ -423,7 +423,13 @@ def whole_numbers(tensors: Tensors) -> Tensors:
 
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_FACTORS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2), "aten::matmul": (0, 1)}
+_FACTORS = {
+    "aten::mm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::addmm_": (1, 2),
+    "aten::matmul": (0, 1),
+    "aten::linear": (0, 1),
+}
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 # op -> matmuls [Sq, D] x [D, Sk] per head, and q's place among the arguments
 _CORES = {_FLASH: (2, 0), f"{_FLASH}_backward": (5, 1)}
@@ -459,6 +465,7 @@ class Watch(TorchDispatchMode):
         assert name not in _OTHER_PRODUCTS, name
         if name in _FACTORS:
             left, right = (args[i] for i in _FACTORS[name])
+            right = right.t() if name == "aten::linear" else right
             flops = 2 * left.numel() * right.shape[-1]
         elif name in _CORES:
             matmuls, at = _CORES[name]

@@ -6,9 +6,20 @@ import types
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ckptkern import state
-from ckptkern.state import Precision, draw, keep_mask, philox4x32_10, threshold_scale
+from ckptkern.state import (
+    MOST_NEEDS,
+    NEEDS,
+    Observed,
+    Precision,
+    draw,
+    keep_mask,
+    observe,
+    philox4x32_10,
+    threshold_scale,
+)
 
 KEY_STREAM = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 
@@ -670,3 +681,73 @@ def test_extension_info():
     info = state.extension_info()
     assert "_C" in info["path"]
     assert info["built for torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+
+
+# -- observe -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_observes_a_call_is_as_torchs_own_queries_say():
+    x, w = torch.randn(3), torch.nn.Parameter(torch.randn(3))
+    bits = {}
+
+    def inside(name: str, tensors=(x,)) -> Observed:
+        bits[name] = Observed(observe(tensors) & (1 << NEEDS) - 1)
+        return bits[name]
+
+    assert inside("nothing") == Observed(0)
+    assert torch.func.grad(lambda t: (inside("transform", (t,)), t.sum())[1])(x) is not None
+    assert inside("after") == Observed(0)
+    with FlopCounterMode(display=False):
+        inside("mode")
+    with torch.autograd.profiler.profile():
+        inside("profiler")
+    with torch.autograd.graph.save_on_cpu():
+        inside("hooks")
+    with torch.autocast("cpu", torch.bfloat16):
+        inside("autocast")
+    y = (x * w).sum()
+    y.register_hook(lambda grad: inside("backward") and None)
+    y.backward()
+    marked = torch.nn.Parameter(torch.randn(3))
+    marked.main_grad = torch.zeros(3)
+    inside("main_grad", (x, None, marked))
+    inside("subclass", (x, Plain(x)))
+    expected = {
+        "nothing": 0, "after": 0, "transform": Observed.TRANSFORMS | Observed.WRAPPED, "mode": Observed.MODES,
+        "profiler": Observed.PROFILER, "hooks": Observed.HOOKS, "autocast": Observed.AUTOCAST, "backward": Observed.BACKWARD,
+        "main_grad": Observed.MAIN_GRAD, "subclass": Observed.SUBCLASS,
+    }  # fmt: skip
+    assert bits == {name: Observed(value) for name, value in expected.items()}
+
+
+class Plain(torch.Tensor):
+    pass
+
+
+def test_observe_says_which_tensors_need_a_gradient():
+    needs = [torch.zeros(1, requires_grad=i % 3 == 0) if i % 2 else None for i in range(MOST_NEEDS)]
+    expected = sum(1 << i for i, t in enumerate(needs) if t is not None and t.requires_grad)
+    assert observe(needs) >> NEEDS == expected
+    assert observe(tuple(needs)) >> NEEDS == expected
+    with torch.no_grad():
+        assert observe(needs) >> NEEDS == 0
+    with pytest.raises(TypeError, match="tensors and None, not int"):
+        observe((1,))
+
+
+def test_a_batch_of_gradients_is_observed():
+    x, seen = torch.randn(3, requires_grad=True), []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(Observed(observe((dy,)) & (1 << NEEDS) - 1))
+            return 2 * ctx.saved_tensors[0] * dy
+
+    torch.autograd.grad(Square.apply(x), x, torch.ones(2, 3), is_grads_batched=True)
+    assert seen == [Observed.BATCHED | Observed.BACKWARD]

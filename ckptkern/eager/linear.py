@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..bits import pack_bits
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, apply_dropout, column_sum_if
@@ -15,7 +16,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None)
     A keyword costs a tenth of a small matmul's host time, out=None too.
     """
     if out is None:
-        return torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
+        return F.linear(x, w, b)  # addmm of w.t(), whose view costs more as an object of Python
     return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ... import eager
 from ...errors import DtypeError
 from ...memory import parse_size
+from ...state import Observed, observe
 from . import implementations as _impls
 from . import tuned as _tuned
 from .checks import check_choice
@@ -274,16 +275,18 @@ def read_precision() -> str:
 
 
 # The modules that define the unpack hooks: of torch's checkpoint, of ours in forward, and of ours in recompute.
+_TRANSFORMS, _BACKWARD = int(Observed.TRANSFORMS), int(Observed.BACKWARD)
+_RECOMPUTED = int(Observed.BACKWARD | Observed.HOOKS)
 RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.segments.checkpoint")
 
 
-def _inside_checkpoint() -> bool:
-    """Is this call part of something that will be, or is being, recomputed?
+def _inside_checkpoint(seen: int) -> bool:
+    """seen: what `observe` saw. Is this call part of something that will be, or is being, recomputed?
 
     A non-reentrant checkpoint, torch's or ours, shows by its saved-tensor hooks, in forward and in recompute. A reentrant one
     shows because it runs forward inside a backward pass. Recomputing inside a recompute costs GEMMs and saves no memory.
     """
-    if torch._C._current_graph_task_id() != -1:
+    if seen & _BACKWARD:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING
@@ -309,9 +312,12 @@ def own_modes() -> Iterator[None]:
 
 
 def choose_mode(recompute: str) -> str:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _NESTED.modes:
+    if recompute == "none" or torch.compiler.is_compiling():
         return recompute
-    return "none" if _inside_checkpoint() else recompute
+    seen = observe(())
+    if not seen & _RECOMPUTED or seen & _TRANSFORMS or _NESTED.modes:
+        return recompute
+    return "none" if _inside_checkpoint(seen) else recompute
 
 
 def no_autocast(x: Tensor) -> bool:

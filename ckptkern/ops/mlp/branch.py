@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..dispatch.choices import primitives
-from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
+from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks, weight_grad
 from ..registration.rows import cast_parameter, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of
@@ -91,7 +91,8 @@ class MLPBranch:
     # -- forward
 
     def linear(self, layer: str, x: Tensor, start: int) -> Tensor:
-        y = self.p.linear(x, self.weight(layer), self.cast(getattr(self.t, BIAS[layer]), self.dtype))
+        bias = getattr(self.t, BIAS[layer])
+        y = self.p.linear(x, self.weight(layer), bias if bias is None else self.cast(bias, self.dtype))
         if not self.updates or self.updates[layer] is None:
             return y
         return self.updates[layer].add(self.p, y, x, start)
@@ -263,28 +264,37 @@ class Sums:
     reads dy alone."""
 
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
-        self.branch, t, wide = branch, branch.t, branch.o.backend == "wide"
-        self.totals: dict[str, WeightGrad | BiasGrad] = {}
-        for name in need:
-            if name not in NOT_SUMMED:
-                of = getattr(t, name)
-                self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks, wide)
+        self.branch, self.need, wide = branch, need, branch.o.backend == "wide"
+        self.once = chunks == 1 and not wide and not branch.updates  # then `totals` holds gradients
+        self.totals: dict[str, Any] = {}
+        if not self.once:
+            for name in need:
+                if name not in NOT_SUMMED:
+                    of = getattr(branch.t, name)
+                    self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks, wide)
         self.read_h = not READ_H.isdisjoint(need)  # is h read?
 
     def trains(self, layer: str) -> bool:
         """Do they have a gradient of the layer's update?"""
-        return bool(self.branch.updates) and not self.totals.keys().isdisjoint(names_of(layer))
+        return bool(self.branch.updates) and not self.need.isdisjoint(names_of(layer))
 
     def bias_part(self, layer: str) -> bool | torch.dtype:
         """In which dtype a kernel sums a bias's gradient; False where it is not needed."""
         name = BIAS[layer]
-        return name in self.totals and self.totals[name].part
+        return name in self.need and (getattr(self.branch.t, name).dtype if self.once else self.totals[name].part)
 
     def add(
         self, layer: str, dy: Tensor, du: Tensor | None, x: Tensor | None, start: int, part: Tensor | None = None
     ) -> None:
         """part: the sum of dy's columns, if a kernel has formed it."""
         totals, weight, bias = self.totals, WEIGHT[layer], BIAS[layer]
+        if self.once:
+            t, need = self.branch.t, self.need
+            if weight in need:
+                totals[weight] = weight_grad(dy, x, getattr(t, weight))
+            if bias in need and bias in BIASES:
+                totals[bias] = eager.column_sum(dy, getattr(t, bias).dtype) if part is None else part
+            return
         if weight in totals:
             totals[weight].add(dy, x)
         if bias in totals:
@@ -294,7 +304,7 @@ class Sums:
             self.branch.updates[layer].add_gradients(self.branch.p, dy, du, x, da, db, start)
 
     def results(self) -> dict[str, Tensor | None]:
-        return {name: total.result() for name, total in self.totals.items()}
+        return self.totals if self.once else {name: total.result() for name, total in self.totals.items()}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import state
-from .functions import dispatched, named
+from .functions import DISPATCHED, named
 from .library import call_forward
 from .needs import wanted
 from .op import direct_forward, to_save
@@ -28,10 +28,11 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         @staticmethod
         def forward(ctx, shard, options, needs, x, *others):
             tensors, compiling = (shard.gathered(x), *others), torch.compiler.is_compiling()
-            if compiling or dispatched(tensors):
+            seen = 0 if compiling else state.observe(tensors)
+            if compiling or seen & DISPATCHED:
                 results = call_forward(registered, tensors, options)
             else:
-                results = direct_forward(op, tensors, options)
+                results = direct_forward(op, tensors, options, seen)
             ctx.call = shard, options, needs, None if compiling else state.Precision()
             first, *saved = to_save(op, tensors, results, options, needs)
             ctx.save_for_backward(None if first is None else x, *saved)

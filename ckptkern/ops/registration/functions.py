@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
 from ... import state
-from ...subclasses import PLAIN, own_dispatch
+from ...state import Observed
+from ...subclasses import own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from . import codec as _codec
 from .gradients import having_main_grad, into_main_grad
@@ -39,26 +40,15 @@ def build(op: type[Op]):
     return apply
 
 
-def _watched(tensors) -> bool:
-    """Does anything observe the op: the compiler, a transform, a mode, the profiler, a tensor subclass?
-
-    The first tensor may be a batch of gradients (torch.autograd.grad's is_grads_batched), which shows in no transform.
-    """
-    return _traced(tensors[0]) or dispatched(tensors)
+DISPATCHED = int(Observed.MODES | Observed.PROFILER | Observed.SUBCLASS)
+_OBSERVED = DISPATCHED | int(Observed.TRANSFORMS | Observed.BATCHED)
+_TRANSFORMS, _SUBCLASS = int(Observed.TRANSFORMS), int(Observed.SUBCLASS)
+_WRAPPED, _MAIN_GRAD = int(Observed.WRAPPED), int(Observed.MAIN_GRAD)
 
 
 def _traced(x: Tensor) -> bool:
     """Does x stand for others: of a graph that is compiled, or of a batch?"""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(x)
-
-
-def dispatched(tensors) -> bool:
-    """The same where `apply` has ruled out the compiler and transforms."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd._profiler_enabled()
-        or not PLAIN.issuperset(map(type, tensors))
-    )
 
 
 def _distinct(tensors: tuple) -> tuple:
@@ -148,8 +138,9 @@ def _gradients(registered: Registered, second_order: type):
                 op.missing_input(dy, call_of(op, flat, options)[0], options)
             grads = second_order.apply(options, needs, dy, *flat)
         else:
-            if not _watched((dy, *flat)):
-                return direct_backward(op, dy, flat, options, needs)
+            seen = _OBSERVED if torch.compiler.is_compiling() else state.observe((dy, *flat))
+            if not seen & _OBSERVED:
+                return direct_backward(op, dy, flat, options, needs, seen)
             tensors, saved = call_of(op, flat, options)
             grads = bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs))
             if not _traced(dy):
@@ -175,11 +166,13 @@ def _eager_function(registered: Registered, gradients) -> type:
 
         @staticmethod
         def forward(ctx, options, needs, *tensors):
-            if dispatched(tensors):
+            seen = state.observe(tensors)
+            if seen & DISPATCHED:
                 results = call_forward(registered, tensors, options)
             else:
-                results = direct_forward(op, tensors, options)
-            ctx.call = options, needs, state.Precision(), having_main_grad(tensors)
+                results = direct_forward(op, tensors, options, seen)
+            weights = having_main_grad(tensors) if seen & _MAIN_GRAD else None
+            ctx.call = options, needs, state.Precision(), weights
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
             return results[0]
 
@@ -270,11 +263,12 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
 
     def apply(options, *tensors) -> Tensor:
         compiling = torch.compiler.is_compiling()
-        if (compiling or not PLAIN.issuperset(map(type, tensors))) and (kind := own_dispatch(tensors)):
+        seen = 0 if compiling else state.observe(tensors)
+        if (compiling or seen & _SUBCLASS) and (kind := own_dispatch(tensors)):
             compose_of(op.name, kind)
             with autocast_off(tensors[0]):
                 return op.reference(tensors, options)
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() if compiling else seen & _TRANSFORMS:
             if compiling:
                 raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
             return transformed.apply(options, present(tensors) & ~constants, *tensors)[0]
@@ -284,8 +278,9 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
                 # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
                 return call_forward(registered, tensors, for_inference(options))[0]
             return functional.apply(options, needs, *_distinct(tensors))[0]
-        tensors = [unwrap_if_dead(t) if type(t) is Tensor else t for t in tensors]
-        needs = wanted(tensors)
+        if seen & _WRAPPED:
+            tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
+        needs = seen >> state.NEEDS if len(tensors) <= state.MOST_NEEDS else wanted(tensors)
         return apply_eager(options if needs else for_inference(options), needs, *tensors)
 
     apply.for_inference = for_inference

@@ -126,6 +126,8 @@ class BiasGrad:
 
 def weight_grad(a: Tensor, b: Tensor, weight: Tensor, rows: slice | None = None) -> Tensor | None:
     """`WeightGrad` of all tokens at once."""
+    if a.dtype is weight.dtype and not hasattr(weight, "main_grad"):
+        return torch.mm(a.t(), b)
     grad = WeightGrad(weight, 1, rows=rows)
     grad.add(a, b)
     return grad.result()

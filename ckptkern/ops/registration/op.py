@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..dispatch.choices import no_autocast
+from ...state import Observed
+
+_AUTOCAST = int(Observed.AUTOCAST)
 
 
 class Op:
@@ -98,18 +100,22 @@ def results_of(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> lis
     return [y, *[made[name] for name in op.saves(options) if name != "y"]]
 
 
-def direct_forward(op: type[Op], tensors: Sequence, options) -> list[Tensor]:
-    """[y, *saved] by the op's body, as the dispatcher would run it, which takes a tenth of a tiny mlp's host time itself."""
-    if no_autocast(tensors[0]):
+def direct_forward(op: type[Op], tensors: Sequence, options, seen: int) -> list[Tensor]:
+    """[y, *saved] by the op's body, as the dispatcher would run it, which takes a tenth of a tiny mlp's host time itself.
+
+    seen: what `observe` saw."""
+    if not seen & _AUTOCAST:
         return run_forward(op, tensors, options)
     with torch._C._DisableAutocast():
         return run_forward(op, tensors, options)
 
 
-def direct_backward(op: type[Op], dy: Tensor, flat: Sequence, options, needs: int) -> Sequence[Tensor | None]:
+def direct_backward(
+    op: type[Op], dy: Tensor, flat: Sequence, options, needs: int, seen: int
+) -> Sequence[Tensor | None]:
     """The gradients, likewise."""
     tensors, saved = call_of(op, flat, options)
-    if no_autocast(dy):
+    if not seen & _AUTOCAST:
         return op.backward(dy, tensors, saved, options, needs)
     with torch._C._DisableAutocast():
         return op.backward(dy, tensors, saved, options, needs)
