@@ -14,7 +14,8 @@ from torch import Tensor
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import attention_block
-from .attention.sublayer import AttentionSublayer, attention_reference, attention_sublayer, attention_sublayer_backward
+from .attention.reference import attention_reference
+from .attention.sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward
 from .attention.sublayer import saves as attention_saves
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers

@@ -16,7 +16,8 @@ from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
-from .sublayer import AttentionSublayer, attention_reference, attention_sublayer, attention_sublayer_backward, saves
+from .reference import attention_reference
+from .sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward, saves
 from .tensors import CONSTANTS, AttentionOptions, AttentionTensors
 
 

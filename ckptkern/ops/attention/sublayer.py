@@ -8,18 +8,17 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import PartGrads, add_matmul
 from ..registration.needs import needed_names
-from ..registration.rows import cast_parameter, rows_2d
+from ..registration.rows import rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of
-from ..sublayer.residual import Sublayer, after_branch, reads_branch, reference_inputs, reference_norm, reference_output
+from ..sublayer.residual import Sublayer, after_branch, reads_branch
 from .core import CoreOptions, CoreTensors, attend, attention_grads, core_of
 from .groups import group_count, group_of
 from .masks import merged_mask
-from .rotary import positions_of, reference_rotary, rotary_tables
+from .rotary import positions_of, rotary_tables
 from .tensors import (
     LAYERS,
     AttentionOptions,
@@ -191,7 +190,7 @@ class AttentionSublayer(Sublayer):
         if self.angles[0] is not None:
             dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
         dx, *made = self.p.norm_bwd(self.in_rows(dy), self.in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
-        return dx.view(raw.shape), *made
+        return dx.view(dy.shape), *made
 
     def in_rows(self, heads: Tensor) -> Tensor:
         """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
@@ -296,38 +295,57 @@ class AttentionSublayer(Sublayer):
             if name not in grads.sums:
                 grads.written(name, grad)
 
-    def core_gradients(self, heads, do, out, lse, delta, raw, inner: Collection[str], grads: PartGrads) -> Tensor:
-        """The gradients of the projections, from do; adds those of the q/k norms' weights and of the mask."""
-        t, o, p = self.t, self.o, self.p
-        dqkv = do.new_empty(projected_shape(self.B, self.S, t, o))
-        places = self.split(dqkv)
-        outs = [place.transpose(1, 2) for place in places]
-        need_dq, need_dkv = core_needs(inner, t)
+    def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """(dqkv of `projected_shape`, the places of dq, dk, dv in it)."""
+        dqkv = self.x.new_empty(projected_shape(self.B, self.S, self.t, self.o), dtype=self.o.dtype)
+        return dqkv, self.split(dqkv)
+
+    def core_gradients(
+        self, heads, do, out, lse, delta, inner: Collection[str], grads: PartGrads
+    ) -> tuple[list[Tensor | None], tuple | None]:
+        """(the gradients of q, k, v [B, S, heads, D] as the core read them, the `buffer` if kernels wrote them there), from do;
+        adds that of the mask."""
+        buffer = self.buffer() if self.p is not eager and not self.core.fused else None
+        outs = [place.transpose(1, 2) for place in buffer[1]] if buffer else [None] * 3
+        need_dq, need_dkv = core_needs(inner, self.t)
         *made, dmask = attention_grads(
-            p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
-            dmask_shape=t.mask.shape if "mask" in inner else None, out=outs,
+            self.p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
+            dmask_shape=self.t.mask.shape if "mask" in inner else None, out=outs,
         )  # fmt: skip
-        made = [
-            place if grad is view or grad is None else grad.transpose(1, 2)
-            for grad, view, place in zip(made, outs, places, strict=True)
-        ]
         if dmask is not None:
             self.add_part("mask", dmask, 1, grads)
-        if self.rotates():
-            formed = (("q_norm", raw[0], need_dq), ("k_norm", raw[1], need_dkv))
-            for i, (name, raw_heads, is_formed) in enumerate(formed):
-                if is_formed:
-                    made[i], *of_norm = self.rotation_backward(made[i], raw_heads, name, places[i], inner)
-                    for field, grad in zip((name, f"{name}_bias"), of_norm, strict=True):
-                        self.add_part(field, grad, 0, grads)
-        for place, grad in zip(places, made, strict=True):
-            if grad is not place:
+        if buffer:
+            return list(buffer[1]), buffer
+        return [None if grad is None else grad.transpose(1, 2) for grad in made], None
+
+    def projected_gradients(
+        self, made: list[Tensor | None], buffer: tuple | None, raw, inner: Collection[str], grads: PartGrads
+    ) -> list[Tensor | None]:
+        """Of each projection [rows, outputs], from those of q, k, v as the core read them; adds those of q's and k's norms.
+
+        Projections of q, k and v alone take what the core gave, if no kernel wrote it in the buffer. made: is emptied.
+        """
+        if buffer is None and len(self.projections) < 3:
+            buffer = self.buffer()
+        places = buffer[1] if buffer else made
+        needed = core_needs(inner, self.t)
+        for i, (name, is_formed) in enumerate(zip(("q_norm", "k_norm"), needed, strict=True)):
+            if is_formed and self.rotates():
+                made[i], *of_norm = self.rotation_backward(made[i], raw[i], name, places[i], inner)
+                for field, grad in zip((name, f"{name}_bias"), of_norm, strict=True):
+                    self.add_part(field, grad, 0, grads)
+        if not buffer:
+            return [None if grad is None else self.in_rows(grad) for grad in made]
+        for place in places:
+            grad = made.pop(0)
+            if grad is not None and grad is not place:
                 place.copy_(grad)
+        (dqkv, _), o = buffer, self.o
         H_kv, group = o.num_kv_heads, o.num_heads // o.num_kv_heads
         if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
             by_kv_head = dqkv.view(self.B, self.S, H_kv, group + 2, self.D)
             by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
-        return dqkv
+        return [d for _, d in self.parts(dqkv)]
 
     def add_part(self, name: str, grad: Tensor | None, dim: int, grads: PartGrads) -> None:
         """The gradient of a parameter with entries for each head along `dim`, or else shared by all heads."""
@@ -339,12 +357,22 @@ class AttentionSublayer(Sublayer):
             grads.put(name, grad, (slice(None),) * dim + (slice(first, first + grad.shape[dim]),))
 
     def add_projection_gradients(
-        self, dqkv: Tensor, h: Tensor, need: Collection[str], grads: PartGrads, totals: dict[bool, Tensor | None]
+        self,
+        ds: list[Tensor | None],
+        h: Tensor,
+        need: Collection[str],
+        grads: PartGrads,
+        totals: dict[bool, Tensor | None],
     ) -> None:
-        """Adds those of the projections' weights and biases, and of h and key_value in `totals`."""
+        """Adds those of the projections' weights and biases, and of h and key_value in `totals`, from those of their results.
+
+        ds: is emptied.
+        """
         inputs = {False: (h, self.needs_dh(need)), True: (self.key_value, "key_value" in need)}
-        for part, d in self.parts(dqkv):
-            rows, wanted = inputs[part.of_key_value]
+        for part in self.projections:
+            d, (rows, wanted) = ds.pop(0), inputs[part.of_key_value]
+            if d is None:
+                continue
             du = self.inner_gradient(part, d, need, wanted)
             self.add_weight_gradients(part, d, du, rows, need, grads)
             if wanted:
@@ -377,9 +405,12 @@ class AttentionSublayer(Sublayer):
             lse = lse.clone(memory_format=torch.contiguous_format)  # at an address as aligned as that of all
         self.add_weight_gradients(last, df, du, self.out_rows(out) if reads_core(need) else None, need, grads)
         if inner:
-            dqkv = self.core_gradients(heads, do, out, lse, delta, raw, inner, grads)
-            raw = heads = do = out = None
-            self.add_projection_gradients(dqkv, h, need, grads, totals)
+            made, buffer = self.core_gradients(heads, do, out, lse, delta, inner, grads)
+            heads = do = out = lse = delta = None
+            raw = raw if t.q_norm is not None else (None, None)
+            ds = self.projected_gradients(made, buffer, raw, inner, grads)
+            raw = made = buffer = None
+            self.add_projection_gradients(ds, h, need, grads, totals)
 
 
 def saves(o: AttentionOptions) -> tuple[str, ...]:
@@ -449,42 +480,3 @@ def attention_sublayer_backward(
     if dh is not None:
         grads |= sublayer.input_gradients(dh.to(o.dtype), dy, need)
     return sublayer.finished(grads, need)
-
-
-def reference_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
-    """The norm of q or k [B, S, heads, D] in differentiable PyTorch ops."""
-    if over_all_heads(weight, heads.shape[-1]):
-        return reference_norm(heads.flatten(-2), o.qk_norm, weight, bias, o.qk_norm_eps).view(heads.shape)
-    if weight.dim() == 1:
-        return reference_norm(heads, o.qk_norm, weight, bias, o.qk_norm_eps)
-    h = reference_norm(heads, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
-    return h if bias is None else h + cast_parameter(bias, heads.dtype)
-
-
-def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
-    """The sublayer in differentiable PyTorch ops."""
-    B, S = batch_and_rows(x)
-    D, H = head_dim(t, o), o.num_heads
-    h = reference_inputs(x, t, o)
-
-    def linear(rows: Tensor, part: Projection) -> Tensor:
-        y = F.linear(rows, cast_parameter(part.weight, o.dtype), cast_parameter(part.bias, o.dtype))
-        pair = update_of(part.letter, B * S, t, o)
-        return y if pair is None else y + pair.reference(rows)
-
-    sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
-    qkv = [linear(sources[part.of_key_value], part) for part in projections(t, o)]
-    if t.key_value is None:
-        q, k, v = split_heads(torch.cat(qkv, -1).view(B, S, projected_shape(B, S, t, o)[1]), o)
-    else:
-        q, kv = qkv[0].view(B, S, H, D), torch.cat(qkv[1:], -1).view(B, key_rows(S, t), 2 * o.num_kv_heads, D)
-        k, v = kv.split(o.num_kv_heads, 2)
-    if t.q_norm is not None:
-        q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
-    cos, sin = rotary_of(S, t, o)
-    if cos is not None:
-        q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
-    core = sublayer_core(t, o)
-    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
-    f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), out_projection(t))
-    return reference_output(x, f, t, o)
