@@ -426,6 +426,7 @@ class Block:
     cross: Attention | None = None
     parallel: bool = False
     recompute: str = "selective"
+    workspace: int | None = None
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}-{self.recompute}"
@@ -464,15 +465,15 @@ class Block:
         return tensors
 
     def call(self, t: Tensors) -> Tensor:
-        x = t["x"]
+        x, chosen = t["x"], dict(recompute=self.recompute, workspace=self.workspace)
         if self.op == "transformer_layer":
             return ckptkern.transformer_layer(
-                x, self.attention.arguments(t), self.mlp.arguments(t), parallel=self.parallel, recompute=self.recompute,
+                x, self.attention.arguments(t), self.mlp.arguments(t), parallel=self.parallel, **chosen,
                 cross_attention_arguments=self.cross.arguments(t) if self.cross else None,
             )  # fmt: skip
         if self.attention:
-            return ckptkern.attention_block(x, **self.attention.arguments(t), recompute=self.recompute)
-        return ckptkern.mlp_block(x, **self.mlp.arguments(t), recompute=self.recompute)
+            return ckptkern.attention_block(x, **self.attention.arguments(t), **chosen)
+        return ckptkern.mlp_block(x, **self.mlp.arguments(t), **chosen)
 
     def fused(self, t: Tensors) -> Tensor:
         torch.manual_seed(SEED)
@@ -567,6 +568,20 @@ VARIANTS = (
     Block("low-rank decoder", Attention(dropout_p=0.0, lora=("out",)), MLP(lora=("down",), dropout_p=0.0, post_norm="layer"),
           Attention(causal=False, key_features=8, packed=False, lora=("q", "k", "v", "out"), lora_p=P, resid_p=0.0)),
 )  # fmt: skip
+
+
+def joined_biases(results: Tensors) -> Tensors:
+    """The biases of q, k and v as one, and of the norms of q and k: a k bias alone does not change softmax, except where rotary
+    embedding turns it, and its gradient is rounding only."""
+    for joined, names in (
+        ("qkv_bias", ("q_bias", "k_bias", "v_bias")),
+        ("cross_qkv_bias", ("cross_q_bias", "cross_k_bias", "cross_v_bias")),
+        ("qk_shift", ("q_shift", "k_shift")),
+    ):
+        parts = [results[name].flatten() for name in names if name in results]
+        results = {name: t for name, t in results.items() if name not in names}
+        results |= {joined: torch.cat(parts)} if parts else {}
+    return results
 
 
 def _parameters(chosen: Iterable[Block], modes: Iterable[str]) -> list:

@@ -126,7 +126,9 @@ class Shard:
         """Sublayer by sublayer: what passes between them is saved, because to recompute it would take another collective."""
         mid = x
         for arguments in sublayers:
-            mid = self.attention_block(mid, training, {"residual": True, **arguments, "recompute": recompute})
+            mid = self.attention_block(
+                mid, training, {"residual": True, **arguments, "recompute": recompute, "workspace": workspace}
+            )
         inner = {"recompute": "none" if recompute == "none" else "full", "workspace": workspace}
         y = self.mlp_block(x if parallel else mid, training, {**mlp, **inner})
         return mid + y if parallel else y

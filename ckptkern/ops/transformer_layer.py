@@ -14,7 +14,8 @@ from torch import Tensor
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import attention_block
-from .attention.sublayer import AttentionSublayer, attention_reference, attention_sublayer, attention_sublayer_backward
+from .attention.reference import attention_reference
+from .attention.sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward
 from .attention.sublayer import saves as attention_saves
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
@@ -142,8 +143,9 @@ def _recomputed(
         if o.parallel:
             mid = x
         elif mid is None:
-            if not core:  # the projections raw, as the attention sublayer's backward reads them
-                core = dict(zip(("out", "lse", "qkv"), sublayer.attend(save_raw=True), strict=True))
+            if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
+                made = sublayer.attend(save_raw=sublayer.group_count == 1)
+                core = dict(zip(("out", "lse", "qkv"), made, strict=True))
             f = sublayer.branch(core["out"])
             mid = unflattened(sublayer.output(f), x.shape[:-1])
             f = f if reads_branch(one, needed_names(AttentionTensors, own)) else None
@@ -205,7 +207,8 @@ def _by_sublayers(
     """Each sublayer as a segment of its own."""
     mid = x
     for arguments in attentions:
-        mid = attention_block(mid, training=training, recompute=recompute[0], **{"residual": True} | dict(arguments))
+        given = dict(training=training, recompute=recompute[0], workspace=workspace)
+        mid = attention_block(mid, **given, **{"residual": True} | dict(arguments))
     given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
     return mid + mlp_block(x, **given) if parallel else mlp_block(mid, **given)
 
@@ -238,7 +241,7 @@ def transformer_layer(
     and key_value itself. "none" and "selective" keep these of both attentions. A pair of modes, of the attentions and of the
     MLP, makes each sublayer a segment of its own, which saves its input: ("selective", "full") is "selective" with what passes
     between the sublayers saved, ("full", "none") recomputes attention alone.
-    workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
+    workspace: bytes of transient memory of each sublayer, as in attention_block and mlp_block. Raises as the two blocks do.
     """
     op = "transformer_layer"
     check_arguments(op, "attention_arguments", attention_arguments, *ATTENTION_ARGUMENTS)
@@ -256,7 +259,9 @@ def transformer_layer(
     if ACTIVE.shard is not None:
         return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
     sublayers = [
-        gather_attention(op, x, training=training, recompute=recompute, **{"residual": True} | dict(arguments))
+        gather_attention(
+            op, x, training=training, recompute=recompute, workspace=workspace, **{"residual": True} | dict(arguments)
+        )
         for arguments in given
     ]
     for t, _ in sublayers:

@@ -18,6 +18,7 @@ from blocks import (
     Block,
     blocks,
     in_turn,
+    joined_biases,
     unfused_attention,
     variants,
 )
@@ -95,20 +96,6 @@ def test_autocast_keeps_no_cast_weight(block):
     """float32 x and weights under bf16 autocast: x itself is saved, the rest in two bytes per element."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert saved_by(block, block.make()) == block.saved_bytes(4, 2)
-
-
-def joined_biases(results: dict) -> dict:
-    """The biases of q, k and v as one, and of the norms of q and k: a k bias alone does not change softmax, except where rotary
-    embedding turns it, and its gradient is rounding only."""
-    for joined, names in (
-        ("qkv_bias", ("q_bias", "k_bias", "v_bias")),
-        ("cross_qkv_bias", ("cross_q_bias", "cross_k_bias", "cross_v_bias")),
-        ("qk_shift", ("q_shift", "k_shift")),
-    ):
-        parts = [results[name].flatten() for name in names if name in results]
-        results = {name: t for name, t in results.items() if name not in names}
-        results |= {joined: torch.cat(parts)} if parts else {}
-    return results
 
 
 @pytest.mark.parametrize("block", in_turn(ALL))

@@ -19,7 +19,14 @@ from ..dispatch.checks import (
     check_tensor,
     check_weight,
 )
-from ..dispatch.choices import choose_backend, choose_mode, compute_dtype, head_dim_not_covered, matmul_precision
+from ..dispatch.choices import (
+    choose_backend,
+    choose_mode,
+    choose_workspace,
+    compute_dtype,
+    head_dim_not_covered,
+    matmul_precision,
+)
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
 from .core import check_softcap, check_whole_sequence, fused_core
@@ -195,7 +202,7 @@ def gather(
     qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
     mask_is_exclusion=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
     scale=None, softcap=None, dropout_p=0.0, lora=None, residual=False, training=True,
-    recompute="selective", **others,
+    recompute="selective", workspace=None, **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
     check_whole_sequence(op)
@@ -254,7 +261,8 @@ def gather(
         num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
         theta=theta, interleaved=rotary_interleaved, mask_is_exclusion=mask_is_exclusion, left=left, right=right,
         max_len=max_len, scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
-        recompute=choose_mode(recompute), backend=backend, precision=matmul_precision(probe), fused=fused, lora=lora_numbers,
+        recompute=choose_mode(recompute), backend=backend, precision=matmul_precision(probe),
+        workspace=choose_workspace(op, workspace, probe), fused=fused, lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip
     return t, o

@@ -16,7 +16,8 @@ from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
-from .sublayer import AttentionSublayer, attention_reference, attention_sublayer, attention_sublayer_backward, saves
+from .reference import attention_reference
+from .sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward, saves
 from .tensors import CONSTANTS, AttentionOptions, AttentionTensors
 
 
@@ -61,6 +62,7 @@ def attention_block(
     max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, dropout_p: float = 0.0, lora:
     Mapping[str, LoRA] | None = None, layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p:
     float = 0.0, residual: bool = False, training: bool = True, recompute: str = "selective",
+    workspace: int | str | None = None,
 ) -> Tensor:  # fmt: skip
     """Self-attention or cross-attention with everything around it, as one segment.
 
@@ -107,8 +109,9 @@ def attention_block(
         "full"       x: as many matmuls as torch.utils.checkpoint
 
     and key_value itself, which the layers of a decoder share.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
-    RuntimeError (backend).
+    workspace: transient bytes (default: by x's device). Heads of k, with theirs of q, are computed in the fewest equal groups
+    that fit in it, at least one head; a norm of q or k over all heads takes all at once. Raises
+    ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
     """
     arguments = dict(
         qkv_weight=qkv_weight, qkv_bias=qkv_bias, out_weight=out_weight, out_bias=out_bias, num_heads=num_heads,
@@ -120,6 +123,7 @@ def attention_block(
         key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, lora=lora, layer_scale=layer_scale,
         resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, recompute=recompute,
+        workspace=workspace,
     )  # fmt: skip
     if ACTIVE.shard is not None:
         return ACTIVE.shard.attention_block(x, training, arguments)

@@ -8,17 +8,17 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import eager
-from ..registration.gradients import WeightGrad, weight_grad
+from ..registration.gradients import PartGrads, add_matmul
 from ..registration.needs import needed_names
-from ..registration.rows import cast_parameter, rows_2d
+from ..registration.rows import rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of
-from ..sublayer.residual import Sublayer, after_branch, reads_branch, reference_inputs, reference_norm, reference_output
+from ..sublayer.residual import Sublayer, after_branch, reads_branch
 from .core import CoreOptions, CoreTensors, attend, attention_grads, core_of
+from .groups import group_count, group_of
 from .masks import merged_mask
-from .rotary import positions_of, reference_rotary, rotary_tables
+from .rotary import positions_of, rotary_tables
 from .tensors import (
     LAYERS,
     AttentionOptions,
@@ -26,6 +26,7 @@ from .tensors import (
     Projection,
     batch_and_rows,
     head_dim,
+    in_group,
     key_rows,
     out_projection,
     over_all_heads,
@@ -58,7 +59,13 @@ def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) 
 
 
 class AttentionSublayer(Sublayer):
-    """What an attention sublayer computes, for one input: every quantity once, from x and what was saved."""
+    """What an attention sublayer computes, for one input: every quantity once, from x and what was saved.
+
+    The heads are computed in `groups`, each of which is such a sublayer with the parts of weights, masks and slopes of its
+    heads. Around them, from x to h and from o to the output, is the sublayer of all heads.
+    """
+
+    index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
 
     def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions, *, shares: bool = False):
         super().__init__(x, t, o, shares=shares)
@@ -67,8 +74,36 @@ class AttentionSublayer(Sublayer):
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
 
     @functools.cached_property
+    def group_count(self) -> int:
+        return group_count(self.x.shape[0], self.t, self.o)
+
+    def groups(self) -> Iterator[AttentionSublayer]:
+        """The sublayer itself if all fits the workspace, else the sublayers of each group of heads."""
+        if self.group_count == 1:
+            yield self
+            return
+        for index in range(self.group_count):
+            yield self.group(index, self.group_count)
+
+    def group(self, index: int, count: int) -> AttentionSublayer:
+        t, o, core = group_of(self.t, self.o, self.core, index, count)
+        if self.key_value is not None:
+            t = t._replace(key_value=self.key_value.view(t.key_value.shape))
+        made = AttentionSublayer(self.x.view(*self.lead, self.x.shape[1]), t, o, shares=self.shares)
+        made.index, made.count, made.core, made.angles = index, count, core, self.angles
+        made.projections = projections(self.t, self.o, index, count)
+        return made
+
+    @functools.cached_property
     def updates(self) -> dict[str, LowRank | None]:
-        return {letter: update_of(letter, self.x.shape[0], self.t, self.o) for letter in LAYERS}
+        made = {letter: update_of(letter, self.x.shape[0], self.t, self.o) for letter in LAYERS}
+        if self.index and (pair := made["o"]) is not None:
+            made["o"] = pair._replace(dropout=(*pair.dropout[:3], self.index * self.width))
+        return made
+
+    def update(self, part: Projection) -> LowRank | None:
+        pair = self.updates[part.letter]
+        return pair if pair is None or part.rows is None else pair._replace(b=pair.b[part.rows])
 
     @functools.cached_property
     def projections(self) -> list[Projection]:
@@ -82,13 +117,18 @@ class AttentionSublayer(Sublayer):
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
         return rotary_of(self.S, self.t, self.o)
 
+    @property
+    def width(self) -> int:
+        """Of q's and o's rows."""
+        return self.o.num_heads * self.D
+
     # -- forward
 
     def blocks(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of x and rows of key_value in qkv, which has `projected_shape`; twice all rows without a key_value."""
         if self.key_value is None:
             return qkv, qkv
-        rows, width = self.x.shape[0], self.o.num_heads * self.D
+        rows, width = self.x.shape[0], self.width
         of_key_value = qkv[rows * width :].view(self.key_value.shape[0], 2 * self.o.num_kv_heads * self.D)
         return qkv[: rows * width].view(rows, width), of_key_value
 
@@ -108,17 +148,18 @@ class AttentionSublayer(Sublayer):
             rows = self.key_value if part.of_key_value else h
             w, b = self.cast(part.weight, last=False), self.cast(part.bias)
             torch.mm(rows, w.t(), out=out) if b is None else torch.addmm(b, rows, w.t(), out=out)
-            if (pair := self.updates[part.letter]) is not None:
+            if (pair := self.update(part)) is not None:
                 pair.add(self.p, out, rows)
         return qkv
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [B, S, heads, D] of the projections."""
+    def split(self, qkv: Tensor, index: int = 0, count: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [B, S, heads, D] of the projections; of the heads of group `index` of `count`."""
         if self.key_value is None:
-            return split_heads(qkv.view(self.B, self.S, qkv.shape[1]), self.o)
+            return split_heads(qkv.view(self.B, self.S, qkv.shape[1]), self.o, index, count)
         q, kv = self.blocks(qkv)
         kv = kv.view(self.B, key_rows(self.S, self.t), 2 * self.o.num_kv_heads, self.D)
-        return q.view(self.B, self.S, self.o.num_heads, self.D), *kv.split(self.o.num_kv_heads, 2)
+        parts = q.view(self.B, self.S, self.o.num_heads, self.D), *kv.split(self.o.num_kv_heads, 2)
+        return in_group(parts, index, count)
 
     def rotates(self) -> bool:
         """Is there a norm or a rotation between the projections and the core?"""
@@ -141,27 +182,29 @@ class AttentionSublayer(Sublayer):
         """Gradients of raw (q or k; in `place`, if that is where dy is or can be), of its norm's weight and of its bias."""
         o, weight = self.o, getattr(self.t, name)
         needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=self.dtype_of(f"{name}_bias", need))
+        if self.count > 1 and weight is not None and weight.dim() == 1:  # a sum over groups, which is rounded once
+            needs = {which: bool(dtype) for which, dtype in needs.items()}
         if not over_all_heads(weight, self.D):
             options = dict(kind=o.qk_norm, out=place, **needs)
             return self.p.heads_bwd(dy, raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
         if self.angles[0] is not None:
             dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
         dx, *made = self.p.norm_bwd(self.in_rows(dy), self.in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
-        return dx.view(raw.shape), *made
+        return dx.view(dy.shape), *made
 
     def in_rows(self, heads: Tensor) -> Tensor:
         """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
         return heads.reshape(heads.shape[0] * heads.shape[1], heads.shape[2] * self.D)
 
-    def heads(self, qkv: Tensor, save_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, H, S, D] as the core reads them: q/k norm and rotation done, in place unless `save_raw`.
+    def heads(self, raw: tuple[Tensor, Tensor, Tensor], save_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, H, S, D] as the core reads them, from the projections [B, S, heads, D]: q/k norm and rotation done, in
+        place unless `save_raw`.
 
         Not in place for torch's own core either: another layout may select another algorithm, and recompute must match
         forward.
         """
-        t = self.t
+        t, (q, k, v) = self.t, raw
         save_raw = save_raw or bool(self.o.fused)
-        q, k, v = self.split(qkv)
         if self.rotates():
             q, k = (
                 self.rotated(q, t.q_norm, t.q_norm_bias, save_raw),
@@ -169,15 +212,32 @@ class AttentionSublayer(Sublayer):
             )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, save_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, qkv): o and lse of the core, and the projections, raw if `save_raw`."""
-        qkv = self.project(self.inputs())
-        out, lse, _ = attend(self.p, *self.heads(qkv, save_raw), self.core)
+    def attend(self, save_raw: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse, qkv): o and lse of the core, and the projections if `save_raw`, raw then."""
+        h = self.inputs()
+        if self.group_count == 1:
+            qkv = self.project(h)
+            out, lse, _ = attend(self.p, *self.heads(self.split(qkv), save_raw), self.core)
+            return out, lse, qkv
+        qkv = self.project(h) if save_raw else None
+        out = eager.empty_heads(h.new_empty(()).expand(self.B, self.o.num_heads, self.S, self.D))
+        lse = None
+        for group in self.groups():
+            heads = group.heads(group.raw(h, self, qkv), save_raw)
+            made, of_group, _ = attend(self.p, *heads, group.core)
+            lse = of_group.new_empty(out.shape[:3]) if lse is None else lse
+            (part,), (lse_part,) = (in_group((whole,), group.index, group.count, 1) for whole in (out, lse))
+            part.copy_(made)
+            lse_part.copy_(of_group)
         return out, lse, qkv
+
+    def raw(self, h: Tensor, whole: AttentionSublayer, qkv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """This group's projections [B, S, heads, D]: of qkv, which holds all heads', if it was saved."""
+        return self.split(self.project(h)) if qkv is None else whole.split(qkv, self.index, self.count)
 
     def out_rows(self, out: Tensor) -> Tensor:
         """o [B, H, S, D] (memory [B, S, H, D]) -> [tokens, H D], a view."""
-        return out.transpose(1, 2).reshape(self.x.shape[0], self.o.num_heads * self.D)
+        return out.transpose(1, 2).reshape(self.x.shape[0], out.shape[1] * self.D)
 
     def branch(self, out: Tensor) -> Tensor:
         """dropout(o Wo^T + bo) [tokens, d]."""
@@ -191,84 +251,166 @@ class AttentionSublayer(Sublayer):
 
     def inner_gradient(self, part: Projection, d: Tensor, need: Collection[str], reads_input: bool) -> Tensor | None:
         """What a low-rank update's gradients are made of, if there is one and any of them is needed."""
-        pair = self.updates[part.letter]
+        pair = self.update(part)
         if pair is None or not (reads_input or not need.isdisjoint(names_of(part.letter))):
             return None
         return pair.inner_gradient(d)
 
     def add_input_gradient(self, part: Projection, d: Tensor, du: Tensor | None, total: Tensor | None) -> Tensor:
-        """total + the gradient of what a projection reads, in total if there is one."""
-        w = self.cast(part.weight)
-        total = torch.mm(d, w) if total is None else total.addmm_(d, w)
+        """total + the gradient of what a projection reads, in total if there is one; over several groups in float32."""
+        total = add_matmul(total, d, self.cast(part.weight), wide=self.count > 1 and part.letter != "o")
         if du is not None:
-            self.updates[part.letter].add_input_gradient(self.p, du, total)
+            self.update(part).add_input_gradient(self.p, du, total)
         return total
 
-    def weight_gradients(
-        self, part: Projection, d: Tensor, du: Tensor | None, rows: Tensor, need: Collection[str]
-    ) -> dict[str, Tensor]:
+    def add_weight_gradients(
+        self,
+        part: Projection,
+        d: Tensor,
+        du: Tensor | None,
+        rows: Tensor | None,
+        need: Collection[str],
+        grads: PartGrads,
+    ) -> None:
         """Of a projection's weight, bias and low-rank update, from the gradient d of its result and the rows it reads."""
-        (w, b), (lora_a, lora_b), grads = (f"w{part.letter}", f"b{part.letter}"), names_of(part.letter), {}
+        (w, b), of_update = (f"w{part.letter}", f"b{part.letter}"), names_of(part.letter)
+        place, of_out = part.rows, part.letter == "o"
+        if of_out and self.count > 1:
+            place = slice(None), slice(self.index * self.width, (self.index + 1) * self.width)
         if w in need:
-            grads[w] = weight_grad(d, rows, getattr(self.t, w), part.rows)
-        if b in need:
-            grads[b] = eager.column_sum(d, part.bias.dtype)
-        sums = {name: WeightGrad(getattr(self.t, name), 1) for name in (lora_a, lora_b) if name in need}
-        if sums:
-            self.updates[part.letter].add_gradients(self.p, d, du, rows, sums.get(lora_a), sums.get(lora_b))
-        return grads | {name: total.result() for name, total in sums.items()}
+            grad = grads.of_weight(w, place)
+            grad.add(d, rows)
+            grads.written(w, grad)
+        if b in need and not (of_out and self.index):  # the output's bias is all groups'
+            grads.put(b, eager.column_sum(d, part.bias.dtype), None if of_out else place)
+        if need.isdisjoint(of_update):
+            return
+        shared = of_update[of_out]  # the other one is cut as the weight is
+        sums = {
+            name: grads.sum_of(name) if place is None or name == shared else grads.of_weight(name, place)
+            for name in of_update if name in need
+        }  # fmt: skip
+        self.update(part).add_gradients(self.p, d, du, rows, *map(sums.get, of_update))
+        for name, grad in sums.items():
+            if name not in grads.sums:
+                grads.written(name, grad)
 
-    def core_gradients(self, heads, do, out, lse, delta, raw, inner: Collection[str]) -> tuple[Tensor, dict]:
-        """(gradients of the projections, those of the q/k norms' weights and of the mask) from do."""
-        t, o, p = self.t, self.o, self.p
-        dqkv = torch.empty_like(raw, memory_format=torch.contiguous_format)
-        places = self.split(dqkv)
-        outs = [place.transpose(1, 2) for place in places]
-        need_dq, need_dkv = core_needs(inner, t)
+    def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """(dqkv of `projected_shape`, the places of dq, dk, dv in it)."""
+        dqkv = self.x.new_empty(projected_shape(self.B, self.S, self.t, self.o), dtype=self.o.dtype)
+        return dqkv, self.split(dqkv)
+
+    def core_gradients(
+        self, heads, do, out, lse, delta, inner: Collection[str], grads: PartGrads
+    ) -> tuple[list[Tensor | None], tuple | None]:
+        """(the gradients of q, k, v [B, S, heads, D] as the core read them, the `buffer` if kernels wrote them there), from do;
+        adds that of the mask."""
+        buffer = self.buffer() if self.p is not eager and not self.core.fused else None
+        outs = [place.transpose(1, 2) for place in buffer[1]] if buffer else [None] * 3
+        need_dq, need_dkv = core_needs(inner, self.t)
         *made, dmask = attention_grads(
-            p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
-            dmask_shape=t.mask.shape if "mask" in inner else None, out=outs,
+            self.p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
+            dmask_shape=self.t.mask.shape if "mask" in inner else None, out=outs,
         )  # fmt: skip
-        made = [
-            place if grad is view or grad is None else grad.transpose(1, 2)
-            for grad, view, place in zip(made, outs, places, strict=True)
-        ]
-        grads = {"mask": dmask}
-        if self.rotates():
-            raw_q, raw_k, _ = self.split(raw)
-            formed = (("q_norm", raw_q, need_dq), ("k_norm", raw_k, need_dkv))
-            for i, (name, raw_heads, is_formed) in enumerate(formed):
-                if is_formed:
-                    made[i], grads[name], grads[f"{name}_bias"] = self.rotation_backward(
-                        made[i], raw_heads, name, places[i], inner
-                    )
-        for place, grad in zip(places, made, strict=True):
-            if grad is not place:
+        if dmask is not None:
+            self.add_part("mask", dmask, 1, grads)
+        if buffer:
+            return list(buffer[1]), buffer
+        return [None if grad is None else grad.transpose(1, 2) for grad in made], None
+
+    def projected_gradients(
+        self, made: list[Tensor | None], buffer: tuple | None, raw, inner: Collection[str], grads: PartGrads
+    ) -> list[Tensor | None]:
+        """Of each projection [rows, outputs], from those of q, k, v as the core read them; adds those of q's and k's norms.
+
+        Projections of q, k and v alone take what the core gave, if no kernel wrote it in the buffer. made: is emptied.
+        """
+        if buffer is None and len(self.projections) < 3:
+            buffer = self.buffer()
+        places = buffer[1] if buffer else made
+        needed = core_needs(inner, self.t)
+        for i, (name, is_formed) in enumerate(zip(("q_norm", "k_norm"), needed, strict=True)):
+            if is_formed and self.rotates():
+                made[i], *of_norm = self.rotation_backward(made[i], raw[i], name, places[i], inner)
+                for field, grad in zip((name, f"{name}_bias"), of_norm, strict=True):
+                    self.add_part(field, grad, 0, grads)
+        if not buffer:
+            return [None if grad is None else self.in_rows(grad) for grad in made]
+        for place in places:
+            grad = made.pop(0)
+            if grad is not None and grad is not place:
                 place.copy_(grad)
+        (dqkv, _), o = buffer, self.o
         H_kv, group = o.num_kv_heads, o.num_heads // o.num_kv_heads
         if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
-            groups = dqkv.view(self.B, self.S, H_kv, group + 2, self.D)
-            groups[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
-        return dqkv, grads
+            by_kv_head = dqkv.view(self.B, self.S, H_kv, group + 2, self.D)
+            by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
+        return [d for _, d in self.parts(dqkv)]
 
-    def projection_gradients(self, dqkv: Tensor, h: Tensor, need: Collection[str]) -> tuple[Tensor | None, dict]:
-        """(dh [tokens, d] or None, gradients of key_value and of the projections' weights and biases)."""
-        grads: dict[str, list[Tensor | None]] = {}  # None: added to a main_grad
-        inputs = {False: (h, self.needs_dh(need), []), True: (self.key_value, "key_value" in need, [])}
-        for part, d in self.parts(dqkv):
-            rows, wanted, total = inputs[part.of_key_value]
+    def add_part(self, name: str, grad: Tensor | None, dim: int, grads: PartGrads) -> None:
+        """The gradient of a parameter with entries for each head along `dim`, or else shared by all heads."""
+        whole = getattr(grads.t, name)
+        if grad is None or self.count == 1 or whole.dim() <= 1 or whole.shape[dim] == 1:
+            grads.add(name, grad)
+        else:
+            first = self.index * grad.shape[dim]
+            grads.put(name, grad, (slice(None),) * dim + (slice(first, first + grad.shape[dim]),))
+
+    def add_projection_gradients(
+        self,
+        ds: list[Tensor | None],
+        h: Tensor,
+        need: Collection[str],
+        grads: PartGrads,
+        totals: dict[bool, Tensor | None],
+    ) -> None:
+        """Adds those of the projections' weights and biases, and of h and key_value in `totals`, from those of their results.
+
+        ds: is emptied.
+        """
+        inputs = {False: (h, self.needs_dh(need)), True: (self.key_value, "key_value" in need)}
+        for part in self.projections:
+            d, (rows, wanted) = ds.pop(0), inputs[part.of_key_value]
+            if d is None:
+                continue
             du = self.inner_gradient(part, d, need, wanted)
-            for name, grad in self.weight_gradients(part, d, du, rows, need).items():
-                grads.setdefault(name, []).append(grad)
+            self.add_weight_gradients(part, d, du, rows, need, grads)
             if wanted:
-                total[:] = [self.add_input_gradient(part, d, du, total[0] if total else None)]
-        joined = {
-            name: made[0] if len(made) == 1 or made[0] is None else torch.cat(made) for name, made in grads.items()
-        }
-        (_, _, dh), (_, _, dkey_value) = inputs.values()
-        if dkey_value:
-            joined["key_value"] = dkey_value[0].view(self.t.key_value.shape)
-        return dh[0] if dh else None, joined
+                totals[part.of_key_value] = self.add_input_gradient(part, d, du, totals[part.of_key_value])
+
+    def add_gradients(
+        self, whole: AttentionSublayer, h: Tensor | None, df: Tensor, du: Tensor | None, saved: dict[str, Tensor | None],
+        need: Collection[str], grads: PartGrads, totals: dict[bool, Tensor | None],
+    ) -> None:  # fmt: skip
+        """This group's gradients, from that of the branch's result.
+
+        saved: out, lse and qkv of all heads, None for what is recomputed. totals: the gradients of h and of key_value.
+        """
+        t, o = self.t, self.o
+        out, lse, qkv = (saved.get(name) for name in ("out", "lse", "qkv"))
+        inner = behind_core(need, o)
+        recomputed = out is None and (bool(inner) or reads_core(need))
+        if inner or recomputed:
+            raw = self.raw(h, whole, qkv)
+            heads = self.heads(raw, save_raw=qkv is not None or t.q_norm is not None)
+        do = delta = None
+        last = out_projection(t)
+        if inner:
+            do = self.add_input_gradient(last, df, du, None)
+            do = do.view(self.B, self.S, o.num_heads, self.D).transpose(1, 2)
+        if recomputed:
+            out, lse, delta = attend(self.p, *heads, self.core, do)
+        elif out is not None and self.count > 1:
+            out, lse = in_group((out, lse), self.index, self.count, 1)
+            lse = lse.clone(memory_format=torch.contiguous_format)  # at an address as aligned as that of all
+        self.add_weight_gradients(last, df, du, self.out_rows(out) if reads_core(need) else None, need, grads)
+        if inner:
+            made, buffer = self.core_gradients(heads, do, out, lse, delta, inner, grads)
+            heads = do = out = lse = delta = None
+            raw = raw if t.q_norm is not None else (None, None)
+            ds = self.projected_gradients(made, buffer, raw, inner, grads)
+            raw = made = buffer = None
+            self.add_projection_gradients(ds, h, need, grads, totals)
 
 
 def saves(o: AttentionOptions) -> tuple[str, ...]:
@@ -316,71 +458,25 @@ def attention_sublayer_backward(
     sublayer: shares copies. f: the branch's result, if it is at hand.
     """
     t, o, need = sublayer.t, sublayer.o, needed_names(AttentionTensors, needs)
-    out, lse, qkv = (saved.get(name) for name in ("out", "lse", "qkv"))
     inner, reads = behind_core(need, o), reads_branch(o, need)
-    recomputed = out is None and (bool(inner) or reads or reads_core(need))
-    if inner or recomputed:
-        h = sublayer.inputs()
-        raw = sublayer.project(h) if qkv is None else qkv
-        heads = sublayer.heads(raw, save_raw=qkv is not None or t.q_norm is not None)
     if reads and f is None:
-        if out is None:  # what a norm after the branch read comes before the gradient that delta is made of
-            out, lse, _ = attend(sublayer.p, *heads, sublayer.core)
-        f = sublayer.branch(out)
+        if (
+            saved.get("out") is None
+        ):  # what a norm after the branch read comes before the gradient that delta is made of
+            saved = dict(zip(("out", "lse", "qkv"), sublayer.attend(save_raw=sublayer.group_count == 1), strict=True))
+        f = sublayer.branch(saved["out"])
     dy, df, grads = sublayer.branch_gradients(dy, f, need)
-    f = do = delta = None
-    last = out_projection(t)
-    du = sublayer.inner_gradient(last, df, need, bool(inner))
-    if inner:
-        do = sublayer.add_input_gradient(last, df, du, None)
-        do = do.view(sublayer.B, sublayer.S, o.num_heads, sublayer.D).transpose(1, 2)
-    if recomputed and not reads:
-        out, lse, delta = attend(sublayer.p, *heads, sublayer.core, do)
-    grads |= sublayer.weight_gradients(last, df, du, sublayer.out_rows(out) if reads_core(need) else None, need)
-    if inner:
-        dqkv, made = sublayer.core_gradients(heads, do, out, lse, delta, raw, inner)
-        grads |= made
-        dh, made = sublayer.projection_gradients(dqkv, h, need)
-        grads |= made
-        if dh is not None:
-            grads |= sublayer.input_gradients(dh, dy, need)
+    f = None
+    h = sublayer.inputs() if inner or (saved.get("out") is None and reads_core(need)) else None
+    parts, totals = PartGrads(t, sublayer.group_count), {False: None, True: None}
+    du = sublayer.inner_gradient(out_projection(t), df, need, bool(inner))
+    for group in sublayer.groups():
+        group.add_gradients(sublayer, h, df, du, saved, need, parts, totals)
+    h = df = None
+    grads |= parts.results()
+    dh, dkey_value = totals.values()
+    if dkey_value is not None:
+        grads["key_value"] = dkey_value.view(t.key_value.shape)
+    if dh is not None:
+        grads |= sublayer.input_gradients(dh.to(o.dtype), dy, need)
     return sublayer.finished(grads, need)
-
-
-def reference_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
-    """The norm of q or k [B, S, heads, D] in differentiable PyTorch ops."""
-    if over_all_heads(weight, heads.shape[-1]):
-        return reference_norm(heads.flatten(-2), o.qk_norm, weight, bias, o.qk_norm_eps).view(heads.shape)
-    if weight.dim() == 1:
-        return reference_norm(heads, o.qk_norm, weight, bias, o.qk_norm_eps)
-    h = reference_norm(heads, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
-    return h if bias is None else h + cast_parameter(bias, heads.dtype)
-
-
-def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
-    """The sublayer in differentiable PyTorch ops."""
-    B, S = batch_and_rows(x)
-    D, H = head_dim(t, o), o.num_heads
-    h = reference_inputs(x, t, o)
-
-    def linear(rows: Tensor, part: Projection) -> Tensor:
-        y = F.linear(rows, cast_parameter(part.weight, o.dtype), cast_parameter(part.bias, o.dtype))
-        pair = update_of(part.letter, B * S, t, o)
-        return y if pair is None else y + pair.reference(rows)
-
-    sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
-    qkv = [linear(sources[part.of_key_value], part) for part in projections(t, o)]
-    if t.key_value is None:
-        q, k, v = split_heads(torch.cat(qkv, -1).view(B, S, projected_shape(B, S, t, o)[1]), o)
-    else:
-        q, kv = qkv[0].view(B, S, H, D), torch.cat(qkv[1:], -1).view(B, key_rows(S, t), 2 * o.num_kv_heads, D)
-        k, v = kv.split(o.num_kv_heads, 2)
-    if t.q_norm is not None:
-        q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
-    cos, sin = rotary_of(S, t, o)
-    if cos is not None:
-        q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
-    core = sublayer_core(t, o)
-    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
-    f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), out_projection(t))
-    return reference_output(x, f, t, o)

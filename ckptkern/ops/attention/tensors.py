@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -89,6 +90,7 @@ class AttentionOptions(NamedTuple):
     recompute: str
     backend: str
     precision: str
+    workspace: int
     fused: str
     lora: tuple[float, ...]
     lora_dtype: torch.dtype
@@ -121,22 +123,30 @@ class Projection(NamedTuple):
     rows: slice | None = None
 
 
-def projections(t: AttentionTensors, o: AttentionOptions) -> list[Projection]:
-    """Those of q, k and v, or of what is packed. A packed weight has rows for x and rows for key_value, if there is one."""
-    crosses = t.key_value is not None
+def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> list[Projection]:
+    """Those of q, k and v, or of what is packed; of the heads of group `index` of `count`.
+
+    A packed weight has rows for x and rows for key_value, if there is one.
+    """
+    crosses, D = t.key_value is not None, head_dim(t, o)
+    q, kv = o.num_heads * D, o.num_kv_heads * D
     if t.wk is not None:
-        return [
-            Projection("q", t.wq, t.bq, False),
-            Projection("k", t.wk, t.bk, crosses),
-            Projection("v", t.wv, t.bv, crosses),
-        ]
-    if not crosses:
-        return [Projection("q", t.wq, t.bq, False)]
-    width = o.num_heads * head_dim(t, o)
-    return [
-        Projection("q", t.wq[rows], None if t.bq is None else t.bq[rows], of_key_value, rows)
-        for rows, of_key_value in ((slice(width), False), (slice(width, None), True))
-    ]
+        blocks = [("q", 0, q, False), ("k", 0, kv, crosses), ("v", 0, kv, crosses)]
+    elif o.qkv_layout == "heads" or (count == 1 and not crosses):
+        blocks = [("q", 0, q + 2 * kv, False)]
+    elif count == 1:
+        blocks = [("q", 0, q, False), ("q", q, 2 * kv, True)]
+    else:
+        blocks = [("q", 0, q, False), ("q", q, kv, crosses), ("q", q + kv, kv, crosses)]
+    made = []
+    for letter, start, width, of_key_value in blocks:
+        weight, bias = getattr(t, f"w{letter}"), getattr(t, f"b{letter}")
+        if count == 1 and width == weight.shape[0]:
+            made.append(Projection(letter, weight, bias, of_key_value))
+            continue
+        rows = part_of(slice(start, start + width), index, count)
+        made.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
+    return made
 
 
 def out_projection(t: AttentionTensors) -> Projection:
@@ -156,16 +166,30 @@ def projected_shape(B: int, S: int, t: AttentionTensors, o: AttentionOptions) ->
     return (B * (S * o.num_heads + 2 * key_rows(S, t) * o.num_kv_heads) * D,)
 
 
-def split_heads(qkv: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D].
+def part_of(whole: slice, index: int, count: int) -> slice:
+    """Part `index` of `count` equal ones."""
+    size = (whole.stop - whole.start) // count
+    return slice(whole.start + index * size, whole.start + (index + 1) * size)
+
+
+def split_heads(qkv: Tensor, o: AttentionOptions, index: int = 0, count: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D]; of the heads of group `index` of `count`.
 
     Views, except q where several heads of q lie before each of several heads of k: no one stride leads from head to head.
     """
     H, H_kv = o.num_heads, o.num_kv_heads
     if o.qkv_layout == "qkv":
-        return qkv.unflatten(-1, (H + 2 * H_kv, -1)).split([H, H_kv, H_kv], 2)
-    q, k, v = qkv.unflatten(-1, (H_kv, H // H_kv + 2, -1)).split([H // H_kv, 1, 1], 3)
+        return in_group(qkv.unflatten(-1, (H + 2 * H_kv, -1)).split([H, H_kv, H_kv], 2), index, count)
+    heads = qkv.unflatten(-1, (H_kv, H // H_kv + 2, -1))[:, :, part_of(slice(0, H_kv), index, count)]
+    q, k, v = heads.split([H // H_kv, 1, 1], 3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+def in_group(parts: Iterable[Tensor], index: int, count: int, dim: int = 2) -> tuple[Tensor, ...]:
+    """The heads of group `index` of `count`, which are along `dim` of each tensor."""
+    if count == 1:
+        return tuple(parts)
+    return tuple(one.narrow(dim, one.shape[dim] // count * index, one.shape[dim] // count) for one in parts)
 
 
 def over_all_heads(weight: Tensor | None, D: int) -> bool:

@@ -104,6 +104,7 @@ def mlp_sublayer_backward(
     f = None
     inner = need.intersection(OF_BRANCH) | ({"x"} if sublayer.needs_dh(need) else set())
     grads |= sublayer.branch().backward(df, h, saved, inner)
+    h = df = None
     if sublayer.needs_dh(need):
         grads |= sublayer.input_gradients(grads.pop("x"), dy, need)
     return sublayer.finished(grads, need)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .rows import cast_parameter
+
+Place = slice | tuple[slice, ...]  # of a part of a tensor
 
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 
@@ -77,37 +80,50 @@ def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
     return None
 
 
+def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, *, wide: bool) -> Tensor:
+    """total + a b, in total if there is one. wide: in float32, where operands of 16 bits would give their own dtype."""
+    if wide and a.dtype.itemsize < 4:
+        if a.is_cuda:
+            if total is None:
+                return torch.mm(a, b, out_dtype=torch.float32)
+            return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        a, b = a.float(), b.float()  # a CPU has no such matmul
+    return torch.mm(a, b) if total is None else total.addmm_(a, b)
+
+
 class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
-    wide: from float32 copies (`_impls`). rows: of the weight, if others read another input. If the weight has a main_grad,
-    that is the sum, and the result is None.
+    wide: from float32 copies (`_impls`). place: of the part of the weight whose gradient this is, as an index; into: the
+    tensor of the whole weight's gradient, at whose `place` the result is written. If the weight has a main_grad, that is the
+    sum, and the result is None.
     """
 
-    def __init__(self, weight: Tensor, chunks: int, wide: bool = False, *, rows: slice | None = None):
+    def __init__(
+        self, weight: Tensor, chunks: int, wide: bool = False, *, place: Place | None = None, into: Tensor | None = None
+    ):
         self.weight, self.dtype, self.chunks, self.wide = weight, weight.dtype, chunks, wide
         main = main_grad_of(weight)
-        self.main = self.total = main if main is None or rows is None else main[rows]
+        self.main = self.total = main if main is None or place is None else main[place]
+        self.into = None if into is None else into[place]
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """a [m, N], b [m, K] -> total [N, K]."""
-        a, sums = a.t(), self.chunks > 1 or self.main is not None
-        if a.is_cuda and a.dtype.itemsize < 4 and (sums or a.dtype != self.dtype):
-            if self.total is None:
-                self.total = torch.mm(a, b, out_dtype=torch.float32)
-            else:
-                torch.addmm(self.total, a, b, out_dtype=torch.float32, out=self.total)
-            return
-        if (sums or self.wide) and a.dtype.itemsize < 4:  # a CPU has no such matmul
-            a, b = a.float(), b.float()
-        self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
+        sums = self.chunks > 1 or self.main is not None
+        wide = sums or (a.dtype != self.dtype if a.is_cuda else self.wide)
+        if self.into is not None and not wide and a.dtype == self.dtype:
+            self.total = torch.mm(a.t(), b, out=self.into)
+        else:
+            self.total = add_matmul(self.total, a.t(), b, wide=wide)
 
     def result(self) -> Tensor | None:
         total, self.total = self.total, None  # at most one float32 sum is alive beside its result
         if self.main is not None:
             self.weight.grad_added_to_main_grad = True
             return None
-        return cast_parameter(total, self.dtype)
+        if self.into is None:
+            return cast_parameter(total, self.dtype)
+        return total if total is self.into else self.into.copy_(total)
 
 
 class BiasGrad:
@@ -124,10 +140,61 @@ class BiasGrad:
         return cast_parameter(self.total, self.dtype)
 
 
-def weight_grad(a: Tensor, b: Tensor, weight: Tensor, rows: slice | None = None) -> Tensor | None:
+def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
     """`WeightGrad` of all tokens at once."""
     if a.dtype is weight.dtype and not hasattr(weight, "main_grad"):
         return torch.mm(a.t(), b)
-    grad = WeightGrad(weight, 1, rows=rows)
+    grad = WeightGrad(weight, 1)
     grad.add(a, b)
     return grad.result()
+
+
+class PartGrads:
+    """Gradients, by name, of parameters whose parts are read one after another: the part of each at its `place` in one tensor,
+    or, where all read the same, a sum in float32, rounded once.
+
+    t: the parameters, a NamedTuple; parts: how often a sum is added to. A gradient that was added to a main_grad is None.
+    """
+
+    def __init__(self, t: Any, parts: int):
+        self.t, self.parts = t, parts
+        self.sums: dict[str, WeightGrad] = {}
+        self.grads: dict[str, Tensor | None] = {}
+
+    def whole(self, name: str) -> Tensor:
+        """The tensor in which parts of a gradient are written."""
+        if name not in self.grads:
+            parameter = getattr(self.t, name)
+            self.grads[name] = parameter.new_empty(parameter.shape)
+        return self.grads[name]
+
+    def of_weight(self, name: str, place: Place | None) -> WeightGrad:
+        """What sums the gradient of the weight's part; `written` when it is complete."""
+        weight = getattr(self.t, name)
+        into = None if place is None or main_grad_of(weight) is not None else self.whole(name)
+        return WeightGrad(weight, 1, place=place, into=into)
+
+    def written(self, name: str, grad: WeightGrad) -> None:
+        result = grad.result()
+        self.grads[name] = result if grad.into is None else self.grads[name]
+
+    def sum_of(self, name: str) -> WeightGrad:
+        """What sums the gradient of a weight that all parts read."""
+        if name not in self.sums:
+            self.sums[name] = WeightGrad(getattr(self.t, name), self.parts)
+        return self.sums[name]
+
+    def put(self, name: str, grad: Tensor | None, place: Place | None) -> None:
+        """The gradient of the part at `place`."""
+        if place is None or grad is None:
+            self.grads[name] = grad
+        else:
+            self.whole(name)[place] = grad
+
+    def add(self, name: str, grad: Tensor | None) -> None:
+        """To a sum that is not rounded here."""
+        before = self.grads.get(name)
+        self.grads[name] = grad if before is None else before.add_(grad)
+
+    def results(self) -> dict[str, Tensor | None]:
+        return self.grads | {name: total.result() for name, total in self.sums.items()}

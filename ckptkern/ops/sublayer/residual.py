@@ -17,12 +17,14 @@ from ... import eager
 from ...errors import ShapeError
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ..dispatch.choices import primitives
+from ..registration.gradients import token_chunks
 from ..registration.rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
 from .lora import drops
 
 NORMS = ("layer", "rms")
 AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "layer_scale"))
+NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
 LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 
 
@@ -69,8 +71,41 @@ class Sublayer:
         """Of a gradient, which is its parameter's; False where it is not needed."""
         return name in need and getattr(self.t, name).dtype
 
+    def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
+        """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have."""
+        if self.o.backend not in ("eager", "wide"):
+            return [(0, x.shape[0])]
+        return token_chunks(x.shape[0], NORM_TENSORS * x.shape[1] * max(x.element_size(), 4), self.o.workspace)
+
+    def norm_fwd(self, x: Tensor, weight, bias, eps: float, kind: str, dtype: torch.dtype) -> Tensor:
+        chunks = self.norm_chunks(x)
+        if len(chunks) == 1:
+            return self.p.norm_fwd(x, weight, bias, eps, kind, dtype)
+        y = x.new_empty(x.shape, dtype=dtype)
+        for start, stop in chunks:
+            y[start:stop] = self.p.norm_fwd(x[start:stop], weight, bias, eps, kind, dtype)
+        return y
+
+    def norm_bwd(
+        self, dy: Tensor, x: Tensor, weight, eps: float, kind: str, *, residual: Tensor | None = None, overwrites: bool = False,
+        **needs: bool | torch.dtype,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """overwrites: may dx be written over dy?"""
+        chunks = self.norm_chunks(x)
+        if len(chunks) == 1:
+            return self.p.norm_bwd(dy, x, weight, eps, kind, residual=residual, **needs)
+        dx = dy if overwrites and dy.dtype == x.dtype else x.new_empty(x.shape)
+        sums: list[Tensor | None] = [None, None]
+        needs = {which: bool(dtype) for which, dtype in needs.items()}  # rounded once, in `finished`
+        for start, stop in chunks:
+            rows = slice(start, stop)
+            before = None if residual is None else residual[rows]
+            dx[rows], *made = self.p.norm_bwd(dy[rows], x[rows], weight, eps, kind, residual=before, **needs)
+            sums = [one if total is None else total.add_(one) for total, one in zip(sums, made, strict=True)]
+        return dx, *sums
+
     def norm(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.p.norm_fwd(x, self.t.norm_weight, self.t.norm_bias, self.o.norm_eps, self.o.norm, dtype)
+        return self.norm_fwd(x, self.t.norm_weight, self.t.norm_bias, self.o.norm_eps, self.o.norm, dtype)
 
     def inputs(self) -> Tensor:
         """What the branch reads: norm(x), or x."""
@@ -88,7 +123,7 @@ class Sublayer:
         if not o.post_norm:
             return f
         dtype = output_dtype(self.x, o)
-        return self.p.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, dtype)
+        return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, dtype)
 
     def scaled(self, z: Tensor) -> Tensor:
         """layer_scale * z."""
@@ -114,10 +149,12 @@ class Sublayer:
         y = self.total(f)
         return self.norm(y, y.dtype) if self.trailing else y
 
-    def norm_gradients(self, dy: Tensor, read: Tensor, need: Collection[str], residual: Tensor | None = None):
+    def norm_gradients(
+        self, dy: Tensor, read: Tensor, need: Collection[str], residual: Tensor | None = None, overwrites: bool = False
+    ):
         """Gradients of `read`, the norm's input, of norm_weight and of norm_bias."""
-        return self.p.norm_bwd(
-            dy, read, self.t.norm_weight, self.o.norm_eps, self.o.norm, residual=residual,
+        return self.norm_bwd(
+            dy, read, self.t.norm_weight, self.o.norm_eps, self.o.norm, residual=residual, overwrites=overwrites,
             need_dweight=self.dtype_of("norm_weight", need), need_dbias=self.dtype_of("norm_bias", need),
         )  # fmt: skip
 
@@ -134,7 +171,7 @@ class Sublayer:
             grads["layer_scale"] = eager.column_sum(df * self.post_normed(f), self.t.layer_scale.dtype)
         df = self.scaled(df)
         if o.post_norm:
-            df, grads["post_norm_weight"], grads["post_norm_bias"] = self.p.norm_bwd(
+            df, grads["post_norm_weight"], grads["post_norm_bias"] = self.norm_bwd(
                 df, f, self.t.post_norm_weight, o.post_norm_eps, o.post_norm,
                 need_dweight=self.dtype_of("post_norm_weight", need), need_dbias=self.dtype_of("post_norm_bias", need),
             )  # fmt: skip
@@ -145,12 +182,12 @@ class Sublayer:
         return "x" in need or (not self.trailing and ("norm_weight" in need or "norm_bias" in need))
 
     def input_gradients(self, dh: Tensor, dy: Tensor, need: Collection[str]) -> dict[str, Tensor | None]:
-        """Of x [tokens, d], and of a leading norm's parameters, from the gradient dh of what the branch reads."""
+        """Of x [tokens, d], and of a leading norm's parameters, from the gradient dh of what the branch reads, which may be
+        overwritten."""
         residual = dy if self.o.residual else None
         if self.leading:
-            return dict(
-                zip(("x", "norm_weight", "norm_bias"), self.norm_gradients(dh, self.x, need, residual), strict=True)
-            )
+            made = self.norm_gradients(dh, self.x, need, residual, overwrites=True)
+            return dict(zip(("x", "norm_weight", "norm_bias"), made, strict=True))
         return {"x": dh if residual is None else dh + residual}
 
     def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:

@@ -1,0 +1,65 @@
+"""The attention sublayer in differentiable PyTorch ops: its reference implementation, of which second derivatives are made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import eager
+from ..registration.rows import cast_parameter
+from ..sublayer.residual import reference_inputs, reference_norm, reference_output
+from .rotary import reference_rotary
+from .sublayer import rotary_of, sublayer_core, update_of
+from .tensors import (
+    AttentionOptions,
+    AttentionTensors,
+    Projection,
+    batch_and_rows,
+    head_dim,
+    key_rows,
+    out_projection,
+    over_all_heads,
+    projected_shape,
+    projections,
+    split_heads,
+)
+
+
+def reference_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
+    """The norm of q or k [B, S, heads, D] in differentiable PyTorch ops."""
+    if over_all_heads(weight, heads.shape[-1]):
+        return reference_norm(heads.flatten(-2), o.qk_norm, weight, bias, o.qk_norm_eps).view(heads.shape)
+    if weight.dim() == 1:
+        return reference_norm(heads, o.qk_norm, weight, bias, o.qk_norm_eps)
+    h = reference_norm(heads, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
+    return h if bias is None else h + cast_parameter(bias, heads.dtype)
+
+
+def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
+    """The sublayer in differentiable PyTorch ops."""
+    B, S = batch_and_rows(x)
+    D, H = head_dim(t, o), o.num_heads
+    h = reference_inputs(x, t, o)
+
+    def linear(rows: Tensor, part: Projection) -> Tensor:
+        y = F.linear(rows, cast_parameter(part.weight, o.dtype), cast_parameter(part.bias, o.dtype))
+        pair = update_of(part.letter, B * S, t, o)
+        return y if pair is None else y + pair.reference(rows)
+
+    sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
+    qkv = [linear(sources[part.of_key_value], part) for part in projections(t, o)]
+    if t.key_value is None:
+        q, k, v = split_heads(torch.cat(qkv, -1).view(B, S, projected_shape(B, S, t, o)[1]), o)
+    else:
+        q, kv = qkv[0].view(B, S, H, D), torch.cat(qkv[1:], -1).view(B, key_rows(S, t), 2 * o.num_kv_heads, D)
+        k, v = kv.split(o.num_kv_heads, 2)
+    if t.q_norm is not None:
+        q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
+    cos, sin = rotary_of(S, t, o)
+    if cos is not None:
+        q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
+    core = sublayer_core(t, o)
+    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
+    f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), out_projection(t))
+    return reference_output(x, f, t, o)
