@@ -35,6 +35,7 @@ def _load_extension() -> ModuleType:
 
 _C = _load_extension()
 
+GradientSums = _C.GradientSums
 Precision = _C.Precision
 SegmentState = _C.SegmentState
 SavedTensors, Placeholder, Recompute, unpack_saved = _C.SavedTensors, _C.Placeholder, _C.Recompute, _C.unpack_saved
