@@ -14,12 +14,13 @@ Install torch first (2.11 to 2.15, CPU or CUDA: https://pytorch.org/get-started/
 
 SOURCES = [
     "csrc/bindings.cpp",
+    "csrc/gradient_sums.cpp",
     "csrc/philox.cpp",
     "csrc/precision.cpp",
     "csrc/saved_tensors.cpp",
     "csrc/segment_state.cpp",
 ]
-HEADERS = ["csrc/philox.h", "csrc/precision.h", "csrc/saved_tensors.h", "csrc/segment_state.h"]
+HEADERS = ["csrc/gradient_sums.h", "csrc/philox.h", "csrc/precision.h", "csrc/saved_tensors.h", "csrc/segment_state.h"]
 
 
 def extension_arguments() -> dict:

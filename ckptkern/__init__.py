@@ -24,6 +24,7 @@ from .planning import Plan, Report, plan, report
 from .segments.checkpoint import checkpoint, checkpointed
 from .segments.patch import patch_torch, unpatch_torch
 from .segments.sequential import checkpoint_sequential
+from .segments.tiled import tiled
 from .tools.warm_up import WarmUp, warm_up
 
 __version__ = "0.1.0"
@@ -31,6 +32,6 @@ __all__ = [
     "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "WarmUp", "attention_block", "backend", "checkpoint",
     "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "grouped_gated_mlp", "linear_act",
     "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block", "moe_mlp", "nn", "patch_torch", "plan",
-    "register_experts", "report", "revert", "scaled_dot_product_attention", "storage", "transformer_layer", "unpatch_torch",
-    "varlen_attn", "warm_up",
+    "register_experts", "report", "revert", "scaled_dot_product_attention", "storage", "tiled", "transformer_layer",
+    "unpatch_torch", "varlen_attn", "warm_up",
 ]  # fmt: skip

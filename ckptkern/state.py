@@ -36,6 +36,7 @@ def _load_extension() -> ModuleType:
 
 _C = _load_extension()
 
+GradientSums = _C.GradientSums
 Precision = _C.Precision
 SegmentState = _C.SegmentState
 # observe(tensors) -> what observes a call, an `Observed`, and which of the tensors need a gradient, above NEEDS bits

@@ -1,4 +1,5 @@
 // ckptkern._C: the Python module, and the ops that torch sees.
+#include "gradient_sums.h"
 #include "philox.h"
 #include "precision.h"
 #include "saved_tensors.h"
@@ -305,6 +306,9 @@ TORCH_LIBRARY_IMPL(ckptkern, CPU, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = CKPTKERN_TORCH_VERSION;
   m.def("philox4x32_10", &ckptkern::philox4x32_10, py::arg("key"), py::arg("counter"));
+  py::class_<ckptkern::GradientSums>(m, "GradientSums")
+      .def(py::init<>())
+      .def("redirect", &ckptkern::GradientSums::redirect, py::arg("output"), py::arg("chunk"));
   if (PyModule_AddFunctions(m.ptr(), functions) != 0 || !add_types(m.ptr())) {
     throw py::error_already_set();
   }

@@ -50,6 +50,9 @@ def segments() -> None:
     ckptkern.checkpoint(layer, x, use_reentrant=False, determinism_check="values")
     ckptkern.checkpoint_sequential(layers, "sqrt", x)
     ckptkern.checkpoint_sequential([layer, torch.relu], 2, x)
+    assert_type(ckptkern.tiled(layer, x, chunks=4, dim=0, check=True), Tensor)
+    ckptkern.tiled(torch.relu, x, workspace="64MiB", preserve_rng_state=False)
+    ckptkern.tiled(layer, x, chunks="4")  # type: ignore[arg-type]
     with ckptkern.patch_torch():
         pass
     ckptkern.checkpoint(3, x)  # type: ignore[arg-type]

@@ -42,14 +42,14 @@ LAYERS = {
     "storage": 1,
     "eager": 2,
     "ops": 3,
-    "segments": 3,
-    "nn": 4,
-    "conversion": 5,
-    "parallel": 6,
-    "planning": 6,
-    "tools": 7,
-    "benchmarks": 8,
-    "__main__": 9,
+    "segments": 4,
+    "nn": 5,
+    "conversion": 6,
+    "parallel": 7,
+    "planning": 7,
+    "tools": 8,
+    "benchmarks": 9,
+    "__main__": 10,
 }
 TRITON_ON_FIRST_USE = {"ops", "tools", "benchmarks"}
 WITH_EXTRAS = {"benchmarks", "conversion", "planning", "tools", "__main__"}

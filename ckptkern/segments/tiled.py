@@ -1,0 +1,464 @@
+"""Token-wise functions in chunks of tokens: `tiled`.
+
+Every chunk is a checkpoint of its own, so that random state, precision, hooks and errors are those of `checkpoint`. What is
+added here: the output is written chunk by chunk into one tensor, and so is the input's gradient in backward; the gradients
+of 16-bit tensors, parameters or not, are summed over the chunks in float32 (csrc/gradient_sums.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..errors import ShapeError
+from ..memory import counting, dense_parts
+from ..ops.dispatch.choices import choose_workspace
+from ..state import GradientSums
+from .checkpoint import _modules_of, checkpoint
+
+__all__ = ["tiled"]
+
+FLOOR = 128  # tokens: the shortest chunk that is chosen, because shorter matmuls cost more than they save
+ASSUMED = 32  # times the input's bytes: the transient bytes of a token under torch.compile, where nothing is measured
+_NOT_FAKEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+def tiled(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    chunks: int | None = None,
+    dim: int = -2,
+    *,
+    workspace: int | str | None = None,
+    preserve_rng_state: bool = True,
+    check: bool = False,
+) -> Tensor:
+    """fn(x) for a token-wise function or module, forward and backward in chunks of tokens; backward recomputes each chunk.
+
+    Token-wise: what fn returns for a token depends on this token alone, as in an MLP, a norm, an LM head or an adapter, and
+    not in attention or batch_norm. x [..., tokens, features]; fn(x[..., some tokens, features]) returns a tensor with as many
+    entries in the same dimension, counted from the front. dim: which dimension of x the tokens are in.
+
+    chunks: into how many parts of equal length the tokens are split (`torch.chunk`). By default as few as keep a chunk's
+    transients within `workspace`, bytes or a string such as "64MiB" (default: of the device, as for all ops), with at least
+    128 tokens each. A token's transients count as twice what fn saves and returns for it: fn runs on fake tensors once for
+    each module, shape and dtype to find out, and at every call if it is no module.
+
+    Saved for backward: x, and random and precision state of each chunk (2.5 KiB). At the peak of backward stand x, dx, dy, one
+    chunk's transients, and of fn's parameters the gradients of all chunks so far and of this one. The gradient of each tensor
+    that fn uses, parameter or not, is summed over the chunks in float32 and arrives once: its hooks run once a pass, as do
+    DistributedDataParallel's, and `main_grad` gets it as from fn(x). While a 16-bit parameter's gradients are summed, they
+    take 10 bytes an element.
+
+    A module's own hooks run once, with all tokens, so fully_shard(fn) gathers once a pass. Hooks of modules inside it run for
+    each chunk. Autocast casts a weight for each chunk, to sum its gradients in float32.
+
+    preserve_rng_state: as in `checkpoint`; every chunk samples its own random numbers and draws them again in backward.
+    check: runs fn on x a few more times and raises ValueError if it is not token-wise. Of random output it sees only which
+    tokens it depends on.
+
+    Under torch.compile chunks are torch.utils.checkpoint's, and a token's transients are taken as 32 times its input, since
+    nothing can be measured; 16-bit gradients of a module's parameters are summed in float32, of other tensors in their dtype.
+
+    Raises TypeError for what is not a Tensor, ValueError for a bad `chunks`, `dim` or `workspace` or both of the first and the
+    last, ShapeError if fn returns another number of tokens, RuntimeError if fn cannot be measured and if a module inside fn
+    is sharded by itself.
+    """
+    if not callable(fn):
+        raise TypeError(f"tiled: fn must be a function or module of one tensor, not {type(fn).__name__}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"tiled: x must be a tensor, not {type(x).__name__}")
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"tiled: dim must be a dimension of x, which has shape {tuple(x.shape)}, but is {dim!r}")
+    if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
+        raise ValueError(f"tiled: chunks must be a positive int or None, not {chunks!r}")
+    if chunks is not None and workspace is not None:
+        raise ValueError("tiled: chunks and workspace both say how long a chunk is: give one of them")
+    if isinstance(fn, nn.parallel.DistributedDataParallel):
+        raise ValueError("tiled: fn is wrapped in DistributedDataParallel: wrap the model that calls tiled instead")
+    bound = choose_workspace("tiled", workspace, x)
+    dim %= x.dim()
+    if torch.compiler.is_compiling():
+        return _traced(fn, x, chunks, dim, bound, preserve_rng_state)
+
+    def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        length = _length(fn, forward, x, chunks, dim, bound)
+        if check:
+            _check_token_wise(fn, forward, x, dim, min(length, -(-x.shape[dim] // 2)))
+        return _run(fn, forward, x, dim, length, preserve_rng_state)
+
+    return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) else run(fn, x)
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
+
+
+def _with_hooks(module: nn.Module, x: Tensor, run: Callable[[Callable, Tensor], Tensor]) -> Tensor:
+    """module(x), its forward replaced by run(forward, x) for this call: the module's own hooks run once."""
+    forward, own = module.forward, module.__dict__.get("forward")
+
+    def restore() -> None:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = own
+
+    def whole(x: Tensor) -> Tensor:
+        restore()  # a forward that calls itself finds itself
+        return run(forward, x)
+
+    module.__dict__["forward"] = whole
+    try:
+        return module(x)
+    finally:
+        restore()
+
+
+# -- how long a chunk is ----------------------------------------------------------------------------------------------
+
+
+def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int) -> int:
+    """Tokens of a chunk."""
+    tokens = x.shape[dim]
+    if chunks is None:
+        chunks = 1 if tokens <= FLOOR else _chunks(tokens, _transients(fn, forward, x, dim), workspace)
+    return max(1, -(-tokens // chunks))
+
+
+def _chunks(tokens: int, transients: int, workspace: int) -> int:
+    return -(-tokens // max(FLOOR, workspace // max(transients, 1)))
+
+
+_measured: weakref.WeakKeyDictionary[nn.Module, dict[tuple, int]] = weakref.WeakKeyDictionary()
+
+
+def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
+    """Bytes of a token beside x, dx, y and dy: twice those that fn saves and returns for it, with and without a gradient."""
+    known = _measured.setdefault(fn, {}) if isinstance(fn, nn.Module) else {}
+    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) if device != "meta" else None
+    training = fn.training if isinstance(fn, nn.Module) else None
+    key = (shape, dim, x.dtype, x.requires_grad, device, autocast, training)
+    if key not in known:
+        try:
+            few, more = (_saved_and_returned(forward, _probe(x, dim, n)) for n in (FLOOR, 2 * FLOOR))
+        except _NOT_FAKEABLE as error:
+            raise RuntimeError(
+                f"tiled: {_name(fn)} does not run on fake tensors, which would show how many of its tokens fit the "
+                f"workspace: give chunks. The error was {type(error).__name__}: {error}"
+            ) from error
+        known[key] = -(-2 * (more - few) // FLOOR)
+    return known[key]
+
+
+def _saved_and_returned(forward: Callable, x: Tensor) -> int:
+    """Bytes that forward(x) saves for backward and returns, on fake tensors: nothing is computed and no number drawn."""
+    seen: dict[StorageWeakRef, int] = {}
+
+    def note(tensor: Tensor) -> None:
+        for part in dense_parts(tensor):
+            seen[StorageWeakRef(part.untyped_storage())] = part.untyped_storage().nbytes()
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _no_cast_cache():
+        with counting(note, hold=False):
+            output = forward(mode.from_tensor(x))
+        if isinstance(output, Tensor):
+            note(output)
+    return sum(seen.values())
+
+
+def _probe(x: Tensor, dim: int, tokens: int) -> Tensor:
+    shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
+    return torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
+
+
+@contextlib.contextmanager
+def _no_cast_cache() -> Iterator[None]:
+    """Autocast casts anew: chunks that share one cast of a weight would sum its gradients in the cast's dtype."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+class _Output:
+    """What fn returned so far, in one tensor."""
+
+    def __init__(self, fn: Callable, tokens: int, dim: int):
+        self.fn, self.tokens, self.dim = fn, tokens, dim
+        self.whole: Tensor | None = None
+
+    def write(self, part: Any, start: int, length: int) -> None:
+        if not isinstance(part, Tensor):
+            raise TypeError(f"tiled: {_name(self.fn)} must return a tensor, but returned a {type(part).__name__}")
+        if part.dim() <= self.dim or part.shape[self.dim] != length:
+            raise ShapeError(
+                f"tiled: {_name(self.fn)} got {length} tokens and returned shape {tuple(part.shape)}, which should have "
+                f"as many in dimension {self.dim}"
+            )
+        if self.whole is None:
+            shape = (*part.shape[: self.dim], self.tokens, *part.shape[self.dim + 1 :])
+            self.whole = part.detach().new_empty(shape)
+        with torch.no_grad():
+            self.whole.narrow(self.dim, start, length).copy_(part)
+
+
+class _Written(torch.autograd.Function):
+    """Writes a chunk's output to its place and returns a placeholder of its shape, which takes no memory."""
+
+    @staticmethod
+    def forward(ctx, part, output, start, length):
+        ctx.set_materialize_grads(False)
+        output.write(part, start, length)
+        return part.new_zeros(()).expand(part.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None, None
+
+
+class _Joined(torch.autograd.Function):
+    """The output, for the placeholders of its chunks."""
+
+    @staticmethod
+    def forward(ctx, output, length, *placeholders):
+        ctx.set_materialize_grads(False)
+        ctx.length, ctx.dim, ctx.count = length, output.dim, len(placeholders)
+        return output.whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, *([None] * ctx.count if grad is None else grad.split(ctx.length, ctx.dim))
+
+
+class _InputGradient:
+    """The chunks' gradients of one input, in one tensor for each backward pass."""
+
+    def __init__(self, x: Tensor, dim: int, length: int):
+        self.like = functools.partial(torch.empty, x.shape, dtype=x.dtype, device=x.device)
+        self.dim, self.length = dim, length
+        self.wholes: dict[int, Tensor] = {}
+
+    def write(self, place: int, grad: Tensor) -> Tensor:
+        """grad, at its place in the whole; as it is where it is differentiable or no plain memory."""
+        if torch.is_grad_enabled() or type(grad) is not Tensor or grad.layout is not torch.strided:
+            return grad
+        whole = self.wholes.setdefault(torch._C._current_graph_task_id(), self.like())
+        part = whole.narrow(self.dim, place * self.length, grad.shape[self.dim])
+        return part.copy_(grad)
+
+    def joined(self, grads: tuple[Tensor | None, ...], sizes: list[int]) -> Tensor:
+        whole = self.wholes.pop(torch._C._current_graph_task_id(), None)
+        if whole is not None:
+            parts = whole.split(self.length, self.dim)
+            if all(g is not None and g.data_ptr() == p.data_ptr() for g, p in zip(grads, parts, strict=True)):
+                return whole
+        like = next(grad for grad in grads if grad is not None)
+        shapes = [(*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]) for size in sizes]
+        return torch.cat(
+            [like.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)], self.dim
+        )
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.set_materialize_grads(False)
+        parts = x.split(gradient.length, gradient.dim)
+        ctx.gradient, ctx.sizes = gradient, [part.shape[gradient.dim] for part in parts]
+        return parts
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None if all(grad is None for grad in grads) else ctx.gradient.joined(grads, ctx.sizes), None
+
+
+class _Chunk(torch.autograd.Function):
+    """A chunk of the input. Its gradient goes to its place as soon as it is there: `_Split` runs after the last chunk."""
+
+    @staticmethod
+    def forward(ctx, part, gradient, place):
+        ctx.set_materialize_grads(False)
+        ctx.gradient, ctx.place = gradient, place
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if grad is None else ctx.gradient.write(ctx.place, grad), None, None
+
+
+def _run(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int, preserve_rng_state: bool) -> Tensor:
+    tokens = x.shape[dim]
+    output = _Output(fn, tokens, dim)
+    with_grad = torch.is_grad_enabled()
+    gradient = _InputGradient(x, dim, length) if with_grad and x.requires_grad else None
+    parts = x.split(length, dim) if gradient is None else _Split.apply(x, gradient)
+    placeholders = []
+    sums = GradientSums()
+    with _no_cast_cache() if len(parts) > 1 else contextlib.nullcontext(), _whole_modules(fn):
+        for place in range(len(parts)):
+            part, start = parts[place], place * length
+            if gradient is not None:
+                part = _Chunk.apply(part, gradient, place)
+            size = part.shape[dim]
+            result = checkpoint(forward, part, preserve_rng_state=preserve_rng_state)
+            if isinstance(result, Tensor) and result.requires_grad:
+                sums.redirect(result, part)
+                placeholders.append(_Written.apply(result, output, start, size))
+            else:
+                output.write(result, start, size)
+            del result, part
+    return _Joined.apply(output, length, *placeholders) if placeholders else output.whole
+
+
+@contextlib.contextmanager
+def _whole_modules(fn: Callable) -> Iterator[None]:
+    """Raises if a module that runs inside is sharded by itself: each chunk would gather it and reduce its gradients."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    def refuse(module: nn.Module, args: tuple) -> None:
+        if isinstance(module, FSDPModule):
+            raise RuntimeError(
+                f"tiled: {type(module).__name__} inside {_name(fn)} is sharded by itself, so every chunk would gather its "
+                "parameters: give tiled the module that fully_shard got, or shard a module around the call"
+            )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int, preserve_rng_state: bool) -> Tensor:
+    """What Dynamo traces."""
+    tokens = x.shape[dim]
+    if chunks is None:
+        chunks = _chunks(tokens, ASSUMED * (x.numel() // max(tokens, 1)) * x.dtype.itemsize, workspace)
+    wide, dtypes = {}, {}
+    if isinstance(fn, nn.Module):
+        narrow = {n: p for n, p in fn.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+        wide, dtypes = {n: p.float() for n, p in narrow.items()}, {n: p.dtype for n, p in narrow.items()}
+
+    def call(part: Tensor) -> Tensor:
+        if not wide:
+            return fn(part)
+        return torch.func.functional_call(fn, {n: p.to(dtypes[n]) for n, p in wide.items()}, (part,))
+
+    parts = x.chunk(chunks, dim)
+    return torch.cat([checkpoint(call, part, preserve_rng_state=preserve_rng_state) for part in parts], dim)
+
+
+# -- check ------------------------------------------------------------------------------------------------------------
+
+
+NEAR, NEAR_16_BIT = 1e-4, 2e-2  # of the largest output: what rounding may differ by between a chunk and the whole
+
+
+@torch.no_grad()
+def _check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
+    """Raises ValueError if a token's output depends on other tokens, or on where it is."""
+    if x.shape[dim] < 2:
+        return
+    own, others = _modules_of(forward, (), {})
+    buffers = [(b, b.clone()) for module in (*own, *others) for b in module.buffers(recurse=False)]
+    try:
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            before = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+            whole = forward(x)
+            after = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+            draws = any(a is not None and not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            _Output(fn, x.shape[dim], dim).write(whole, 0, x.shape[dim])
+            if x.is_floating_point():
+                _check_dependence(fn, forward, x, dim, length)
+            if not draws:
+                _check_place(fn, forward, x, whole, dim, length)
+    finally:
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
+    """Some tokens become NaN: no other token's output may."""
+    places = torch.arange(x.shape[dim], device=x.device)
+    for poisoned in (places < length, places >= length, places % 2 == 0):
+        at = [1] * x.dim()
+        at[dim] = -1
+        bad: list[nn.Module] = []
+
+        def spread(value: Any, poisoned: Tensor = poisoned) -> Tensor | None:
+            """Which tokens that should not be are NaN; None if the value has no tokens."""
+            if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != len(poisoned):
+                return None
+            return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
+
+        def watch(module: nn.Module, args: tuple, output: Any, bad: list = bad, spread: Callable = spread) -> None:
+            before, after = (spread(value) for value in (args[0] if args else None, output))
+            if after is not None and after.any() and before is not None and not before.any():
+                bad.append(module)
+
+        inner = list(fn.named_modules())[1:] if isinstance(fn, nn.Module) else []
+        handles = [module.register_forward_hook(watch) for _, module in inner]
+        try:
+            found = spread(forward(x.masked_fill(poisoned.view(at), float("nan"))))
+        finally:
+            for handle in handles:
+                handle.remove()
+        if found is not None and found.any():
+            where = next((f" (in {name}: {type(m).__name__})" for name, m in inner if bad and m is bad[0]), "")
+            raise ValueError(
+                f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
+                f"{int(found.nonzero()[0])} depends on other tokens{where}"
+            )
+
+
+def _check_place(fn: Callable, forward: Callable, x: Tensor, whole: Tensor, dim: int, length: int) -> None:
+    """A chunk's output is its part of the whole output."""
+    narrow = whole.dtype.itemsize <= 2 or torch.is_autocast_enabled(x.device.type) or x.is_cuda
+    largest = whole.abs().amax().item() if whole.numel() else 0.0
+    for start in range(0, x.shape[dim], length):
+        size = min(length, x.shape[dim] - start)
+        expected, part = whole.narrow(dim, start, size), forward(x.narrow(dim, start, size))
+        if part.shape != expected.shape:
+            raise ShapeError(
+                f"tiled: {_name(fn)} returned {tuple(part.shape)} for {size} tokens, not {tuple(expected.shape)}"
+            )
+        difference = (part.double() - expected.double()).abs().nan_to_num().amax().item() if part.numel() else 0.0
+        if difference > (NEAR_16_BIT if narrow else NEAR) * largest:
+            raise ValueError(
+                f"tiled: {_name(fn)} is not token-wise along dimension {dim}: tokens {start} to {start + size - 1} alone give "
+                f"another output than among the others, by {difference:.3g} where the largest is {largest:.3g}. Does it read "
+                "a position, or the number of tokens?"
+            )
