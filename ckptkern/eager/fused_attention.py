@@ -148,16 +148,17 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> Iterator[Block]:
     shapes += [(1, 1, Sq, Sk)] if windowed else []
     formed = len(shapes) > 1 or (bool(shapes) and (mask is None or not _is_bias(mask, q)))
     shape = torch.broadcast_shapes(*shapes)
-    element = (
-        2 * max(size, 4 if mask is None or mask.is_floating_point() else size) + 2
-    )  # two copies and what is compared
+    of_bool = core.slopes is None and (mask is None or mask.dtype == torch.int8)
+    copies = 1 if len(shapes) == 1 and core.slopes is None else 3  # two parts and their sum
+    element = (q.itemsize if of_bool else wide_dtype(q).itemsize) * copies + 2  # and bools
     budget = block_bytes(q, core)
     one_each = group > 1 and 4 * k.numel() * group * size > budget
 
     def cost(samples: int, heads: int, rows: int) -> int:
         of_keys, heads_q = samples * heads * Sk * D, heads * (1 if one_each else group)
         repeated = 4 * of_keys * group * size if group > 1 and not one_each else 0
-        sums = 8 * of_keys if size == 2 and (one_each or rows < Sq) else 0
+        cut = one_each or rows < Sq  # then dk and dv have parts, which are added up in float32
+        sums = of_keys * (2 * size + (8 if size == 2 else 0)) if cut else 0
         parts = zip(shape, (samples, heads_q, rows, Sk), strict=True)
         return repeated + sums + (math.prod(part if n > 1 else 1 for n, part in parts) * element if formed else 0)
 

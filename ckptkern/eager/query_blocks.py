@@ -100,9 +100,9 @@ def query_blocks(
     (B, H, Sq, _), (_, H_kv, Sk, _) = q.shape, k.shape
     samples, heads, rows = B, H_kv, min(rows, Sq)
     least = min(rows, ROWS)
-    if cost(samples, heads, least) > budget:
+    if cost(samples, heads, least) > max(budget, cost(1, heads, least)):
         samples = 1
-    while heads > 1 and cost(samples, heads, least) > budget:
+    while cost(samples, heads, least) > max(budget, cost(samples, -(-heads // 2), least)):
         heads = -(-heads // 2)
     while rows > LEAST_ROWS and cost(samples, heads, rows) > budget:
         rows = max(LEAST_ROWS, -(-rows // 32) * 16)

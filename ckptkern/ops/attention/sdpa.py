@@ -124,10 +124,14 @@ def scaled_dot_product_attention(
     attn_mask pass the window instead. Both align top-left.
     alibi_slopes [H] or [B, H]: adds -slope |i - j|. Their gradient, if wanted, is formed in PyTorch ops. dropout_p always
     applies, as in torch. softcap: scores before masks are softcap tanh(scale q k^T / softcap) (Gemma 2).
-    A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
+    workspace: bytes for what PyTorch ops write out of scores, masks and biases, in both passes: an int or a string such as
+    "64MiB"; None: the device's default. They run a block of queries at a time, at least 16 rows of queries of the heads that
+    share one of key. Kernels write none of it out.
+    A row that sees nothing and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
     gives the mean of the values, as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
-    CausalBias together with is_causal), RuntimeError (attn_mask together with is_causal; backend).
+    CausalBias together with is_causal, workspace),
+    RuntimeError (attn_mask together with is_causal; backend).
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
@@ -147,13 +151,8 @@ def scaled_dot_product_attention(
             f"which hides what is_causal hides, or attn_mask alone with the causal triangle in it"
         )
     if kind := own_dispatch((query, key, value, attn_mask if diagonal is None else None, alibi_slopes)):
-        if (
-            left is not None
-            or right not in (None, 0)
-            or alibi_slopes is not None
-            or softcap
-            or (right == 0 and attn_mask is not None)
-        ):
+        bounded = left is not None or right not in (None, 0) or (right == 0 and attn_mask is not None)
+        if bounded or alibi_slopes is not None or softcap:
             raise TypeError(f"{op}: window_size, alibi_slopes and softcap do not go with a {kind.__name__}")
         compose_of(op, kind)
         is_causal = is_causal or right == 0
