@@ -19,7 +19,14 @@ from ..dispatch.checks import (
     check_tensor,
     check_weight,
 )
-from ..dispatch.choices import choose_backend, choose_mode, compute_dtype, head_dim_not_covered, matmul_precision
+from ..dispatch.choices import (
+    choose_backend,
+    choose_mode,
+    choose_workspace,
+    compute_dtype,
+    head_dim_not_covered,
+    matmul_precision,
+)
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
 from .core import check_softcap, check_whole_sequence, fused_core
@@ -254,7 +261,8 @@ def gather(
         num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
         theta=theta, interleaved=rotary_interleaved, mask_is_exclusion=mask_is_exclusion, left=left, right=right,
         max_len=max_len, scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
-        recompute=choose_mode(recompute), backend=backend, precision=matmul_precision(probe), fused=fused, lora=lora_numbers,
-        lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
+        recompute=choose_mode(recompute), backend=backend, precision=matmul_precision(probe), fused=fused,
+        workspace=choose_workspace(op, None, x), lora=lora_numbers, lora_dtype=update_dtype(x, dtype, lora_tensors.values()),
+        dtype=dtype, **options,
     )  # fmt: skip
     return t, o

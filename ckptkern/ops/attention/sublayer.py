@@ -47,7 +47,7 @@ def sublayer_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCo
     mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
     options = CoreOptions(
         o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused, o.softcap, o.first_plane,
-        o.planes,
+        o.planes, o.workspace,
     )  # fmt: skip
     return core_of(CoreTensors(mask, t.slopes, t.rng, t.cu, t.cu), options)
 
@@ -225,7 +225,7 @@ class AttentionSublayer(Sublayer):
         places = self.split(dqkv)
         outs = [place.transpose(1, 2) for place in places]
         need_dq, need_dkv = core_needs(inner, t)
-        *made, dmask = attention_grads(
+        *made, dmask, _ = attention_grads(
             p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
             dmask_shape=t.mask.shape if "mask" in inner else None, out=outs,
         )  # fmt: skip

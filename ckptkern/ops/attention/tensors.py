@@ -59,7 +59,8 @@ class AttentionTensors(NamedTuple):
 class AttentionOptions(NamedTuple):
     """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
     left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
-    where the heads are a shard; lora: scale and dropout_p of the low-rank update of each of q, k, v and o."""
+    where the heads are a shard; lora: scale and dropout_p of the low-rank update of each of q, k, v and o;
+    workspace: bytes for the core's blocks of queries."""
 
     num_heads: int
     num_kv_heads: int
@@ -93,6 +94,7 @@ class AttentionOptions(NamedTuple):
     lora: tuple[float, ...]
     lora_dtype: torch.dtype
     dtype: torch.dtype
+    workspace: int
 
 
 LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
