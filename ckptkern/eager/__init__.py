@@ -5,20 +5,8 @@ implementation that the kernels are tested against, the CPU path, and what runs 
 """
 
 from ..bits import pack_bits, unpack_bits
-from .attention import (
-    AttentionCore,
-    as_heads,
-    attention_reference,
-    attention_weights,
-    attn_bwd,
-    attn_delta,
-    attn_dmask,
-    attn_fwd,
-    empty_heads,
-    fused_attn_bwd,
-    fused_kernel,
-    readable,
-)
+from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd, attn_grads
+from .attention_core import AttentionCore, as_heads, attention_reference, attention_weights, empty_heads
 from .cross_entropy import (
     Head,
     cross_entropy_bwd,
@@ -51,6 +39,7 @@ from .experts import (
     experts_sums,
     route,
 )
+from .fused_attention import flash_on_cpu, readable
 from .linear import act_grad, hidden_grad, linear, linear_bwd, linear_fwd, mm
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
@@ -76,6 +65,7 @@ __all__ = [
     "attn_delta",
     "attn_dmask",
     "attn_fwd",
+    "attn_grads",
     "column_sum",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
@@ -89,8 +79,7 @@ __all__ = [
     "experts_fwd",
     "experts_gemm",
     "experts_sums",
-    "fused_attn_bwd",
-    "fused_kernel",
+    "flash_on_cpu",
     "gated_act_grad",
     "gated_bwd",
     "gated_fwd",

@@ -1080,8 +1080,8 @@ def test_what_torchs_kernels_are_given(fused, layout, do_layout):
     backend = None
     with Given(), torch.no_grad():
         o, lse, delta = attention_core.attend(backend, q, q, q, core, do)
-        *grads, dmask = attention_core.attention_grads(backend, q, q, q, do, o, lse, core)
-    assert delta is dmask is None
+        *grads, dmask, dslopes = attention_core.attention_grads(backend, q, q, q, do, o, lse, core)
+    assert delta is dmask is dslopes is None
     assert lse.shape == (B, H, S)
     assert [g.shape for g in grads] == [q.shape] * 3
     do, q, k, v, o, lse, *_ = given[f"_scaled_dot_product_{fused}_attention_backward"]

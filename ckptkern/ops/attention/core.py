@@ -34,7 +34,8 @@ class CoreTensors(NamedTuple):
 
 class CoreOptions(NamedTuple):
     """The core's other arguments. left, right: visible columns, None for no bound; max_q, max_k: the longest packed sequences;
-    fused: torch's own kernel, or ""; softcap: 0 for none; first_plane, planes: AttentionCore's, of the dropout mask."""
+    fused: torch's own kernel, or ""; softcap: 0 for none; first_plane, planes: AttentionCore's, of the dropout mask; workspace:
+    AttentionCore's, bytes for what PyTorch ops write out of scores."""
 
     dropout_p: float
     scale: float
@@ -48,6 +49,7 @@ class CoreOptions(NamedTuple):
     softcap: float = 0.0
     first_plane: int = 0
     planes: int = 0
+    workspace: int | None = None
 
 
 def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
@@ -60,6 +62,7 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
         scale=o.scale, precision=o.precision, window=(o.left, o.right), mask=mask, slopes=t.slopes,
         dropout=dropout_arguments(t.rng, o.dropout_p), cu_q=t.cu_q, cu_k=t.cu_k, max_q=o.max_q, max_k=o.max_k,
         fused=o.fused, softcap=o.softcap, plane_base=o.first_plane, planes=o.planes,
+        workspace=o.workspace,
     )  # fmt: skip
 
 
@@ -133,29 +136,31 @@ def fused_core(
 def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
     """(o, lse, delta) of the core; delta only if `do` is given and the core's backward reads it. p: the backend's module."""
     p = eager if core.fused else p
-    wants_delta = do is not None and not (p is eager and eager.fused_kernel(q, k, core))
+    wants_delta = do is not None and not core.fused and not (p is eager and eager.flash_on_cpu(q, k, core))
     o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta else None)
     return eager.as_heads(o), lse, delta
 
 
 def attention_grads(
     p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, dmask_shape=None,
-    out=(None,) * 3,
+    need_dslopes=False, out=(None,) * 3,
 ) -> tuple:  # fmt: skip
-    """(dq, dk, dv, dmask) from o and lse, by the kernel that ran forward.
+    """(dq, dk, dv, dmask, dslopes) from o and lse, by the kernel that ran forward.
 
-    out: tensors that dq, dk, dv are written to; torch's own kernels make new ones instead. delta: from `attend`, if at hand.
-    dmask_shape: of the mask that trains, None if none does; core.mask is it, or its sum with others.
+    out: tensors that dq, dk, dv are written to; torch's own kernels may make new ones instead. delta: from `attend`, if at
+    hand. dmask_shape: of the mask that trains, None if none does; core.mask is it, or its sum with others. need_dslopes: in
+    PyTorch ops only.
     """
-    p = eager if core.fused else p
     needs = dict(need_dq=need_dq, need_dkv=need_dkv)
-    if p is eager and (fused := eager.fused_kernel(q, k, core)):
-        return *eager.fused_attn_bwd(q, k, v, do, o, lse, core, fused, **needs), None
+    if core.fused or p is eager:
+        of_scores = dict(dmask_shape=dmask_shape, need_dslopes=need_dslopes)
+        return eager.attn_grads(q, k, v, do, o, lse, core, delta=delta, **needs, **of_scores, outs=out)
     delta = p.attn_delta(o, do, core) if delta is None else delta
     dq, dk, dv = out
     if need_dq or need_dkv:
         dq, dk, dv = p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
-    return dq, dk, dv, None if dmask_shape is None else p.attn_dmask(q, k, v, do, lse, delta, core, dmask_shape)
+    dmask = None if dmask_shape is None else p.attn_dmask(q, k, v, do, lse, delta, core, dmask_shape)
+    return dq, dk, dv, dmask, None
 
 
 def in_context_parallel() -> bool:

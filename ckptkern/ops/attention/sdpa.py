@@ -16,6 +16,7 @@ from ..dispatch.choices import (
     autocast_dtype,
     autocast_off,
     choose_backend,
+    choose_workspace,
     compose_of,
     head_dim_not_covered,
     matmul_precision,
@@ -37,14 +38,14 @@ from .core import (
 )
 from .masks import as_mask, as_slopes, check_window, diagonal_of, within
 
-Q, K, V, MASK = range(4)
+Q, K, V, MASK, SLOPES = range(5)
 OTHERS = len(CoreTensors._fields)
 
 
 class Attention(Op):
     name = "attention"
     Options = CoreOptions
-    constants = frozenset(range(MASK + 1, V + 1 + OTHERS))  # slopes that train go through PyTorch ops
+    constants = frozenset(range(SLOPES + 1, V + 1 + OTHERS))
 
     @staticmethod
     def saves(o):
@@ -60,12 +61,13 @@ class Attention(Op):
     def backward(do, tensors, saved, o, needs):
         q, k, v, *others = tensors
         t, need_dmask = CoreTensors(*others), needed(needs, MASK)
-        *grads, dmask = attention_grads(
+        *grads, dmask, dslopes = attention_grads(
             primitives(o.backend), q, k, v, do, saved["y"], saved["lse"], core_of(t, o), need_dq=needed(needs, Q),
             need_dkv=needed(needs, K) or needed(needs, V), dmask_shape=t.mask.shape if need_dmask else None,
+            need_dslopes=needed(needs, SLOPES),
         )  # fmt: skip
         heads = [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)]
-        return [*heads, dmask.to(t.mask.dtype) if need_dmask else None] + [None] * (OTHERS - 1)
+        return [*heads, dmask.to(t.mask.dtype) if need_dmask else None, dslopes] + [None] * (OTHERS - 2)
 
     @staticmethod
     def reference(tensors, o):
@@ -107,6 +109,7 @@ def scaled_dot_product_attention(
     window_size: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
+    workspace: int | str | None = None,
 ) -> Tensor:
     """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
 
@@ -121,10 +124,14 @@ def scaled_dot_product_attention(
     attn_mask pass the window instead. Both align top-left.
     alibi_slopes [H] or [B, H]: adds -slope |i - j|. Their gradient, if wanted, is formed in PyTorch ops. dropout_p always
     applies, as in torch. softcap: scores before masks are softcap tanh(scale q k^T / softcap) (Gemma 2).
-    A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
+    workspace: bytes for what PyTorch ops write out of scores, masks and biases, in both passes: an int or a string such as
+    "64MiB"; None: the device's default. They run a block of queries at a time, at least 16 rows of queries of the heads that
+    share one of key. Kernels write none of it out.
+    A row that sees nothing and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
     gives the mean of the values, as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
-    CausalBias together with is_causal), RuntimeError (attn_mask together with is_causal; backend).
+    CausalBias together with is_causal, workspace),
+    RuntimeError (attn_mask together with is_causal; backend).
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
@@ -144,13 +151,8 @@ def scaled_dot_product_attention(
             f"which hides what is_causal hides, or attn_mask alone with the causal triangle in it"
         )
     if kind := own_dispatch((query, key, value, attn_mask if diagonal is None else None, alibi_slopes)):
-        if (
-            left is not None
-            or right not in (None, 0)
-            or alibi_slopes is not None
-            or softcap
-            or (right == 0 and attn_mask is not None)
-        ):
+        bounded = left is not None or right not in (None, 0) or (right == 0 and attn_mask is not None)
+        if bounded or alibi_slopes is not None or softcap:
             raise TypeError(f"{op}: window_size, alibi_slopes and softcap do not go with a {kind.__name__}")
         compose_of(op, kind)
         is_causal = is_causal or right == 0
@@ -170,7 +172,7 @@ def scaled_dot_product_attention(
     right = within(right, 0 if is_causal else diagonal)
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
-    out = _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap)
+    out = _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap, workspace)
     out = out[..., :D_v] if D_v != D else out
     return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
 
@@ -179,8 +181,8 @@ def _scale(scale: float | None, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if scale is None and head_dim else 1.0 if scale is None else scale
 
 
-def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap) -> Tensor:
-    """Calls the op, or PyTorch ops if slopes train, because these form their gradient."""
+def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap, workspace) -> Tensor:
+    """Calls the op, on the backend that forms all its gradients."""
     check_whole_sequence(op)
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
     reason = "the kernels form no gradient of alibi_slopes" if learned else None
@@ -191,10 +193,8 @@ def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, righ
     )
     options = CoreOptions(
         dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,
-        precision=matmul_precision(query), fused=fused, softcap=softcap,
+        precision=matmul_precision(query), fused=fused, softcap=softcap, workspace=choose_workspace(op, workspace, query),
     )  # fmt: skip
-    if learned:
-        return Attention.reference((query, key, value, *tensors), options)
     return _apply(options, query, key, value, *tensors)
 
 
@@ -318,6 +318,7 @@ def varlen_attn(
     options = CoreOptions(
         dropout_p=0.0, scale=float(_scale(scale, D)), left=left, right=right, max_q=max_q, max_k=max_k,
         backend=choose_backend(op, query, head_dim_not_covered(D)), precision=matmul_precision(query), fused="",
+        workspace=choose_workspace(op, None, query),
     )  # fmt: skip
     tensors = CoreTensors(cu_q=cu_seq_q, cu_k=cu_seq_k)
     packed = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))

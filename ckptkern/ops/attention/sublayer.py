@@ -48,7 +48,7 @@ def sublayer_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCo
     mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
     options = CoreOptions(
         o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused, o.softcap, o.first_plane,
-        o.planes,
+        o.planes, o.workspace,
     )  # fmt: skip
     return core_of(CoreTensors(mask, t.slopes, t.rng, t.cu, t.cu), options)
 
@@ -308,7 +308,7 @@ class AttentionSublayer(Sublayer):
         buffer = self.buffer() if self.p is not eager and not self.core.fused else None
         outs = [place.transpose(1, 2) for place in buffer[1]] if buffer else [None] * 3
         need_dq, need_dkv = core_needs(inner, self.t)
-        *made, dmask = attention_grads(
+        *made, dmask, _ = attention_grads(
             self.p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
             dmask_shape=self.t.mask.shape if "mask" in inner else None, out=outs,
         )  # fmt: skip

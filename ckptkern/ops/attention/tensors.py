@@ -60,7 +60,8 @@ class AttentionTensors(NamedTuple):
 class AttentionOptions(NamedTuple):
     """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
     left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
-    where the heads are a shard; lora: scale and dropout_p of the low-rank update of each of q, k, v and o."""
+    where the heads are a shard; lora: scale and dropout_p of the low-rank update of each of q, k, v and o;
+    workspace: bytes for a group of heads, and in it for the core's blocks of queries."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,0 +1,226 @@
+"""The core of attention as it is defined: scores, what hides them, the dropout mask, and o in differentiable PyTorch ops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..subclasses import own_dispatch
+from .elementwise import NO_DROPOUT, Dropout
+
+
+class AttentionCore(NamedTuple):
+    """All arguments of an attention core except q, k and v: shared by forward, recompute and backward, on both backends.
+
+    mask: int8 (0 = hidden, 1 = seen) or float, [B or 1, H or 1, Sq or 1, Sk or 1]; slopes float32 [B or 1, H] (ALiBi);
+    dropout = (state, threshold, scale, 0); window = (left, right), None for no bound; causal is (None, 0).
+    The mask of head h of sample b is that of plane plane_base + b * planes + h; planes 0 is H, for q with all heads.
+    cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D]. The window then counts rows
+    from i = Sk - Sq, which aligns a sequence's last row with its last column.
+    fused: torch's own kernel that computes this core on a GPU ("cudnn", "flash"), "" for none. softcap: 0 for none.
+    workspace: bytes for the scores of a block of queries (`query_blocks`), None for all at once; kernels need none.
+    row_base, column_base: where a block's q and k begin, which windows, slopes and dropout count from.
+    """
+
+    scale: float
+    precision: str
+    window: tuple[int | None, int | None] = (None, None)
+    mask: Tensor | None = None
+    slopes: Tensor | None = None
+    dropout: Dropout = NO_DROPOUT
+    plane_base: int = 0
+    planes: int = 0
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    max_q: int = 0
+    max_k: int = 0
+    fused: str = ""
+    softcap: float = 0.0
+    workspace: int | None = None
+    row_base: int = 0
+    column_base: int = 0
+
+
+def empty_heads(q: Tensor) -> Tensor:
+    """An empty [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; not a view."""
+    B, H, S, D = q.shape
+    return q.new_empty_strided((B, H, S, D), (S * H * D, D, H * D, 1))
+
+
+def heads_layout(x: Tensor) -> Tensor:
+    """x in the memory layout of `empty_heads`; x itself if it has that layout."""
+    _, H, S, D = x.shape
+    return x if x.stride() == (S * H * D, D, H * D, 1) else empty_heads(x).copy_(x)
+
+
+def as_heads(x: Tensor) -> Tensor:
+    """As `heads_layout`, but never a view of another tensor: what an op returns must not depend on the backend."""
+    return heads_layout(x) if x._base is None else empty_heads(x).copy_(x)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32; float64 stays."""
+    return x.to(wide_dtype(x))
+
+
+def by_group(x: Tensor, H_kv: int) -> Tensor:
+    """[B, H, S, N] as [B, H_kv, H / H_kv S, N]: below each other the rows of all query heads that read a head of k and v."""
+    B, H, S, N = x.shape
+    return x if H_kv == H else x.reshape(B, H_kv, H // H_kv * S, N)
+
+
+def by_head(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The opposite of `by_group`."""
+    return x if x.shape == shape else x.reshape(shape)
+
+
+def attention_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
+    """s [B, H, Sq, Sk] in float32 (float64 for float64), -inf where row i may not see column j."""
+    return masked_scores(capped_scores(q, k, core), q, k, core)
+
+
+def capped_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
+    """The scores that every column would have if it were seen: scale q k^T, or softcap tanh(scale q k^T / softcap)."""
+    s = torch.matmul(by_group(wide(q), k.shape[1]), wide(k).transpose(-1, -2))
+    s = by_head(s, (*q.shape[:3], k.shape[2])) * core.scale
+    return torch.tanh(s / core.softcap) * core.softcap if core.softcap else s
+
+
+def rows_and_columns(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    """(i [Sq, 1], j [1, Sk]), as windows and slopes count them."""
+    i = torch.arange(core.row_base, core.row_base + q.shape[2], device=q.device)[:, None]
+    return i, torch.arange(core.column_base, core.column_base + k.shape[2], device=q.device)[None, :]
+
+
+def masked_scores(s: Tensor, q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
+    """s with slopes, mask and window."""
+    i, j = rows_and_columns(q, k, core)
+    if core.slopes is not None:
+        s = s - core.slopes.to(s.dtype)[:, :, None, None] * (i - j).abs()
+    if core.mask is not None:
+        s = s.masked_fill(core.mask == 0, -math.inf) if core.mask.dtype == torch.int8 else s + core.mask.to(s.dtype)
+    left, right = core.window
+    if left is not None:
+        s = s.masked_fill(j < i - left, -math.inf)
+    if right is not None:
+        s = s.masked_fill(j > i + right, -math.inf)
+    return s
+
+
+def attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
+    state, threshold, *_ = core.dropout
+    if state is None:
+        return None
+    (B, H, Sq, _), Sk = q.shape, k.shape[2]
+
+    def planes(first: int, count: int) -> Tensor:
+        return torch.ops.ckptkern.keep_mask.default(
+            state, threshold, count, Sq, Sk, first, core.row_base, core.column_base, core.max_q or Sq
+        )
+
+    if B == 1 or core.planes in (0, H):
+        return planes(core.plane_base, B * H).view(B, H, Sq, Sk)
+    return torch.stack([planes(core.plane_base + b * core.planes, H) for b in range(B)])
+
+
+def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
+    """p = dropout(softmax(s)) [B, H, Sq, Sk] in float32 (float64 for float64), differentiable.
+
+    Rows that see nothing are zeros with zero gradients.
+    """
+    s = attention_scores(q, k, core)
+    if core.mask is None and core.window == (None, None):
+        p = torch.softmax(s, -1)
+    else:
+        hidden = s == -math.inf
+        p = torch.softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1).masked_fill(hidden, 0.0)
+    keep = attention_keep(q, k, core)
+    return p if keep is None else torch.where(keep, p * core.dropout[2], 0.0)
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+    """o in differentiable PyTorch ops."""
+    if kind := own_dispatch((q, k, v, core.mask)):
+        return _attention_of(kind, q, k, v, core)
+    if is_packed(q, core):
+        return each_sequence(lambda q, k, v, c: (attention_reference(q, k, v, c),), core, (q,), (k, v))[0]
+    return weighted_sum(attention_weights(q, k, core).to(v.dtype), v)
+
+
+def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
+    """p v [B, H, Sq, D] of p [B, H, Sq, Sk]."""
+    return by_head(torch.matmul(by_group(p, v.shape[1]), v), (*p.shape[:3], v.shape[3]))
+
+
+def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+    """o by torch's scaled_dot_product_attention, the only attention that a tensor subclass may implement."""
+    causal = core.window == (None, 0)
+    if core.slopes is not None or core.cu_q is not None or core.softcap or not (causal or core.window == (None, None)):
+        raise TypeError(f"attention of a {kind.__name__} takes no window, slopes, softcap or packed sequences")
+    mask = core.mask.bool() if core.mask is not None and core.mask.dtype == torch.int8 else core.mask
+    if causal and mask is not None:
+        raise TypeError(f"attention of a {kind.__name__} takes no mask together with is_causal")
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, core.dropout[1] / 65536, causal, scale=core.scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
+def is_packed(q: Tensor, core: AttentionCore) -> bool:
+    """Do q, k, v hold several sequences? On meta tensors nobody knows where they begin, and the results' shape is the same."""
+    return core.cu_q is not None and not q.is_meta
+
+
+def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
+    """The rows of each packed sequence, at most `longest`; one empty slice if there is no sequence."""
+    bounds = cu.tolist()
+    if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > rows:
+        raise ValueError(f"packed sequences must begin in order and within 0..{rows}, but cu_seqlens is {bounds}")
+    return [slice(a, min(b, a + longest)) for a, b in itertools.pairwise(bounds)] or [slice(0, 0)]
+
+
+def _joined(parts: tuple, spans: list[slice], rows: int) -> Tensor | None:
+    """parts [1, H, length, ...] at their spans of `rows` rows, zeros between and after them."""
+    if parts[0] is None:
+        return None
+    pieces, at = [], 0
+    for part, span in zip(parts, spans, strict=True):
+        pieces += [part.new_zeros((*part.shape[:2], span.start - at, *part.shape[3:])), part]
+        at = span.stop
+    pieces.append(part.new_zeros((*part.shape[:2], rows - at, *part.shape[3:])))
+    return torch.cat(pieces, 2)
+
+
+def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tuple, key_results: int = 0) -> tuple:
+    """`function(query-like..., key-like..., core)` of each packed sequence, its results joined along the rows.
+
+    The last `key_results` results have the rows of keys, the others those of queries. Rows in no sequence are zeros.
+    """
+    row_spans = _spans(core.cu_q, core.max_q, query_like[0].shape[2])
+    column_spans = _spans(core.cu_k, core.max_k, key_like[0].shape[2])
+    results = []
+    for b, (rows, columns) in enumerate(zip(row_spans, column_spans, strict=True)):
+        below = (columns.stop - columns.start) - (rows.stop - rows.start)  # the last row sees the last column
+        left, right = core.window
+        window = (None if left is None else left - below, None if right is None else right + below)
+        own = core._replace(
+            cu_q=None, cu_k=None, window=window, plane_base=core.plane_base + b * (core.planes or query_like[0].shape[1]),
+            slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
+        )  # fmt: skip
+        results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, columns] for x in key_like), own))
+    by_result = list(zip(*results, strict=True))
+    first_key = len(by_result) - key_results
+    return tuple(
+        _joined(parts, row_spans, query_like[0].shape[2])
+        if i < first_key
+        else _joined(parts, column_spans, key_like[0].shape[2])
+        for i, parts in enumerate(by_result)
+    )

@@ -1,0 +1,248 @@
+"""Attention by torch's own kernels: cuDNN's and flash attention on a GPU, flash attention on a CPU.
+
+That of a CPU takes a mask that is added to the scores. What hides or shifts scores is such a mask here, formed for a block of
+queries at a time (`query_blocks`), so that no [Sq, Sk] is written out that the caller did not give.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention_core import AttentionCore, empty_heads, heads_layout, rows_and_columns, wide_dtype
+from .query_blocks import ROWS, Block, KeySums, block_bytes, by_keys, query_blocks, whole
+
+_aten = torch.ops.aten
+
+
+class FusedAttention(NamedTuple):
+    """One of torch's own attention kernels on a GPU, without dropout and without a mask other than the causal one.
+
+    forward: q, k, v, causal, scale -> o, lse. backward: do, q, k, v, o, lse [B, H, Sq], causal, scale -> dq, dk, dv.
+    k and v may have fewer heads than q.
+    """
+
+    forward: Callable[..., tuple]
+    backward: Callable[..., tuple]
+
+
+def _as_tokens(x: Tensor) -> Tensor:
+    """Heads [B, H, S, D] with a token's heads adjacent in memory, as projections give them."""
+    return x if x.stride(2) >= x.stride(1) else empty_heads(x).copy_(x)
+
+
+def _cudnn_fwd(q, k, v, causal, scale):
+    q, k, v = map(_as_tokens, (q, k, v))
+    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return o, lse.squeeze(-1)
+
+
+def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
+    """torch caches cuDNN's graphs by the layout of q, k and v alone. A cached graph reads do and o in the layout that they had
+    in its first call, so all our calls use one layout, that of torch's own calls with such q, k and v."""
+    q, k, v, o, do = *map(_as_tokens, (q, k, v)), heads_layout(o), heads_layout(do)
+    no_dropout = lse.new_empty((), dtype=torch.int64)
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse.unsqueeze(-1), no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+
+
+def _flash_bwd(do, q, k, v, o, lse, causal, scale):
+    no_dropout = lse.new_empty(2, dtype=torch.uint64)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout, scale=scale
+    )
+
+
+FUSED = {
+    "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd),
+    "flash": FusedAttention(
+        lambda q, k, v, causal, scale: _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2],
+        _flash_bwd,
+    ),
+}
+
+
+def readable(x: Tensor) -> bool:
+    """Does x have the layout that torch's kernels assume? Inner stride 1 (with another they give wrong numbers) and, on a
+    GPU, rows that are not repeated and begin at multiples of 16 bytes."""
+    if not x.is_cuda:
+        return x.stride(-1) == 1
+    step = 16 // x.element_size()
+    outer = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
+    return x.stride(-1) == 1 and all(n and n % step == 0 for n in outer) and x.storage_offset() % step == 0
+
+
+def as_readable(x: Tensor) -> Tensor:
+    return x if (readable(x) if x.is_cuda else x.stride(-1) == 1) else empty_heads(x).copy_(x)
+
+
+def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    """(o, lse) by the kernel that `core.fused` names."""
+    q, k, v = map(as_readable, (q, k, v))
+    return FUSED[core.fused].forward(q, k, v, core.window[1] is not None, core.scale)
+
+
+def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) by the kernel that `core.fused` names, which reads o instead of delta."""
+    do, q, k, v, o = map(as_readable, (do, q, k, v, o))
+    return FUSED[core.fused].backward(do, q, k, v, o, lse, core.window[1] is not None, core.scale)
+
+
+def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
+    """Does torch's flash attention for CPUs compute this core? It has no dropout, no softcap, and is not in float16."""
+    return (
+        q.device.type == "cpu"
+        and q.dtype != torch.float16 and core.cu_q is None and core.dropout[0] is None and not core.softcap
+        and 0 not in (*q.shape, *k.shape)
+    )  # fmt: skip
+
+
+def _causal(core: AttentionCore) -> bool:
+    """Is the window what the kernel knows as causal? It hides by -inf before it scales, so scale must be positive."""
+    return core.window == (None, 0) and core.scale > 0 and core.row_base == core.column_base
+
+
+def _is_bias(mask: Tensor, q: Tensor) -> bool:
+    """Does the kernel read this mask as it is?"""
+    dtypes = (q.dtype, wide_dtype(q))
+    return mask.dtype in dtypes and (mask.stride(-1) == 1 or mask.shape[-1] == 1)
+
+
+def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a mask of 0 and 1 is 1, else -inf, as 1 - 1 / mask: a tenth of the time of torch.where and masked_fill."""
+    return seen.to(dtype).reciprocal_().neg_().add_(1)
+
+
+def _bias(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
+    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window unless it is causal."""
+    mask, (left, right), (i, j), parts = core.mask, core.window, rows_and_columns(q, k, core), []
+    if mask is not None:
+        parts.append(_hidden(mask, q.dtype) if mask.dtype == torch.int8 else mask)
+    if core.slopes is not None:
+        dtype = wide_dtype(q)
+        parts.append((i - j).abs().to(dtype) * -core.slopes.to(dtype)[:, :, None, None])
+    if core.window != (None, None) and not _causal(core):
+        seen = j >= (i - left if left is not None else 0)
+        parts.append(_hidden(seen if right is None else seen & (j <= i + right), q.dtype)[None, None])
+    if not parts:
+        return None
+    bias = functools.reduce(torch.add, parts)
+    return bias if _is_bias(bias, q) else bias.to(wide_dtype(q)).contiguous()
+
+
+def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> Iterator[Block]:
+    """All at once where nothing has to be formed for the kernel; else blocks whose biases, repeated heads and float32 sums fit
+    the workspace."""
+    (B, H, Sq, D), (_, H_kv, Sk, _), (left, right) = q.shape, k.shape, core.window
+    group, size, mask = H // H_kv, q.element_size(), core.mask
+    windowed = (left, right) != (None, None) and not _causal(core)
+    shapes = [] if mask is None else [mask.shape]
+    shapes += [] if core.slopes is None else [(core.slopes.shape[0], H, Sq, Sk)]
+    shapes += [(1, 1, Sq, Sk)] if windowed else []
+    formed = len(shapes) > 1 or (bool(shapes) and (mask is None or not _is_bias(mask, q)))
+    shape = torch.broadcast_shapes(*shapes)
+    of_bool = core.slopes is None and (mask is None or mask.dtype == torch.int8)
+    copies = 1 if len(shapes) == 1 and core.slopes is None else 3  # two parts and their sum
+    element = (q.itemsize if of_bool else wide_dtype(q).itemsize) * copies + 2  # and bools
+    budget = block_bytes(q, core)
+    one_each = group > 1 and 4 * k.numel() * group * size > budget
+
+    def cost(samples: int, heads: int, rows: int) -> int:
+        of_keys, heads_q = samples * heads * Sk * D, heads * (1 if one_each else group)
+        repeated = 4 * of_keys * group * size if group > 1 and not one_each else 0
+        cut = one_each or rows < Sq  # then dk and dv have parts, which are added up in float32
+        sums = of_keys * (2 * size + (8 if size == 2 else 0)) if cut else 0
+        parts = zip(shape, (samples, heads_q, rows, Sk), strict=True)
+        return repeated + sums + (math.prod(part if n > 1 else 1 for n, part in parts) * element if formed else 0)
+
+    rows = Sq
+    if windowed and core.workspace is not None:  # fewer rows see fewer columns
+        rows = ROWS if left is None or right is None else min(ROWS, max(64, (left + right) // 32 * 16))
+    if rows >= Sq and cost(B, H_kv, Sq) <= budget:
+        return iter((whole(q, k),))
+    return query_blocks(q, k, core, cost, budget, rows, one_each)
+
+
+def _heads(x: Tensor, H: int) -> Tensor:
+    """k or v with each head repeated for the query heads that read it, H in all."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
+
+
+def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
+    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
+    return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
+
+
+def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore, block: Block) -> tuple[tuple, dict]:
+    """(q, k, v of a block, the kernel's other arguments)."""
+    q, k, v = block.of_queries(q), block.of_keys(k), block.of_keys(v)
+    H = q.shape[1]
+    q, k, v = map(as_readable, (q, _heads(k, H), _heads(v, H)))
+    return (q, k, v), {"is_causal": _causal(core), "attn_mask": _bias(q, k, core), "scale": core.scale}
+
+
+def _is_whole(blocks: list[Block], k: Tensor) -> bool:
+    return len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2])
+
+
+def flash_fwd(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
+    blocks = list(_flash_blocks(q, k, core))
+    o = lse = None
+    if not _is_whole(blocks, k):
+        o, lse = empty_heads(q).zero_(), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
+    for block in blocks:
+        if block.columns.start == block.columns.stop:
+            continue
+        heads, options = _flash_arguments(q, k, v, block.core(core, q), block)
+        out, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
+        if o is None:
+            return out, sums.contiguous()  # aten lays it out as [B, S, H]
+        block.of_queries(o).copy_(out)
+        block.of_queries(lse).copy_(sums)
+    return o, lse
+
+
+def flash_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    core: AttentionCore,
+    outs: tuple[Tensor | None, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
+    blocks = list(_flash_blocks(q, k, core))
+
+    def gradients(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        heads, options = _flash_arguments(q, k, v, block.core(core, q), block)
+        do_part, o_part = (as_readable(block.of_queries(x)) for x in (do, o))
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do_part, *heads, o_part, block.of_queries(lse), 0.0, **options
+        )
+        kv_heads = block.of_keys(k).shape[1]
+        return dq, summed_by_group(dk, kv_heads), summed_by_group(dv, kv_heads)
+
+    if _is_whole(blocks, k):
+        return gradients(blocks[0])
+    dq = empty_heads(q) if outs[0] is None else outs[0]
+    dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
+    for chunk in by_keys(blocks):
+        with KeySums(chunk[0], dk, dv) as sums:
+            for block in chunk:
+                if block.columns.start == block.columns.stop:
+                    block.of_queries(dq).zero_()
+                    continue
+                part, *of_keys = gradients(block)
+                block.of_queries(dq).copy_(part)
+                sums.add(block, *of_keys)
+    return dq, dk, dv
