@@ -69,7 +69,7 @@ class Head(Forward):
         if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not self.takes(args[0]):
             return self.original(*args, **kwargs)
         level = level_of(OP, None, self.recompute)
-        return Matmul(args[0], self.module.weight, self.module.bias, level, self.log).logits()
+        return Matmul(args[0], self.module.weight, self.module.bias, level, self.log, self.workspace).logits()
 
     def takes(self, x: Tensor) -> bool:
         module = self.module

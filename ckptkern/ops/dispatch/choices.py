@@ -34,6 +34,9 @@ class _Choice:
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
         self.route = ""  # of all matmuls, instead of the table's
+        self.workspace = (
+            ""  # bytes, "" for the device's default; in digits, because a number that changes becomes a symbol
+        )
         self.seen: list[tuple] | None = None  # the arguments of choose_route, while somebody asks
 
 
@@ -380,10 +383,36 @@ def default_workspace(device_type: str, index: int | None) -> int:
 default_workspace._dynamo_marked_constant = True  # as _constant_device_reason
 
 
+class workspace:
+    """Set how many bytes of transient memory an op may take in each pass, for ops that are given no `workspace` themselves.
+
+        ckptkern.workspace("64MiB")             # from now on, in the whole process
+        with ckptkern.workspace("16MiB"):       # inside
+            loss = model(x)
+
+    It works as torch.set_grad_enabled does: the call sets the workspace, and the end of a `with` sets the one of before.
+
+    size: an int, a string such as "64MiB", or None for the device's default. It is read in forward and saved for backward.
+    torch.compile guards on it. Raises ValueError for another size.
+    """
+
+    def __init__(self, size: int | str | None):
+        found = parse_bytes("workspace", size)
+        self.outer, _choice.workspace = _choice.workspace, "" if found is None else str(found)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        _choice.workspace = self.outer
+
+
 def choose_workspace(op: str, value: int | str | None, x: Tensor) -> int:
-    """workspace in bytes: the given value, or the default of x's device."""
+    """workspace in bytes: the given value, that of `workspace`, or the default of x's device."""
     if value is not None:
         return parse_bytes(op, value)
+    if _choice.workspace:
+        return int(_choice.workspace)
     return WORKSPACE if x.is_cpu else default_workspace(x.device.type, x.device.index)
 
 
