@@ -3,15 +3,15 @@
     h = dropout(act(x up^T + b))            y = h down^T + b
     h = dropout(act(x gate^T + b) * (x up^T + b))                         gated
 
-A layer may have a low-rank update (`low_rank`). Then no kernel forms several steps at once, and tokens go through in the same
-chunks in forward and backward, so that a chunk's hidden layer is recomputed by matmuls of the same shape, which have the same
-bits.
+Tokens go through in the same chunks in forward and backward, so that a chunk's hidden layer is recomputed by matmuls of the
+same shape, which have the same bits. A layer may have a low-rank update (`low_rank`); then no kernel forms several steps at
+once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ BIASES = frozenset(("gate_bias", "up_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
 READ_H = OF_DOWN - {"down_bias"}
+BY_STEPS = frozenset(("eager", "wide", "library"))  # routes whose forward is a matmul and then elementwise steps
 NOT_SUMMED = frozenset(("x", "down_bias"))  # over chunks
 
 
@@ -90,24 +91,30 @@ class MLPBranch:
 
     # -- forward
 
-    def linear(self, layer: str, x: Tensor, start: int) -> Tensor:
-        y = self.p.linear(x, self.weight(layer), self.cast(getattr(self.t, BIAS[layer]), self.dtype))
+    def linear(self, layer: str, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
+        given = x, self.weight(layer), self.cast(getattr(self.t, BIAS[layer]), self.dtype)
+        y = self.p.linear(*given) if out is None else self.p.linear(*given, out=out)
         if not self.updates or self.updates[layer] is None:
             return y
         return self.updates[layer].add(self.p, y, x, start)
 
-    def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
-        """(h, [z] or [g, u], None unless `save`)."""
+    def hidden(
+        self, x: Tensor, start: int, save: bool = False, out: Sequence[Tensor | None] = (None, None)
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """(h, [z] or [g, u], None unless `save`). out: where those are written."""
         o = self.o
-        if self.updates:
-            before = [self.linear(layer, x, start) for layer in self.first]
+        if self.updates or (out[0] is not None and o.backend in BY_STEPS):
+            before = [self.linear(layer, x, start, to) for layer, to in zip(self.first, out, strict=False)]
             return self.activated(before, start), before
         arguments = x, *self.inner(), o.activation, o.precision
         if self.gated:
             h, *before = self.p.gated_fwd(*arguments, dropout=self.dropout, row_base=start, save_gu=save)
-            return h, before
-        h, z, _ = self.p.linear_fwd(*arguments, dropout=self.dropout, row_base=start, save_z=save)
-        return h, [z]
+        else:
+            h, z, _ = self.p.linear_fwd(*arguments, dropout=self.dropout, row_base=start, save_z=save)
+            before = [z]
+        if out[0] is not None:
+            before = [to.copy_(one) for one, to in zip(before, out, strict=False)]
+        return h, before
 
     def activated(self, before: list[Tensor], start: int) -> Tensor:
         """h of [z] or [g, u]."""
@@ -116,48 +123,59 @@ class MLPBranch:
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, what `saves` names) of x [rows, d]."""
-        names = saves(self.gated, self.o)
-        if not self.updates or len(chunks := self.forward_chunks(x.shape[0])) == 1:
+        names, rows = saves(self.gated, self.o), x.shape[0]
+        chunks = self.chunks(rows)
+        if len(chunks) == 1:
             return self.forward_rows(x, 0, names)
-        made = [self.forward_rows(x[start:stop], start, names) for start, stop in chunks]
-        saved = {name: torch.cat([of_chunk[name] for _, of_chunk in made]) for name in names}
-        return torch.cat([y for y, _ in made]), saved
+        out, hidden = self.t.down_weight.shape
+        y = x.new_empty((rows, out))
+        saved = {name: x.new_empty((rows, hidden)) for name in names}
+        for start, stop in chunks:
+            part = {name: one[start:stop] for name, one in saved.items()}
+            self.forward_rows(x[start:stop], start, names, y[start:stop], part)
+        return y, saved
 
-    def forward_rows(self, x: Tensor, start: int, names: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """`forward` of rows that begin at `start`."""
-        h, before = self.hidden(x, start, len(names) > ("h" in names))
-        y = self.linear("down", h, start)
+    def forward_rows(
+        self, x: Tensor, start: int, names: tuple[str, ...], y: Tensor | None = None, saved: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """`forward` of rows that begin at `start`; written to `y` and `saved`, if there are such."""
+        before_names = [name for name in names if name != "h"]
+        if saved is None or not before_names:
+            h, before = self.hidden(x, start, bool(before_names))
+        else:
+            h, before = self.hidden(x, start, True, [saved[name] for name in before_names])
+        y = self.linear("down", h, start, y)
         if not names:
             return y, {}
+        if saved is not None:
+            if "h" in names:
+                saved["h"].copy_(h)
+            return y, saved
         if "h" in names and h is before[0]:
             h = h.clone()  # results of an op may not share memory
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
-    def forward_chunks(self, rows: int) -> list[tuple[int, int]]:
-        """Those of backward, too, with low-rank updates."""
+    def chunks(self, rows: int) -> list[tuple[int, int]]:
+        """[start, stop) of the rows that are taken at once, the same in forward and backward."""
+        if self.o.workspace is None:  # before sizes that may be symbols are compared
+            return [(0, rows)]
+        bytes_ = self.low_rank_bytes() if self.updates else backward_bytes(
+            *self.t.up_weight.shape, self.t.down_weight.shape[0], self.dtype, self.t.up_weight.is_cuda, self.gated,
+            self.t.rng is not None, self.o.backend, self.o.activation,
+        )  # fmt: skip
+        return [(0, rows)] if rows * bytes_ <= self.o.workspace else token_chunks(rows, bytes_, self.o.workspace)
+
+    def low_rank_bytes(self) -> int:
+        """`backward_bytes` with low-rank updates."""
         hidden, features = self.t.up_weight.shape
         widest = max(features, self.t.down_weight.shape[0])
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
         if self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for the updates' gradients
             held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
-        bytes_ = row_bytes(self.dtype, self.t.up_weight.is_cuda, held, hidden, hidden + widest, 3 * hidden)
-        return token_chunks(rows, bytes_, self.o.workspace)
+        return row_bytes(self.dtype, self.t.up_weight.is_cuda, held, hidden, hidden + widest, 3 * hidden)
 
     # -- backward
-
-    def chunks(self, dy: Tensor) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that backward takes at once."""
-        rows, o = dy.shape[0], self.o
-        if o.workspace is None:  # before sizes that may be symbols are compared
-            return [(0, rows)]
-        if self.updates:
-            return self.forward_chunks(rows)
-        bytes_ = backward_bytes(
-            *self.t.up_weight.shape, dy.shape[1], dy.dtype, dy.is_cuda, self.gated, self.t.rng is not None, o.backend,
-            o.activation,
-        )  # fmt: skip
-        return [(0, rows)] if rows * bytes_ <= o.workspace else token_chunks(rows, bytes_, o.workspace)
 
     def hidden_gradients(self, dh: Tensor, before: list[Tensor], start: int) -> list[Tensor]:
         """Those of [z] or [g, u], of h's."""
@@ -192,7 +210,7 @@ class MLPBranch:
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], need: Collection[str]
     ) -> dict[str, Tensor | None]:
         """Gradients by name, "x" among them, of what `need` names; x [rows, d] or None where it is not read."""
-        chunks = self.chunks(dy)
+        chunks = self.chunks(dy.shape[0])
         sums = Sums(self, need, len(chunks))
         need_dx, behind = "x" in need, not OF_DOWN.issuperset(need)
         dx = dy.new_empty((dy.shape[0], self.t.up_weight.shape[1])) if need_dx and len(chunks) > 1 else None
