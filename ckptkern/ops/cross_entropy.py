@@ -317,8 +317,8 @@ def linear_cross_entropy(
                                                                         input's type
         "full"               4                                   4      log(Z)
 
-    workspace: bytes of transient memory in backward, an int or "64MiB": the vocabulary is taken in equal chunks that fit, of
-        256 at least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. A chunk's rows of
+    workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 128
+        at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
         linear_weight's gradient are final, rounded once; input's gradient is summed over chunks in float32, which is not
         counted.
 

@@ -236,7 +236,7 @@ def _call(op, x, index, s, w, b, wd, bd, activation, recompute, workspace):
         choose_level(recompute),
         choose_backend(op, x),
         matmul_precision(x),
-        choose_workspace(op, workspace, x),
+        choose_workspace(op, workspace, x, w.numel()),
     )
     return _apply(options, x, index, s, w, b, wd, bd)
 

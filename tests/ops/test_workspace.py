@@ -31,10 +31,12 @@ WITH_WORKSPACE = [
 
 
 class Case(NamedTuple):
-    """shapes: of x and the parameters; call(tensors, recompute=, workspace=) -> y. unit: the least that is taken at once."""
+    """shapes: of x and the parameters; call(tensors, recompute=, workspace=) -> y. numbers: bytes of what each token has one
+    number of, which no chunk bounds."""
 
     shapes: dict[str, tuple[int, ...]]
     call: Callable[..., torch.Tensor]
+    numbers: int = 0
 
     def make(self, dtype: torch.dtype) -> Tensors:
         generator = torch.Generator().manual_seed(SEED)
@@ -53,7 +55,7 @@ def transient(case: Case, tensors: Tensors, level: str, workspace: int) -> tuple
     dy = output_gradient(y)
     with peak_memory("cpu") as backward:
         grads = torch.autograd.grad(y, list(tensors.values()), dy)
-    numbers = 64 * TOKENS
+    numbers = case.numbers * TOKENS
     # x's in its dtype; of parameters the sums, those of vectors beside the part that is added
     sizes = [
         g.nbytes if name == "x" or g.dtype == torch.float64 else 4 * g.numel() * (2 if g.dim() == 1 else 1)
@@ -137,10 +139,10 @@ CASES = {
         of(block, norm="layer", norm_first=False, post_norm="rms", dropout_p=0.1, resid_dropout_p=0.1, drop_path_p=0.1),
     ),
     "mlp_block, LoRA": Case(X | PLAIN | {"a": (4, D), "b": (HIDDEN, 4), "norm_weight": (D,)}, of(block, norm="rms")),
-    "moe_mlp": Case(X | {"s": (*LEAD, TOP_K)} | MATRICES, moe),
-    "grouped_gated_mlp": Case(X | MATRICES, grouped),
-    "linear_cross_entropy": Case(X | {"head": (CLASSES, D)}, head),
-    "linear_cross_entropy, softcap": Case(X | {"head": (CLASSES, D)}, of(head, softcap=3.0)),
+    "moe_mlp": Case(X | {"s": (*LEAD, TOP_K)} | MATRICES, moe, 32 * TOP_K),
+    "grouped_gated_mlp": Case(X | MATRICES, grouped, 64),
+    "linear_cross_entropy": Case(X | {"head": (CLASSES, D)}, head, 64),
+    "linear_cross_entropy, softcap": Case(X | {"head": (CLASSES, D)}, of(head, softcap=3.0), 64),
     "attention_block": Case(X | ATTENTION, attention),
     "transformer_layer": Case(X | ATTENTION | PLAIN, layer),
 }

@@ -222,9 +222,9 @@ def linear_stack(
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit per element of y (relu) / x (others)     4k - 1 / 4k
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
-    which more than one chunk needs, are not counted.
+    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
+    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
+    counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, level,
     workspace), RuntimeError (backend).
     """
@@ -248,7 +248,7 @@ def linear_stack(
         features = w.shape[0]
     x = cast_input(op, x, *weights)
     options = LinearStackOptions(
-        activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x), choose_workspace(op, workspace, x),
-        len(weights),
+        activation, choose_level(recompute), choose_backend(op, x), matmul_precision(x),
+        choose_workspace(op, workspace, x, max(w.numel() for w in weights)), len(weights),
     )  # fmt: skip
     return _apply(options, x, *weights, *biases)
