@@ -238,7 +238,7 @@ def transformer_layer(
     and key_value itself. "none" and "selective" keep these of both attentions. A pair of modes, of the attentions and of the
     MLP, makes each sublayer a segment of its own, which saves its input: ("selective", "full") is "selective" with what passes
     between the sublayers saved, ("full", "none") recomputes attention alone.
-    workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
+    workspace: bytes of transient memory of the MLP in each pass. Raises as the two blocks do.
     """
     op = "transformer_layer"
     check_arguments(op, "attention_arguments", attention_arguments, *ATTENTION_ARGUMENTS)
