@@ -19,6 +19,7 @@ from .ops import (
     scaled_dot_product_attention,
     transformer_layer,
     varlen_attn,
+    workspace,
 )  # fmt: skip
 from .planning import Plan, Report, plan, report
 from .segments.checkpoint import checkpoint, checkpointed
@@ -33,5 +34,5 @@ __all__ = [
     "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "grouped_gated_mlp", "linear_act",
     "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block", "moe_mlp", "nn", "patch_torch", "plan",
     "register_experts", "report", "revert", "scaled_dot_product_attention", "storage", "tiled", "transformer_layer",
-    "unpatch_torch", "varlen_attn", "warm_up",
+    "unpatch_torch", "varlen_attn", "warm_up", "workspace",
 ]  # fmt: skip

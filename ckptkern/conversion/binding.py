@@ -25,6 +25,9 @@ from .guard import Watch
 from .leaves import Probability, Weight
 from .reading import Argument, Rows, Table
 
+WITH_WORKSPACE = frozenset(
+    name for name, op in vars(ops).items() if inspect.isfunction(op) and "workspace" in inspect.signature(op).parameters
+)
 UNSEEN = object()
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
@@ -214,8 +217,10 @@ class Segment:
         self.biases = [one.index for one in firsts if one is not None]
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
-    def __call__(self, flat: list[Any], mode: str) -> object:
+    def __call__(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> object:
         arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x])))
+        if workspace is not None and self.op in WITH_WORKSPACE:
+            arguments["workspace"] = workspace
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=mode_of(self.op, self.template.get("activation"), mode)
         )
@@ -258,12 +263,14 @@ class Forward:
     """What convert sets as a module's `forward`.
 
     It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the mode, or one for each
-    sublayer of a transformer_layer. store: where what is saved goes; a copy of the module has none.
+    sublayer of a transformer_layer. workspace: of its op, if it has one. store: where what is saved goes; a copy of the module
+    has none.
     """
 
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
         self.module, self.recompute = module, recompute
         self.previous: Callable | None = module.__dict__.get("forward")
+        self.workspace: int | str | None = None
         self.store: Store | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -330,9 +337,9 @@ class Fused(Forward):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
             return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
         if torch.compiler.is_compiling():
-            return segment(flat, self.recompute)
+            return segment(flat, self.recompute, self.workspace)
         try:
-            return segment(flat, self.recompute)
+            return segment(flat, self.recompute, self.workspace)
         except (ShapeError, DtypeError):  # what the module takes in another way than the op, or not at all
             return self.original(*args, **kwargs)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +53,43 @@ def regardless_of_precision(pattern: tuple) -> tuple:
         else one
         for one in pattern
     )
+
+
+def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for a keyword of the model's call that its forward does not have, such as a misspelt option of
+    `function`, the public function called `op`.
+
+    A forward with **kwargs has what its TypedDict names, what the modules inside and the model's config name, and tensors.
+    """
+    own = parameters_of(model)
+    names, rest = keywords_of(own), next((p.annotation for p in own if p.kind is p.VAR_KEYWORD), None)
+    unknown = [name for name in kwargs if name not in names]
+    if unknown and rest is not None:
+        names |= {name for one in typing.get_args(rest) for name in getattr(one, "__annotations__", ())}
+        for module in model.modules():
+            names |= keywords_of(parameters_of(module))
+        config, unknown = getattr(model, "config", None), [name for name in unknown if name not in names]
+        unknown = [name for name in unknown if not hasattr(config, name)]
+        unknown = [name for name in unknown if not any(isinstance(one, Tensor) for one in leaves_of(kwargs[name]))]
+    if unknown:
+        options = inspect.signature(function).parameters
+        meant = difflib.get_close_matches(unknown[0], [name for name in options if name not in ("model", *kwargs)], 1)
+        raise TypeError(
+            f"{op}: neither {op} nor the forward of {type(model).__name__} has an argument {unknown[0]!r}"
+            + (f"; did you mean {meant[0]!r}?" if meant else "")
+        )
+
+
+def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+    """Of its forward; one that Python cannot read takes anything."""
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+
+
+def keywords_of(parameters: Iterable[inspect.Parameter]) -> set[str]:
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 class LookedAt(Exception):

@@ -16,10 +16,11 @@ from .. import nn as drop_ins
 from ..extras import missing
 from ..nn.unmodified import untouched
 from ..ops.dispatch.checks import check_mode
+from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import own_dispatch
 from .alike import Checked
 from .binding import Forward, General, Runs
-from .calls import Call, pattern_of
+from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
 from .experts import is_experts
 from .fuse import calls_of, fuse, runs_of, saved_bytes
@@ -111,9 +112,10 @@ class _Conversion:
     """One call of convert."""
 
     def __init__(
-        self, recompute: str, include, exclude, calls: dict[nn.Module, list[Call]], hooked: set[nn.Module],
-        heads: Heads | None, shards: Shards, shown: Callable[[str], None],
+        self, recompute: str, workspace: int | str | None, include, exclude, calls: dict[nn.Module, list[Call]],
+        hooked: set[nn.Module], heads: Heads | None, shards: Shards, shown: Callable[[str], None],
     ):  # fmt: skip
+        self.workspace = workspace
         self.recompute, self.include, self.exclude, self.calls = recompute, include, exclude, calls
         self.hooked, self.heads, self.shards = hooked, heads, shards
         self.shown = shown  # is told the name of each module that is tried
@@ -158,7 +160,7 @@ class _Conversion:
                     m.__dict__[ORIGINAL_CLASS] = kind
                     set_class(m, DROP_INS.get(kind, drop_ins.Dropout))
                     if kind is not nn.Dropout:
-                        m.recompute = self.recompute
+                        m.recompute, m.workspace = self.recompute, self.workspace
             row.saved_after = saved_by(module, module.forward, call)
 
         return Found([row], put)
@@ -166,7 +168,7 @@ class _Conversion:
     def head(self, name: str, module: nn.Module) -> Found | None:
         row, forward = self.heads.row(name, module, self.recompute) if self.heads else (None, None)
         if forward is not None:
-            return Found([row], lambda: setattr(module, "forward", forward))
+            return Found([row], lambda: self.set(module, forward))
         return Found([row]) if row is not None and self.include is None else None
 
     def fused(self, name: str, module: nn.Module) -> Found:
@@ -197,10 +199,15 @@ class _Conversion:
         x = leaves_of(forward.form.counting(*call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
 
+    def set(self, module: nn.Module, forward: Forward) -> None:
+        for one in (forward, *(run for *_, run in getattr(forward, "runs", ()))):
+            one.workspace = self.workspace
+        module.forward = forward
+
     def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
         module = forward.module
         row.saved_before = saved_by(module, module.forward, call, x)
-        module.forward = forward
+        self.set(module, forward)
         row.saved_after = saved_by(module, forward, call, x)
 
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
@@ -214,7 +221,7 @@ class _Conversion:
             rows.append(row)
 
         def put() -> None:
-            module.forward = Runs(module, [one[:3] for one in found], self.recompute)
+            self.set(module, Runs(module, [one[:3] for one in found], self.recompute))
 
         return Found(rows, put) if found else None
 
@@ -252,6 +259,7 @@ def convert(
     model: nn.Module,
     *example_inputs: Any,
     recompute: str = "selective",
+    workspace: int | str | None = None,
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
     **example_kwargs: Any,
@@ -276,20 +284,25 @@ def convert(
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
     in training. The model's random state, buffers and modes are afterwards as before.
     recompute: what the segments keep: "full" their input; "selective" also attention's result; "none" everything.
+    workspace: bytes of transient memory of each segment in each pass, the head and its loss too: an int or a string such as
+    "64MiB". None: that of ckptkern.workspace when the model is called, or its device's default.
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
     may be converted, and what may not, with all that is inside.
 
     A model that fully_shard already took is converted by all ranks at once, with examples of the same kind: each sharded module
     is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
 
-    Raises TypeError if model is no nn.Module, ValueError for one that is compiled or that FullyShardedDataParallel already took
-    (convert first) and unknown recompute modes. An error of the model's own call is its own.
+    Raises TypeError if model is no nn.Module or a keyword is of neither convert nor its forward; ValueError for a model that is
+    compiled or that FullyShardedDataParallel already took (convert first) and unknown recompute modes. An error of the
+    model's own call is its own.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, not {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ValueError("convert: the model is compiled: convert first, then compile")
     check_mode("convert", recompute)
+    parse_bytes("convert", workspace)
+    check_keywords("convert", convert, model, example_kwargs)
     check_not_fsdp1(model)
     check_not_split("convert", model)
     revert(model)
@@ -299,7 +312,7 @@ def convert(
     shards = Shards(model)
     with progress("convert", len(places)) as shown:
         conversion = _Conversion(
-            recompute, include, exclude, calls, hooked, heads, shards, lambda name: shown(name, places[name])
+            recompute, workspace, include, exclude, calls, hooked, heads, shards, lambda name: shown(name, places[name])
         )
         conversion.visit("", model)
     return Conversion(conversion.rows)
@@ -335,5 +348,6 @@ def revert(model: nn.Module) -> nn.Module:
             forward.unbind()
         if ORIGINAL_CLASS in module.__dict__:
             set_class(module, module.__dict__.pop(ORIGINAL_CLASS))
-            module.__dict__.pop("recompute", None)
+            for name in ("recompute", "workspace"):
+                module.__dict__.pop(name, None)
     return model

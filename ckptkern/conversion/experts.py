@@ -18,6 +18,7 @@ from ..extras import missing
 from ..nn.experts import BIASES, check_layout
 from ..nn.parts import activation_in
 from ..ops.dispatch.checks import check_mode
+from ..ops.dispatch.choices import parse_bytes
 from .leaves import Weight
 from .reading import Argument, Reading
 from .trace import Unreadable
@@ -87,28 +88,30 @@ def _activation(module: torch.nn.Module) -> str:
 
 
 def experts_forward(
-    recompute: str, module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+    recompute: str, workspace: int | str | None, module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:  # fmt: skip
     """forward of transformers' experts. Raises TypeError if they are of another kind than ours."""
     gate_up_bias, down_bias = (getattr(module, name, None) for name in BIASES)
     return ops.moe_mlp(
         hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, _activation(module),
-        gate_up_bias=gate_up_bias, down_bias=down_bias, recompute=recompute,
+        gate_up_bias=gate_up_bias, down_bias=down_bias, recompute=recompute, workspace=workspace,
     )  # fmt: skip
 
 
-def register_experts(name: str = "ckptkern", recompute: str = "full") -> None:
+def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
     """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
 
     Then `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)` choose it. Under expert
     parallelism each rank has its experts, and token-expert pairs of others' are dropped, in backward too. Experts of
     another kind (a gate of their own, interleaved or transposed weights) raise TypeError when they are called.
 
-    recompute: the mode, see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (mode).
+    recompute, workspace: see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (mode, workspace).
     """
     check_mode("register_experts", recompute)
+    parse_bytes("register_experts", workspace)
     if hint := missing("transformers"):
         raise ImportError(hint)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(experts_forward, recompute))
+    ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(experts_forward, recompute, workspace))

@@ -70,7 +70,7 @@ class Head(Forward):
         if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not self.takes(args[0]):
             return self.original(*args, **kwargs)
         mode = mode_of(OP, None, self.recompute)
-        return Matmul(args[0], self.module.weight, self.module.bias, mode, self.log).logits()
+        return Matmul(args[0], self.module.weight, self.module.bias, mode, self.log, self.workspace).logits()
 
     def takes(self, x: Tensor) -> bool:
         module = self.module

@@ -168,15 +168,16 @@ def _share(one: Any, other: Tensor) -> bool:
 class Matmul:
     """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None.
 
-    mode: of its loss. log: None, or a list that gets each step that wanted the loss or values, with its Logits, and whether
-    linear_cross_entropy covers it; then logits are followed without gradients, too.
+    mode, workspace: of its loss. log: None, or a list that gets each step that wanted the loss or values, with its Logits, and
+    whether linear_cross_entropy covers it; then logits are followed without gradients, too.
     """
 
     def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str = "full", log: list[Wanted] | None = None
-    ):
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str = "full", log: list[Wanted] | None = None,
+        workspace: int | str | None = None,
+    ):  # fmt: skip
         self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
-        self.mode, self.log = mode, log
+        self.mode, self.log, self.workspace = mode, log, workspace
         self.precision = state.Precision()
         self.marks = [(one._version, one.data_ptr()) for one in self.tensors]
         self.has_loss = False
@@ -396,7 +397,7 @@ class Logits(Tensor):
         with matmul.precision:
             loss = ops.linear_cross_entropy(
                 rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, weight=weight,
-                logit_scale=scale, softcap=self.cap, recompute=matmul.mode, **options,
+                logit_scale=scale, softcap=self.cap, recompute=matmul.mode, workspace=matmul.workspace, **options,
             )  # fmt: skip
         matmul.has_loss = True
         if matmul.log is not None:

@@ -126,7 +126,10 @@ def experts_dw(a, b, groups, precision, out, *, gathered, add=False):
         left, right = (t[tokens[rows]] if gathered == side else t[rows] for side, t in (("a", a), ("b", b)))
         if add:  # a CPU has no such matmul
             left, right = left.to(wide_of(a.dtype)), right.to(wide_of(a.dtype))
-        out[expert] += torch.mm(left.t(), right)
+        if out.dtype == left.dtype:  # without a result beside it
+            out[expert].addmm_(left.t(), right)
+        else:
+            out[expert] += torch.mm(left.t(), right)
 
 
 def experts_sums(a, s, groups, *, gathered):

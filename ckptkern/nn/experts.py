@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.dispatch.checks import check_count, check_options
+from ..ops.dispatch.choices import parse_bytes
 from ..ops.experts import check_experts
 from .activations import Activation, activation_of
 from .parts import activation_in, check_parts
@@ -61,7 +62,7 @@ class Experts(torch.nn.Module):
     hidden_features] and, with bias, gate_up_proj_bias and down_proj_bias: names and layout of transformers 5. Each matrix is
     initialised as nn.Linear's.
 
-    activation: as Linear's, a name, function or module. recompute: see ckptkern.moe_mlp.
+    activation: as Linear's, a name, function or module. recompute, workspace: see ckptkern.moe_mlp.
     """
 
     def __init__(
@@ -73,19 +74,21 @@ class Experts(torch.nn.Module):
         bias: bool = False,
         *,
         recompute: str = "full",
+        workspace: int | str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         activation = activation_of(type(self).__name__, activation)
         check_options(type(self).__name__, activation, recompute)
+        parse_bytes(type(self).__name__, workspace)
         for name, count in (
             ("num_experts", num_experts),
             ("in_features", in_features),
             ("hidden_features", hidden_features),
         ):
             check_count(type(self).__name__, name, count, least=0)
-        self.activation, self.recompute = activation, recompute
+        self.activation, self.recompute, self.workspace = activation, recompute, workspace
 
         def stack(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
@@ -108,7 +111,11 @@ class Experts(torch.nn.Module):
 
     @classmethod
     def from_torch(
-        cls, module: torch.nn.Module, activation: Activation | None = None, recompute: str = "full"
+        cls,
+        module: torch.nn.Module,
+        activation: Activation | None = None,
+        recompute: str = "full",
+        workspace: int | str | None = None,
     ) -> Experts:
         """Returns a drop-in replacement of a module with these parameters, such as the experts of transformers' Mixtral
         or Qwen3-MoE, that shares them. It must compute the same, which is tried on 16 rows.
@@ -119,7 +126,8 @@ class Experts(torch.nn.Module):
         check_layout(cls, module)
         name = activation_in(cls, module, activation)
         check_options(cls.__name__, name, recompute)
-        own = {"activation": name, "recompute": recompute, "_modules": {}}
+        parse_bytes(cls.__name__, workspace)
+        own = {"activation": name, "recompute": recompute, "workspace": workspace, "_modules": {}}
         one = share(cls, module, _parameters=dict.fromkeys(BIASES) | module._parameters, **own)
         if module._parameters["gate_up_proj"].is_meta or not _agree(module, one):
             refuse(cls, module, "is not seen to compute what ckptkern.moe_mlp does")
@@ -129,11 +137,12 @@ class Experts(torch.nn.Module):
         return ops.moe_mlp(
             hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, self.activation,
             gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias, recompute=self.recompute,
+            workspace=self.workspace,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
         return (
             f"num_experts={experts}, in_features={features}, hidden_features={hidden}, activation={self.activation!r}, "
-            f"bias={self.down_proj_bias is not None}, recompute={self.recompute!r}"
+            f"bias={self.down_proj_bias is not None}, recompute={self.recompute!r}, workspace={self.workspace!r}"
         )

@@ -67,7 +67,7 @@ class LinearStack(torch.nn.Module):
     """k Linear + activation layers of the given widths as ONE segment that saves only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    activation: as Linear's. workspace: bytes of transient memory in backward. recompute: see ckptkern.linear_stack.
+    activation: as Linear's. workspace: bytes of transient memory in each pass. recompute: see ckptkern.linear_stack.
     If a layer is of another type (LoRA), has hooks or a weight that is no plain memory, all layers are called, as one
     ckptkern.checkpoint.
     """

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..ops.dispatch.checks import modes_of_sublayers
+from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import PLAIN
 from .activations import named
 from .attention import MultiheadAttention, without_bias
@@ -43,12 +44,14 @@ class _Layer:
     to be called."""
 
     torch_class: type[torch.nn.Module]
+    workspace: int | str | None = None
 
-    def _adopt(self, recompute: str | tuple[str, str]) -> None:
+    def _adopt(self, recompute: str | tuple[str, str], workspace: int | str | None) -> None:
         """Replaces attention and dropout in a layer of torch's, after torch has drawn its initial weights. What the layer
         cannot stand for, such as a forward of the instance's own, stays as it is and is called."""
         of_attention, _ = modes_of_sublayers(type(self).__name__, recompute)
-        self.recompute = recompute
+        parse_bytes(type(self).__name__, workspace)
+        self.recompute, self.workspace = recompute, workspace
         for name, module in self._modules.items():
             if type(module) is torch.nn.MultiheadAttention and "forward" not in module.__dict__:
                 self._modules[name] = MultiheadAttention.from_torch(module, of_attention)
@@ -56,16 +59,21 @@ class _Layer:
                 self._modules[name] = Dropout.from_torch(module)
 
     @classmethod
-    def from_torch(cls, module: torch.nn.Module, recompute: str | tuple[str, str] = "selective"):
+    def from_torch(
+        cls,
+        module: torch.nn.Module,
+        recompute: str | tuple[str, str] = "selective",
+        workspace: int | str | None = None,
+    ):
         """Returns a drop-in replacement of `module` that shares its parameters, buffers, hooks and settings, and its
         submodules or drop-in replacements of them."""
         check_kind(cls, module, cls.torch_class)
         drop_in = share(cls, module)  # type: ignore[type-var]
-        drop_in._adopt(recompute)
+        drop_in._adopt(recompute, workspace)
         return drop_in
 
     def extra_repr(self) -> str:
-        return f"recompute={self.recompute!r}"
+        return f"recompute={self.recompute!r}, workspace={self.workspace!r}"
 
     def _is_torchs(self, method: str) -> bool:
         """Is `method` torch's own, overridden neither in a subclass nor on the instance?"""
@@ -152,7 +160,7 @@ class _Layer:
         if arguments is None:
             return self._half(x, norm, self._ff_block)
         _, mode = modes_of_sublayers(type(self).__name__, self.recompute)
-        return ops.mlp_block(x, **arguments, recompute=mode)
+        return ops.mlp_block(x, **arguments, recompute=mode, workspace=self.workspace)
 
 
 def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
@@ -172,7 +180,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a key padding mask
     needs a gradient, the layer is one ckptkern.checkpoint that calls it, and keeps src as "full" does ("none": what its
     modules keep). Global module hooks see the layer, not the submodules that its segments stand for. A pair of modes,
-    such as ("selective", "none"), is of attention and of the MLP.
+    such as ("selective", "none"), is of attention and of the MLP. workspace: see ckptkern.transformer_layer.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
     torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
@@ -198,12 +206,13 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         dtype: torch.dtype | None = None,
         *,
         recompute: str | tuple[str, str] = "selective",
+        workspace: int | str | None = None,
     ):
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
             dtype,
         )  # fmt: skip
-        self._adopt(recompute)
+        self._adopt(recompute, workspace)
 
     def forward(
         self,
@@ -224,7 +233,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             return composed(self._sublayers, src, masks, attention, mlp)
         swapped = src.dim() == 3 and not self.self_attn.batch_first
         x = src.transpose(0, 1) if swapped else src
-        y = ops.transformer_layer(x, attention, mlp, recompute=self.recompute)
+        y = ops.transformer_layer(x, attention, mlp, recompute=self.recompute, workspace=self.workspace)
         return y.transpose(0, 1) if swapped else y
 
     def _sublayers(self, src: Tensor, masks: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
@@ -236,7 +245,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
 
     The whole layer, cross-attention too, is one ckptkern.transformer_layer that keeps, besides parameters and memory, tgt at
     recompute="full"; tgt, o and the logsumexp of both attentions at "selective"; everything at "none". Where
-    TransformerEncoderLayer is one ckptkern.checkpoint, this layer is too, and keeps tgt and memory.
+    TransformerEncoderLayer is one ckptkern.checkpoint, this layer is too, and keeps tgt and memory. workspace: see
+    ckptkern.transformer_layer.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. Masks: as in MultiheadAttention.
     Dtypes under autocast: as in TransformerEncoderLayer.
@@ -259,12 +269,13 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         dtype: torch.dtype | None = None,
         *,
         recompute: str | tuple[str, str] = "selective",
+        workspace: int | str | None = None,
     ):
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
             dtype,
         )  # fmt: skip
-        self._adopt(recompute)
+        self._adopt(recompute, workspace)
 
     def forward(
         self,
@@ -286,7 +297,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
             return composed(self._sublayers, tgt, masks, cross, attention, mlp)
         swapped = tgt.dim() == 3 and not self.self_attn.batch_first
         x = tgt.transpose(0, 1) if swapped else tgt
-        y = ops.transformer_layer(x, attention, mlp, cross_attention_arguments=crossing, recompute=self.recompute)
+        modes = {"recompute": self.recompute, "workspace": self.workspace}
+        y = ops.transformer_layer(x, attention, mlp, cross_attention_arguments=crossing, **modes)
         return y.transpose(0, 1) if swapped else y
 
     def _cross_arguments(

@@ -4,7 +4,7 @@ from .attention.block import attention_block
 from .attention.sdpa import scaled_dot_product_attention, varlen_attn
 from .cross_entropy import linear_cross_entropy
 from .dispatch.checks import ACTIVATIONS
-from .dispatch.choices import backend
+from .dispatch.choices import backend, workspace
 from .experts import grouped_gated_mlp, moe_mlp
 from .mlp.block import mlp_block
 from .mlp.gated_mlp import gated_mlp
@@ -18,5 +18,5 @@ from .transformer_layer import transformer_layer
 __all__ = [
     "ACTIVATIONS", "LoRA", "attention_block", "backend", "dropout", "gated_mlp", "grouped_gated_mlp", "linear_act",
     "linear_cross_entropy", "linear_stack", "mlp", "mlp_block", "moe_mlp", "scaled_dot_product_attention", "transformer_layer",
-    "varlen_attn",
+    "varlen_attn", "workspace",
 ]  # fmt: skip

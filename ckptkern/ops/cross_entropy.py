@@ -23,7 +23,7 @@ from .dispatch.choices import (
     primitives,
 )
 from .registration.functions import build
-from .registration.gradients import main_grad_of, token_chunks
+from .registration.gradients import by_chunks, main_grad_of, token_chunks
 from .registration.needs import flags, needed
 from .registration.op import Op
 from .registration.rows import cast_parameter, rows_2d, unflattened
@@ -159,17 +159,21 @@ class LinearCrossEntropy(Op):
         if not o.group:
             check_targets(target, V, o.ignore_index)
 
-        def of_tokens(start: int, stop: int):
-            return p.cross_entropy_fwd(
+        def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+            made = p.cross_entropy_fwd(
                 rows[start:stop], w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep
             )
+            named = zip(("lse", "z_t", "wz", "logits", "parts"), made, strict=True)
+            return {name: one.t() if name == "parts" else one for name, one in named if one is not None}
 
-        per_token = V * wide.itemsize * (3 if o.softcap else 2) if o.backend == "eager" else V // 8
-        M = rows.shape[0]
-        chunks = [(0, M)] if keep else token_chunks(M, per_token, o.workspace)
-        made = [of_tokens(*chunk) for chunk in chunks]
-        lse, z_t, wz = (one[0] if len(one) == 1 else None if one[0] is None else torch.cat(one)
-                        for one in list(zip(*made, strict=True))[:3])  # fmt: skip
+        M, eagerly = rows.shape[0], o.backend == "eager"
+        per_token = V * wide.itemsize * (3 if o.softcap else 2) if eagerly else V // 8
+        if keep and eagerly:
+            per_token += V * x.dtype.itemsize
+        # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
+        chunks = [(0, M)] if keep and not eagerly else token_chunks(M, per_token, o.workspace)
+        made = by_chunks(chunks, of_tokens)
+        lse, z_t, wz, logits, parts = (made.get(name) for name in ("lse", "z_t", "wz", "logits", "parts"))
         entries = V
         if o.group:
             lse, z_t, wz, entries = gathered([lse, z_t, wz], V, o.group, o.size)
@@ -177,7 +181,7 @@ class LinearCrossEntropy(Op):
             if o.equal_shards:
                 check_equal_shards(entries, V, o.size)
         y = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries).losses(lse, z_t, wz)
-        logits, parts = made[0][3:]
+        parts = None if parts is None else parts.t()
         return y, {"lse": lse, "entries": entries, "z_t": z_t, "logits": logits, "parts": parts}
 
     @staticmethod
@@ -313,8 +317,8 @@ def linear_cross_entropy(
                                                                         input's type
         "full"               4                                   4      log(Z)
 
-    workspace: bytes of transient memory in backward, an int or "64MiB": the vocabulary is taken in equal chunks that fit, of
-        256 at least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. A chunk's rows of
+    workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 128
+        at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
         linear_weight's gradient are final, rounded once; input's gradient is summed over chunks in float32, which is not
         counted.
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from .. import eager
 from ..errors import DtypeError, ShapeError
 from .dispatch.checks import check_input, check_options, check_tensor
-from .dispatch.choices import cast_input, choose_backend, choose_mode, matmul_precision, primitives
+from .dispatch.choices import cast_input, choose_backend, choose_mode, choose_workspace, matmul_precision, primitives
 from .registration.functions import build
-from .registration.gradients import main_grad_of
+from .registration.gradients import by_chunks, main_grad_of, token_chunks
 from .registration.needs import flags, needed
 from .registration.op import Op
 from .registration.rows import cast_parameter, rows_2d, unflattened
@@ -21,19 +21,30 @@ from .registration.rows import cast_parameter, rows_2d, unflattened
 X, INDEX, S, W, B, WD, BD = range(7)
 
 
-def _weight_grad(p, weight: Tensor, a: Tensor, b: Tensor, groups: eager.Groups, precision: str, gathered: str):
-    """a^T b over each expert's rows: in the weight's dtype, or added to its main_grad, and None."""
-    main = main_grad_of(weight)
-    if main is None:
-        out = weight.new_empty(weight.shape)
-        p.experts_dw(a, b, groups, precision, out, gathered=gathered)
-        return out
-    out = main if main.stride(-1) == 1 else main.contiguous()
-    p.experts_dw(a, b, groups, precision, out, gathered=gathered, add=True)
-    if out is not main:
-        main.copy_(out)
-    weight.grad_added_to_main_grad = True
-    return None
+class _WeightSum:
+    """a^T b over each expert's rows, summed over chunks: of one in the weight's dtype, of several in float32 and rounded once;
+    or added to the weight's main_grad, and None."""
+
+    def __init__(self, p, weight: Tensor, chunks: int, precision: str):
+        self.p, self.weight, self.precision, self.main = p, weight, precision, main_grad_of(weight)
+        self.adds = self.main is not None or chunks > 1
+        if self.main is not None:
+            self.out = self.main if self.main.stride(-1) == 1 else self.main.contiguous()
+        elif self.adds:
+            self.out = weight.new_zeros(weight.shape, dtype=eager.wide_of(weight.dtype))
+        else:
+            self.out = weight.new_empty(weight.shape)
+
+    def add(self, a: Tensor, b: Tensor, groups: eager.Groups, gathered: str) -> None:
+        self.p.experts_dw(a, b, groups, self.precision, self.out, gathered=gathered, add=self.adds)
+
+    def result(self) -> Tensor | None:
+        if self.main is None:
+            return cast_parameter(self.out, self.weight.dtype)
+        if self.out is not self.main:
+            self.main.copy_(self.out)
+        self.weight.grad_added_to_main_grad = True
+        return None
 
 
 def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
@@ -44,11 +55,40 @@ def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
     return torch.stack(shares, 1).masked_fill(dropped, 0)
 
 
+def _hidden_gradients(p, o, x, w, b, dy, wd, s, gu, groups: eager.Groups, wanted: dict[str, bool]):
+    """(h times its weight, the gradient of [g | u], that of the weights), those that are wanted."""
+    if wanted["hs"] and not (wanted["dgu"] or wanted["ds"]):  # forward's h, without the matmul that gives its gradient
+        gu = p.experts_fwd(x, w, b, groups, o.activation, o.precision, save_gu=True)[1] if gu is None else gu
+        h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
+        return (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype), None, None
+    if not any(wanted.values()):
+        return None, None, None
+    if gu is None:
+        return p.experts_bwd(x, w, b, dy, wd, s, groups, o.activation, o.precision, **wanted)
+    return p.experts_act_grad(gu, dy, wd, s, groups, o.activation, o.precision, **wanted)
+
+
+def _token_chunks(o: ExpertsOptions, tokens: int, top_k: int, wd: Tensor, x: Tensor) -> list[tuple[int, int]]:
+    """[start, stop) of the tokens that forward and backward take at once, whoever their experts are."""
+    if o.workspace is None:  # before sizes that may be symbols are compared
+        return [(0, tokens)]
+    d, N, size = *wd.shape[1:], x.dtype.itemsize
+    pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
+    token = 2 * d * max(size, 4)
+    if (
+        o.backend == "eager"
+    ):  # one expert may have all: its rows, g, u, act(g), h, dh and steps between, or float32 copies
+        pair += size * (8 * N + 2 * d) + (0 if size >= 4 else 8 * (2 * N + d))
+        token *= 2
+    return token_chunks(tokens, top_k * pair + token, o.workspace)
+
+
 class ExpertsOptions(NamedTuple):
     activation: str
     recompute: str
     backend: str
     precision: str
+    workspace: int
 
 
 class Experts(Op):
@@ -67,50 +107,73 @@ class Experts(Op):
     @staticmethod
     def forward(tensors, o):
         x, index, s, w, b, wd, bd = tensors
-        p, index, s = primitives(o.backend), rows_2d(index), rows_2d(s)
+        p, rows, index, s = primitives(o.backend), rows_2d(x), rows_2d(index), rows_2d(s)
         w, b, wd, bd = (cast_parameter(t, x.dtype) for t in (w, b, wd, bd))
-        groups = eager.route(index, len(w))
-        save_gu = o.recompute != "full"
-        h, gu = p.experts_fwd(rows_2d(x), w, b, groups, o.activation, o.precision, save_gu=save_gu)
-        y = p.experts_combine(p.experts_gemm(h, wd, bd, groups, o.precision, transposed=True), s, groups)
-        return unflattened(y, x.shape[:-1]), groups._asdict() | {"gu": gu}
+        groups, save_gu = eager.route(index, len(w)), o.recompute != "full"
+        chunks = _token_chunks(o, rows.shape[0], index.shape[1], wd, x)
+
+        def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+            part, own = slice(start, stop), groups if len(chunks) == 1 else eager.route(index[start:stop], len(w))
+            h, gu = p.experts_fwd(rows[part], w, b, own, o.activation, o.precision, save_gu=save_gu)
+            y = p.experts_gemm(h, wd, bd, own, o.precision, transposed=True)
+            h = None
+            made = {"y": p.experts_combine(y, s[part], own)}
+            return made | {"gu": gu.view(stop - start, -1)} if save_gu else made
+
+        made = by_chunks(chunks, of_tokens)
+        gu = made["gu"].view(-1, w.shape[1]) if save_gu else None
+        return unflattened(made["y"], x.shape[:-1]), groups._asdict() | {"gu": gu}
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         x, index, s, w, b, wd, bd = tensors
         p, dtype, lead = primitives(o.backend), dy.dtype, dy.shape[:-1]
         need_x, _, need_s, need_w, need_b, need_wd, need_bd = flags(needs, 7)
-        dy, x, weights = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s)
-        order, gu = saved["order"], saved.get("gu")
-        groups = eager.Groups(order, saved["inv"], saved["offs"], weights.shape[1])
+        dy, x, weights, index = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s), rows_2d(index)
+        (T, top_k), gus = weights.shape, saved.get("gu")
         w_, b_, wd_ = (cast_parameter(t, dtype) for t in (w, b, wd))
-        grads = dict.fromkeys(range(7))
         wanted = dict(hs=need_wd, dgu=need_x or need_w or need_b, ds=need_s)
-        if need_wd and not (wanted["dgu"] or need_s):  # forward's h, without the matmul that gives its gradient
-            gu = p.experts_fwd(x, w_, b_, groups, o.activation, o.precision, save_gu=True)[1] if gu is None else gu
-            h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dtype)
-            hs = (h.to(wide) * weights.reshape(-1)[order].to(wide)[:, None]).to(dtype)
-        elif any(wanted.values()):
-            if gu is None:
-                hs, dgu, ds = p.experts_bwd(x, w_, b_, dy, wd_, weights, groups, o.activation, o.precision, **wanted)
+        chunks = _token_chunks(o, T, top_k, wd, dy)
+        sums = {
+            place: _WeightSum(p, weight, len(chunks), o.precision)
+            for place, weight, need in ((W, w, need_w), (WD, wd, need_wd)) if need
+        }  # fmt: skip
+        of_biases: dict[int, Tensor] = {}
+
+        def add_bias(place: int, part: Tensor) -> None:
+            of_biases[place] = part if place not in of_biases else of_biases[place].add_(part)
+
+        def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+            part, made = slice(start, stop), {}
+            dy_rows, x_rows, s_rows, gu = dy[part], None if x is None else x[part], weights[part], gus
+            if len(chunks) == 1:
+                groups = eager.Groups(saved["order"], saved["inv"], saved["offs"], top_k)
             else:
-                hs, dgu, ds = p.experts_act_grad(gu, dy, wd_, weights, groups, o.activation, o.precision, **wanted)
-        if need_s:
-            ds = ds if bd is None else ds + _bias_share(dy, rows_2d(index), bd)
-            grads[S] = cast_parameter(ds, s.dtype).view(s.shape)
-        if need_wd:
-            grads[WD] = _weight_grad(p, wd, dy, hs, groups, o.precision, "a")
-        hs = None  # gone before the other gradients are made
-        if need_w:
-            grads[W] = _weight_grad(p, w, dgu, x, groups, o.precision, "b")
-        if need_b:
-            grads[B] = cast_parameter(p.experts_sums(dgu, None, groups, gathered=False), b.dtype)
-        if need_bd:
-            grads[BD] = cast_parameter(p.experts_sums(dy, weights, groups, gathered=True), bd.dtype)
-        if need_x:
-            rows = p.experts_gemm(dgu, w_, None, groups, o.precision, transposed=False)
-            dgu = None
-            grads[X] = unflattened(p.experts_combine(rows, None, groups), lead)
+                groups = eager.route(index[part], len(w))
+                gu = None if gus is None else gus[start * top_k : stop * top_k]
+            hs, dgu, ds = _hidden_gradients(p, o, x_rows, w_, b_, dy_rows, wd_, s_rows, gu, groups, wanted)
+            if need_s:
+                made["ds"] = cast_parameter(ds if bd is None else ds + _bias_share(dy_rows, index[part], bd), s.dtype)
+            if need_wd:
+                sums[WD].add(dy_rows, hs, groups, "a")
+            hs = None  # gone before the other gradients are made
+            if need_w:
+                sums[W].add(dgu, x_rows, groups, "b")
+            if need_b:
+                add_bias(B, p.experts_sums(dgu, None, groups, gathered=False))
+            if need_bd:
+                add_bias(BD, p.experts_sums(dy_rows, s_rows, groups, gathered=True))
+            if need_x:
+                rows = p.experts_gemm(dgu, w_, None, groups, o.precision, transposed=False)
+                dgu = None
+                made["dx"] = p.experts_combine(rows, None, groups)
+            return made
+
+        made, grads = by_chunks(chunks, of_tokens), dict.fromkeys(range(7))
+        grads |= {place: one.result() for place, one in sums.items()}
+        grads |= {place: cast_parameter(total, tensors[place].dtype) for place, total in of_biases.items()}
+        grads |= {S: made["ds"].view(s.shape)} if need_s else {}
+        grads |= {X: unflattened(made["dx"], lead)} if need_x else {}
         return tuple(grads.values())
 
     @staticmethod
@@ -166,9 +229,15 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
         raise DtypeError(f"{op}: {name} must hold integers, not {tensor.dtype}")
 
 
-def _call(op, x, index, s, w, b, wd, bd, activation, recompute):
+def _call(op, x, index, s, w, b, wd, bd, activation, recompute, workspace):
     x = cast_input(op, x, w, b, wd, bd)
-    options = ExpertsOptions(activation, choose_mode(recompute), choose_backend(op, x), matmul_precision(x))
+    options = ExpertsOptions(
+        activation,
+        choose_mode(recompute),
+        choose_backend(op, x),
+        matmul_precision(x),
+        choose_workspace(op, workspace, x, w.numel()),
+    )
     return _apply(options, x, index, s, w, b, wd, bd)
 
 
@@ -183,6 +252,7 @@ def moe_mlp(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     recompute: str = "full",
+    workspace: int | str | None = None,
 ) -> Tensor:
     """y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]; mlp_e is the gated MLP of expert e.
 
@@ -205,6 +275,8 @@ def moe_mlp(
     Routing is top_k_index, top_k_weights, 8 bytes a token-expert pair and 4 an expert. h is saved in no mode: the pass
     that reads g and u writes it, times its weight, as the gradient of down_weight wants it.
     Gradients of one expert are summed in float32 and rounded once, or added to a weight's `main_grad`.
+    workspace: bytes of transient memory in each pass, an int or "64MiB": tokens are taken in equal chunks that fit, with all
+    their experts, of 128 at least. Default: ckptkern.workspace.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode),
     RuntimeError (backend).
     """
@@ -225,8 +297,9 @@ def moe_mlp(
         )
     check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
     return _call(
-        op, x, top_k_index, top_k_weights, gate_up_weight, gate_up_bias, down_weight, down_bias, activation, recompute
-    )
+        op, x, top_k_index, top_k_weights, gate_up_weight, gate_up_bias, down_weight, down_bias, activation, recompute,
+        workspace,
+    )  # fmt: skip
 
 
 def grouped_gated_mlp(
@@ -238,6 +311,7 @@ def grouped_gated_mlp(
     *,
     row_weights: Tensor | None = None,
     recompute: str = "full",
+    workspace: int | str | None = None,
 ) -> Tensor:
     """`moe_mlp` of rows that already lie in the experts' order, as an all-to-all leaves them.
 
@@ -246,7 +320,7 @@ def grouped_gated_mlp(
 
     row_weights: [R], what y's rows are multiplied by, or None. Weights that are applied outside of the op need its output
     saved; here they need none. Dispatch and combine stay outside: "full" saves these rows, and recompute never communicates.
-    Dtypes, modes and errors: see moe_mlp, which runs.
+    Dtypes, modes, workspace and errors: see moe_mlp, which runs.
     """
     op = "grouped_gated_mlp"
     check_options(op, activation, recompute)
@@ -269,5 +343,6 @@ def grouped_gated_mlp(
     rows = torch.arange(x.shape[0], device=x.device)
     index = torch.searchsorted(offs.to(rows.dtype), rows, right=True)  # the number of experts for rows beyond the last
     return _call(
-        op, x, index[:, None], row_weights[:, None], gate_up_weight, None, down_weight, None, activation, recompute
-    )
+        op, x, index[:, None], row_weights[:, None], gate_up_weight, None, down_weight, None, activation, recompute,
+        workspace,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import memory
+from ..conversion.calls import check_keywords
 from ..conversion.convert import Which, convert, progress, revert
 from ..conversion.report import aligned, name_of
 from ..errors import BudgetError
@@ -211,10 +212,12 @@ def plan(
     them must call plan.
 
     Raises errors.BudgetError, a ValueError with the `least` that would do, if the budget is too small; ImportError without
-    SciPy; ValueError for a model that is compiled, sharded or wrapped by DDP (plan first) or, with budget=None, on the meta
-    device; RuntimeError on all ranks if one failed. The model is then as before.
+    SciPy; TypeError for a keyword that neither plan nor the model's forward has; ValueError for a model that is compiled,
+    sharded or wrapped by DDP (plan first) or, with budget=None, on the meta device; RuntimeError on all ranks if one failed.
+    The model is then as before.
     """
     check_model("plan", model, example_inputs or example_kwargs)
+    check_keywords("plan", plan, model, example_kwargs)
     if hint := missing("scipy"):
         raise ImportError(f"plan: {hint}")
     stores = list(stores)

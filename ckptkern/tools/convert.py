@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = HELP
     parser.add_argument("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
     parser.add_argument("--recompute", choices=MODES, default="selective", help="the mode (default: %(default)s)")
+    parser.add_argument("--workspace", help="transient memory of each segment, such as 16MiB (default: the device's)")
     parser.add_argument(
         "--include", action="append", help="only modules of this name, wildcards allowed; may be repeated"
     )
@@ -111,7 +112,8 @@ def main(args: argparse.Namespace) -> int:
         return 2
     before = saved(model, given, named) if given or named else None
     conversion = convert(
-        model, *given, recompute=args.recompute, include=args.include, exclude=args.exclude, **named
+        model, *given, recompute=args.recompute, workspace=args.workspace, include=args.include, exclude=args.exclude,
+        **named,
     )  # fmt: skip
     print(conversion)
     if before is not None:

@@ -579,5 +579,7 @@ def test_default_workspace_is_a_part_of_the_gpu(memory, workspace, monkeypatch):
         assert _choices.default_workspace("cuda", 0) == workspace
     finally:
         _choices._device_workspace.cache_clear()
-    assert _choices.default_workspace("cpu", None) == 2**30
+    assert _choices.default_workspace("cpu", None) == 2**25
+    assert _choices.choose_workspace("mlp", None, torch.ones(1), 2**20) == 2**25
+    assert _choices.choose_workspace("mlp", None, torch.ones(1), 2**24) == 2**26
     assert _choices.choose_workspace("mlp", "3KB", torch.ones(1)) == 3000

@@ -82,7 +82,7 @@ MOE = Op(
     unfused=unfused,
     saved=lambda activation, mode, d, h, e: (0, 0),  # below
     matmuls={},
-    options=("activation", "recompute"),
+    options=("activation", "recompute", "workspace"),
 )  # fmt: skip
 SETUPS = [pytest.param(Setup(MOE, "gelu", mode), id=mode) for mode in ("selective", "full")]
 
@@ -383,9 +383,10 @@ def test_autocast():
 
 
 def test_defaults():
+    own = {"recompute": "full", "workspace": None}
     for function, wanted in (
-        (ckptkern.moe_mlp, {"activation": "silu", "gate_up_bias": None, "down_bias": None, "recompute": "full"}),
-        (ckptkern.grouped_gated_mlp, {"activation": "silu", "row_weights": None, "recompute": "full"}),
+        (ckptkern.moe_mlp, {"activation": "silu", "gate_up_bias": None, "down_bias": None, **own}),
+        (ckptkern.grouped_gated_mlp, {"activation": "silu", "row_weights": None, **own}),
     ):
         parameters = inspect.signature(function).parameters
         assert {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty} == wanted

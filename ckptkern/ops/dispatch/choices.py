@@ -35,6 +35,9 @@ class _Choice:
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
         self.impl = ""  # of all matmuls, instead of the table's
+        self.workspace = (
+            ""  # bytes, "" for the device's default; in digits, because a number that changes becomes a symbol
+        )
         self.seen: list[tuple] | None = None  # the arguments of choose_impl, while somebody asks
 
 
@@ -365,7 +368,7 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-WORKSPACE = 2**30  # bytes, where no GPU says how much memory it has
+WORKSPACE = 2**25  # bytes, where no GPU says how much memory it has; benchmarks/NOTES.md has the times of others
 
 
 @functools.cache
@@ -376,10 +379,10 @@ def _device_workspace(device_type: str, index: int | None) -> int:
 
 
 def default_workspace(device_type: str, index: int | None) -> int:
-    """1/32 of a GPU's memory, at least 256 MiB; 1 GiB elsewhere.
+    """1/32 of a GPU's memory, at least 256 MiB; 32 MiB elsewhere.
 
-    It is large because every further chunk costs a pass over the float32 sums of the weights' gradients. A backward that needs
-    less runs as one chunk, and its peak is lower than that of PyTorch's own backward.
+    Every further chunk costs a pass over the float32 sums of the weights' gradients. A backward that needs less runs as one
+    chunk, and its peak is lower than that of PyTorch's own backward.
     """
     return _device_workspace(device_type, index)
 
@@ -387,11 +390,39 @@ def default_workspace(device_type: str, index: int | None) -> int:
 default_workspace._dynamo_marked_constant = True  # as _constant_device_reason
 
 
-def choose_workspace(op: str, value: int | str | None, x: Tensor) -> int:
-    """workspace in bytes: the given value, or the default of x's device."""
+class workspace:
+    """Set how many bytes of transient memory an op may take in each pass, for ops that are given no `workspace` themselves.
+
+        ckptkern.workspace("64MiB")             # from now on, in the whole process
+        with ckptkern.workspace("16MiB"):       # inside
+            loss = model(x)
+
+    It works as torch.set_grad_enabled does: the call sets the workspace, and the end of a `with` sets the one of before.
+
+    size: an int, a string such as "64MiB", or None for the device's default: 1/32 of a GPU's memory but at least 256 MiB; on a
+    CPU 32 MiB, or the largest weight in float32 if that is more. It is read in forward and saved for backward. torch.compile
+    guards on it. Raises ValueError for another size.
+    """
+
+    def __init__(self, size: int | str | None):
+        found = parse_bytes("workspace", size)
+        self.outer, _choice.workspace = _choice.workspace, "" if found is None else str(found)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        _choice.workspace = self.outer
+
+
+def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 0) -> int:
+    """workspace in bytes: the given value, that of `workspace`, or the default of x's device, and on a CPU at least the float32
+    sums of the weight that has most elements, `summed`, over which each chunk makes a pass."""
     if value is not None:
         return parse_bytes(op, value)
-    return WORKSPACE if x.is_cpu else default_workspace(x.device.type, x.device.index)
+    if _choice.workspace:
+        return int(_choice.workspace)
+    return max(WORKSPACE, 4 * summed) if x.is_cpu else default_workspace(x.device.type, x.device.index)
 
 
 def parse_bytes(op: str, value: int | str | None) -> int | None:

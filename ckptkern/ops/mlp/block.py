@@ -88,7 +88,7 @@ def gather(
     o = MLPOptions(
         gated=gate_weight is not None, activation=activation, dropout_p=float(dropout_p), first_column=0,
         recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
-        workspace=choose_workspace(op, workspace, probe), lora=lora_numbers,
+        workspace=choose_workspace(op, workspace, probe, up_weight.numel()), lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
     )  # fmt: skip
     return t, o

@@ -3,9 +3,9 @@
     h = dropout(act(x up^T + b))            y = h down^T + b
     h = dropout(act(x gate^T + b) * (x up^T + b))                         gated
 
-A layer may have a low-rank update (`low_rank`). Then no kernel forms several steps at once, and tokens go through in the same
-chunks in forward and backward, so that a chunk's hidden layer is recomputed by matmuls of the same shape, which have the same
-bits.
+Tokens go through in the same chunks in forward and backward, so that a chunk's hidden layer is recomputed by matmuls of the
+same shape, which have the same bits. A layer may have a low-rank update (`low_rank`); then no kernel forms several steps at
+once.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..dispatch.choices import primitives
-from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks, weight_grad
+from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
 from ..registration.rows import cast_parameter, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of
 
 LAYERS = ("gate", "up", "down")
-BIASES = frozenset(("gate_bias", "up_bias"))
+BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
 READ_H = OF_DOWN - {"down_bias"}
-NOT_SUMMED = frozenset(("x", "down_bias"))  # over chunks
 
 
 class BranchOptions(NamedTuple):
@@ -63,7 +62,7 @@ class MLPBranch:
 
     def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, cast: Callable = cast_parameter):
         self.t, self.o, self.p, self.dtype, self.cast = t, o, primitives(o.backend), dtype, cast
-        self.copies: dict[str, Tensor] = {}  # of weights, and all that `inner` gives
+        self.copies: dict[str, Tensor | None] = {}
         self.read_x: tuple[Tensor | None, ...] = ()
         self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = t.gate_weight is not None
@@ -73,26 +72,26 @@ class MLPBranch:
     def inner(self) -> tuple[Tensor | None, ...]:
         """Weight and bias of each layer that reads x, in the compute dtype."""
         if not self.read_x:
-            t, cast, dtype, copies = self.t, self.cast, self.dtype, self.copies
-            copies["up"] = up = cast(t.up_weight, dtype)
-            self.read_x = up, cast(t.up_bias, dtype)
-            if self.gated:
-                copies["gate"] = gate = cast(t.gate_weight, dtype)
-                self.read_x = gate, cast(t.gate_bias, dtype), *self.read_x
+            self.read_x = tuple(one for layer in self.first for one in (self.weight(layer), self.bias(layer)))
         return self.read_x
 
     def weight(self, layer: str) -> Tensor:
-        """In the compute dtype."""
-        weight = self.copies.get(layer)
-        if weight is None:
-            weight = self.copies[layer] = self.cast(getattr(self.t, WEIGHT[layer]), self.dtype)
-        return weight
+        return self.parameter(WEIGHT[layer])
+
+    def bias(self, layer: str) -> Tensor | None:
+        return self.parameter(BIAS[layer])
+
+    def parameter(self, name: str) -> Tensor | None:
+        """In the compute dtype, cast once."""
+        if name not in self.copies:
+            self.copies[name] = self.cast(getattr(self.t, name), self.dtype)
+        return self.copies[name]
 
     # -- forward
 
-    def linear(self, layer: str, x: Tensor, start: int) -> Tensor:
-        bias = getattr(self.t, BIAS[layer])
-        y = self.p.linear(x, self.weight(layer), bias if bias is None else self.cast(bias, self.dtype))
+    def linear(self, layer: str, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
+        given = x, self.weight(layer), self.bias(layer)
+        y = self.p.linear(*given) if out is None else self.p.linear(*given, out=out)
         if not self.updates or self.updates[layer] is None:
             return y
         return self.updates[layer].add(self.p, y, x, start)
@@ -117,48 +116,53 @@ class MLPBranch:
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, what `saves` names) of x [rows, d]."""
-        names = saves(self.gated, self.o)
-        if not self.updates or len(chunks := self.forward_chunks(x.shape[0])) == 1:
-            return self.forward_rows(x, 0, names)
-        made = [self.forward_rows(x[start:stop], start, names) for start, stop in chunks]
-        saved = {name: torch.cat([of_chunk[name] for _, of_chunk in made]) for name in names}
-        return torch.cat([y for y, _ in made]), saved
+        rows = x.shape[0]
+        chunks = self.chunks(rows)
+        if len(chunks) == 1:
+            return self.forward_rows(x, 0)
+        y = x.new_empty((rows, self.t.down_weight.shape[0]))
 
-    def forward_rows(self, x: Tensor, start: int, names: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """`forward` of rows that begin at `start`."""
+        def of_rows(start: int, stop: int) -> dict[str, Tensor]:
+            return self.forward_rows(x[start:stop], start, y[start:stop])[1]
+
+        return y, by_chunks(chunks, of_rows)
+
+    def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """`forward` of rows that begin at `start`; y is written to `y`, if there is one."""
+        names = saves(self.gated, self.o)
         h, before = self.hidden(x, start, len(names) > ("h" in names))
-        y = self.linear("down", h, start)
+        y = self.linear("down", h, start, y)
         if not names:
             return y, {}
         if "h" in names and h is before[0]:
             h = h.clone()  # results of an op may not share memory
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
-    def forward_chunks(self, rows: int) -> list[tuple[int, int]]:
-        """Those of backward, too, with low-rank updates."""
+    def chunks(self, rows: int) -> list[tuple[int, int]]:
+        """[start, stop) of the rows that are taken at once, the same in forward and backward."""
+        bytes_ = 0 if self.o.workspace is None else self.row_bytes()  # sizes may be symbols
+        return token_chunks(rows, bytes_, self.o.workspace)
+
+    def row_bytes(self) -> int:
+        """Of a row's transient tensors in either pass."""
+        if self.updates:
+            return self.low_rank_bytes()
+        return backward_bytes(
+            *self.t.up_weight.shape, self.t.down_weight.shape[0], self.dtype, self.t.up_weight.is_cuda, self.gated,
+            self.t.rng is not None, self.o.backend, self.o.activation,
+        )  # fmt: skip
+
+    def low_rank_bytes(self) -> int:
+        """`backward_bytes` with low-rank updates."""
         hidden, features = self.t.up_weight.shape
         widest = max(features, self.t.down_weight.shape[0])
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
         if self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for the updates' gradients
             held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
-        bytes_ = row_bytes(self.dtype, self.t.up_weight.is_cuda, held, hidden, hidden + widest, 3 * hidden)
-        return token_chunks(rows, bytes_, self.o.workspace)
+        return row_bytes(self.dtype, self.t.up_weight.is_cuda, held, hidden, hidden + widest, 3 * hidden)
 
     # -- backward
-
-    def chunks(self, dy: Tensor) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that backward takes at once."""
-        rows, o = dy.shape[0], self.o
-        if o.workspace is None:  # before sizes that may be symbols are compared
-            return [(0, rows)]
-        if self.updates:
-            return self.forward_chunks(rows)
-        bytes_ = backward_bytes(
-            *self.t.up_weight.shape, dy.shape[1], dy.dtype, dy.is_cuda, self.gated, self.t.rng is not None, o.backend,
-            o.activation,
-        )  # fmt: skip
-        return [(0, rows)] if rows * bytes_ <= o.workspace else token_chunks(rows, bytes_, o.workspace)
 
     def hidden_gradients(self, dh: Tensor, before: list[Tensor], start: int) -> list[Tensor]:
         """Those of [z] or [g, u], of h's."""
@@ -193,56 +197,53 @@ class MLPBranch:
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], need: Collection[str]
     ) -> dict[str, Tensor | None]:
         """Gradients by name, "x" among them, of what `need` names; x [rows, d] or None where it is not read."""
-        chunks = self.chunks(dy)
+        chunks = self.chunks(dy.shape[0])
         sums = Sums(self, need, len(chunks))
-        need_dx, behind = "x" in need, not OF_DOWN.issuperset(need)
-        dx = dy.new_empty((dy.shape[0], self.t.up_weight.shape[1])) if need_dx and len(chunks) > 1 else None
-
-        def add(start: int, stop: int) -> None:
-            nonlocal dx
-            x_rows, dy_rows, h = x, dy, saved.get("h")
-            before = [t for name, t in saved.items() if name != "h"] if saved else []
-            if len(chunks) > 1:
-                x_rows, dy_rows, h, *before = (t if t is None else t[start:stop] for t in (x, dy, h, *before))
-            if behind and not self.updates:
-                # relu's own result tells what z would
-                before = [h] if not before and h is not None else before
-                gradients, h, parts = self.fused_gradients(dy_rows, x_rows, before, h, start, sums)
-                before = None
-            else:
-                if not saved and (behind or sums.read_h):
-                    h, before = self.hidden(x_rows, start)
-                elif h is None and sums.read_h:
-                    h = self.activated(before, start)
-                before = before if before and before[0] is not None else [h]
-                gradients = None
-            du = self.inner_gradient("down", dy_rows, behind, sums) if self.updates else None
-            sums.add("down", dy_rows, du, h, start)
-            h = None  # frees the largest tensor before the other gradients are formed
-            if not behind:
-                return
-            if gradients is None:
-                gradients = self.hidden_gradients(self.input_gradient("down", dy_rows, du, None, start), before, start)
-                parts, before = (None,) * len(self.first), None
-            dx_rows = None
-            for place, layer in enumerate(self.first):
-                d, part = gradients.pop(0), parts[place]
-                du = self.inner_gradient(layer, d, need_dx, sums) if self.updates else None
-                sums.add(layer, d, du, x_rows, start, part)
-                if need_dx:
-                    out = dx_rows if dx is None else dx[start:stop]
-                    dx_rows = self.input_gradient(layer, d, du, out, start, add=dx_rows is not None)
-            dx = dx_rows if need_dx and dx is None else dx
-
-        if behind or sums.read_h:
+        if len(chunks) == 1:
+            dx = self.backward_rows(dy, x, saved, 0, sums)
+        else:
+            dx = dy.new_empty((dy.shape[0], self.t.up_weight.shape[1])) if sums.need_dx else None
             for start, stop in chunks:
-                add(start, stop)
+                x_rows, dx_rows = (one if one is None else one[start:stop] for one in (x, dx))
+                of_rows = {name: one[start:stop] for name, one in saved.items()}
+                self.backward_rows(dy[start:stop], x_rows, of_rows, start, sums, dx_rows)
         grads = sums.results()
-        if "down_bias" in need:
-            grads["down_bias"] = eager.column_sum(dy, self.t.down_bias.dtype)
-        if need_dx:
+        if sums.need_dx:
             grads["x"] = dx
         return grads
+
+    def backward_rows(
+        self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None
+    ) -> Tensor | None:
+        """`backward` of rows that begin at `start`: adds to the sums; returns the gradient of x, in `dx` if there is one."""
+        h, before, behind = saved.get("h"), [t for name, t in saved.items() if name != "h"], sums.behind
+        gradients: list[Tensor] | None = None
+        if behind and not self.updates:
+            # relu's own result tells what z would
+            before = [h] if not before and h is not None else before
+            gradients, h, parts = self.fused_gradients(dy, x, before, h, start, sums)
+            before = []
+        elif behind or sums.read_h:
+            if not saved:
+                h, before = self.hidden(x, start)
+            elif h is None and sums.read_h:
+                h = self.activated(before, start)
+            before = before if before and before[0] is not None else [h]
+        du = self.inner_gradient("down", dy, behind, sums) if self.updates else None
+        sums.add("down", dy, du, h, start)
+        h = None  # frees the largest tensor before the other gradients are formed
+        if not behind:
+            return None
+        if gradients is None:
+            gradients = self.hidden_gradients(self.input_gradient("down", dy, du, None, start), before, start)
+            parts, before = (None,) * len(self.first), []
+        for place, layer in enumerate(self.first):
+            d, part = gradients.pop(0), parts[place]
+            du = self.inner_gradient(layer, d, sums.need_dx, sums) if self.updates else None
+            sums.add(layer, d, du, x, start, part)
+            if sums.need_dx:
+                dx = self.input_gradient(layer, d, du, dx, start, add=place > 0)
+        return dx
 
     def inner_gradient(self, layer: str, dy: Tensor, reads_input: bool, sums: Sums) -> Tensor | None:
         """What a low-rank update's gradients are made of, if any of them is needed."""
@@ -260,19 +261,18 @@ class MLPBranch:
 
 
 class Sums:
-    """The gradients of weights, biases and updates that are needed, summed over chunks; that of down's bias apart, because it
-    reads dy alone."""
+    """The gradients of weights, biases and updates that are needed, summed over chunks. behind: is anything needed that h's
+    gradient is read for; read_h: is h read?"""
 
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
         self.branch, self.need, wide = branch, need, branch.o.backend == "wide"
+        self.need_dx, self.behind, self.read_h = "x" in need, not OF_DOWN.issuperset(need), not READ_H.isdisjoint(need)
         self.once = chunks == 1 and not wide and not branch.updates  # then `totals` holds gradients
         self.totals: dict[str, Any] = {}
-        if not self.once:
-            for name in need:
-                if name not in NOT_SUMMED:
-                    of = getattr(branch.t, name)
-                    self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks, wide)
-        self.read_h = not READ_H.isdisjoint(need)  # is h read?
+        for name in () if self.once else need:
+            if name != "x":
+                of = getattr(branch.t, name)
+                self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks, wide)
 
     def trains(self, layer: str) -> bool:
         """Do they have a gradient of the layer's update?"""
@@ -292,7 +292,7 @@ class Sums:
             t, need = self.branch.t, self.need
             if weight in need:
                 totals[weight] = weight_grad(dy, x, getattr(t, weight))
-            if bias in need and bias in BIASES:
+            if bias in need:
                 totals[bias] = eager.column_sum(dy, getattr(t, bias).dtype) if part is None else part
             return
         if weight in totals:

@@ -65,9 +65,9 @@ def gated_mlp(
         "selective"  x, g, u       9
         "full"       x            11
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
-    which more than one chunk needs, are not counted.
+    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
+    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
+    counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     probability, workspace), RuntimeError (backend).
     """
@@ -93,7 +93,7 @@ def gated_mlp(
     options = BranchOptions(
         activation, float(dropout_p), choose_mode(recompute),
         choose_impl(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0]), matmul_precision(x),
-        choose_workspace(op, workspace, x), 0,
+        choose_workspace(op, workspace, x, up_weight.numel()), 0,
     )  # fmt: skip
     rng = draw_state(x, dropout_p, training)
     return _apply(options, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, rng)

@@ -13,7 +13,7 @@ from ... import eager
 from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_backend, choose_mode, choose_workspace, matmul_precision, primitives
 from ..registration.functions import build
-from ..registration.gradients import BiasGrad, WeightGrad, row_bytes, token_chunks
+from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks
 from ..registration.needs import needed
 from ..registration.op import Op
 from ..registration.rows import cast_parameter, row_count, rows_2d, unflattened
@@ -54,6 +54,15 @@ def _narrow_width(o: LinearStackOptions, x: Tensor, weights: Sequence[Tensor]) -
     return primitives(o.backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
 
 
+def _row_bytes(o: LinearStackOptions, weights: Sequence[Tensor], dtype: torch.dtype, on_gpu: bool) -> int:
+    """Of a row's transient tensors in backward: every z or h, the last h, and z, dh, dz, h of the current layer, with what its
+    activation's gradient holds. Forward takes no more, and the same chunks."""
+    widths = [w.shape[0] for w in weights]
+    temporaries = eager.ACTIVATIONS[o.activation].temporaries if o.backend == "eager" else 0
+    held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
+    return row_bytes(dtype, on_gpu, held, 0, summed, sum(widths) + 3 * max(widths))
+
+
 class LinearStackOptions(NamedTuple):
     """layers: how many, of weights and of biases, which may all be None."""
 
@@ -91,15 +100,21 @@ class LinearStack(Op):
             last = weights[-1].shape[0]
             y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, save_bits=save_bits)
             return unflattened(y, x.shape[:-1]), saved
-        y, save_z = rows, o.recompute in ("none", "selective") and o.activation != "relu"
-        for i, (w, b) in enumerate(zip(_cast_all(weights, x.dtype), _cast_all(biases, x.dtype), strict=True)):
-            last = i == o.layers - 1
-            y, z, saved["bits"] = p.linear_fwd(
-                y, w, b, o.activation, o.precision, save_z=save_z, save_bits=save_bits and last
-            )
-            if f"hidden{i}" in saves:
-                saved[f"hidden{i}"] = z.clone() if z is y else z if save_z else y
-        return unflattened(y, x.shape[:-1]), saved
+        ws, bs = _cast_all(weights, x.dtype), _cast_all(biases, x.dtype)
+        save_z = o.recompute in ("none", "selective") and o.activation != "relu"
+
+        def of_rows(start: int, stop: int) -> dict[str, Tensor]:
+            h, made = rows[start:stop], {}
+            for i, (w, b) in enumerate(zip(ws, bs, strict=True)):
+                h, z, bits = p.linear_fwd(
+                    h, w, b, o.activation, o.precision, save_z=save_z, save_bits=save_bits and i == o.layers - 1
+                )
+                if f"hidden{i}" in saves:
+                    made[f"hidden{i}"] = z.clone() if z is h else z if save_z else h
+            return made | {"y": h} | ({"bits": bits} if save_bits else {})
+
+        saved = by_chunks(token_chunks(rows.shape[0], _row_bytes(o, weights, x.dtype, x.is_cuda), o.workspace), of_rows)
+        return unflattened(saved["y"], x.shape[:-1]), saved
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
@@ -116,13 +131,7 @@ class LinearStack(Op):
             return [None if dx is None else unflattened(dx, x.shape[:-1]), *itertools.chain(*others)]
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype)
         stored = [rows_2d(h) for h in hidden]
-        # every z or h, the last h, and z, dh, dz, h of the current layer, with what its activation's gradient holds
-        widths = [w.shape[0] for w in weights]
-        temporaries = eager.ACTIVATIONS[activation].temporaries if o.backend == "eager" else 0
-        held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
-        chunks = token_chunks(
-            M, row_bytes(dy.dtype, dy.is_cuda, held, 0, summed, sum(widths) + 3 * max(widths)), o.workspace
-        )
+        chunks = token_chunks(M, _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
         weight_grads = [WeightGrad(w, len(chunks)) for w in weights]
         bias_grads = [None if b is None else BiasGrad(b, len(chunks)) for b in biases]
         sums = [need and grad.part for need, grad in zip(need_db, bias_grads, strict=True)]
@@ -213,9 +222,9 @@ def linear_stack(
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit per element of y (relu) / x (others)     4k - 1 / 4k
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
-    which more than one chunk needs, are not counted.
+    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
+    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
+    counted.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     workspace), RuntimeError (backend).
     """
@@ -239,7 +248,7 @@ def linear_stack(
         features = w.shape[0]
     x = cast_input(op, x, *weights)
     options = LinearStackOptions(
-        activation, choose_mode(recompute), choose_backend(op, x), matmul_precision(x), choose_workspace(op, workspace, x),
-        len(weights),
+        activation, choose_mode(recompute), choose_backend(op, x), matmul_precision(x),
+        choose_workspace(op, workspace, x, max(w.numel() for w in weights)), len(weights),
     )  # fmt: skip
     return _apply(options, x, *weights, *biases)

@@ -97,9 +97,9 @@ def mlp(
         "selective"  x, h (relu); x, z (others)        6
         "full"       x                                 7
 
-    workspace: bytes of transient memory in backward, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
-    which more than one chunk needs, are not counted.
+    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
+    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
+    counted.
 
     Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the segment.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
@@ -119,6 +119,6 @@ def mlp(
     impl = choose_impl("mlp", x, x.shape[-1], fc1_weight.shape[0], fc2_weight.shape[0])
     options = BranchOptions(
         activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x),
-        choose_workspace("mlp", workspace, x), 0,
+        choose_workspace("mlp", workspace, x, fc1_weight.numel()), 0,
     )  # fmt: skip
     return _apply(options, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, draw_state(x, dropout_p, training))

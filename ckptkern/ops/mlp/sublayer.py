@@ -3,16 +3,20 @@ made of it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..registration.gradients import by_chunks, token_chunks
 from ..registration.needs import needed_names
 from ..sublayer.lora import names_of
 from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
-from .branch import LAYERS, MLPBranch, reference
+from .branch import LAYERS, MLPBranch, Sums, reference
 
+# Rows like the input's, in the dtype of its sums, that are alive beside the branch's own, and in a norm's backward (eager).
+AROUND_BRANCH, AROUND_NORM = 5, 10
 OF_BRANCH = frozenset(
     name for layer in LAYERS for name in (f"{layer}_weight", f"{layer}_bias", *names_of(layer))
 )  # MLPTensors' fields
@@ -72,41 +76,78 @@ class MLPOptions(NamedTuple):
 
 
 class MLPSublayer(Sublayer):
-    """What an MLP sublayer computes, for one input."""
+    """What an MLP sublayer computes, for one input, in chunks of tokens."""
 
-    def branch(self, *, last: bool = True) -> MLPBranch:
-        return MLPBranch(self.t, self.o, self.x.shape[0], self.o.dtype, self.casting(last=last))
+    def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
+        super().__init__(x, t, o)
+        self.branch = MLPBranch(t, o, self.x.shape[0], o.dtype)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """[start, stop) of the rows that forward and backward take at once."""
+        rows, o = self.x.shape[0], self.o
+        if o.workspace is None:  # before sizes that may be symbols are compared
+            return [(0, rows)]
+        branch, widest = self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0])
+        wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
+        eagerly = o.backend in ("eager", "wide")
+        beside = AROUND_BRANCH * wide * widest  # what the branch reads and gives, and their gradients
+        around = (AROUND_NORM if eagerly else AROUND_BRANCH) * wide * widest
+        return token_chunks(rows, max(branch + beside, around), o.workspace)
 
     def recomputed(self, h: Tensor, saved: dict[str, Tensor]) -> Tensor:
         """The branch's result, which no mode keeps: by one matmul from the hidden layer if that was saved, or all of it."""
-        branch = self.branch(last=False)
+        branch, start = self.branch, self.first_row
         if branch.updates or not saved:
-            return self.drop(branch.forward(h)[0])
-        hidden = saved["h"] if "h" in saved else branch.activated(list(saved.values()), 0)
-        return self.drop(branch.linear("down", hidden, 0))
+            return self.drop(branch.forward_rows(h, start)[0])
+        hidden = saved["h"] if "h" in saved else branch.activated(list(saved.values()), start)
+        return self.drop(branch.linear("down", hidden, start))
+
+    def forward(self) -> dict[str, Tensor]:
+        """The sublayer's output, "y", and what its branch saves."""
+        f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
+        return saved | {"y": self.output(self.drop(f))}
+
+    def backward(
+        self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums
+    ) -> dict[str, Tensor | None]:
+        """The gradients that are not in `sums`."""
+        h = self.inputs()
+        f = self.recomputed(h, saved) if reads_branch(self.o, need) else None
+        dy, df, grads = self.branch_gradients(dy, f, need)
+        f = None
+        dh = self.branch.backward_rows(df, h, saved, self.first_row, sums)
+        h = df = None
+        return grads | self.input_gradients(dh, dy, need) if sums.need_dx else grads
 
 
 def mlp_sublayer(x: Tensor, t: MLPTensors, o: MLPOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [tokens, e], what the branch saves)."""
     sublayer = MLPSublayer(x, t, o)
-    f, saved = sublayer.branch().forward(sublayer.inputs())
-    return sublayer.output(sublayer.drop(f)), saved
+    saved = by_chunks(sublayer.chunks(), lambda start, stop: sublayer.rows(start, stop).forward())
+    return saved.pop("y"), saved
 
 
 def mlp_sublayer_backward(
     dy: Tensor, x: Tensor, t: MLPTensors, o: MLPOptions, saved: dict[str, Tensor], needs: int
 ) -> dict:
     """Gradients by name ("x" and MLPTensors' fields) from dy [tokens, e]."""
-    sublayer, need = MLPSublayer(x, t, o, shares=True), needed_names(MLPTensors, needs)
-    h = sublayer.inputs()
-    f = sublayer.recomputed(h, saved) if reads_branch(o, need) else None
-    dy, df, grads = sublayer.branch_gradients(dy, f, need)
-    f = None
+    sublayer, need = MLPSublayer(x, t, o), needed_names(MLPTensors, needs)
+    chunks = sublayer.chunks()
     inner = need.intersection(OF_BRANCH) | ({"x"} if sublayer.needs_dh(need) else set())
-    grads |= sublayer.branch().backward(df, h, saved, inner)
-    h = df = None
-    if sublayer.needs_dh(need):
-        grads |= sublayer.input_gradients(grads.pop("x"), dy, need)
+    sums, totals = Sums(sublayer.branch, inner, len(chunks)), {}
+
+    def of_rows(start: int, stop: int) -> dict[str, Tensor]:
+        part, of_part = sublayer.rows(start, stop), saved
+        if part is not sublayer:
+            of_part = {name: one[start:stop] for name, one in saved.items()}
+        grads = part.backward(dy if part is sublayer else dy[start:stop], of_part, need, sums)
+        dx = grads.pop("x", None)
+        for name, grad in grads.items():
+            if grad is not None:
+                totals[name] = grad if name not in totals else totals[name].add_(grad)
+        return {} if "x" not in need else {"x": dx}
+
+    grads = by_chunks(chunks, of_rows) | totals | sums.results()
     return sublayer.finished(grads, need)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ def token_chunks(rows: int, bytes_per_row: int, workspace: int | None) -> list[t
     count = -(-units // max(workspace // bytes_per_row // CHUNK_ROWS, 1))
     bounds = [i * units // count * CHUNK_ROWS for i in range(count)]
     return list(itertools.pairwise([*bounds, rows]))
+
+
+def by_chunks(chunks: Sequence[tuple[int, int]], of_rows: Callable[[int, int], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What of_rows(start, stop) gives for all rows: each chunk's is written to its place and freed."""
+    if len(chunks) == 1:
+        return of_rows(*chunks[0])
+    whole: dict[str, Tensor] = {}
+    for start, stop in chunks:
+        for name, part in of_rows(start, stop).items():
+            if name not in whole:
+                whole[name] = part.new_empty((chunks[-1][1], *part.shape[1:]))
+            whole[name][start:stop] = part
+    return whole
 
 
 def row_bytes(dtype: torch.dtype, on_gpu: bool, tensors: int, masks: int, summed: int, beside: int) -> int:

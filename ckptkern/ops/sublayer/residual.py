@@ -5,7 +5,9 @@ z = drop_path(layer_scale * post_norm(dropout(f(norm(x)))));  y = [x +] z, or no
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -44,8 +46,11 @@ def sample_shape(x: Tensor) -> tuple[int, ...]:
 class Sublayer:
     """What a sublayer computes around its branch, for one input x [..., d]. t: its tensors, o: its options.
 
-    shares: caches each parameter's copy in the compute dtype until its `last` use, as a backward asks for.
+    shares: caches each parameter's copy in the compute dtype until its `last` use, as a backward asks for. first_row,
+    is_part: of a chunk of x's rows, whose gradients of parameters are added to those of others.
     """
+
+    first_row, is_part = 0, False
 
     def __init__(self, x: Tensor, t: Any, o: Any, *, shares: bool = False):
         self.shares, self.copies = shares, {}
@@ -53,6 +58,14 @@ class Sublayer:
         self.lead, self.samples = x.shape[:-1], sample_shape(x)
         self.leading = bool(o.norm) and o.norm_first
         self.trailing = bool(o.norm) and not o.norm_first
+
+    def rows(self, start: int, stop: int):
+        """What it computes for some rows of x."""
+        if (start, stop) == (0, self.x.shape[0]):
+            return self
+        part = copy.copy(self)
+        part.x, part.first_row, part.is_part = self.x[start:stop], start, True
+        return part
 
     def cast(self, parameter: Tensor | None, dtype: torch.dtype | None = None, *, last: bool = True) -> Tensor | None:
         """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it."""
@@ -68,8 +81,8 @@ class Sublayer:
         return functools.partial(self.cast, last=last)
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
-        """Of a gradient, which is its parameter's; False where it is not needed."""
-        return name in need and getattr(self.t, name).dtype
+        """Of a gradient: its parameter's; True for a part, which is not rounded; False where it is not needed."""
+        return name in need and (self.is_part or getattr(self.t, name).dtype)
 
     def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
         """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have."""
@@ -115,7 +128,7 @@ class Sublayer:
         """Residual dropout, forward and backward."""
         if self.t.resid_rng is None:
             return f
-        return self.p.dropout(f, *dropout_arguments(self.t.resid_rng, self.o.resid_p))
+        return self.p.dropout(f, *dropout_arguments(self.t.resid_rng, self.o.resid_p), row_base=self.first_row)
 
     def post_normed(self, f: Tensor) -> Tensor:
         """What the branch's result f, dropout done, becomes before it is added to x."""
@@ -137,6 +150,9 @@ class Sublayer:
             return z
         state, threshold, scale, _ = dropout_arguments(self.t.path_rng, self.o.path_p)
         saved = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
+        if self.is_part:
+            rows = torch.arange(self.first_row, self.first_row + z.shape[0], device=z.device)
+            return torch.where(saved.view(-1)[rows // (math.prod(self.lead) // self.samples[0])][:, None], z * scale, 0)
         return torch.where(saved, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
 
     def total(self, f: Tensor) -> Tensor:
@@ -168,7 +184,7 @@ class Sublayer:
             dy, grads["norm_weight"], grads["norm_bias"] = self.norm_gradients(dy, self.total(f), need)
         df = self.drop_path(dy)
         if "layer_scale" in need:
-            grads["layer_scale"] = eager.column_sum(df * self.post_normed(f), self.t.layer_scale.dtype)
+            grads["layer_scale"] = eager.column_sum(df * self.post_normed(f), self.dtype_of("layer_scale", need))
         df = self.scaled(df)
         if o.post_norm:
             df, grads["post_norm_weight"], grads["post_norm_bias"] = self.norm_bwd(

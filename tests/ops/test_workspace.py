@@ -1,0 +1,173 @@
+"""`workspace`: one setting for all ops, and the promise that it makes about the peak of a step.
+
+In each pass of an op memory rises by at most: what is saved for backward, the op's result or gradients, and the workspace. Not
+counted: float32 sums of the gradients of 16-bit parameters over chunks, and what each token has a number of.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import DTYPES, MODES, SEED, output_gradient
+
+import ckptkern
+from ckptkern.memory import peak_memory, saved_tensors
+
+Tensors = dict[str, torch.Tensor]
+LEAD = (17, 41)  # 697 tokens: six units of 128, of which the last has 57
+TOKENS = math.prod(LEAD)
+D, HIDDEN, CLASSES, EXPERTS, TOP_K, HEADS = 24, 88, 2048, 5, 2, 4
+WITH_WORKSPACE = [
+    name for name in ckptkern.ops.__all__
+    if inspect.isfunction(op := getattr(ckptkern, name)) and "workspace" in inspect.signature(op).parameters
+]  # fmt: skip
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """shapes: of x and the parameters; call(tensors, recompute=, workspace=) -> y. numbers: bytes of what each token has one
+    number of, which no chunk bounds."""
+
+    shapes: dict[str, tuple[int, ...]]
+    call: Callable[..., torch.Tensor]
+    numbers: int = 0
+
+    def make(self, dtype: torch.dtype) -> Tensors:
+        generator = torch.Generator().manual_seed(SEED)
+        found = {}
+        for name, shape in self.shapes.items():
+            scale = 1.0 if len(shape) == 1 or name in ("x", "s") else shape[-1] ** -0.5
+            found[name] = (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
+        return found
+
+
+def transient(case: Case, tensors: Tensors, mode: str, workspace: int) -> tuple[int, int]:
+    """How far forward rises above what it saves and gives, and backward above the gradients."""
+    torch.manual_seed(SEED)
+    with peak_memory("cpu") as forward, saved_tensors(list(tensors.values())) as saved:
+        y = case.call(tensors, recompute=mode, workspace=workspace)
+    dy = output_gradient(y)
+    with peak_memory("cpu") as backward:
+        grads = torch.autograd.grad(y, list(tensors.values()), dy)
+    numbers = case.numbers * TOKENS
+    # x's in its dtype; of parameters the sums, those of vectors beside the part that is added
+    sizes = [
+        g.nbytes if name == "x" or g.dtype == torch.float64 else 4 * g.numel() * (2 if g.dim() == 1 else 1)
+        for name, g in zip(tensors, grads, strict=True)
+    ]
+    return forward.bytes - saved.bytes - y.nbytes - numbers, backward.bytes - sum(sizes) - numbers
+
+
+def stack(t, **options):
+    return ckptkern.linear_stack(
+        t["x"], [t["w0"], t["w1"]], [t["b0"], t["b1"]], options.pop("activation", "gelu"), **options
+    )
+
+
+def mlp(t, **options):
+    return ckptkern.mlp(t["x"], t["up"], t["up_bias"], t["down"], t["down_bias"], **options)
+
+
+def gated(t, **options):
+    return ckptkern.gated_mlp(t["x"], t["gate"], t["up"], t["down"], **options)
+
+
+def block(t, **options):
+    lora = {"up": ckptkern.LoRA(t["a"], t["b"], 0.5, 0.1)} if "a" in t else None
+    own = {name: t[name] for name in ("norm_weight", "post_norm_weight", "layer_scale", "gate_weight") if name in t}
+    return ckptkern.mlp_block(t["x"], t["up"], None, t["down"], None, lora=lora, **own, **options)
+
+
+def routing(tokens):
+    return torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)]).view(*LEAD, TOP_K)
+
+
+def moe(t, **options):
+    return ckptkern.moe_mlp(t["x"], routing(TOKENS), t["s"], t["w"], t["wd"], **options)
+
+
+def grouped(t, **options):
+    offs = torch.tensor([0, 300, 300, 301, TOKENS - 5])
+    return ckptkern.grouped_gated_mlp(t["x"].view(TOKENS, D), offs, t["w"], t["wd"], **options)
+
+
+def head(t, **options):
+    target = torch.arange(TOKENS).view(LEAD) % CLASSES
+    return ckptkern.linear_cross_entropy(t["x"], t["head"], target, reduction="none", **options)
+
+
+def attention_of(t):
+    return dict(qkv_weight=t["qkv"], qkv_bias=None, out_weight=t["out"], out_bias=None, num_heads=HEADS, is_causal=True)
+
+
+def attention(t, **options):
+    return ckptkern.attention_block(t["x"], **attention_of(t), **options)
+
+
+def layer(t, **options):
+    mlp_arguments = dict(up_weight=t["up"], up_bias=None, down_weight=t["down"], down_bias=None)
+    return ckptkern.transformer_layer(t["x"], attention_of(t), mlp_arguments, **options)
+
+
+X = {"x": (*LEAD, D)}
+PLAIN = {"up": (HIDDEN, D), "down": (D, HIDDEN)}
+BIASES = {"up_bias": (HIDDEN,), "down_bias": (D,)}
+GATED = X | {"gate": (HIDDEN, D)} | PLAIN
+STACK = X | {"w0": (HIDDEN, D), "b0": (HIDDEN,), "w1": (D, HIDDEN), "b1": (D,)}
+MATRICES = {"w": (EXPERTS, 2 * HIDDEN, D), "wd": (EXPERTS, D, HIDDEN)}
+ATTENTION = {"qkv": (3 * D, D), "out": (D, D)}
+of = functools.partial
+CASES = {
+    "linear_stack": Case(STACK, stack),
+    "linear_stack, relu": Case(STACK, of(stack, activation="relu")),
+    "mlp": Case(X | PLAIN | BIASES, of(mlp, activation="gelu")),
+    "mlp, relu2 and dropout": Case(X | PLAIN | BIASES, of(mlp, activation="relu2", dropout_p=0.1)),
+    "gated_mlp": Case(GATED, of(gated, activation="silu")),
+    "gated_mlp, dropout": Case(GATED, of(gated, activation="gelu_tanh", dropout_p=0.1)),
+    "mlp_block": Case(X | PLAIN | {"norm_weight": (D,)}, of(block, norm="rms")),
+    "mlp_block, gated": Case(
+        X | PLAIN | {"norm_weight": (D,), "gate_weight": (HIDDEN, D)}, of(block, norm="layer", activation="silu")
+    ),
+    "mlp_block, post-norm, everything dropped": Case(
+        X | PLAIN | {"norm_weight": (D,), "post_norm_weight": (D,), "layer_scale": (D,)},
+        of(block, norm="layer", norm_first=False, post_norm="rms", dropout_p=0.1, resid_dropout_p=0.1, drop_path_p=0.1),
+    ),
+    "mlp_block, LoRA": Case(X | PLAIN | {"a": (4, D), "b": (HIDDEN, 4), "norm_weight": (D,)}, of(block, norm="rms")),
+    "moe_mlp": Case(X | {"s": (*LEAD, TOP_K)} | MATRICES, moe, 32 * TOP_K),
+    "grouped_gated_mlp": Case(X | MATRICES, grouped, 64),
+    "linear_cross_entropy": Case(X | {"head": (CLASSES, D)}, head, 64),
+    "linear_cross_entropy, softcap": Case(X | {"head": (CLASSES, D)}, of(head, softcap=3.0), 64),
+    "attention_block": Case(X | ATTENTION, attention),
+    "transformer_layer": Case(X | ATTENTION | PLAIN, layer),
+}
+UNBOUNDED = {"attention_block", "transformer_layer"}  # take all heads, and all queries, at once
+
+
+def marked(name: str):
+    marks = [pytest.mark.xfail(strict=True, reason="attention takes all heads at once")] if name in UNBOUNDED else []
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", map(marked, CASES))
+def test_the_peak_is_what_is_saved_and_the_workspace(name, mode, dtype, monkeypatch):
+    """With a workspace of nearly two and nearly three times what the least chunk takes: a row's bytes are not underestimated.
+
+    Without oneDNN, which takes blocks of its own on processors that multiply bfloat16: up to 200 KB, for any number of rows.
+    """
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    case = CASES[name]
+    tensors = case.make(dtype)
+    least, whole = (transient(case, tensors, mode, workspace) for workspace in (1, 2**40))
+    for workspace in (int(1.95 * max(least)), int(2.9 * max(least))):
+        found = transient(case, tensors, mode, workspace)
+        assert max(found) <= workspace, f"forward and backward: {found}"
+    for one, all_at_once in zip(least, whole, strict=True):
+        assert one < 0.6 * all_at_once or all_at_once < 0.5 * max(whole), "a pass that takes no chunks"
