@@ -33,7 +33,8 @@ OWN = {"benchmarks/*/**/*.py": "benchmarks", "tests/emulator/*.py": "emulator"} 
 LAYERS = {
     "_C": 0,
     "errors": 0,
-    "triton_kernels": 0,
+    "results": 0,
+    "triton_kernels": 1,
     "memory": 0,
     "bits": 0,
     "subclasses": 0,
