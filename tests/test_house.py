@@ -66,6 +66,7 @@ OPS_LAYERS = {
     "experts": 3,
     "transformer_layer": 4,
     "sharded": 4,
+    "catalog": 5,
 }
 
 LINES, FUNCTION_LINES = 500, 80  # a longer file or function usually does two things

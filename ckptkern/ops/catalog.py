@@ -20,6 +20,7 @@ from .attention.block import AttentionBlock, attention_block
 from .attention.sdpa import Attention, scaled_dot_product_attention, varlen_attn
 from .cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from .dispatch.checks import LEVELS
+from .dispatch.choices import backend
 from .experts import Experts, grouped_gated_mlp, moe_mlp
 from .mlp.block import MLPBlock, mlp_block
 from .mlp.gated_mlp import GatedMLP, gated_mlp
@@ -347,12 +348,13 @@ def random_leaves(
     arguments: Arguments, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
 ) -> dict[str, Tensor]:
     """The trained inputs, which keep the size of what passes through them."""
-    generator, found = torch.Generator().manual_seed(seed), {}
+    generator, found = torch.Generator(device).manual_seed(seed), {}
+    wide = torch.promote_types(dtype, torch.float32)
 
     def random(path: str, one: Normal) -> None:
         scale = 0.25 if one.mean else max(one.shape[-1], 1) ** -0.5 if "weight" in path and len(one.shape) > 1 else 1.0
-        value = one.mean + scale * torch.randn(one.shape, generator=generator, dtype=torch.float64)
-        found[path] = value.to(device, dtype).requires_grad_()
+        value = one.mean + scale * torch.randn(one.shape, generator=generator, dtype=wide, device=device)
+        found[path] = value.to(dtype).requires_grad_()
 
     _mapped(arguments, random, lambda t: t)
     return found
@@ -367,7 +369,7 @@ def saved_bytes(entry: Entry, arguments: Arguments, dtype: torch.dtype, **option
     """What `saves` declares, and x where backward reads it: bytes besides parameters."""
     leaves = _meta_leaves(arguments, dtype)
     first = next(iter(leaves))
-    with saved_tensors(exclude=[t for name, t in leaves.items() if name != first]) as saved:
+    with backend("eager"), saved_tensors(exclude=[t for name, t in leaves.items() if name != first]) as saved:
         call(entry, arguments, leaves, **options)
     return saved.bytes
 
@@ -378,6 +380,6 @@ def matmul_count(entry: Entry, **options: Any) -> float:
     d = 2 * HEAD_DIM
     arguments = entry.inputs(Sizes((1, d), d, d, d, 2))
     leaves = _meta_leaves(arguments, torch.float32)
-    with FlopCounterMode(display=False) as counter:
+    with backend("eager"), FlopCounterMode(display=False) as counter:
         call(entry, arguments, leaves, **options).sum().backward()
     return counter.get_total_flops() / (2 * d**3)
