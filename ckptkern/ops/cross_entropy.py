@@ -168,16 +168,17 @@ class LinearCrossEntropy(Op):
         M = rows.shape[0]
         chunks = [(0, M)] if keep else token_chunks(M, per_token, o.workspace)
         made = [of_tokens(*chunk) for chunk in chunks]
-        lse, z_t, wz = (one[0] if len(one) == 1 else None if one[0] is None else torch.cat(one)
-                        for one in list(zip(*made, strict=True))[:3])  # fmt: skip
-        entries = V
+        logits, parts, entries = made[0].logits, made[0].parts, V
+        lse, z_t, wz = (
+            of[0] if len(of) == 1 else None if of[0] is None else torch.cat(of)
+            for of in ([getattr(one, name) for one in made] for name in ("lse", "z_t", "wz"))
+        )
         if o.group:
             lse, z_t, wz, entries = gathered([lse, z_t, wz], V, o.group, o.size)
             check_targets(target, entries, o.ignore_index)
             if o.equal_shards:
                 check_equal_shards(entries, V, o.size)
         y = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries).losses(lse, z_t, wz)
-        logits, parts = made[0][3:]
         return y, {"lse": lse, "entries": entries, "z_t": z_t, "logits": logits, "parts": parts}
 
     @staticmethod
