@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-import ckptkern
 from ckptkern import eager, state
+from ckptkern.ops import catalog
 
 MODES = ("none", "selective", "full")
 LAYERS = ("linear_act", "linear_stack", "mlp", "gated_mlp")  # ops with parameters
@@ -48,24 +48,41 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """One op. `tensors` below are its inputs by name, x first; biases may be missing.
+    """One op of the catalogue with the tests' own copy of what it computes. `tensors` below are its inputs by name, x first;
+    biases may be missing.
 
-    parameters  (features, hidden, out) -> shapes by name
-    call        (tensors, **options) -> y
     unfused     (tensors, act, drop) -> y in PyTorch ops
-    saved        (activation, mode, features, hidden, out) -> (elements, mask bytes) per token that backward needs
-    matmuls    forward and backward GEMMs by mode, all inputs trained
+    saved       (activation, mode, features, hidden, out) -> (elements, mask bytes) per token that backward needs
+    matmuls     forward and backward GEMMs by mode, all inputs trained
     masked      width of the tensor that dropout acts on, from (features, hidden, out); None: no dropout
     """
 
     name: str
-    parameters: Callable[[int, int, int], dict[str, tuple[int, ...]]]
-    call: Callable[..., Tensor]
     unfused: Callable[..., Tensor]
     saved: Callable[..., tuple[int, int]]
     matmuls: dict[str, int]
-    options: tuple[str, ...]
     masked: Callable[[int, int, int], int] | None = None
+
+    def __post_init__(self):  # once, because torch.compile traces no signature
+        arguments = catalog.OPS[self.name].parameters
+        options = [name for name in ("activation", "recompute", "dropout_p", "workspace") if name in arguments]
+        object.__setattr__(self, "options", options or ["dropout_p"])
+
+    def parameters(self, features: int, hidden: int, out: int) -> dict[str, tuple[int, ...]]:
+        """(features, hidden, out) -> shapes by name."""
+        shapes = catalog.input_shapes(self.inputs((), features, hidden, out))
+        return {name: shape for name, shape in shapes.items() if name != "x"}
+
+    def inputs(self, *sizes) -> dict:
+        return catalog.OPS[self.name].inputs(catalog.Sizes(*sizes))
+
+    def call(self, tensors: Tensors, **options) -> Tensor:
+        given = self.inputs()
+        if "biases" in given and "biases.0" not in tensors:
+            given["biases"] = None
+        if self.name == "dropout":
+            options = {"p": options["dropout_p"]}
+        return catalog.call(catalog.OPS[self.name], given, tensors, **options)
 
 
 def _linear_act_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
@@ -79,7 +96,7 @@ def _linear_act_saved(activation: str, mode: str, d: int, h: int, e: int) -> tup
 def _linear_stack_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
     if mode == "full":
         return d, -(-e // 8) if activation == "relu" else 0
-    return d + h + (h + 1) + e, 0
+    return d + h + h + e, 0
 
 
 def _mlp_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
@@ -92,99 +109,53 @@ def _gated_mlp_saved(activation: str, mode: str, d: int, h: int, e: int) -> tupl
     return d + h * {"none": 3, "selective": 2, "full": 0}[mode], 0
 
 
-def _stack_lists(t: Tensors) -> tuple[list[Tensor], list[Tensor] | None]:
-    return [t[f"weight{i}"] for i in range(3)], [t[f"bias{i}"] for i in range(3)] if "bias0" in t else None
+def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
+    return F.linear(x, t[f"{name}weight"], t.get(f"{name}bias"))
 
 
 def _stack_unfused(t: Tensors, act: Callable, drop: Callable) -> Tensor:
     h = t["x"]
     for i in range(3):
-        h = act(F.linear(h, t[f"weight{i}"], t.get(f"bias{i}")))
+        h = act(F.linear(h, t[f"weights.{i}"], t.get(f"biases.{i}")))
     return h
+
+
+def _gated_plain(t: Tensors, act: Callable, drop: Callable) -> Tensor:
+    return _linear(t, "down_", drop(act(_linear(t, "gate_", t["x"])) * _linear(t, "up_", t["x"])))
 
 
 OPS = (
     Op(
         "linear_act",
-        parameters=lambda d, h, e: {"weight": (e, d), "bias": (e,)},
-        call=lambda t, **options: ckptkern.linear_act(t["x"], t["weight"], t.get("bias"), **options),
-        unfused=lambda t, act, drop: act(F.linear(t["x"], t["weight"], t.get("bias"))),
+        unfused=lambda t, act, drop: act(_linear(t, "", t["x"])),
         saved=_linear_act_saved,
         matmuls={"none": 3, "selective": 3, "full": 4},
-        options=("activation", "recompute"),
     ),
     Op(
         "linear_stack",
-        parameters=lambda d, h, e: {
-            **{"weight0": (h, d), "weight1": (h + 1 if h else 0, h), "weight2": (e, h + 1 if h else 0)},
-            **{"bias0": (h,), "bias1": (h + 1 if h else 0,), "bias2": (e,)},
-        },
-        call=lambda t, **options: ckptkern.linear_stack(t["x"], *_stack_lists(t), **options),
         unfused=_stack_unfused,
         saved=_linear_stack_saved,
         matmuls={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is saved
-        options=("activation", "recompute", "workspace"),
     ),
     Op(
         "mlp",
-        parameters=lambda d, h, e: {
-            "fc1_weight": (h, d),
-            "fc1_bias": (h,),
-            "fc2_weight": (e, h),
-            "fc2_bias": (e,),
-        },
-        call=lambda t, **options: ckptkern.mlp(
-            t["x"], t["fc1_weight"], t.get("fc1_bias"), t["fc2_weight"], t.get("fc2_bias"), **options
-        ),
-        unfused=lambda t, act, drop: F.linear(
-            drop(act(F.linear(t["x"], t["fc1_weight"], t.get("fc1_bias")))), t["fc2_weight"], t.get("fc2_bias")
-        ),
+        unfused=lambda t, act, drop: _linear(t, "fc2_", drop(act(_linear(t, "fc1_", t["x"])))),
         saved=_mlp_saved,
         matmuls={"none": 6, "selective": 6, "full": 7},
-        options=("activation", "recompute", "dropout_p", "workspace"),
         masked=lambda d, h, e: h,
     ),
     Op(
         "gated_mlp",
-        parameters=lambda d, h, e: {
-            "gate_weight": (h, d),
-            "gate_bias": (h,),
-            "up_weight": (h, d),
-            "up_bias": (h,),
-            "down_weight": (e, h),
-            "down_bias": (e,),
-        },
-        call=lambda t, **options: ckptkern.gated_mlp(
-            t["x"],
-            t["gate_weight"],
-            t["up_weight"],
-            t["down_weight"],
-            gate_bias=t.get("gate_bias"),
-            up_bias=t.get("up_bias"),
-            down_bias=t.get("down_bias"),
-            **options,
-        ),
-        unfused=lambda t, act, drop: F.linear(
-            drop(
-                act(F.linear(t["x"], t["gate_weight"], t.get("gate_bias")))
-                * F.linear(t["x"], t["up_weight"], t.get("up_bias"))
-            ),
-            t["down_weight"],
-            t.get("down_bias"),
-        ),
+        unfused=_gated_plain,
         saved=_gated_mlp_saved,
         matmuls={"none": 9, "selective": 9, "full": 11},
-        options=("activation", "recompute", "dropout_p", "workspace"),
         masked=lambda d, h, e: h,
     ),
     Op(
         "dropout",
-        parameters=lambda d, h, e: {},
-        call=lambda t, *, dropout_p: ckptkern.dropout(t["x"], dropout_p),
         unfused=lambda t, act, drop: drop(t["x"]),
         saved=lambda *_: (0, 0),
         matmuls={"full": 0},
-        options=("dropout_p",),
         masked=lambda d, h, e: d,
     ),
 )

@@ -33,7 +33,8 @@ OWN = {"benchmarks/*/**/*.py": "benchmarks", "tests/emulator/*.py": "emulator"} 
 LAYERS = {
     "_C": 0,
     "errors": 0,
-    "triton_kernels": 0,
+    "results": 0,
+    "triton_kernels": 1,
     "memory": 0,
     "bits": 0,
     "subclasses": 0,
@@ -65,6 +66,7 @@ OPS_LAYERS = {
     "experts": 3,
     "transformer_layer": 4,
     "sharded": 4,
+    "catalog": 5,
 }
 
 LINES, FUNCTION_LINES = 500, 80  # a longer file or function usually does two things

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..results import CrossEntropyForward
 from .attention_scores import tanh_tile
 from .elementwise import block_of, load_tile, store_tile
 from .linear import grid_of, partial_rows
@@ -250,7 +251,7 @@ def combine(parts: torch.Tensor, log: bool) -> torch.Tensor:
 
 
 def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False, tile=None):
-    """(lse [M], z_t [M], wz [M] or None, saved [M, V] or None, parts [slices, M] or None), all float32 but saved, in x's type.
+    """CrossEntropyForward.
 
     x [M, K], w [V, K], b [V] or None, all of one dtype; target int64 [M]; class_weight float32 [V] or None; head:
     `ckptkern.eager.Head`. z_t is 0 where the target is not among w's rows. Of ignored tokens lse and wz are anything.
@@ -274,7 +275,7 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
     lse = combine(parts, True) if M else torch.empty(M, **made)
     if weighted:
         wz = combine(wz, False) if M else torch.empty(M, **made)
-    return lse, z_t, wz, saved, parts if keep and not head.softcap else None
+    return CrossEntropyForward(lse, z_t, wz, saved, parts if keep and not head.softcap else None)
 
 
 def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False, tile=None):

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..results import HiddenGradient, LinearForward
 from .elementwise import (
     act,
     block_of,
@@ -247,7 +248,7 @@ def linear_fwd(
     variant="",
     tile=None,
 ):
-    """h = dropout(act(x w^T + b)) -> (h [M, N], z [M, N] or None, bits uint8 [M, ceil(N/8)] or None).
+    """h = dropout(act(x w^T + b)) -> LinearForward.
 
     x [M, K], w [N, K], b [N] or None, all of one dtype. dropout = (state, threshold, scale, col_base).
     persistent, variant: see `tile_for`.
@@ -263,7 +264,7 @@ def linear_fwd(
             (_linear_fwd_kernel, _linear_fwd_persistent_kernel), tile, x, w, b, matrix(h), matrix(z), matrix(bits),
             *placed(dropout, row_base), activation=activation, precision=precision, transposed=True,
         )  # fmt: skip
-    return h, z, bits
+    return LinearForward(h, z, bits)
 
 
 def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, variant="", tile=None):
@@ -287,7 +288,7 @@ def act_grad(
     dy, w, z, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
     db=False, persistent=False, variant="", tile=None,
 ):  # fmt: skip
-    """One step back through a chain: dz = dropout'(dy w) * act'(z) -> (dz [M, N], h or None, db [N] or None).
+    """One step back through a chain: dz = dropout'(dy w) * act'(z) -> HiddenGradient.
 
     dy [M, K], w [K, N]. z [M, N] is the pre-activation, or for relu the activation itself. `h_over_z` writes
     h = dropout(act(z)) into z's own memory, for a z that is workspace.
@@ -303,7 +304,7 @@ def act_grad(
             (_act_grad_kernel, _act_grad_persistent_kernel), tile, dy, w, matrix(z), matrix(h), matrix(dz), partial,
             *placed(dropout, row_base), activation=activation, precision=precision, transposed=False,
         )  # fmt: skip
-    return dz, h, *row_sums((partial,), (db,))
+    return HiddenGradient(dz, h, *row_sums((partial,), (db,)))
 
 
 def hidden_grad(dh, z, activation: str, *, save_h=False, db=False):
@@ -320,4 +321,4 @@ def hidden_grad(dh, z, activation: str, *, save_h=False, db=False):
             _hidden_grad_kernel, grid_of_blocks(M, N, blocks), matrix(dh), matrix(z), matrix(h), matrix(dz), partial, M, N,
             ACT=activation, **blocks,
         )  # fmt: skip
-    return dz, h, *row_sums((partial,), (db,))
+    return HiddenGradient(dz, h, *row_sums((partial,), (db,)))

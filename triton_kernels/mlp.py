@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..results import GatedForward, GatedGradient, HiddenGradient
 from .elementwise import (
     act,
     act_grad,
@@ -244,8 +245,7 @@ def mlp_bwd(
     x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False,
     variant="", tile=None,
 ):  # fmt: skip
-    """The dual matmul. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N]
-    -> (dz [M, N], h [M, N] or None, db1 [N] or None)."""
+    """The dual matmul. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N] -> HiddenGradient."""
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
     x, w1, b1, dy, w2 = map(rows_of, (x, w1, b1, dy, w2))
@@ -261,14 +261,14 @@ def mlp_bwd(
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
         )  # fmt: skip
-    return dz, h, *row_sums((partial,), (db,))
+    return HiddenGradient(dz, h, *row_sums((partial,), (db,)))
 
 
 def gated_fwd(
     x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_gu=False, variant="",
     tile=None,
 ):  # fmt: skip
-    """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> (h [M, N], g or None, u or None)."""
+    """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> GatedForward."""
     M, K = x.shape
     N = wg.shape[0]
     x, wg, bg, wu, bu = map(rows_of, (x, wg, bg, wu, bu))
@@ -281,15 +281,14 @@ def gated_fwd(
             *placed(dropout, row_base), M, N, K,
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
-    return h, g, u
+    return GatedForward(h, g, u)
 
 
 def gated_bwd(
     x, wg, bg, wu, bu, dy, wd, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True,
     dbg=False, dbu=False, variant="", tile=None,
 ):  # fmt: skip
-    """The triple matmul. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]
-    -> (dg, du [M, N], h or None, dbg, dbu [N] or None)."""
+    """The triple matmul. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N] -> GatedGradient."""
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
     x, wg, bg, wu, bu, dy, wd = map(rows_of, (x, wg, bg, wu, bu, dy, wd))
@@ -306,7 +305,7 @@ def gated_bwd(
             ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
         )  # fmt: skip
-    return dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu))
+    return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))
 
 
 def gated_act_grad(
@@ -328,7 +327,7 @@ def gated_act_grad(
             (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base),
             activation=activation, precision=precision, transposed=False,
         )  # fmt: skip
-    return dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu))
+    return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))
 
 
 def gated_hidden_grad(dh, g, u, activation: str, *, save_h=True, dbg=False, dbu=False):
@@ -346,4 +345,4 @@ def gated_hidden_grad(dh, g, u, activation: str, *, save_h=True, dbg=False, dbu=
             _gated_hidden_grad_kernel, grid_of_blocks(M, N, blocks), matrix(dh), matrix(g), matrix(u),
             (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), M, N, ACT=activation, **blocks,
         )  # fmt: skip
-    return dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu))
+    return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))

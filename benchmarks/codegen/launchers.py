@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ckptkern.results import GatedForward, GatedGradient, HiddenGradient, LinearForward
+
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
@@ -42,25 +44,27 @@ class Launcher:
 
 PERSISTENT_OPS = ("linear_fwd", "act_grad", "gated_act_grad")
 _GATE = {"x": "MK", "wg": "NK", "bg": "N", "wu": "NK", "bu": "N"}
-_GATED_GRADS = {"outputs": ("dg", "du", "h", "dbg", "dbu"), "wants": ("save_h", "dbg", "dbu"), "dropout": True}
+_GATED_GRADS = {"outputs": GatedGradient._fields, "wants": ("save_h", "dbg", "dbu"), "dropout": True}
 _TABLE = [
     Launcher(
-        "linear_fwd", {"x": "MK", "w": "NK", "b": "N"}, ("h", "z", "bits"), ("save_z", "save_bits"), True, "linear"
+        "linear_fwd", {"x": "MK", "w": "NK", "b": "N"}, LinearForward._fields, ("save_z", "save_bits"), True, "linear"
     ),
     Launcher("linear_bwd", {"x": "MK", "w": "NK", "b": "N", "dh": "MN"}, ("dz", "db"), ("db",), False, "linear"),
-    Launcher("act_grad", {"dy": "MD", "w": "DN", "z": "MN"}, ("dz", "h", "db"), ("save_h", "db"), True, "act_grad"),
+    Launcher(
+        "act_grad", {"dy": "MD", "w": "DN", "z": "MN"}, HiddenGradient._fields, ("save_h", "db"), True, "act_grad"
+    ),
     Launcher(
         "mlp_bwd",
         {"x": "MK", "w1": "NK", "b1": "N", "dy": "MD", "w2": "DN"},
-        ("dz", "h", "db"),
+        HiddenGradient._fields,
         ("save_h", "db"),
         True,
         "dual",
     ),
-    Launcher("gated_fwd", _GATE, ("h", "g", "u"), ("save_gu",), True, "dual"),
+    Launcher("gated_fwd", _GATE, GatedForward._fields, ("save_gu",), True, "dual"),
     Launcher("gated_bwd", {**_GATE, "dy": "MD", "wd": "DN"}, **_GATED_GRADS, tiles="triple"),
     Launcher("gated_act_grad", {"dy": "MD", "wd": "DN", "g": "MN", "u": "MN"}, **_GATED_GRADS, tiles="gated_act_grad"),
-    Launcher("hidden_grad", {"dh": "MN", "z": "MN"}, ("dz", "h", "db"), ("save_h", "db"), False),
+    Launcher("hidden_grad", {"dh": "MN", "z": "MN"}, HiddenGradient._fields, ("save_h", "db"), False),
     Launcher("gated_hidden_grad", {"dh": "MN", "g": "MN", "u": "MN"}, **_GATED_GRADS | {"dropout": False}),
     Launcher("act_fwd", {"z": "MN", "u": "MN"}, ("h",), (), False),
     Launcher("act_bwd", {"dy": "MN", "saved": "MN"}, ("dz", "db"), ("db",), False),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..results import CrossEntropyForward
 from .elementwise import wide_of
 
 HEADROOM = 2.0**15  # saved exponentials are at most this, so that float16 holds those down to e^-27 of the largest
@@ -84,11 +85,12 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
     if weighted:
         wz = z.sum(1) if class_weight is None else z @ class_weight
     if not keep:
-        return lse, z_t, wz, None, None
+        return CrossEntropyForward(lse, z_t, wz, None, None)
     if head.softcap:
-        return lse, z_t, wz, u.to(x.dtype), None
+        return CrossEntropyForward(lse, z_t, wz, u.to(x.dtype), None)
     shift = lse.masked_fill(lse == -math.inf, 0)
-    return lse, z_t, wz, z.sub_(shift[:, None]).exp_().mul_(HEADROOM).to(x.dtype), shift[None]
+    exponentials = z.sub_(shift[:, None]).exp_().mul_(HEADROOM).to(x.dtype)
+    return CrossEntropyForward(lse, z_t, wz, exponentials, shift[None])
 
 
 def _write_gradient(p, u, target, class_weight, dstats, head, out, db):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..bits import pack_bits
+from ..results import HiddenGradient, LinearForward
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, apply_dropout, column_sum_if
 
 
@@ -30,7 +31,7 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
 def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_z=False, save_bits=False):
     z = linear(x, w, b)
     h = apply_dropout(act(z, activation), dropout, row_base)
-    return h, z if save_z else None, pack_bits(~(z <= 0)) if save_bits else None
+    return LinearForward(h, z if save_z else None, pack_bits(~(z <= 0)) if save_bits else None)
 
 
 def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
@@ -40,7 +41,8 @@ def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
 def hidden_grad(dh, z, activation, *, save_h=False, db=False):
     function = ACTIVATIONS[activation]
     dz = function.grad(dh, z)
-    return dz.clone() if dz is dh else dz, function.act(z) if save_h else None, column_sum_if(dz, db)
+    dz = dz.clone() if dz is dh else dz
+    return HiddenGradient(dz, function.act(z) if save_h else None, column_sum_if(dz, db))
 
 
 def act_grad(
@@ -51,4 +53,4 @@ def act_grad(
     h = None
     if save_h:
         h = apply_dropout(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
-    return dz, h, column_sum_if(dz, db)
+    return HiddenGradient(dz, h, column_sum_if(dz, db))

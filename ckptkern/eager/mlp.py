@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..results import GatedForward, GatedGradient
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, apply_dropout, column_sum_if
 from .linear import act_grad, linear
 
@@ -18,7 +19,7 @@ def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row
 def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_gu=False):
     g, u = linear(x, wg, bg), linear(x, wu, bu)
     h = apply_dropout(act(g, activation) * u, dropout, row_base)
-    return (h, g, u) if save_gu else (h, None, None)
+    return GatedForward(h, g, u) if save_gu else GatedForward(h, None, None)
 
 
 def gated_bwd(
@@ -36,7 +37,7 @@ def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False
     h = a * u if save_h else None
     du = dh * a if a is g else a.mul_(dh)
     dg = ACTIVATIONS[activation].grad_(dh * u, g)
-    return dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu)
+    return GatedGradient(dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu))
 
 
 def gated_act_grad(
@@ -47,4 +48,4 @@ def gated_act_grad(
     h = apply_dropout(a * u, dropout, row_base) if save_h else None
     du = dh * a if a is g else a.mul_(dh)
     dg = ACTIVATIONS[activation].grad_(dh.mul_(u), g)
-    return dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu)
+    return GatedGradient(dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu))

@@ -163,7 +163,7 @@ class LinearCrossEntropy(Op):
             made = p.cross_entropy_fwd(
                 rows[start:stop], w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep
             )
-            named = zip(("lse", "z_t", "wz", "logits", "parts"), made, strict=True)
+            named = made._asdict().items()
             return {name: one.t() if name == "parts" else one for name, one in named if one is not None}
 
         M, eagerly = rows.shape[0], o.backend == "eager"

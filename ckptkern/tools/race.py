@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..ops import catalog
 from ..ops.dispatch import choices as _choices
 from ..ops.dispatch import implementations as _impls
 from ..planning.timing import Clock, cache_of, captured, copies
@@ -50,6 +51,9 @@ class Problem(NamedTuple):
     def few(self, device: torch.device) -> bool:
         """Are its rows few there, so that the table has a row of their own for them?"""
         return self.tokens <= _choices.few_rows(*self.key(device))
+
+    def arguments(self, rows: int) -> dict[str, Any]:
+        return catalog.OPS[self.op].inputs(catalog.Sizes((rows,), self.features, self.hidden, self.out))
 
     def __str__(self) -> str:
         sizes = "x".join(str(n) for n in (self.features, self.hidden, self.out) if n)
@@ -101,27 +105,12 @@ def choice(*outcomes: Outcome) -> str:
 
 
 def tensors_of(problem: Problem, device: torch.device, rows: int) -> dict[str, Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    d, h, e = problem.features, problem.hidden, problem.out
-    shapes = {
-        "linear_act": {"weight": (e, d), "bias": (e,)},
-        "mlp": {"fc1_weight": (h, d), "fc1_bias": (h,), "fc2_weight": (e, h), "fc2_bias": (e,)},
-        "gated_mlp": {"gate_weight": (h, d), "up_weight": (h, d), "down_weight": (e, h)},
-    }[problem.op]
-
-    def random(*shape: int) -> Tensor:
-        made = torch.randn(shape, generator=generator, device=device) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
-        return made.to(problem.dtype).requires_grad_()
-
-    return {"x": random(rows, d).detach().mul(d**0.5).requires_grad_(), **{n: random(*s) for n, s in shapes.items()}}
+    return catalog.random_leaves(problem.arguments(rows), problem.dtype, device)
 
 
 def forward(problem: Problem, t: dict[str, Tensor]) -> Tensor:
-    if problem.op == "linear_act":
-        return ops.linear_act(t["x"], t["weight"], t["bias"], "gelu", recompute="full")
-    if problem.op == "mlp":
-        return ops.mlp(t["x"], t["fc1_weight"], t["fc1_bias"], t["fc2_weight"], t["fc2_bias"], "gelu", recompute="full")
-    return ops.gated_mlp(t["x"], t["gate_weight"], t["up_weight"], t["down_weight"], "silu", recompute="full")
+    activation = "silu" if problem.op == "gated_mlp" else "gelu"
+    return catalog.call(catalog.OPS[problem.op], problem.arguments(0), t, activation=activation, recompute="full")
 
 
 def checker(problem: Problem, t: dict[str, Tensor]) -> Callable[[str], str | None]:

@@ -1,18 +1,18 @@
 """``python -m ckptkern selftest``: does this installation compute what it should? Paste its output into a bug report.
 
 Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64
-PyTorch (error at most twice eager PyTorch's own in that dtype), saved bytes with the table of the documentation.
+PyTorch (error at most twice eager PyTorch's own in that dtype), saved bytes with what the op declares.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import ops, state
 from ..extras import missing
 from ..memory import saved_tensors
+from ..ops import catalog
 from ..ops.dispatch import checks as _checks
 from ..ops.dispatch import choices as _choices
 from . import env
@@ -35,49 +36,26 @@ P = 0.25  # k/65536 exactly, so that torch's scale is ours
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
-@dataclass(frozen=True)
-class Op:
-    """An op, the same in PyTorch ops, and what it keeps: (mode, relu?) -> (elements, mask bytes) per token."""
-
-    shapes: dict[str, tuple[int, ...]]  # parameters
-    fused: Callable[..., Tensor]  # (x, *parameters, activation=, recompute=)
-    unfused: Callable[..., Tensor]  # (act, x, *parameters)
-    saved: Callable[[str, bool], tuple[int, int]]
+SIZES = catalog.Sizes((TOKENS,), FEATURES, HIDDEN, OUT)
 
 
-def _stack_unfused(act: Callable, x: Tensor, *parameters: Tensor) -> Tensor:
-    for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
-        x = act(F.linear(x, weight, bias))
+def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
+    return F.linear(x, t[f"{name}weight"], t[f"{name}bias"])
+
+
+def _stack(act: Callable, t: Tensors) -> Tensor:
+    x = t["x"]
+    for i in range(3):
+        x = act(F.linear(x, t[f"weights.{i}"], t[f"biases.{i}"]))
     return x
 
 
-OPS = {
-    "linear_act": Op(
-        {"weight": (OUT, FEATURES), "bias": (OUT,)},
-        ops.linear_act,
-        lambda act, x, w, b: act(F.linear(x, w, b)),
-        lambda mode, relu: (
-            (FEATURES, -(-OUT // 8)) if mode == "selective" and relu else (FEATURES + (0 if mode == "full" else OUT), 0)
-        ),
-    ),
-    "linear_stack": Op(
-        {"weight 0": (HIDDEN, FEATURES), "bias 0": (HIDDEN,), "weight 1": (OUT, HIDDEN), "bias 1": (OUT,)},
-        lambda x, w0, b0, w1, b1, **options: ops.linear_stack(x, [w0, w1], [b0, b1], **options),
-        _stack_unfused,
-        lambda mode, relu: (FEATURES, -(-OUT // 8) if relu else 0) if mode == "full" else (FEATURES + HIDDEN + OUT, 0),
-    ),
-    "mlp": Op(
-        {"fc1_weight": (HIDDEN, FEATURES), "fc1_bias": (HIDDEN,), "fc2_weight": (OUT, HIDDEN), "fc2_bias": (OUT,)},
-        ops.mlp,
-        lambda act, x, w1, b1, w2, b2: F.linear(act(F.linear(x, w1, b1)), w2, b2),
-        lambda mode, relu: (FEATURES + HIDDEN * {"none": 1 if relu else 2, "selective": 1, "full": 0}[mode], 0),
-    ),
-    "gated_mlp": Op(
-        {"gate_weight": (HIDDEN, FEATURES), "up_weight": (HIDDEN, FEATURES), "down_weight": (OUT, HIDDEN)},
-        ops.gated_mlp,
-        lambda act, x, g, u, d: F.linear(act(F.linear(x, g)) * F.linear(x, u), d),
-        lambda mode, relu: (FEATURES + HIDDEN * {"none": 3, "selective": 2, "full": 0}[mode], 0),
-    ),
+# The ops in PyTorch's own, of inputs by name.
+PLAIN: dict[str, Callable[[Callable, Tensors], Tensor]] = {
+    "linear_act": lambda act, t: act(_linear(t, "", t["x"])),
+    "linear_stack": _stack,
+    "mlp": lambda act, t: _linear(t, "fc2_", act(_linear(t, "fc1_", t["x"]))),
+    "gated_mlp": lambda act, t: _linear(t, "down_", act(_linear(t, "gate_", t["x"])) * _linear(t, "up_", t["x"])),
 }
 
 
@@ -184,34 +162,27 @@ def check_dropout(device: str, backend: str) -> Iterator[Result]:
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
     """Outputs, gradients and saved bytes at the three recompute modes."""
-    op, act = OPS[name], ACTIVATIONS[activation]
-    generator = torch.Generator().manual_seed(0)
-
-    def random(shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
-        values = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-        return values.to(device=device, dtype=dtype)
-
-    scale = (2 / FEATURES) ** 0.5  # activations keep their size from layer to layer
-    leaves = {"x": random((TOKENS, FEATURES)), **{key: random(shape, scale) for key, shape in op.shapes.items()}}
-    dy = random((TOKENS, OUT))
-    doubles = {key: leaf.double().requires_grad_() for key, leaf in leaves.items()}
-    leaves = {key: leaf.requires_grad_() for key, leaf in leaves.items()}
-    exact = gradients(lambda: op.unfused(act, *doubles.values()), doubles, dy.double())
-    eager = relative_errors(gradients(lambda: op.unfused(act, *leaves.values()), leaves, dy), exact)
+    entry, unfused = catalog.OPS[name], functools.partial(PLAIN[name], ACTIVATIONS[activation])
+    arguments = entry.inputs(SIZES)
+    leaves = catalog.random_leaves(arguments, dtype, device)
+    dy = torch.randn(TOKENS, OUT, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
+    doubles = {key: leaf.detach().double().requires_grad_() for key, leaf in leaves.items()}
+    exact = gradients(lambda: unfused(doubles), doubles, dy.double())
+    eager = relative_errors(gradients(lambda: unfused(leaves), leaves, dy), exact)
     parameters = [leaf for key, leaf in leaves.items() if key != "x"]
     for mode in _checks.MODES:
+        options = {"activation": activation, "recompute": mode}
 
-        def fused(mode: str = mode) -> Tensor:
+        def fused(options: dict[str, str] = options) -> Tensor:
             with ops.backend(backend):
-                return op.fused(*leaves.values(), activation=activation, recompute=mode)
+                return catalog.call(entry, arguments, leaves, **options)
 
         with saved_tensors(exclude=parameters) as saved:
             fused()
         ratio, worst = error_ratio(relative_errors(gradients(fused, leaves, dy), exact), eager, dtype)
-        elements, mask_bytes = op.saved(mode, activation == "relu")
-        wanted = TOKENS * (elements * dtype.itemsize + mask_bytes)
+        wanted = catalog.saved_bytes(entry, arguments, dtype, **options)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
-        faults += [] if saved.bytes == wanted else [f"keeps {saved.bytes} B, documented are {wanted}"]
+        faults += [] if saved.bytes == wanted else [f"keeps {saved.bytes} B, declared are {wanted}"]
         what = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
         yield f"{what}: error {ratio:.2f} of eager's, {saved.bytes / TOKENS:g} B/token", "; ".join(faults) or None
 
@@ -230,7 +201,7 @@ def checks() -> Iterator[Callable[[], Iterator[Result]]]:
     for device, backend in backends:
         yield lambda device=device, backend=backend: check_dropout(device, backend)
         dtypes = (torch.float32, torch.bfloat16, torch.float16) if device == "cuda" else (torch.float32, torch.bfloat16)
-        for name in OPS:
+        for name in PLAIN:
             for activation in activations_of(name):
                 for dtype in dtypes:
                     yield lambda arguments=(name, activation, dtype, device, backend): check_op(*arguments)

@@ -397,10 +397,9 @@ def test_environment_variable(monkeypatch):
 
 def label_of(name: str) -> str:
     """What a message calls the tensor: weights[1] of a stack, "the bias of fc1_weight"."""
-    stack = {f"weight{i}": f"weights[{i}]" for i in range(3)}
     if "bias" in name:
-        return f"the bias of {label_of(name.replace('bias', 'weight'))}"
-    return stack.get(name, name)
+        return f"the bias of {label_of(name.replace('biases', 'weights').replace('bias', 'weight'))}"
+    return re.sub(r"\.(\d)", r"[\1]", name)
 
 
 PARAMETERS = [

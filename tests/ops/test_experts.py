@@ -69,21 +69,23 @@ def unfused(t: Tensors, act, drop) -> torch.Tensor:
     return total
 
 
-MOE = Op(
-    "moe_mlp",
-    parameters=lambda d, h, e: {
-        "router": (K, d), "gate_up_weight": (E, 2 * h, d), "gate_up_bias": (E, 2 * h), "down_weight": (E, d, h),
-        "down_bias": (E, d),
-    },
-    call=lambda t, **options: ckptkern.moe_mlp(
-        t["x"], chosen(t["x"]), router(t), t["gate_up_weight"], t["down_weight"], gate_up_bias=t.get("gate_up_bias"),
-        down_bias=t.get("down_bias"), **options,
-    ),
-    unfused=unfused,
-    saved=lambda activation, mode, d, h, e: (0, 0),  # below
-    matmuls={},
-    options=("activation", "recompute", "workspace"),
-)  # fmt: skip
+class MoE(Op):
+    """With its router, whose choice is `chosen`."""
+
+    def parameters(self, d, h, e):
+        return {
+            "router": (K, d), "gate_up_weight": (E, 2 * h, d), "gate_up_bias": (E, 2 * h), "down_weight": (E, d, h),
+            "down_bias": (E, d),
+        }  # fmt: skip
+
+    def call(self, t, **options):
+        return ckptkern.moe_mlp(
+            t["x"], chosen(t["x"]), router(t), t["gate_up_weight"], t["down_weight"], gate_up_bias=t.get("gate_up_bias"),
+            down_bias=t.get("down_bias"), **options,
+        )  # fmt: skip
+
+
+MOE = MoE("moe_mlp", unfused, saved=lambda *_: (0, 0), matmuls={})  # what is saved: below
 SETUPS = [pytest.param(Setup(MOE, "gelu", mode), id=mode) for mode in ("selective", "full")]
 
 PROMISES = [

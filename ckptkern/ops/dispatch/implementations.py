@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ... import eager
+from ...results import GatedForward, LinearForward
 
 # Launchers of matmuls with an epilogue, which have tiles to choose from; of those the ones with a persistent kernel.
 PERSISTENT = frozenset(("linear_fwd", "act_grad", "gated_act_grad"))
@@ -58,14 +59,14 @@ class Separate(Dual):
     def mlp_bwd(
         self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, db=False
     ):
-        z = self.linear_fwd(x, w1, b1, "identity", precision)[0]
+        z = self.linear_fwd(x, w1, b1, "identity", precision).h
         return self.act_grad(
             dy, w2, z, activation, precision, dropout=dropout, row_base=row_base, save_h=save_h, h_over_z=True, db=db
         )
 
     def gated_bwd(self, x, wg, bg, wu, bu, dy, wd, activation, precision, **wanted):
-        g = self.linear_fwd(x, wg, bg, "identity", precision)[0]
-        u = self.linear_fwd(x, wu, bu, "identity", precision)[0]
+        g = self.linear_fwd(x, wg, bg, "identity", precision).h
+        u = self.linear_fwd(x, wu, bu, "identity", precision).h
         return self.gated_act_grad(dy, wd, g, u, activation, precision, **wanted)
 
 
@@ -89,7 +90,7 @@ class Library(Separate):
             )
         z = self.linear(x, w, b)
         h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
-        return self.apply_dropout(h, dropout, row_base), z if save_z else None, None
+        return LinearForward(self.apply_dropout(h, dropout, row_base), z if save_z else None, None)
 
     def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
         return self.kernels.act_bwd(dh, self.linear(x, w, b), activation, db=db)
@@ -99,25 +100,25 @@ class Library(Separate):
         db=False,
     ):  # fmt: skip
         dh = self.apply_dropout(self.mm(dy, w), dropout, row_base)
-        dz, h, sums = self.kernels.hidden_grad(dh, z, activation, save_h=save_h, db=db)
+        grads = self.kernels.hidden_grad(dh, z, activation, save_h=save_h, db=db)
         del dh
-        return dz, self.apply_dropout(h, dropout, row_base) if save_h else None, sums
+        return grads._replace(h=self.apply_dropout(grads.h, dropout, row_base)) if save_h else grads
 
     def gated_fwd(
         self, x, wg, bg, wu, bu, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_gu=False
     ):
         g, u = self.linear(x, wg, bg), self.linear(x, wu, bu)
         h = self.apply_dropout(self.kernels.act_fwd(g, u, activation), dropout, row_base)
-        return (h, g, u) if save_gu else (h, None, None)
+        return GatedForward(h, g, u) if save_gu else GatedForward(h, None, None)
 
     def gated_act_grad(
         self, dy, wd, g, u, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, dbg=False,
         dbu=False,
     ):  # fmt: skip
         dh = self.apply_dropout(self.mm(dy, wd), dropout, row_base)
-        dg, du, h, *sums = self.kernels.gated_hidden_grad(dh, g, u, activation, save_h=save_h, dbg=dbg, dbu=dbu)
+        grads = self.kernels.gated_hidden_grad(dh, g, u, activation, save_h=save_h, dbg=dbg, dbu=dbu)
         del dh
-        return dg, du, self.apply_dropout(h, dropout, row_base) if save_h else None, *sums
+        return grads._replace(h=self.apply_dropout(grads.h, dropout, row_base)) if save_h else grads
 
 
 class Wide(Library):
@@ -125,7 +126,7 @@ class Wide(Library):
 
     def linear_fwd(self, x, w, b, activation, precision, *, save_z=False, save_bits=False, **dropout):
         h, z, _ = super().linear_fwd(x, w, b, activation, precision, save_z=True, **dropout)
-        return h, z if save_z else None, eager.pack_bits(~(z <= 0)) if save_bits else None
+        return LinearForward(h, z if save_z else None, eager.pack_bits(~(z <= 0)) if save_bits else None)
 
     @staticmethod
     def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:

@@ -1,0 +1,53 @@
+"""What launchers return, of either backend: `ckptkern.eager` and `triton_kernels`. What was not asked for is None."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LinearForward(NamedTuple):
+    """h = dropout(act(z)) [M, N], z [M, N], and bits uint8 [M, ceil(N/8)]: where relu has a slope."""
+
+    h: Tensor
+    z: Tensor | None
+    bits: Tensor | None
+
+
+class HiddenGradient(NamedTuple):
+    """dz and h [M, N] of h = dropout(act(z)), and db [N], the sum of dz's rows."""
+
+    dz: Tensor
+    h: Tensor | None
+    db: Tensor | None
+
+
+class GatedForward(NamedTuple):
+    """h = dropout(act(g) u), g and u, each [M, N]."""
+
+    h: Tensor
+    g: Tensor | None
+    u: Tensor | None
+
+
+class GatedGradient(NamedTuple):
+    """dg, du and h [M, N] of h = dropout(act(g) u), and dbg and dbu [N], the sums of dg's and du's rows."""
+
+    dg: Tensor
+    du: Tensor
+    h: Tensor | None
+    dbg: Tensor | None
+    dbu: Tensor | None
+
+
+class CrossEntropyForward(NamedTuple):
+    """A token's statistics, float32 [M]: lse of its logits, z_t of its target, wz the sum of logits weighted by class. What
+    "none" saves: logits [M, V] or their exponentials in x's dtype, and of those, parts [slices, M], what each slice of columns
+    was divided by."""
+
+    lse: Tensor
+    z_t: Tensor
+    wz: Tensor | None
+    logits: Tensor | None
+    parts: Tensor | None

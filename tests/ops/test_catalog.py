@@ -1,0 +1,197 @@
+"""Every option of every op, as the catalogue lists them: what a new option must have besides its forward and backward.
+
+A row of the catalogue, a reference implementation, gradients of every result that has a graph, fakes, and a workspace that
+counts what its backward holds.
+"""
+
+import inspect
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import SEED, assert_same_within_rounding, output_gradient
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import ckptkern
+from ckptkern.memory import peak_memory
+from ckptkern.ops import catalog
+from ckptkern.ops.catalog import OPS, Entry, Sizes
+from ckptkern.ops.registration import codec
+from ckptkern.ops.registration.needs import joined, needed
+from ckptkern.ops.registration.op import run_forward
+
+SIZES = Sizes()
+
+
+class Case(NamedTuple):
+    """An op with an option, at a recompute mode ("" where it has none); `function` as a `cases.Setup`'s `fused`."""
+
+    entry: Entry
+    option: str
+    mode: str
+    sizes: Sizes = SIZES
+
+    @property
+    def arguments(self) -> dict:
+        chosen = self.entry.every_option(self.sizes)
+        modes = {"recompute": self.mode} if self.mode else {}
+        return self.entry.inputs(self.sizes) | modes | chosen.get(self.option, {})
+
+    def make(self, dtype=torch.float64) -> dict:
+        return catalog.random_leaves(self.arguments, dtype)
+
+    def results(self, leaves: dict, **more) -> list[torch.Tensor]:
+        """Those that have a graph."""
+        torch.manual_seed(SEED)
+        found = catalog.call(self.entry, self.arguments, leaves, **more)
+        return [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
+
+    def function(self, leaves: dict, **more) -> torch.Tensor:
+        return torch.cat([one.reshape(-1) for one in self.results(leaves, **more)])
+
+
+def alone(entry: Entry) -> list[str]:
+    """The options that need no second process, and "" for none of them."""
+    chosen = entry.every_option()
+    return ["", *(name for name in chosen if catalog.ACROSS_RANKS not in chosen[name].values())]
+
+
+def cases(*modes: int, names=tuple(OPS)) -> list:
+    """pytest parameters: every option of these ops, at the modes in these places, the default's first."""
+    found = []
+    for name in names:
+        chosen = [OPS[name].modes[i] for i in modes] if OPS[name].modes else [""]
+        for option in alone(OPS[name]):
+            own = [""] if option == "recompute" else chosen
+            found += [Case(OPS[name], option, mode) for mode in own]
+    return [
+        pytest.param(one, id="-".join(filter(None, (one.entry.name, one.option or "none", one.mode)))) for one in found
+    ]
+
+
+def test_every_op_is_listed():
+    assert OPS.keys() == {*ckptkern.ops.__all__} - {"ACTIVATIONS", "LoRA", "backend"}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_argument_is_an_input_or_an_option_with_another_value(name):
+    entry, inputs, options = OPS[name], OPS[name].inputs(SIZES), OPS[name].every_option()
+    assert inputs.keys() | options.keys() == entry.parameters.keys(), "an argument that the catalogue does not list"
+    for option, arguments in options.items():
+        value, default = arguments[option], entry.parameters[option].default
+        assert default is not inspect.Parameter.empty or option in inputs, option
+        assert isinstance(value, torch.Tensor | catalog.Normal) or value != default, option
+
+
+class Calls(TorchDispatchMode):
+    """The library ops that run, and their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "ckptkern" and func._schema.name.endswith(("_fwd", "_bwd")):
+            self.found.append((func, tree_map_only(torch.Tensor, torch.Tensor.detach, args)))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(case: Case, dtype=torch.float64) -> list[tuple]:
+    with Calls() as calls:
+        y = case.function(case.make(dtype))
+        y.backward(output_gradient(y))
+    return calls.found
+
+
+def test_nothing_runs_where_nothing_is_dropped():
+    assert calls_of(Case(OPS["dropout"], "training", "")) == []
+
+
+RUNS = [one for one in cases(0) if one.id != "dropout-training"]
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_reference_implementation_has_the_option(case):
+    """Its values and its gradients are forward's and backward's, in float64."""
+    (_, (tensors, *lists)), (bwd, args) = calls_of(case)
+    op, needs, ours = case.entry.op, joined(args[-1]), bwd(*args)
+    options = codec.unpack(codec.layout_of(op.Options), lists)
+    y, wanted = run_forward(op, tensors, options)[0], [i for i in range(len(tensors)) if needed(needs, i)]
+    theirs = op.reference([t.requires_grad_() if i in wanted else t for i, t in enumerate(tensors)], options)
+    torch.testing.assert_close(theirs, y)
+    grads = torch.autograd.grad(theirs, [tensors[i] for i in wanted], args[0])
+    for i, grad in zip(wanted, grads, strict=True):
+        torch.testing.assert_close(ours[i], grad)
+
+
+@pytest.mark.parametrize("case", cases(0, -1))
+def test_results_that_have_a_graph_have_gradients(case):
+    """A statistic without a gradient is detached, or its gradient is right."""
+    leaves = case.make()
+
+    def function(*values):
+        return case.function(dict(zip(leaves, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("case", cases(0))
+def test_second_order(case):
+    leaves = case.make()
+
+    def function(*values):
+        return case.function(dict(zip(leaves, values, strict=True)))
+
+    assert torch.autograd.gradgradcheck(function, tuple(leaves.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("case", cases(0, -1))
+def test_fakes(case):
+    for op, args in calls_of(case, torch.float32):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("case", cases(0))
+def test_compiled_equals_eager(case):
+    torch._dynamo.reset()
+    leaves = case.make(torch.float32)
+
+    def gradients(function):
+        y = torch.cat([one.reshape(-1) for one in function(leaves)])
+        return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), output_gradient(y)), strict=True))
+
+    def call(leaves):
+        found = catalog.call(case.entry, case.arguments, leaves)
+        return [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
+
+    def seeded(function):
+        def run(leaves):
+            torch.manual_seed(SEED)
+            return function(leaves)
+
+        return run
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_same_within_rounding(gradients(seeded(compiled)), gradients(seeded(call)))
+
+
+BOUNDED = {name: Sizes((1280,), 8, 64, 8) for name in ("linear_stack", "mlp", "gated_mlp")}
+BOUNDED["linear_cross_entropy"] = Sizes((256,), 16, 16, 2048)  # in chunks of the vocabulary
+
+
+@pytest.mark.parametrize("case", cases(0, -1, names=tuple(BOUNDED)))
+def test_the_workspace_counts_what_backward_holds(case):
+    """With room for four of the smallest chunks it takes no fifth."""
+    case = case._replace(sizes=BOUNDED[case.entry.name])
+    leaves = case.make(torch.float32)
+
+    def transient(workspace):
+        y = case.function(leaves, workspace=workspace)
+        dy = output_gradient(y)
+        with peak_memory("cpu") as peak:
+            grads = torch.autograd.grad(y, list(leaves.values()), dy)
+        return peak.bytes - sum(grad.nbytes for grad in grads)
+
+    least = transient(1)
+    assert transient(4 * least) <= 4 * least
