@@ -124,7 +124,7 @@ PyMethodDef functions[] = {
      "(tensors) -> what observes a call, in 16 bits, and above these which tensors need a gradient"},
     {nullptr, nullptr, 0, nullptr}};
 
-// --- C++ values as plain CPython types. Every segment makes one and enters it, which through pybind11 would cost twice as
+// --- C++ values as plain CPython types. Every region makes one and enters it, which through pybind11 would cost twice as
 // much as all that they do.
 
 template <class T>

@@ -1,6 +1,6 @@
-"""Gradient accumulation: a batch of 16 in micro-batches of 4, each with segments of its own.
+"""Gradient accumulation: a batch of 16 in micro-batches of 4, each with regions of its own.
 
-A segment's state belongs to one call, so any number of micro-batches may be under way, and each samples its own dropout.
+A region's state belongs to one call, so any number of micro-batches may be under way, and each samples its own dropout.
 
 Run: python examples/accumulation.py
 """
@@ -51,7 +51,7 @@ model.train()
 for micro in (16, 4):
     with ckptkern.memory.saved_tensors(model) as saved:
         model(ids[:micro])
-    print(f"{micro:2} samples keep {ckptkern.memory.format_size(saved.bytes)}")
+    print(f"{micro:2} samples save {ckptkern.memory.format_size(saved.bytes)}")
 
 optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
 for _ in range(10):

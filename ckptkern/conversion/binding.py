@@ -34,7 +34,7 @@ REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ 
 
 def mode_of(op: str, activation: str | None, mode: str) -> str:
     """An op's mode in a model at `mode`. What "selective" spares is attention and the bits of a relu: an MLP at "selective"
-    would keep its widest tensors."""
+    would save its widest tensors."""
     if mode != "selective" or op in ("transformer_layer", "attention_block"):
         return mode
     return mode if (op, activation) == ("linear_act", "relu") else "full"
@@ -303,8 +303,8 @@ class Forward:
 class Fused(Forward):
     """The fused call for arguments of a checked pattern, else the forward of the module's class.
 
-    What is not as it was checked (LoRA or a hook inside, a quantized weight) runs the class's forward as a general segment,
-    which saves its inputs alone.
+    What is not as it was checked (LoRA or a hook inside, a quantized weight) runs the class's forward as an activation
+    checkpoint, which saves its inputs alone.
     """
 
     def __init__(self, form: Form, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
@@ -355,7 +355,7 @@ class Fused(Forward):
 
 
 class General(Forward):
-    """The class's forward as a general segment, or as it is at recompute="none"."""
+    """The class's forward as an activation checkpoint, or as it is at recompute="none"."""
 
     def run(self, *args, **kwargs):
         if not torch.is_grad_enabled() or self.recompute == "none":

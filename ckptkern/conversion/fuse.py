@@ -66,7 +66,7 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
 
 
 def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float, list[tuple]]:
-    """(the segment that was checked for this complete call, its error, the trace's log). Raises Unreadable."""
+    """(the region that was checked for this complete call, its error, the trace's log). Raises Unreadable."""
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")
@@ -369,7 +369,7 @@ def calls_of(linear: nn.Linear) -> list[Call]:
 
 
 def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
-    """What one training call of `run`, a forward of `module`, keeps, besides parameters and the arguments other than x."""
+    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
     given = leaves_of((args, kwargs))
     wanted = x.detach().requires_grad_()
     args, kwargs = recomputed((args, kwargs), iter([wanted if value is x else value for value in given]))

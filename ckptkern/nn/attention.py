@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention on recompute segments."""
+"""torch.nn.MultiheadAttention on fused ops that recompute in backward."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     trained. attn_mask may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
     Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block in mode
-    `recompute`. Everything else keeps the inputs, q, k, v, o and the logsumexp in every mode, because projections and core
+    `recompute`. Everything else saves the inputs, q, k, v, o and the logsumexp in every mode, because projections and core
     are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and saves them: pass False if
     the weights are not needed.
     Dropout of the weights saves 16 bytes and samples the same mask with and without need_weights.
@@ -158,7 +158,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not (strided(self) and strided(self.out_proj)):
             return False
         weight = self.out_proj._parameters.get("weight")
-        if weight is None:  # parametrised, and then computed in the segment alone
+        if weight is None:  # parametrised, and then computed in the region alone
             weight = next(self.out_proj.parameters(), None)
             weight = self.out_proj.weight if weight is None else weight
         if any(t.device != weight.device for t in tensors):

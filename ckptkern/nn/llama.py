@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one segment."""
+"""A decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one region."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class LlamaAttention(torch.nn.Module):
 
 
 class LlamaDecoderLayer(torch.nn.Module):
-    """x + attention(rms(x)), then + SwiGLU(rms(...)): ONE segment, with the parameter names of Hugging Face's Llama.
+    """x + attention(rms(x)), then + SwiGLU(rms(...)): ONE region, with the parameter names of Hugging Face's Llama.
 
         input_layernorm.weight; self_attn.{q,k,v,o}_proj.weight [, .bias] [, self_attn.{q,k}_norm.weight]
         post_attention_layernorm.weight; mlp.{gate,up,down}_proj.weight [, .bias]
@@ -348,7 +348,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
 
         rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then saved once. Without
-        it the layer makes them from rope_theta and the positions 0, 1, ..., and again in backward, and keeps none.
+        it the layer makes them from rope_theta and the positions 0, 1, ..., and again in backward, and saves none.
         attn_mask: bool, True = visible, or additive; key_padding_mask [B, S]: True = hidden. Raises as
         ckptkern.transformer_layer does.
         """

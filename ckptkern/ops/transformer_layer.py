@@ -1,4 +1,4 @@
-"""transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE segment; what passes between them is recomputed,
+"""transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE region; what passes between them is recomputed,
 not saved."""
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _by_sublayers(
     x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
     parallel: bool, *, training: bool, workspace: int | str | None,
 ) -> Tensor:  # fmt: skip
-    """Each sublayer as a segment of its own."""
+    """Each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
         given = dict(training=training, recompute=recompute[0], workspace=workspace)
@@ -224,7 +224,7 @@ def transformer_layer(
     recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """mlp_block(attention_block(x)) as one segment, or with parallel attention_block(x) + mlp_block(x, residual=False).
+    """mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x, residual=False).
 
     With cross_attention_arguments, which have a key_value, a decoder layer: attention_block, attention_block, mlp_block.
 
@@ -234,12 +234,12 @@ def transformer_layer(
     GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for backward besides
     parameters:
 
-        "none"       what the two blocks keep at "none", and what passes between them, if it does
+        "none"       what the two blocks save at "none", and what passes between them, if it does
         "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o
         "full"       x
 
-    and key_value itself. "none" and "selective" keep these of both attentions. A pair of modes, of the attentions and of the
-    MLP, makes each sublayer a segment of its own, which saves its input: ("selective", "full") is "selective" with what passes
+    and key_value itself. "none" and "selective" save these of both attentions. A pair of modes, of the attentions and of the
+    MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is "selective" with what passes
     between the sublayers saved, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of each sublayer, as in attention_block and mlp_block. Raises as the two blocks do.
     """

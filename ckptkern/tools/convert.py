@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = HELP
     parser.add_argument("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
     parser.add_argument("--recompute", choices=MODES, default="selective", help="the mode (default: %(default)s)")
-    parser.add_argument("--workspace", help="transient memory of each segment, such as 16MiB (default: the device's)")
+    parser.add_argument("--workspace", help="transient memory of each region, such as 16MiB (default: the device's)")
     parser.add_argument(
         "--include", action="append", help="only modules of this name, wildcards allowed; may be repeated"
     )
@@ -119,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
     if before is not None:
         after = saved(model, given, named)
         print(
-            f"a training step of the whole model keeps {memory.format_size(after)} instead of "
+            f"a training step of the whole model saves {memory.format_size(after)} instead of "
             f"{memory.format_size(before)}, besides parameters"
         )
     if args.csv:

@@ -13,7 +13,7 @@ pytest.importorskip("scipy")
 
 
 def problem(seed: int) -> tuple[list[list[float]], list[list[Held]], Held]:
-    """Up to five segments; some are alike, and some storages are saved by several of them or by the rest."""
+    """Up to five regions; some are alike, and some storages are saved by several of them or by the rest."""
     draw = random.Random(seed)
     names = [("out", i) for i in range(4)]
     sizes = {name: draw.choice([0, 7, 4096, 3 * 2**20]) for name in names}
@@ -95,7 +95,7 @@ def test_layers_that_are_alike_are_counted_and_not_told_apart() -> None:
     assert sum(cost[strategy] for strategy in strategies) <= min(mixtures) + 1e-6
 
 
-def test_of_layers_that_are_alike_the_last_keep_most() -> None:
+def test_of_layers_that_are_alike_the_last_save_most() -> None:
     held = [[Held(100), Held(10)] for _ in range(5)]
     assert choose([[1.0, 2.0]] * 5, held, Held(), 240) == [1, 1, 1, 0, 0]
 

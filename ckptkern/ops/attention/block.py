@@ -1,5 +1,5 @@
 """attention_block: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-and what is around them, as one segment."""
+and what is around them, as one region."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def attention_block(
     float = 0.0, residual: bool = False, training: bool = True, recompute: str = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Self-attention or cross-attention with everything around it, as one segment.
+    """Self-attention or cross-attention with everything around it, as one region.
 
         h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
         z = drop_path(layer_scale * post_norm(dropout(o Wo^T + bo)))

@@ -1,4 +1,4 @@
-"""linear_act: y = act(x w^T + b) as one segment."""
+"""linear_act: y = act(x w^T + b) as one region."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LinearAct(Op):
 
     @staticmethod
     def saves(o):
-        """Of relu at "none" its own output, which the next layer keeps anyway."""
+        """Of relu at "none" its own output, which the next layer saves anyway."""
         if o.activation == "identity" or o.recompute == "full":
             return ()
         if o.activation == "relu":

@@ -95,7 +95,7 @@ class MLPSublayer(Sublayer):
         return token_chunks(rows, max(branch + beside, around), o.workspace)
 
     def recomputed(self, h: Tensor, saved: dict[str, Tensor]) -> Tensor:
-        """The branch's result, which no mode keeps: by one matmul from the hidden layer if that was saved, or all of it."""
+        """The branch's result, which no mode saves: by one matmul from the hidden layer if that was saved, or all of it."""
         branch, start = self.branch, self.first_row
         if branch.updates or not saved:
             return self.drop(branch.forward_rows(h, start)[0])

@@ -2,7 +2,7 @@
 
 - ``torch``: PyTorch's own layers;
 - ``torch.utils.checkpoint``: the same, every block inside a non-reentrant checkpoint;
-- ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``. With ``--experts``, whose unfused form
+- ``ckptkern``: the same, every block as one region, ``ckptkern.transformer_layer``. With ``--experts``, whose unfused form
   is torch's grouped matmuls in transformers' layout, as two: ``ckptkern.attention_block`` and ``ckptkern.nn.Experts``.
 
 The text is the source code of Python's standard library, which every machine that runs this has. Whole top-level
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute",
         choices=("none", "selective", "full"),
         default="full",
-        help="what ckptkern's blocks recompute in backward (default: full, they keep their input only)",
+        help="what ckptkern's blocks recompute in backward (default: full, they save their input only)",
     )
     model.add_argument(
         "--head",
