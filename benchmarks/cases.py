@@ -35,7 +35,7 @@ MODES = ("none", "selective", "full")
 BY_SUBLAYER = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
 TOKENS = {"cuda": 16384, "cpu": 1024}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-HEADLINE = 1  # the last priority of the first figures: the most important segments at d = 1024 and 4096
+HEADLINE = 1  # the last priority of the first figures: the most important regions at d = 1024 and 4096
 DROPOUT_P = 0.125  # k/65536 exactly, so that torch's scale is ours
 
 

@@ -86,13 +86,13 @@ class Called(nn.Module):
 
 
 def segments_in(replica: Called) -> list[Segment]:
-    """The segments of ckptkern.nn that it has, or else what convert fuses."""
+    """The regions of ckptkern.nn that it has, or else what convert fuses."""
     args, kwargs = replica.inputs(replica.x)
     return [one for one in found_segments(replica.module, args, kwargs, None, None) if not one.is_block]
 
 
 def in_mode(model: Called, mode: str) -> Function:
-    """The module with all its segments in a mode."""
+    """The module with all its regions in a mode."""
     replica = model.replica()
     for segment in segments_in(replica):
         segment.set(Strategy(mode))

@@ -19,7 +19,7 @@ COMMANDS = {
     ),
     "report": (
         ".tools.report",
-        "say what each segment of a model of yours keeps and costs in each mode",
+        "say what each region of a model of yours keeps and costs in each mode",
         (),
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
@@ -29,7 +29,11 @@ COMMANDS = {
         (),
     ),
     "selftest": (".tools.selftest", "check this installation: kernels, masks, saved bytes", ()),
-    "examples": (".tools.examples", "run the tutorials' models in segments beside the unmodified models", ()),
+    "examples": (
+        ".tools.examples",
+        "run the tutorials' models with activation checkpoints beside the unmodified models",
+        (),
+    ),
     "env": (".tools.env", "print versions, devices, extension and backends", ()),
 }
 

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its backward, and how high memory rises: the two figures of a recompute segment.
+"""What a forward pass keeps for its backward, and how high memory rises: the two figures of a checkpointed region.
 
 Saved bytes are exact on any device: they are counted, not sampled. ``saved_tensors`` listens through
 ``torch.autograd.graph.saved_tensors_hooks``; ``peak_memory`` reads the allocator.
@@ -163,7 +163,7 @@ def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Ite
 
     - what other saved-tensor hooks inside it take, since the innermost hooks get the tensor:
       ``torch.autograd.graph.save_on_cpu``;
-    - what a checkpointed segment inside it discards, which is the point of the segment;
+    - what a checkpointed region inside it discards, which is the point of the region;
     - tensors that a Function puts on ``ctx`` itself instead of ``ctx.save_for_backward``.
 
     The block does not prolong any tensor's life: it makes no cycle, because it stores a saved output detached.

@@ -1,4 +1,4 @@
-"""The state of a segment: 16 bytes that replay its dropout, and the precision it ran at.
+"""The state of a region: 16 bytes that replay its dropout, and the precision it ran at.
 
 `draw` takes int64[2] from torch's own generator. `keep_mask` turns it into a boolean mask, which depends only on
 this state, the probability and each element's place (plane, row, col) in the unsharded tensor: not on tiles,

@@ -7,7 +7,7 @@ All ops and modules follow one rule. A tensor of a subclass is
 - computed with in PyTorch ops, which the subclass handles itself, if it has a __torch_function__ or a __torch_dispatch__
   of its own (DTensor, a quantized weight, a jagged nested tensor). Plain autograd then differentiates an op's and
   decides what is saved, and under backend("triton") an op raises instead. A module calls its submodules under every
-  backend, as a general segment (ckptkern.checkpoint): they are recomputed, and the module's input is saved;
+  backend, as an activation checkpoint (ckptkern.checkpoint): they are recomputed, and the module's input is saved;
 - refused by name if no operation on it has a meaning (CausalBias, except as a mask).
 """
 

@@ -31,7 +31,7 @@ at::Tensor rng_state(const at::Tensor& nonce) {
       nonce.options().dtype(at::kLong).requires_grad(false));
 }
 
-// --- C++ values as plain CPython types. Every segment makes one and enters it, which through pybind11 would cost twice as
+// --- C++ values as plain CPython types. Every region makes one and enters it, which through pybind11 would cost twice as
 // much as all that they do.
 
 template <class T>

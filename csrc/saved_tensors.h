@@ -1,4 +1,4 @@
-// The saved-tensor hooks of a general segment, and the placeholders in forward's graph for the tensors it does not keep.
+// The saved-tensor hooks of an activation checkpoint, and the placeholders in forward's graph for the tensors it does not keep.
 #pragma once
 
 #include <Python.h>
@@ -9,7 +9,7 @@ namespace ckptkern {
 //   SavedTensors  base class of a segment. pack(x) -> Placeholder is forward's pack hook; it notes x's metadata, and the
 //                 version of the parameter that x is or views
 //   Recompute     (segment, key, stop). pack(x) is recompute's pack hook: it hands x to the placeholder at the same place,
-//                 and raises `stop` at the last one if the segment stops early
+//                 and raises `stop` at the last one if the region stops early
 //   Placeholder       take(key) -> the recomputed tensor, once
 // and the function unpack_saved(placeholder), forward's unpack hook, which calls segment.unpack(placeholder) if the
 // tensor is not there yet. Returns false, with a Python error set, on failure.

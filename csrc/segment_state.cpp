@@ -58,12 +58,12 @@ constexpr int deepest = 1000;
 
 void refuse_endless(int depth) {
   if (depth > deepest) {
-    PyErr_SetString(PyExc_RecursionError, "the arguments of a segment are nested more than 1000 deep");
+    PyErr_SetString(PyExc_RecursionError, "the arguments of a region are nested more than 1000 deep");
     throw py::error_already_set();
   }
 }
 
-// What the segments that this thread is inside have overwritten, outermost first.
+// What the regions that this thread is inside have overwritten, outermost first.
 std::vector<RandomState>& outer_states() {
   thread_local std::vector<RandomState> instance;
   return instance;

@@ -1,4 +1,4 @@
-// What a general segment keeps of its call: its arguments, and the random state and precision that it ran with.
+// What an activation checkpoint keeps of its call: its arguments, and the random state and precision that it ran with.
 #pragma once
 
 #include "precision.h"
@@ -52,7 +52,7 @@ class SegmentState {
   // Called after forward: that forward itself wrote into a nested tensor without gradient (a cache) is not an error.
   void settle();
 
-  // (args, kwargs) as they were given. Runs unpack hooks, and so a parent segment's recompute.
+  // (args, kwargs) as they were given. Runs unpack hooks, and so a parent region's recompute.
   pybind11::tuple arguments() const;
 
   void enter() const;

@@ -1,5 +1,5 @@
 """Hugging Face's Trainer, two ways: `ckptkern.convert` in one line before it, or its gradient checkpointing as it is, but on
-ckptkern's segments. Choose one of them.
+ckptkern's regions. Choose one of them.
 
 Install: pip install transformers accelerate
 Run: python examples/hf_trainer.py
@@ -59,4 +59,4 @@ with ckptkern.patch_torch():  # torch.utils.checkpoint is ckptkern's, which tran
     train(model, gradient_checkpointing=True)  # newer versions say activation_checkpointing
     with ckptkern.memory.saved_tensors(model) as saved:
         model(ids.to(model.device))
-    print("segments keep", ckptkern.memory.format_size(saved.bytes))
+    print("regions keep", ckptkern.memory.format_size(saved.bytes))

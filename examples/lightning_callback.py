@@ -14,7 +14,8 @@ import ckptkern
 
 
 class Convert(lightning.Callback):
-    """Puts segments into the module named `part`, which is called with tensors like `example`, at the start of a fit."""
+    """Puts activation checkpoints into the module named `part`, which is called with tensors like `example`, at the
+    start of a fit."""
 
     def __init__(self, part: str, example: torch.Tensor, **options):
         self.part, self.example, self.options = part, example, options

@@ -1,4 +1,4 @@
-"""The attention segments, declared once for all tests: inputs, the call, the same in eager PyTorch, and what is saved.
+"""The attention regions, declared once for all tests: inputs, the call, the same in eager PyTorch, and what is saved.
 
 A `Block` is used as a `cases.Setup` is: `fused`, `call` and `plain` take tensors by name, x first.
 """

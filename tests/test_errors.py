@@ -123,7 +123,7 @@ CHECKPOINT = {
     "determinism_check": ((torch.sin, X), {"determinism_check": "some"}),
 }
 SEQUENTIAL = {
-    "more segments than layers": ((LAYERS, 3, X), {}),
+    "more regions than layers": ((LAYERS, 3, X), {}),
     "an option that it has not": ((LAYERS, 1, X), {"other": 1}),
 }
 
@@ -180,7 +180,7 @@ def test_caught_as_torchs(torchs, ours):
         ours()
 
 
-def test_segments_of_an_mlp_and_a_layer():
+def test_regions_of_an_mlp_and_a_layer():
     """These ops have no counterpart of one call; torch's layers raise a RuntimeError for every mistake of this kind."""
     h = torch.randn(16, 8)
     calls = (

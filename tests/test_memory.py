@@ -89,7 +89,7 @@ def test_a_cast_weight_is_counted():
     assert saved.bytes == 3 * 8 * 2 + 6 * 8 * 2
 
 
-def test_checkpoint_keeps_only_the_inputs_of_its_segment():
+def test_checkpoint_keeps_only_the_inputs_of_its_region():
     x = torch.randn(5, 7, requires_grad=True)
     with saved_tensors() as saved:
         y = checkpoint(lambda t: t.sin().exp().tanh(), x, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""State of a segment: Philox, masks, the draw in every mode of torch, the precision guard."""
+"""State of a region: Philox, masks, the draw in every mode of torch, the precision guard."""
 
 import sys
 import threading

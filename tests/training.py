@@ -1,4 +1,4 @@
-"""A small network in ckptkern's segments, trained by several ranks and, for comparison, by one process."""
+"""A small network in ckptkern's regions, trained by several ranks and, for comparison, by one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 class Segment(nn.Module):
-    """A layer, as a general segment or as it is."""
+    """A layer, as an activation checkpoint or as it is."""
 
     def __init__(self, layer: nn.Module, recomputed: bool):
         super().__init__()
@@ -44,7 +44,7 @@ class Network(Stack):
 
 
 def build(kind: str, p: float = 0.0, ours: bool = True) -> Network:
-    """ours: with ckptkern's segments, or as it was before."""
+    """ours: with ckptkern's regions, or as it was before."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer if not ours else ckptkern.nn.TransformerEncoderLayer
     make = {

@@ -1,4 +1,4 @@
-"""Dropout masks from a segment's 16 bytes of state: Philox4x32-10 with eight 16-bit values a call.
+"""Dropout masks from a region's 16 bytes of state: Philox4x32-10 with eight 16-bit values a call.
 
 state int64[2]; key = low, high word of state[0]. For element (row, col) of a logical tensor with `rows` rows a plane:
     c0 = 8 (col >> 5) + (col & 7)        c1 = 8 (plane ceil(rows/16) + (row >> 4)) + (row & 7)

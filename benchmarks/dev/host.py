@@ -1,4 +1,4 @@
-"""What one segment costs the host, as a ratio to torch.utils.checkpoint: `make bench-host`.
+"""What one region costs the host, as a ratio to torch.utils.checkpoint: `make bench-host`.
 
 Tiny tensors, one thread, forward + backward, so that nearly all of a step is Python and dispatch; and a step of an MLP that
 computes. A ratio of times depends on the machine and on what else it runs. So its bound is reported beside it, and no test
@@ -35,13 +35,13 @@ def _medians(case: str, *names: str, rounds: int | None = None) -> list[float]:
 
 
 def fused() -> float:
-    """An mlp segment at "full": our time over torch.utils.checkpoint's."""
+    """An mlp region at "full": our time over torch.utils.checkpoint's."""
     ours, theirs = _medians("host", "ckptkern full", cases.CHECKPOINT)
     return ours / theirs
 
 
 def general() -> float:
-    """A general segment: what checkpoint() adds to the unmodified call, over what torch.utils.checkpoint adds."""
+    """An activation checkpoint: what checkpoint() adds to the unmodified call, over what torch.utils.checkpoint adds."""
     plain, ours, theirs = _medians("host-general", cases.EAGER, "ckptkern", cases.CHECKPOINT)
     return (ours - plain) / (theirs - plain)
 
@@ -89,7 +89,7 @@ def conversion() -> float:
     return (time.perf_counter() - start) / len(model) * 1e3
 
 
-# What is measured -> the ratio, or time, that it should not exceed. A third of a general segment's cost is unwinding the
+# What is measured -> the ratio, or time, that it should not exceed. A third of an activation checkpoint's cost is unwinding the
 # exception that ends the recompute. Its ratio is 0.39 to 0.41 on a machine whose caches others use, and 0.35 to 0.36 on an
 # idle one.
 BOUNDS: dict[Callable[[], float], float] = {fused: 0.5, general: 0.45, eager_mlp: 1.0, guard: 10.0, conversion: 100.0}

@@ -1,8 +1,8 @@
-"""The trade of general segments: saved bytes against time over segment counts, as CSV and a figure.
+"""The trade of activation checkpoints: saved bytes against time over region counts, as CSV and a figure.
 
     python -m benchmarks.dev.trade --out docs/concepts
 
-writes segments.csv and segments.png: a stack of blocks, cut into 1 to L segments, forward + backward, each cut beside
+writes segments.csv and segments.png: a stack of blocks, cut into 1 to L regions, forward + backward, each cut beside
 the unmodified run in interleaved rounds. On a CPU only the ratio means anything; saved bytes are exact.
 """
 
@@ -75,7 +75,7 @@ def draw(rows: list[dict[str, object]], title: str, path: Path) -> None:
     axes = figure.subplots()
     counts = [row for row in rows if str(row["segments"]).isdigit() or row["segments"] == "eager"]
     others = [row for row in rows if row not in counts]
-    axes.plot([row["saved_bytes"] / 2**20 for row in counts], [row["ratio"] for row in counts], "o", label="n segments")
+    axes.plot([row["saved_bytes"] / 2**20 for row in counts], [row["ratio"] for row in counts], "o", label="n regions")
     axes.plot([row["saved_bytes"] / 2**20 for row in others], [row["ratio"] for row in others], "s", label="strategies")
     for row in rows:
         axes.annotate(

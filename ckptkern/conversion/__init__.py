@@ -1,4 +1,4 @@
-"""ckptkern.convert: fused segments in a model that exists, without knowing its architecture.
+"""ckptkern.convert: fused layers in a model that exists, without knowing its architecture.
 
 trace    the dataflow of one call of a module
 leaves   what each leaf computes, found out by its numbers

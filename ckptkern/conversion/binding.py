@@ -296,8 +296,8 @@ class Forward:
 class Fused(Forward):
     """The fused call for arguments of a checked pattern, else the forward of the module's class.
 
-    What is not as it was checked (LoRA or a hook inside, a quantized weight) runs the class's forward as a general segment,
-    which saves its inputs alone.
+    What is not as it was checked (LoRA or a hook inside, a quantized weight) runs the class's forward as an activation
+    checkpoint, which saves its inputs alone.
     """
 
     def __init__(self, form: Form, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
@@ -348,7 +348,7 @@ class Fused(Forward):
 
 
 class General(Forward):
-    """The class's forward as a general segment, or as it is at recompute="none"."""
+    """The class's forward as an activation checkpoint, or as it is at recompute="none"."""
 
     def run(self, *args, **kwargs):
         if not torch.is_grad_enabled() or self.recompute == "none":

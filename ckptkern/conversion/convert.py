@@ -1,4 +1,4 @@
-"""convert and revert: fused segments in a model that exists."""
+"""convert and revert: fused layers in a model that exists."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
 
 
 def why_general(module: nn.Module) -> str:
-    """Why a layer that is no fused op is run as a general segment; "" for one that is only unknown."""
+    """Why a layer that is no fused op is run as an activation checkpoint; "" for one that is only unknown."""
     kind = own_dispatch(list(module.parameters()))
     if kind is not None:
         return f"a parameter is a {kind.__name__}"
@@ -256,7 +256,7 @@ def convert(
     exclude: Which | Iterable[Which] | None = None,
     **example_kwargs: Any,
 ) -> Conversion:
-    """Puts ckptkern's segments into a model that exists, whatever its architecture, and says what it did.
+    """Puts ckptkern's layers into a model that exists, whatever its architecture, and says what it did.
 
         conversion = ckptkern.convert(model, input_ids)
         print(conversion)
@@ -271,11 +271,11 @@ def convert(
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
     modules is set. A call without gradients, or of another kind than those that were checked (other arguments, a cache), runs
     the original forward. If the inside of a converted module is no longer what was checked (LoRA, hooks, quantized
-    weights), its original forward runs as a general segment (ckptkern.checkpoint).
+    weights), its original forward runs as an activation checkpoint (ckptkern.checkpoint).
 
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
     in training. The model's random state, buffers and modes are afterwards as before.
-    recompute: what the segments keep: "full" their input; "selective" also attention's result; "none" everything.
+    recompute: what the regions keep: "full" their input; "selective" also attention's result; "none" everything.
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
     may be converted, and what may not, with all that is inside.
 

@@ -66,7 +66,7 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
 
 
 def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float, list[tuple]]:
-    """(the segment that was checked for this complete call, its error, the trace's log). Raises Unreadable."""
+    """(the region that was checked for this complete call, its error, the trace's log). Raises Unreadable."""
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")

@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention on recompute segments."""
+"""torch.nn.MultiheadAttention on fused ops that recompute in backward."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not (strided(self) and strided(self.out_proj)):
             return False
         weight = self.out_proj._parameters.get("weight")
-        if weight is None:  # parametrised, and then computed in the segment alone
+        if weight is None:  # parametrised, and then computed in the region alone
             weight = next(self.out_proj.parameters(), None)
             weight = self.out_proj.weight if weight is None else weight
         if any(t.device != weight.device for t in tensors):

@@ -33,7 +33,7 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
     logit_scale, softcap, z_loss, recompute, workspace: see ckptkern.linear_cross_entropy.
 
     If `linear` is another module (LoRA), has hooks, or a weight that is no plain memory, it is called, and logits are made
-    again in backward, as in a general segment.
+    again in backward, as in an activation checkpoint.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Linear with an activation in its epilogue, and stacks of them that are one segment."""
+"""Linear with an activation in its epilogue, and stacks of them that are one region."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Linear(torch.nn.Linear):
 
 
 class LinearStack(torch.nn.Module):
-    """k Linear + activation layers of the given widths as ONE segment that saves only its input.
+    """k Linear + activation layers of the given widths as ONE region that saves only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
     activation: as Linear's. workspace: bytes of transient memory in backward. recompute: see ckptkern.linear_stack.

@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one segment."""
+"""A decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one region."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class LlamaAttention(torch.nn.Module):
 
 
 class LlamaDecoderLayer(torch.nn.Module):
-    """x + attention(rms(x)), then + SwiGLU(rms(...)): ONE segment, with the parameter names of Hugging Face's Llama.
+    """x + attention(rms(x)), then + SwiGLU(rms(...)): ONE region, with the parameter names of Hugging Face's Llama.
 
         input_layernorm.weight; self_attn.{q,k,v,o}_proj.weight [, .bias] [, self_attn.{q,k}_norm.weight]
         post_attention_layernorm.weight; mlp.{gate,up,down}_proj.weight [, .bias]

@@ -1,4 +1,4 @@
-"""torch.nn.TransformerEncoderLayer and TransformerDecoderLayer on recompute segments."""
+"""torch.nn.TransformerEncoderLayer and TransformerDecoderLayer on fused ops that recompute in backward."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule
     has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a key padding mask
     needs a gradient, the layer is one ckptkern.checkpoint that calls it, and keeps src as "full" does ("none": what its
-    modules keep). Global module hooks see the layer, not the submodules that its segments stand for. A pair of modes,
+    modules keep). Global module hooks see the layer, not the submodules that its regions stand for. A pair of modes,
     such as ("selective", "none"), is of attention and of the MLP.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to

@@ -82,9 +82,9 @@ def _holding(parameters: list[tuple[dict, dict]]) -> Iterator[None]:
 
 
 def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """method(*args, **kwargs), which calls its module's submodules because no op stands for them, as a general segment.
+    """method(*args, **kwargs), which calls its module's submodules because no op stands for them, as an activation checkpoint.
 
-    It runs as it is at recompute="none", without gradients and inside another segment. Also where a recompute is impossible:
+    It runs as it is at recompute="none", without gradients and inside another region. Also where a recompute is impossible:
     in torch.func's transforms and torch.export, which take no hooks on saved tensors, in a CUDA graph capture, which cannot
     read torch's random state, and in parametrize.cached(), whose weights a recompute would not find.
     """

@@ -319,7 +319,7 @@ def linear_cross_entropy(
         counted.
 
     A floating-point target of shape [..., V] holds probabilities of classes, and runs as PyTorch ops on all logits.
-    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the segment.
+    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the region.
     Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
     DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
     """

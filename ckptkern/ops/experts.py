@@ -1,4 +1,4 @@
-"""moe_mlp and grouped_gated_mlp: the experts of an MoE layer as one segment, which saves its input and who goes where."""
+"""moe_mlp and grouped_gated_mlp: the experts of an MoE layer as one region, which saves its input and who goes where."""
 
 from __future__ import annotations
 

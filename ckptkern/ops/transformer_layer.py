@@ -1,4 +1,4 @@
-"""transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE segment; what passes between them is recomputed,
+"""transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE region; what passes between them is recomputed,
 not saved."""
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _by_sublayers(
     x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
     parallel: bool, *, training: bool, workspace: int | str | None,
 ) -> Tensor:  # fmt: skip
-    """Each sublayer as a segment of its own."""
+    """Each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
         mid = attention_block(mid, training=training, recompute=recompute[0], **{"residual": True} | dict(arguments))
@@ -221,7 +221,7 @@ def transformer_layer(
     recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """mlp_block(attention_block(x)) as one segment, or with parallel attention_block(x) + mlp_block(x, residual=False).
+    """mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x, residual=False).
 
     With cross_attention_arguments, which have a key_value, a decoder layer: attention_block, attention_block, mlp_block.
 
@@ -236,7 +236,7 @@ def transformer_layer(
         "full"       x
 
     and key_value itself. "none" and "selective" keep these of both attentions. A pair of modes, of the attentions and of the
-    MLP, makes each sublayer a segment of its own, which saves its input: ("selective", "full") is "selective" with what passes
+    MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is "selective" with what passes
     between the sublayers saved, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
     """

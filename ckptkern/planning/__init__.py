@@ -1,4 +1,4 @@
-"""Which recompute mode where: what each segment of a model costs, and the cheapest choice under a budget."""
+"""Which recompute mode where: what each region of a model costs, and the cheapest choice under a budget."""
 
 from .plan import Plan, plan
 from .report import Report, report

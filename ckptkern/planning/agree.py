@@ -31,7 +31,7 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
         if isinstance(one, str):
             raise RuntimeError(f"plan: rank {rank} of the group failed with {one}")
         if one[0] != mine[0]:
-            raise RuntimeError(f"plan: rank {rank} of the group has other segments than this one")
+            raise RuntimeError(f"plan: rank {rank} of the group has other regions than this one")
     return joined(table, theirs)
 
 

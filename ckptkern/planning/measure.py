@@ -1,10 +1,10 @@
-"""What each segment of a model keeps, and what it costs, in each of its strategies.
+"""What each region of a model keeps, and what it costs, in each of its strategies.
 
 Saved bytes: the model's forward runs once for each strategy, with saved-tensor hooks that count and hold nothing, so a model
-may be measured that would not fit. A storage that several segments may keep, such as what one hands to the next, has one name
+may be measured that would not fit. A storage that several regions may keep, such as what one hands to the next, has one name
 in all of these runs, so that the bytes of any mixture of strategies are those of a union: exact, and not a sum.
 
-Time, matmuls and workspace: one segment of each kind runs alone, forward and backward, on the input that it had in the model.
+Time, matmuls and workspace: one region of each kind runs alone, forward and backward, on the input that it had in the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .segments import Segment, Strategy, original_forwards
 from .timing import Clock
 
 Call = tuple[tuple, dict[str, Any]]
-REST = -1  # the owner of what is saved outside of all segments
+REST = -1  # the owner of what is saved outside of all regions
 ROUNDS, PATIENCE = 15, 2.0  # at most so many rounds of timings, and so many seconds after the third
 
 
@@ -54,7 +54,7 @@ class Cost(NamedTuple):
     workspace: int | None
 
 
-DOES_NOT_FIT = Cost(math.inf, 0, None)  # one segment alone
+DOES_NOT_FIT = Cost(math.inf, 0, None)  # one region alone
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Kind:
 
 
 class Measured(NamedTuple):
-    """One segment of a table. eager: what it saved before convert, None where there was no other forward."""
+    """One region of a table. eager: what it saved before convert, None where there was no other forward."""
 
     segment: Segment
     kind: int
@@ -80,7 +80,7 @@ class Measured(NamedTuple):
 
 @dataclass
 class Table:
-    """What choices are made from. rest, eager_rest: what is saved outside of the segments."""
+    """What choices are made from. rest, eager_rest: what is saved outside of the regions."""
 
     rows: list[Measured]
     kinds: list[Kind]
@@ -90,7 +90,7 @@ class Table:
 
     @property
     def outside(self) -> int:
-        """Bytes saved outside of all segments that no segment keeps."""
+        """Bytes saved outside of all regions that no region keeps."""
         seen = {name for row in self.rows for held in row.held for name in held.shared}
         return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
 
@@ -98,7 +98,7 @@ class Table:
         return [self.cost(row, strategy).workspace or 0 for row, strategy in zip(self.rows, chosen, strict=True)]
 
     def saved(self, chosen: Sequence[int]) -> int:
-        """Bytes that the model's forward keeps if the segments run in these strategies."""
+        """Bytes that the model's forward keeps if the regions run in these strategies."""
         return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
 
     @property
@@ -113,7 +113,7 @@ class Table:
         return Cost(None if seconds is None else seconds * row.calls, flops * row.calls, workspace)
 
     def uniform(self, mode: str) -> list[int]:
-        """Every segment in one mode."""
+        """Every region in one mode."""
         return [
             row.strategies.index(Strategy(mode))
             if Strategy(mode) in row.strategies
@@ -133,7 +133,7 @@ def total(held: Sequence[Held]) -> int:
 
 
 class Recorder:
-    """Who saves what in one forward of the model, and the first call of each segment."""
+    """Who saves what in one forward of the model, and the first call of each region."""
 
     def __init__(self, model: nn.Module, segments: Sequence[Segment]):
         self.segments = segments
@@ -144,7 +144,7 @@ class Recorder:
         }
         self.saved: dict[int, dict[StorageWeakRef, int]] = {}
         self.names: dict[StorageWeakRef, tuple] = {}
-        self.calls: dict[int, Call] = {}  # the first of each segment
+        self.calls: dict[int, Call] = {}  # the first of each region
         self.counts: dict[int, int] = {}
         self.within: list[int] = []
         self.count = 0
@@ -191,7 +191,7 @@ class Recorder:
             for key in saved:
                 owners[key] = owners.get(key, 0) + 1
         for i, (key, count) in enumerate(owners.items()):
-            if count > 1:  # neither input nor output of a segment: a weight that autocast cast once for all
+            if count > 1:  # neither input nor output of a region: a weight that autocast cast once for all
                 self.names.setdefault(key, ("other", i))
         found = {}
         for owner, saved in self.saved.items():
@@ -262,7 +262,7 @@ def as_result(tensor: Tensor) -> Tensor:
 
 
 def costs(kind: Kind, strategies: Sequence[Strategy | None], device: torch.device) -> list[Cost]:
-    """Of one segment in each strategy; None is its original forward. The rounds of timings interleave the strategies."""
+    """Of one region in each strategy; None is its original forward. The rounds of timings interleave the strategies."""
     segment, call = kind.first, kind.call
     before, clock, seeds = segment.strategy, Clock(device), []
 
@@ -320,7 +320,7 @@ def workspace(module: nn.Module, call: Call, device: torch.device) -> int | None
 
 
 def kind_of(kinds: list[Kind], segment: Segment, call: Call) -> int:
-    """The place of the kind that the segment is of, which may be a new one."""
+    """The place of the kind that the region is of, which may be a new one."""
     for i, kind in enumerate(kinds):
         with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
             if is_alike(kind.first, kind.call, segment, call):
@@ -355,9 +355,9 @@ def measure(
     strategies: Sequence[list[Strategy]],
     shown: Callable[[str], None],
 ) -> Table:
-    """The table of a model's segments in their strategies. The model, its modes and random states are afterwards as before.
+    """The table of a model's regions in their strategies. The model, its modes and random states are afterwards as before.
 
-    strategies: of each segment. shown: is told what is measured.
+    strategies: of each region. shown: is told what is measured.
     """
     before = [segment.strategy for segment in segments]
     device = device_of(model, (args, kwargs))

@@ -1,4 +1,4 @@
-"""plan: the cheapest strategies of a model's segments under a budget of bytes."""
+"""plan: the cheapest strategies of a model's regions under a budget of bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves
 
 
 class Plan:
-    """A strategy for each segment of a model, and the table that they were chosen from. print(plan) shows both.
+    """A strategy for each region of a model, and the table that they were chosen from. print(plan) shows both.
 
     budget: bytes that may be saved for backward. table: what was measured.
     """
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def strategies(self) -> dict[str, Strategy]:
-        """The strategy of each segment, by its name."""
+        """The strategy of each region, by its name."""
         return {
             row.segment.name: row.strategies[strategy]
             for row, strategy in zip(self.table.rows, self.chosen, strict=True)
@@ -66,16 +66,16 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """Seconds of the segments' forward and backward; on the meta device, flops of their matmuls."""
+        """Seconds of the regions' forward and backward; on the meta device, flops of their matmuls."""
         return sum(self.cost_of(row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True))
 
     @property
     def workspace(self) -> int:
-        """The most that the backward of one segment rises above what is saved, besides gradients; 0 on the meta device."""
+        """The most that the backward of one region rises above what is saved, besides gradients; 0 on the meta device."""
         return max(self.table.workspaces(self.chosen), default=0)
 
     def __str__(self) -> str:
-        lines = [("segment", "strategy", "chosen", "saved", "time", "GFLOP", "workspace")]
+        lines = [("region", "strategy", "chosen", "saved", "time", "GFLOP", "workspace")]
         for kind in range(len(self.table.kinds)):
             lines += self._lines(kind)
         size = memory.format_size
@@ -83,12 +83,12 @@ class Plan:
             [
                 *aligned(lines),
                 f"saved: {size(self.saved)} of a budget of {size(self.budget)}, "
-                f"{size(self.table.outside)} of it outside of the segments",
+                f"{size(self.table.outside)} of it outside of the regions",
             ]
         )
 
     def _lines(self, kind: int) -> list[tuple[str, ...]]:
-        """Of segments that are alike."""
+        """Of regions that are alike."""
         rows = [(row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True) if row.kind == kind]
         first, lines = rows[0][0], []
         for strategy, name in enumerate(first.strategies):
@@ -165,7 +165,7 @@ def check_stores(stores: Sequence[Store]) -> None:
 
 
 def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> list[Segment]:
-    """The model's segments, converted if it has none, and the blocks that may become general ones."""
+    """The model's regions, converted if it has none, and the blocks that may become activation checkpoints."""
     segments = segments_of(model, include, exclude)
     if not segments and not any(p.is_meta for p in model.parameters()):
         convert(model, *args, recompute="full", include=include, exclude=exclude, **kwargs)
@@ -184,19 +184,19 @@ def plan(
     group: dist.ProcessGroup | None = None,
     **example_kwargs: Any,
 ) -> Plan:
-    """Chooses how each segment of a model runs, the quickest that keeps at most `budget` bytes for backward, and applies it.
+    """Chooses how each region of a model runs, the quickest that keeps at most `budget` bytes for backward, and applies it.
 
         plan = ckptkern.plan(model, input_ids, budget="10GiB")
         print(plan)
 
-    Segments are modules of ckptkern.nn and what convert made; a model without any is converted first. Members of lists of
-    layers that have no segment inside may become general segments (ckptkern.checkpoint). The strategies of a segment are its
-    modes; those of a layer also a mode for each sublayer, such as "full/none"; and each of them with what is saved going to
-    one of `stores`.
+    Regions are modules of ckptkern.nn and what convert made; a model without any is converted first. Members of lists of
+    layers that have no region inside may become activation checkpoints (ckptkern.checkpoint). The strategies of a
+    region are its modes; those of a layer also a mode for each sublayer, such as "full/none"; and each of them with
+    what is saved going to one of `stores`.
 
-    What is measured: saved bytes of every segment, exactly, by forwards of the model that hold nothing; time, matmuls and
-    workspace of one segment of each kind, alone. The choice is the optimum of an integer programme (SciPy's milp) over that
-    table. Of segments that are alike, the first are recomputed and the last keep, which peaks lowest.
+    What is measured: saved bytes of every region, exactly, by forwards of the model that hold nothing; time, matmuls and
+    workspace of one region of each kind, alone. The choice is the optimum of an integer programme (SciPy's milp) over that
+    table. Of regions that are alike, the first are recomputed and the last keep, which peaks lowest.
 
     example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
     around the call of plan. On meta tensors the matmuls take the place of the time. The random states, buffers and modes are
@@ -206,7 +206,7 @@ def plan(
     stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. Lossy ones change gradients: see storage.
     adapt: plan again, from the same table, when a training step begins and the room on the device has moved by more than a
     twentieth of the budget. At most the budget is used. Not with torch.compile, and not where forwards overlap (pipelines).
-    include, exclude: the modules that may be segments, as in convert.
+    include, exclude: the modules that may be regions, as in convert.
     group: the ranks that must choose alike, by default all: bytes and workspace are their largest, times their mean. All of
     them must call plan.
 

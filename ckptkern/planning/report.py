@@ -1,4 +1,4 @@
-"""report: what each segment of a model keeps and costs in each mode, beside eager PyTorch."""
+"""report: what each region of a model keeps and costs in each mode, beside eager PyTorch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EAGER = "eager PyTorch"
 
 @dataclasses.dataclass
 class Line:
-    """A segment in a mode, "eager PyTorch" for its forward before convert.
+    """A region in a mode, "eager PyTorch" for its forward before convert.
 
     saved: bytes that it saves for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
     their matmuls. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
@@ -47,10 +47,10 @@ class Line:
 
 @dataclasses.dataclass
 class Report:
-    """print(report) shows the segments, those that are alike in one line, and the whole model.
+    """print(report) shows the regions, those that are alike in one line, and the whole model.
 
-    lines: of all segments, in the model's order. totals: bytes that the whole model keeps, by mode, with segments that do not
-    have it at "full"; "eager PyTorch" is left out if a segment has no original forward. timelines: memory
+    lines: of all regions, in the model's order. totals: bytes that the whole model keeps, by mode, with regions that do not
+    have it at "full"; "eager PyTorch" is left out if a region has no original forward. timelines: memory
     over one step, by mode; empty on the meta device.
     """
 
@@ -76,7 +76,7 @@ class Report:
         draw_timelines(self.timelines, path)
 
     def __str__(self) -> str:
-        text = [("segment", "replaced by", "mode", "saved", "of eager", "time", "GFLOP", "workspace")]
+        text = [("region", "replaced by", "mode", "saved", "of eager", "time", "GFLOP", "workspace")]
         for names, lines in self._alike():
             before = next((line.saved for line in lines if line.mode == EAGER), None)
             for i, line in enumerate(lines):
@@ -102,7 +102,7 @@ class Report:
         return aligned(rows)
 
     def _alike(self) -> Iterator[tuple[list[str], list[Line]]]:
-        """(names, the lines of the first) of segments that differ in their name and, by noise, in nothing else."""
+        """(names, the lines of the first) of regions that differ in their name and, by noise, in nothing else."""
         of_name: dict[str, list[Line]] = {}
         for line in self.lines:
             of_name.setdefault(line.name, []).append(line)
@@ -131,7 +131,7 @@ def lines_of(table: Table) -> list[Line]:
 
 
 def modes_of(segment: Segment) -> list[Strategy]:
-    """One mode for the whole segment."""
+    """One mode for the whole region."""
     return [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
 
 
@@ -207,17 +207,17 @@ def timelines(
 
 
 def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Report:
-    """Measures what each segment of a model keeps and costs in each mode, and eager PyTorch beside it.
+    """Measures what each region of a model keeps and costs in each mode, and eager PyTorch beside it.
 
         report = ckptkern.report(model, input_ids)
         print(report)
         report.csv("report.csv")
         report.figure("report.png")
 
-    Segments are modules of ckptkern.nn and what convert made. A model without any is converted, and afterwards reverted: the
-    model is as before in any case. Members of lists of layers without a segment inside are shown as general segments.
+    Regions are modules of ckptkern.nn and what convert made. A model without any is converted, and afterwards reverted: the
+    model is as before in any case. Members of lists of layers without a region inside are shown as activation checkpoints.
 
-    Saved bytes are counted, and exact, on any device. Times are medians of one segment of each kind, run alone in turns with
+    Saved bytes are counted, and exact, on any device. Times are medians of one region of each kind, run alone in turns with
     its other modes, on the input that it has in the model. matmuls: torch's FlopCounterMode. Memory over the step: what the
     profiler saw the allocator do in one training step of the whole model in each mode; a mode that does not fit is left out.
 

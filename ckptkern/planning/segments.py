@@ -1,4 +1,4 @@
-"""The segments of a model: the modules that have a mode, the strategies in which each may run, and its original forward."""
+"""The regions of a model: the modules that have a mode, the strategies in which each may run, and its original forward."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Strategy(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A module that has a mode. replaced_by: as in a row of Conversion. is_block: a module that may become a general segment,
-    and is none in mode "none"."""
+    """A module that has a mode. replaced_by: as in a row of Conversion. is_block: a module that may become an
+    activation checkpoint, and is none in mode "none"."""
 
     name: str
     module: nn.Module
@@ -147,7 +147,7 @@ def blocks_of(
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
 ) -> list[Segment]:
-    """Members of lists of layers in which there is no segment, as general segments to be."""
+    """Members of lists of layers in which there is no region, as activation checkpoints to be."""
     taken = {id(segment.module) for segment in segments}
     found: list[Segment] = []
 
@@ -167,7 +167,7 @@ def blocks_of(
 
 
 def may_be_block(module: nn.Module, taken: set[int]) -> bool:
-    """Has it layers inside, no segment, no forward of its own, and no statistics that a second forward would move?"""
+    """Has it layers inside, no region, no forward of its own, and no statistics that a second forward would move?"""
     inner = list(module.modules())[1:]
     return (
         any(True for _ in module.parameters())

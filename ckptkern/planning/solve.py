@@ -1,11 +1,11 @@
-"""The cheapest choice of a strategy for each segment under a bound in bytes: an integer programme, solved exactly by SciPy's
+"""The cheapest choice of a strategy for each region under a bound in bytes: an integer programme, solved exactly by SciPy's
 HiGHS.
 
-    minimise    sum over segments s of cost[s, strategy of s]
+    minimise    sum over regions s of cost[s, strategy of s]
     subject to  rest + sum over s of own[s, strategy of s] + sum over storages k of size[k] z[k]  <=  budget
-                z[k] >= 1  if the strategy of some segment keeps k
+                z[k] >= 1  if the strategy of some region keeps k
 
-Segments that differ in nothing are counted rather than told apart: the n layers of a kind are one integer for each strategy,
+Regions that differ in nothing are counted rather than told apart: the n layers of a kind are one integer for each strategy,
 not n binaries, which would have n! equal solutions.
 """
 
@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int) -> list[int]:
-    """The place of each segment's strategy. costs[s][w], held[s][w]: of segment s in strategy w. Raises BudgetError with the
+    """The place of each region's strategy. costs[s][w], held[s][w]: of region s in strategy w. Raises BudgetError with the
     least that would do."""
     groups, fixed = grouped(costs, held, rest)
     room = budget - fixed
@@ -42,13 +42,13 @@ def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], res
         excess = total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))]) - budget
         if excess <= 0:
             return chosen
-        room -= excess  # the solver's integers are integers to 1e-6, which is many bytes of a large segment
+        room -= excess  # the solver's integers are integers to 1e-6, which is many bytes of a large region
     chosen = solved(groups, None)
     least = total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))])
     if least <= budget:
         return chosen
     raise BudgetError(
-        f"plan: wanted at most {format_size(budget)} ({budget} bytes) saved for backward, but the least that the segments "
+        f"plan: wanted at most {format_size(budget)} ({budget} bytes) saved for backward, but the least that the regions "
         f"can keep is {format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of them",
         least,
     )
@@ -89,7 +89,7 @@ def undominated(cost: Sequence[float], own: Sequence[int], shared: Sequence[dict
 
 
 def solved(groups: list[Group], room: int | None) -> list[int] | None:
-    """The strategies of all segments, the cheapest that keep at most `room` bytes besides what is fixed; None if there are
+    """The strategies of all regions, the cheapest that keep at most `room` bytes besides what is fixed; None if there are
     none. Without a room, those that keep least."""
     if not groups:
         return [] if room is None or room >= 0 else None
@@ -134,7 +134,7 @@ def solved(groups: list[Group], room: int | None) -> list[int] | None:
 
 
 def spread(groups: list[Group], counts: Sequence[Sequence[float]]) -> list[int]:
-    """A strategy for each segment. Of segments that are alike, the last keep most: their backward comes first and frees it
+    """A strategy for each region. Of regions that are alike, the last keep most: their backward comes first and frees it
     before the others' recompute."""
     chosen = {}
     for group, numbers in zip(groups, counts, strict=True):

@@ -1,1 +1,1 @@
-"""General segments: any function recomputed in backward, and which layers of a model become such segments."""
+"""Activation checkpoints: any function recomputed in backward, and which layers of a model become such regions."""

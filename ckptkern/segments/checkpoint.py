@@ -1,11 +1,11 @@
-"""General segments: `checkpoint`, with the signature and behaviour of torch.utils.checkpoint's non-reentrant variant.
+"""Activation checkpoints: `checkpoint`, with the signature and behaviour of torch.utils.checkpoint's non-reentrant variant.
 
 Forward runs under saved-tensor hooks that put a placeholder into the graph for every tensor that autograd wants to save.
-When backward opens the first placeholder, the segment runs again. This time the hooks hand each saved tensor to the
+When backward opens the first placeholder, the region runs again. This time the hooks hand each saved tensor to the
 placeholder at the same place, and the run stops at the last one. One C++ object holds what the second run needs from
 forward: arguments, random state and precision (csrc/segment_state.h).
 
-Saved tensors belong to the innermost segment; a segment's own arguments are saved in the segment around it. Recomputed
+Saved tensors belong to the innermost region; a region's own arguments are saved in the region around it. Recomputed
 tensors belong to one backward pass and are freed when it reads them, also with retain_graph.
 """
 
@@ -64,8 +64,8 @@ class Segment(SavedTensors):
         self.buffers = [
             (module._buffers, _versions(module._buffers)) for module in self.modules + others if module._buffers
         ]
-        self.done: dict = {}  # key of every backward pass that the segment was recomputed for
-        self.lock = RLock()  # two devices' backward threads may want the same segment
+        self.done: dict = {}  # key of every backward pass that the region was recomputed for
+        self.lock = RLock()  # two devices' backward threads may want the same region
         self.state = SegmentState(args, kwargs, preserve_rng_state)
 
     # -- forward
@@ -184,7 +184,7 @@ class Segment(SavedTensors):
                 f"ckptkern.checkpoint: {name} of shape {tuple(parameter.shape)} was changed "
                 f"in place between forward and backward of {_describe(self.function)}: it is at version {now}, forward "
                 f"saw version {then}. Recomputing would give the gradients of another function. Run backward before the "
-                "optimizer's step, or run the segment's forward again."
+                "optimizer's step, or run the region's forward again."
             )
 
     def too_many(self) -> None:
@@ -316,10 +316,10 @@ def _versions(buffers) -> list[tuple[int, int]]:
 
 def _describe(function) -> str:
     if isinstance(function, nn.Module):
-        return f"the segment {type(function).__name__}"
+        return f"the region {type(function).__name__}"
     if isinstance(function, functools.partial):
         return _describe(function.func)
-    return f"the segment {getattr(function, '__qualname__', type(function).__name__)}"
+    return f"the region {getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _name_of(parameter: Tensor, function, modules: list[nn.Module]) -> str:
@@ -387,7 +387,7 @@ def checkpoint(
     what forward itself changes. A change through ``.data`` moves no version counter and is not seen. Recompute does not
     update buffers (running statistics) a second time, in these modules and in those among the arguments, defaults, closure
     and globals that `function` names. A forward that reads a buffer which it updates is recomputed from the updated value.
-    Inside a segment ckptkern's own layers run at recompute="none". Under torch.compile, torch.utils.checkpoint runs.
+    Inside a region ckptkern's own layers run at recompute="none". Under torch.compile, torch.utils.checkpoint runs.
 
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
     recompute differs.

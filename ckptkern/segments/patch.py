@@ -53,7 +53,7 @@ def patch_torch() -> Patch:
             model(x).sum().backward()
 
     Callers include torch's own `checkpoint_sequential` and `checkpoint_wrapper` and libraries such as transformers, timm
-    and torchtitan. A segment whose forward ran inside the block is ours also if its backward runs outside. Arguments mean
+    and torchtitan. A region whose forward ran inside the block is ours also if its backward runs outside. Arguments mean
     what they mean to torch, except that use_reentrant=True runs as False, which a UserWarning says once; left out, it is
     False. Under torch.compile the graph is torch's. Patches nest: removing the last one restores torch's function.
 

@@ -10,7 +10,7 @@
 
 Every context here is a ``Store``: saved-tensor hooks that flatten what autograd saves to one run of elements, hand it to
 ``put`` in forward and ask ``get`` for it in backward. They work on whatever autograd saves: in unmodified modules, in
-ckptkern's fused segments, and on the inputs of checkpointed segments. They chain: ``compress("int8", then=offload())``
+ckptkern's fused layers, and on the inputs of checkpointed regions. They chain: ``compress("int8", then=offload())``
 keeps the codes on the host. Of two nested contexts the inner one counts, as with torch's own hooks.
 
 All of them promise:

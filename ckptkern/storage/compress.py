@@ -142,7 +142,7 @@ class compress(Store):
 
     All three return NaN and infinities as such, and the sign of every element, so that no non-zero becomes zero. The lossy
     two take float32, bfloat16 and float16; docs/concepts/storage.md measures what they do to gradients. Around checkpointed
-    segments with ReLU inside, int8's error grows from 0.01 to 0.08, because masks recomputed from a compressed input are not
+    regions with ReLU inside, int8's error grows from 0.01 to 0.08, because masks recomputed from a compressed input are not
     those of forward. The lossy two also compress sensitive tensors, such as the logsumexp that attention saves in float32:
     in a model that computes in bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
 

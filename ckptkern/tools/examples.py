@@ -1,6 +1,6 @@
-"""The field's tutorials as segments: `python -m ckptkern examples` runs each one beside the unmodified model.
+"""The field's tutorials with activation checkpoints: `python -m ckptkern examples` runs each one beside the unmodified model.
 
-Every example is a model, an input, and the same forward pass written with segments. The run compares what is saved for
+Every example is a model, an input, and the same forward pass written with regions. The run compares what is saved for
 backward, and checks that gradients, outputs and buffers are those of the unmodified run, bit for bit.
 """
 
@@ -46,7 +46,7 @@ def deep_net() -> Example:
 
 
 class Block(nn.Module):
-    """A residual block of someone's library, with dropout. The decorator makes every call a segment."""
+    """A residual block of someone's library, with dropout. The decorator makes every call a region."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 @example
 def blocks() -> Example:
-    """Residual blocks with dropout; each one is a segment, by a decorator."""
+    """Residual blocks with dropout; each one is a region, by a decorator."""
 
     def segmented(model: nn.Module, x: Tensor) -> Tensor:
         for block in model:
@@ -75,7 +75,7 @@ def blocks() -> Example:
 
 @example
 def transformer_encoder() -> Example:
-    """torch's TransformerEncoder, with dropout: each layer is a segment, and masks go through as keywords."""
+    """torch's TransformerEncoder, with dropout: each layer is a region, and masks go through as keywords."""
     layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
     model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
@@ -142,7 +142,7 @@ def unet() -> Example:
 
 @example
 def nested() -> Example:
-    """Segments of four blocks, with each block a segment inside: less memory still, for one more forward pass."""
+    """Regions of four blocks, with each block a region inside: less memory still, for one more forward pass."""
 
     def four(blocks: list[nn.Module], x: Tensor) -> Tensor:
         for block in blocks:
@@ -168,7 +168,7 @@ class Outcome(NamedTuple):
 
 
 def run(name: str, seed: int = 0) -> Outcome:
-    """One step of an example, unmodified and in segments, from one seed and the same parameters."""
+    """One step of an example, unmodified and checkpointed, from one seed and the same parameters."""
     torch.manual_seed(seed)
     model, segmented, input = EXAMPLES[name]()
 
@@ -189,7 +189,7 @@ def run(name: str, seed: int = 0) -> Outcome:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Runs the tutorials' models in segments beside the unmodified models."
+    parser.description = "Runs the tutorials' models with activation checkpoints beside the unmodified models."
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}; all if none is given")
 
 
@@ -198,7 +198,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"ckptkern examples: no example {', '.join(unknown)}; there are {', '.join(EXAMPLES)}")
         return 2
     wrong = 0
-    print(f"{'example':22} {'saved, eager':>12} {'in segments':>12}   ")
+    print(f"{'example':22} {'saved, eager':>12} {'checkpointed':>12}   ")
     for name in args.names or EXAMPLES:
         outcome = run(name)
         verdict = f"DIFFERS: {', '.join(outcome.differ)}" if outcome.differ else "same bits"

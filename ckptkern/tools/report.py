@@ -1,4 +1,4 @@
-"""``python -m ckptkern report FILE:FUNCTION``: what each segment of a model of yours keeps and costs in each mode."""
+"""``python -m ckptkern report FILE:FUNCTION``: what each region of a model of yours keeps and costs in each mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = HELP.replace("as small as the model accepts", "of the size that training has")
     parser.add_argument("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
-    parser.add_argument("--csv", type=Path, help="write a row for each segment and mode to this file")
+    parser.add_argument("--csv", type=Path, help="write a row for each region and mode to this file")
     parser.add_argument("--figure", type=Path, help="draw memory over the step into this file (needs matplotlib)")
     parser.add_argument("--budget", help="show what ckptkern.plan chooses for this size, such as 10GiB (needs scipy)")
 

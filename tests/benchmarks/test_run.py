@@ -428,7 +428,7 @@ def test_runs_on_the_gpu(monkeypatch, tmp_path):
 
 
 def test_trade_writes_its_table_and_figure(tmp_path):
-    """The figure of docs/concepts/segments.md: more segments keep less, until their inputs outweigh the rest."""
+    """The figure of docs/concepts/segments.md: more regions keep less, until their inputs outweigh the rest."""
     from benchmarks.dev import trade
 
     assert (

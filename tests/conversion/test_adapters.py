@@ -198,7 +198,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("what", UNREAD)
-def test_others_are_general_segments_with_their_reason(what: str) -> None:
+def test_others_are_activation_checkpoints_with_their_reason(what: str) -> None:
     make, reason = UNREAD[what]
     conversion = ckptkern.convert(make(), ids())
     assert fused_of(conversion) == ["checkpoint"] * 2
@@ -207,7 +207,7 @@ def test_others_are_general_segments_with_their_reason(what: str) -> None:
     )
 
 
-def test_two_active_adapters_are_a_general_segment() -> None:
+def test_two_active_adapters_are_an_activation_checkpoint() -> None:
     model = model_of("llama", "up_proj")
     for adapter in adapters(model):
         adapter._active.append("other")

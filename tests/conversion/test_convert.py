@@ -477,7 +477,7 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("what", BEFORE)
-def test_what_cannot_be_fused_runs_as_a_general_segment(what: str) -> None:
+def test_what_cannot_be_fused_runs_as_an_activation_checkpoint(what: str) -> None:
     model = ARCHITECTURES["llama"].model().train()
     for layer in model.layers:
         BEFORE[what](layer)

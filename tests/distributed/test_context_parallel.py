@@ -1,4 +1,4 @@
-"""Attention over a sequence that lies on several ranks, as a general segment: backward runs its collectives again."""
+"""Attention over a sequence that lies on several ranks, as an activation checkpoint: backward runs its collectives again."""
 
 import pytest
 import torch

@@ -210,7 +210,7 @@ def _check_sharded_inside(rank, size, reshard):
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_layer_with_a_sharded_module_inside_is_a_general_segment(ranks, reshard):
+def test_a_layer_with_a_sharded_module_inside_is_an_activation_checkpoint(ranks, reshard):
     ranks.run(2, _check_sharded_inside, 2, reshard)
 
 
@@ -297,11 +297,11 @@ def test_fsdp1_is_refused(ranks):
     ranks.run(2, _check_fsdp1)
 
 
-# -- general segments around sharded blocks
+# -- activation checkpoints around sharded blocks
 
 
 class Around(nn.Module):
-    """Each layer is a segment, with its gathers."""
+    """Each layer is a region, with its gathers."""
 
     def __init__(self, network: Network):
         super().__init__()
@@ -326,5 +326,5 @@ def _check_around(rank, size, kind, reshard):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_segments_around_sharded_blocks(ranks, kind, reshard):
+def test_regions_around_sharded_blocks(ranks, kind, reshard):
     ranks.run(2, _check_around, 2, kind, reshard)

@@ -137,7 +137,7 @@ class Attention(nn.Module):
 
 
 def _check_context_parallel(rank, size):
-    """torch's context_parallel in a general segment, with backward inside it, against the same without a segment."""
+    """torch's context_parallel in an activation checkpoint, with backward inside it, against the same without a region."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = init_device_mesh("cuda", (size,))
@@ -155,5 +155,5 @@ def _check_context_parallel(rank, size):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_context_parallel_in_a_general_segment(ranks):
+def test_context_parallel_in_an_activation_checkpoint(ranks):
     ranks.run(2, _check_context_parallel, 2, backend="nccl")

@@ -402,7 +402,7 @@ def test_autocast_compile_checkpoint_and_dtensor_inputs(ranks):
 
 
 def _check_torchs_styles(mesh: DeviceMesh) -> None:
-    """torch's styles put hooks on the inner layers, so that the block calls them, as one general segment."""
+    """torch's styles put hooks on the inner layers, so that the block calls them, as one activation checkpoint."""
     torch.manual_seed(0)
     unfused = ckptkern.nn.MLP(WIDTH, HIDDEN, dtype=torch.float64)
     ours = parallelize_module(copy.deepcopy(unfused), mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})

@@ -94,7 +94,7 @@ def test_modes_equal_torch(recompute):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_mask_gets_a_gradient(padded, recompute):
-    """In one segment, unless weights are needed or a hint stands for the mask, which a padding mask overrules."""
+    """In one region, unless weights are needed or a hint stands for the mask, which a padding mask overrules."""
     ours, theirs = build(recompute=recompute)
     inputs = {"x": tokens("seq_first", L), "attn_mask": torch.randn(B * H, L, L).double().requires_grad_()}
     padding = torch.zeros(B, L).double().index_fill(1, torch.tensor([L - 1]), -torch.inf) if padded else None

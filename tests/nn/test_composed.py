@@ -1,4 +1,4 @@
-"""Modules that no op stands for: adapters, hooks, parametrised and quantised weights. They are general segments."""
+"""Modules that no op stands for: adapters, hooks, parametrised and quantised weights. They are activation checkpoints."""
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ def step(name, module, run=lambda function, *args: function(*args), *, backward=
 
 @pytest.mark.parametrize(("name", "change"), CASES)
 def test_saved_bytes_are_those_of_torchs_checkpoint(name, change):
-    """Results are the same as without a segment, dropout included."""
+    """Results are the same as without a region, dropout included."""
     inputs = 4 * B * S * E * (2 if name == "TransformerDecoderLayer" else 1)
     expected, whole = step(name, build(name, change, "none"))
     _, torchs_saved = step(name, build(name, change, "none"), lambda *args: torchs(*args, use_reentrant=False))
@@ -139,8 +139,8 @@ def test_saved_bytes_are_those_of_torchs_checkpoint(name, change):
 
 
 @pytest.mark.parametrize("name", ["MLP", "TransformerEncoderLayer", "TransformerDecoderLayer", "LlamaDecoderLayer"])
-def test_one_segment_at_a_time(name):
-    """The layer's parts make no segments inside it, and it makes none inside another or without gradients."""
+def test_one_region_at_a_time(name):
+    """The layer's parts make no regions inside it, and it makes none inside another or without gradients."""
     module, calls = build(name, "hook", "full"), []
     parts = [one for one in module.modules() if type(one) is nn.Linear]
     for one in parts:
@@ -187,7 +187,7 @@ def test_where_saved_tensors_cannot_be_hooked():
 
 
 def test_cached_parametrisations():
-    """The weights that the cache keeps are computed before the segment, and are not there in its recompute."""
+    """The weights that the cache keeps are computed before the region, and are not there in its recompute."""
     module, grads = build("MLP", "weight_norm", "full").eval(), []
     x = torch.randn(B, S, E)
     for context in (parametrize.cached, torch.enable_grad):
@@ -264,7 +264,7 @@ def test_tensor_parallelism_over_two_processes(ranks):
 
 
 def _check_sharded(rank: int) -> None:
-    """FSDP2 around the segment, and around modules inside it, whose parameters it exchanges between the two runs."""
+    """FSDP2 around the region, and around modules inside it, whose parameters it exchanges between the two runs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

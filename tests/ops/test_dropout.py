@@ -1,4 +1,4 @@
-"""Dropout, alone and in the segments: the mask is the state's, backward's is forward's, the generator is torch's."""
+"""Dropout, alone and in the regions: the mask is the state's, backward's is forward's, the generator is torch's."""
 
 import functools
 

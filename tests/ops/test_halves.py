@@ -100,7 +100,7 @@ def test_a_wrong_pair(wrong: object) -> None:
 @pytest.mark.parametrize("name", ["llama", "encoder", "decoder"])
 @pytest.mark.parametrize("called", ["attention", "mlp"])
 def test_a_pair_where_submodules_are_called(name: str, called: str) -> None:
-    """One sublayer by its modules, which have a hook; the layer is a general segment then."""
+    """One sublayer by its modules, which have a hook; the layer is an activation checkpoint then."""
     layer, memory = LAYERS[name]()
     x = torch.randn(B, S, D, requires_grad=True)
     place = {"llama": ("self_attn", "mlp")}.get(name, ("self_attn", "linear1"))[called == "mlp"]

@@ -547,7 +547,7 @@ def test_inside_a_checkpoint(setup, reentrant):
 
     def checkpointed(function):
         def run(t):
-            # sin saves y, so that eager PyTorch's recompute too runs to the end of the segment
+            # sin saves y, so that eager PyTorch's recompute too runs to the end of the region
             wrap = ckptkern.checkpoint if reentrant is None else functools.partial(checkpoint, use_reentrant=reentrant)
             return wrap(lambda *v: function(dict(zip(t, v, strict=True))).sin(), *t.values())
 

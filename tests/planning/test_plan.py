@@ -104,7 +104,7 @@ def test_what_is_predicted_is_saved(name: str) -> None:
     assert costs == sorted(costs)
 
 
-def test_a_segment_that_is_called_twice_costs_twice() -> None:
+def test_a_region_that_is_called_twice_costs_twice() -> None:
     table = ckptkern.plan(Convolutions(), torch.randn(2, 4, 6), budget="1GiB").table
     assert [row.calls for row in table.rows] == [2, 1, 1]
     first = table.rows[0]
@@ -177,7 +177,7 @@ def test_the_least_that_would_fit() -> None:
 def test_a_plan_is_shown() -> None:
     plan = ckptkern.plan(model_of("llama"), ids(), budget="1GiB")
     lines = str(plan).splitlines()
-    assert lines[0].split() == ["segment", "strategy", "chosen", "saved", "time", "GFLOP", "workspace"]
+    assert lines[0].split() == ["region", "strategy", "chosen", "saved", "time", "GFLOP", "workspace"]
     assert lines[1].startswith("layers.* (2)  none")
     assert any(line.split()[0] == "selective/none" for line in lines)
     assert lines[-1].startswith("saved: ")
@@ -190,7 +190,7 @@ def test_a_converted_model_is_planned_as_it_is() -> None:
     before = model.layers[1].forward
     plan = ckptkern.plan(model, ids(), budget="1GiB")
     assert model.layers[1].forward is before
-    assert set(plan.strategies) == {"layers.0", "layers.1"}, "the other is a general segment, or none"
+    assert set(plan.strategies) == {"layers.0", "layers.1"}, "the other is an activation checkpoint, or none"
     plan.replan(plan.table.saved(plan.table.uniform("full")))
     ckptkern.revert(model)
     assert not segments_of(model)
@@ -201,7 +201,7 @@ def test_include_and_exclude() -> None:
     assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", include="layers.0").strategies) == {"layers.0"}
 
 
-def test_blocks_that_no_second_forward_may_run_are_no_segments() -> None:
+def test_blocks_that_no_second_forward_may_run_are_no_regions() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)) for _ in range(2)), nn.Conv1d(4, 4, 1))
     plan = ckptkern.plan(model, torch.randn(2, 4, 6), budget="1GiB")
     assert plan.strategies == {}
@@ -259,7 +259,7 @@ def test_under_autocast() -> None:
     assert found.bytes == predicted
 
 
-def test_a_weight_that_autocast_casts_once_for_two_segments() -> None:
+def test_a_weight_that_autocast_casts_once_for_two_regions() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     model[2][0].weight = model[1][0].weight
     x = torch.randn(4, 8, requires_grad=True)
@@ -355,7 +355,7 @@ def test_a_compiled_model_is_refused() -> None:
             call(torch.compile(model_of("llama")), ids())
 
 
-def test_a_strategy_in_which_one_segment_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_in_which_one_region_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not chosen, and the others are measured."""
     run = measure.step
 
@@ -402,7 +402,7 @@ def _check_ranks(rank: int) -> None:
         (ArithmeticError, RuntimeError), match=r"no" if rank else r"rank 1 of the group failed with .*no"
     ):
         ckptkern.plan(Fails() if rank else nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), budget=10)
-    with pytest.raises(RuntimeError, match="has other segments"):
+    with pytest.raises(RuntimeError, match="has other regions"):
         ckptkern.plan(model_of("gpt" if rank else "llama"), ids(), budget="1GiB")
     # the room of the rank that has least
     assert agree.least_of(10 + rank, torch.device("cpu"), None) == 10

@@ -86,7 +86,7 @@ def test_a_model_without_an_original_forward() -> None:
     assert report.totals["full"] == 3 * 8 * 4 * 2
 
 
-def test_general_segments() -> None:
+def test_activation_checkpoints() -> None:
     block = [nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.GELU(), nn.Conv1d(8, 4, 1)) for _ in range(2)]
     model, x = nn.Sequential(nn.Conv1d(4, 4, 1), *block), torch.randn(2, 4, 6)
     report = ckptkern.report(model, x)

@@ -13,7 +13,7 @@ pytest.importorskip("scipy")
 
 
 def problem(seed: int) -> tuple[list[list[float]], list[list[Held]], Held]:
-    """Up to five segments; some are alike, and some storages are saved by several of them or by the rest."""
+    """Up to five regions; some are alike, and some storages are saved by several of them or by the rest."""
     draw = random.Random(seed)
     names = [("out", i) for i in range(4)]
     sizes = {name: draw.choice([0, 7, 4096, 3 * 2**20]) for name in names}

@@ -294,7 +294,7 @@ def test_double_backward():
 
 
 @pytest.mark.parametrize("early_stop", [False, True])
-def test_backward_inside_a_segment(early_stop):
+def test_backward_inside_a_region(early_stop):
     def function(x):
         y = x.sin()
         (gx,) = torch.autograd.grad(y.cos().sum(), x, create_graph=True)
@@ -335,7 +335,7 @@ def test_nested_with_torchs(ours_outside):
     )
 
 
-def test_parts_of_a_segment_backward():
+def test_parts_of_a_region_backward():
     """Two backward passes over different parts; the second recomputes for itself."""
     model = mlp()
     x = torch.randn(5, 8, requires_grad=True)
@@ -401,8 +401,8 @@ def test_saved_bytes_are_the_arguments():
     assert saved(lambda x: checkpoint(model, x)) == x.nbytes < saved(model) / 5
 
 
-def test_hooks_around_a_segment_see_its_arguments():
-    """So save_on_cpu and our storage around a segment reach what it keeps."""
+def test_hooks_around_a_region_see_its_arguments():
+    """So save_on_cpu and our storage around a region reach what it keeps."""
     model, x, seen = mlp(), torch.randn(5, 8, requires_grad=True), []
 
     def pack(t):
@@ -563,7 +563,7 @@ def test_early_stop_leaves_out_the_last_product():
 
 
 def test_state_after_an_error_in_recompute():
-    """Random state, autocast, grad mode, hooks and the segment are as before; the next step is right."""
+    """Random state, autocast, grad mode, hooks and the region are as before; the next step is right."""
     model, failing, x = mlp(p=0.5), [], torch.randn(5, 8, requires_grad=True)
 
     def function(x):
@@ -618,7 +618,7 @@ def test_argument_changed_in_place():
 
 
 def test_output_changed_in_place():
-    """A segment that ends in an in-place op, and one whose output is changed after it."""
+    """A region that ends in an in-place op, and one whose output is changed after it."""
     model, x = mlp(), torch.randn(5, 8)
     assert_same(
         outcome(lambda x: checkpoint(lambda x: F.relu_(model(x)), x).mul_(2), x, model.parameters()),
@@ -662,9 +662,7 @@ def test_optimizer_steps_before_backward():
     y = checkpoint(model, x)
     model(x).sum().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
-    with pytest.raises(
-        CheckpointError, match="changed in place between forward and backward of the segment Sequential"
-    ):
+    with pytest.raises(CheckpointError, match="changed in place between forward and backward of the region Sequential"):
         y.sum().backward()
 
 
@@ -765,8 +763,8 @@ def test_a_module_that_holds_itself():
     del model[0]._modules["parent"]
 
 
-def test_a_parameter_that_the_segment_does_not_use():
-    """A closure over a whole model watches what autograd saves in the segment, and no more."""
+def test_a_parameter_that_the_region_does_not_use():
+    """A closure over a whole model watches what autograd saves in the region, and no more."""
 
     class GAN(nn.Module):
         def __init__(self):
@@ -865,7 +863,7 @@ def test_checks_of_values_under_dropout_and_autocast():
         y = checkpoint(model, x, determinism_check="values")
     y.float().sum().backward()
     y = checkpoint(F.dropout, x, 0.5, determinism_check="values", preserve_rng_state=False)
-    with pytest.raises(CheckpointError, match="the segment dropout recomputed other values"):
+    with pytest.raises(CheckpointError, match="the region dropout recomputed other values"):
         y.sum().backward()
 
 
@@ -948,13 +946,13 @@ def test_a_context_of_length_zero():
 
 
 def test_a_first_result_read_in_recompute():
-    """A backward pass inside the recompute that needs the first run's tensors: the segment recomputes inside itself."""
+    """A backward pass inside the recompute that needs the first run's tensors: the region recomputes inside itself."""
     stored, x = [], torch.randn(3, requires_grad=True)
 
     def function(x):
         side = x.sin().exp()
         stored.append(side)
-        if len(stored) == 2:  # its placeholders are those of the segment that is being recomputed
+        if len(stored) == 2:  # its placeholders are those of the region that is being recomputed
             (grad,) = torch.autograd.grad(stored[0].sum(), given, retain_graph=True)
             assert torch.equal(grad, side.detach() * x.detach().cos())
         return x.cos().exp()
@@ -1008,7 +1006,7 @@ def test_fused_ops_inside_run_at_none(wrapper):
 
 
 def test_ddp_style_hooks_on_parameters_fire_once():
-    """Also where two segments share the parameter."""
+    """Also where two regions share the parameter."""
     model, x, fired = mlp(), torch.randn(5, 8), collections.Counter()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.update([name]))
@@ -1084,7 +1082,7 @@ def test_two_threads():
 
 
 def test_cuda_state_is_not_read_without_cuda_arguments():
-    """A segment of CPU tensors leaves a GPU, and its lazy initialisation, alone."""
+    """A region of CPU tensors leaves a GPU, and its lazy initialisation, alone."""
     x = torch.randn(4, requires_grad=True)
     before = torch.cuda.is_initialized()
     checkpoint(torch.sin, x).sum().backward()
@@ -1140,7 +1138,7 @@ go_on.acquire()
 
 class Asked(tuple):
     @property
-    def _make(self):  # in the constructor of the segment's state
+    def _make(self):  # in the constructor of the region's state
         inside.set()
         go_on.acquire()
 
@@ -1156,14 +1154,14 @@ sys.last = Last()
 """
 
 
-def test_a_thread_that_python_ends_inside_of_a_segment():
+def test_a_thread_that_python_ends_inside_of_a_region():
     """The thread is unwound without a thread state, so nothing on its stack may need one. Three runs: not all would crash."""
     runs = [subprocess.Popen([sys.executable, "-c", ENDS_IN_A_SEGMENT]) for _ in range(3)]
     assert [run.wait() for run in runs] == [0, 0, 0]
 
 
 def test_one_tensor_in_two_places_is_one_again():
-    """Also where hooks around the segment, here another's, give a copy of what it saved."""
+    """Also where hooks around the region, here another's, give a copy of what it saved."""
     seen = []
 
     def function(x, others, *, named):

@@ -56,7 +56,7 @@ def by_attribute(function, x):
 
 
 class Seen(nn.Module):
-    """Does it run in a segment of ours?"""
+    """Does it run in a region of ours?"""
 
     def forward(self, x):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -95,7 +95,7 @@ def test_everyone_who_has_torchs_gets_ours(tmp_path):
             assert function.ours == ours, call
 
 
-def test_a_block_and_a_segment_that_outlives_it():
+def test_a_block_and_a_region_that_outlives_it():
     with patch_torch():
         linear, x = nn.Linear(3, 3), torch.randn(2, 3)
         y = checkpoint(linear, x, use_reentrant=False)

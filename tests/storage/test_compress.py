@@ -240,7 +240,7 @@ def test_peaks_of_the_docs():
 
 @pytest.mark.parametrize(("kind", "most"), [("relu", 0.3), ("masks of forward", 0.03), ("gelu", 0.03)])
 def test_masks_recomputed_from_a_compressed_input_are_what_costs_a_checkpointed_relu(kind, most):
-    """The figures of docs/concepts/storage.md, in small: int8 around segments is as good as plain if no mask changes."""
+    """The figures of docs/concepts/storage.md, in small: int8 around regions is as good as plain if no mask changes."""
     torch.manual_seed(0)
     masks = {}
 

@@ -1,4 +1,4 @@
-"""The tutorials' models in segments give the unmodified run's bits for a part of its memory."""
+"""The tutorials' models with activation checkpoints give the unmodified run's bits for a part of its memory."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """attention_block: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-and what is around them, as one segment."""
+and what is around them, as one region."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def attention_block(
     Mapping[str, LoRA] | None = None, layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p:
     float = 0.0, residual: bool = False, training: bool = True, recompute: str = "selective",
 ) -> Tensor:  # fmt: skip
-    """Self-attention or cross-attention with everything around it, as one segment.
+    """Self-attention or cross-attention with everything around it, as one region.
 
         h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
         z = drop_path(layer_scale * post_norm(dropout(o Wo^T + bo)))

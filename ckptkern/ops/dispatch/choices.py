@@ -236,7 +236,7 @@ def compose_of(op: str, kind: type) -> None:
 
 def log_composed(kind: type) -> None:
     """Logs once that a module calls its submodules because of `kind`, which is not an error under any backend."""
-    _constant_log(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general segment")
+    _constant_log(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
 
 
 def kernels_alone() -> bool:
@@ -290,7 +290,7 @@ def _inside_checkpoint() -> bool:
 
 
 class _Nested(threading.local):
-    """Do this thread's ops keep to their own mode inside a segment? (`nn.LayerStack`)"""
+    """Do this thread's ops keep to their own mode inside a region? (`nn.LayerStack`)"""
 
     modes = False
 
@@ -300,7 +300,7 @@ _NESTED = _Nested()
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Inside a segment of several layers: what its recompute recomputes at once is then what they keep in their modes."""
+    """Inside a region of several layers: what its recompute recomputes at once is then what they keep in their modes."""
     before, _NESTED.modes = _NESTED.modes, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""mlp_block: [norm ->] MLP or gated MLP and what is around it, as one segment."""
+"""mlp_block: [norm ->] MLP or gated MLP and what is around it, as one region."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def mlp_block(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """An MLP with everything around it, as one segment.
+    """An MLP with everything around it, as one region.
 
         h = norm(x);  f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
         z = drop_path(layer_scale * post_norm(dropout(f)))

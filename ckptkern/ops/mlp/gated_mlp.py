@@ -1,4 +1,4 @@
-"""gated_mlp: y = dropout(act(x wg^T) * (x wu^T)) wd^T (SwiGLU, GEGLU, ...) as one segment."""
+"""gated_mlp: y = dropout(act(x wg^T) * (x wu^T)) wd^T (SwiGLU, GEGLU, ...) as one region."""
 
 from __future__ import annotations
 

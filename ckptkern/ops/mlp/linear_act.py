@@ -1,4 +1,4 @@
-"""linear_act: y = act(x w^T + b) as one segment."""
+"""linear_act: y = act(x w^T + b) as one region."""
 
 from __future__ import annotations
 

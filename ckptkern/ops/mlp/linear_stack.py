@@ -1,4 +1,4 @@
-"""linear_stack: k layers of Linear + activation as one segment: only its input lives until backward."""
+"""linear_stack: k layers of Linear + activation as one region: only its input lives until backward."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def linear_stack(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """k layers h <- act(h w_l^T + b_l), starting from x, as ONE segment.
+    """k layers h <- act(h w_l^T + b_l), starting from x, as ONE region.
 
     x [..., n_0], weights: k tensors [n_{l+1}, n_l], biases: k tensors [n_{l+1}] or None -> y [..., n_k] in x's dtype
     (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. Chains whose widths are all

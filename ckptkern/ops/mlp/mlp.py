@@ -1,4 +1,4 @@
-"""mlp: y = dropout(act(x w1^T + b1)) w2^T + b2 as one segment that saves its input and recomputes the rest in backward."""
+"""mlp: y = dropout(act(x w1^T + b1)) w2^T + b2 as one region that saves its input and recomputes the rest in backward."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def mlp(
     least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. The float32 sums of the weights' gradients,
     which more than one chunk needs, are not counted.
 
-    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the segment.
+    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the region.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     probability, workspace), RuntimeError (backend).
     """

@@ -2,7 +2,7 @@
 
 - ``torch``: PyTorch's own layers;
 - ``torch.utils.checkpoint``: the same, every block inside a non-reentrant checkpoint;
-- ``ckptkern``: the same, every block as one segment, ``ckptkern.transformer_layer``. With ``--experts``, whose unfused form
+- ``ckptkern``: the same, every block as one region, ``ckptkern.transformer_layer``. With ``--experts``, whose unfused form
   is torch's grouped matmuls in transformers' layout, as two: ``ckptkern.attention_block`` and ``ckptkern.nn.Experts``.
 
 The text is the source code of Python's standard library, which every machine that runs this has. Whole top-level

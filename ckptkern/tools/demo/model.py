@@ -1,4 +1,4 @@
-"""The demo's GPT: PyTorch's own layers, and the same blocks in segments of ckptkern."""
+"""The demo's GPT: PyTorch's own layers, and the same blocks as fused layers of ckptkern."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class SegmentBlock(Block):
-    """The same block, the same parameters, as one segment of ckptkern."""
+    """The same block, the same parameters, as one region of ckptkern."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -118,7 +118,7 @@ class MoEBlock(Block):
 
 
 class SegmentMoEBlock(MoEBlock):
-    """The same block, the same parameters: attention with its norm is one segment, the experts are another one."""
+    """The same block, the same parameters: attention with its norm is one region, the experts are another one."""
 
     experts = segments.Experts
 
