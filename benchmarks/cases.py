@@ -313,7 +313,7 @@ class SelectiveCheckpoint:
         return checkpoint(self.model, x, use_reentrant=False, context_fn=self.contexts)
 
     def unseen_bytes(self) -> int:
-        """Bytes that the last call keeps out of sight of saved-tensor hooks."""
+        """Bytes that the last call saves out of sight of saved-tensor hooks."""
         tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 

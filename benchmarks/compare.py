@@ -77,7 +77,7 @@ def _bytes(text: str) -> str:
 
 
 def changed_bytes(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """What a variant keeps or peaks at, where it is another figure than before."""
+    """What a variant saves or peaks at, where it is another figure than before."""
     return [
         f"{name} {_bytes(old[field])} -> {_bytes(new[field])}"
         for name, field in (("saved", "saved_bytes"), ("peak", "peak_bytes"))

@@ -379,7 +379,7 @@ def item_of(args: argparse.Namespace, kind: str, modes: tuple[str, ...] | None, 
 
 
 def least_bytes(item: Item, dtype: torch.dtype) -> int:
-    """What the model in dtype and its float64 reference hold at least: weights, gradients, and what the reference keeps."""
+    """What the model in dtype and its float64 reference hold at least: weights, gradients, and what the reference saves."""
     rows = item.size.length or 1
     with torch.device("meta"):
         model = item.case.model(item.size.width).double().eval()

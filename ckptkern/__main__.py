@@ -14,12 +14,12 @@ COMMANDS = {
     "demo": (".tools.demo", "train a small GPT three ways side by side: loss, memory and time", ("matplotlib", "rich")),
     "convert": (
         ".tools.convert",
-        "say what ckptkern.convert would do with a model of yours, and what it would keep",
+        "say what ckptkern.convert would do with a model of yours, and what it would save for backward",
         (),
     ),
     "report": (
         ".tools.report",
-        "say what each region of a model of yours keeps and costs in each mode",
+        "say what each region of a model of yours saves and costs in each mode",
         (),
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its backward, and how high memory rises: the two figures of a checkpointed region.
+"""What a forward pass saves for its backward, and how high memory rises: the two figures of a checkpointed region.
 
 Saved bytes are exact on any device: they are counted, not sampled. ``saved_tensors`` listens through
 ``torch.autograd.graph.saved_tensors_hooks``; ``peak_memory`` reads the allocator.
@@ -144,7 +144,7 @@ def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterato
 
 @contextlib.contextmanager
 def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iterator[SavedTensors]:
-    """Counts the bytes that a forward pass keeps for its backward, each storage once.
+    """Counts the bytes that a forward pass saves for its backward, each storage once.
 
         with saved_tensors(model) as saved:
             loss = model(x)

@@ -1,4 +1,4 @@
-// What an activation checkpoint keeps of its call: its arguments, and the random state and precision that it ran with.
+// What an activation checkpoint saves of its call: its arguments, and the random state and precision that it ran with.
 #pragma once
 
 #include "precision.h"

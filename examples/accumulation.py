@@ -51,7 +51,7 @@ model.train()
 for micro in (16, 4):
     with ckptkern.memory.saved_tensors(model) as saved:
         model(ids[:micro])
-    print(f"{micro:2} samples keep {ckptkern.memory.format_size(saved.bytes)}")
+    print(f"{micro:2} samples save {ckptkern.memory.format_size(saved.bytes)}")
 
 optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
 for _ in range(10):

@@ -59,4 +59,4 @@ with ckptkern.patch_torch():  # torch.utils.checkpoint is ckptkern's, which tran
     train(model, gradient_checkpointing=True)  # newer versions say activation_checkpointing
     with ckptkern.memory.saved_tensors(model) as saved:
         model(ids.to(model.device))
-    print("regions keep", ckptkern.memory.format_size(saved.bytes))
+    print("regions save", ckptkern.memory.format_size(saved.bytes))

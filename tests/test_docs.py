@@ -30,7 +30,7 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
-# What torch's own layers keep differs between its versions: the pages show the pinned one's.
+# What torch's own layers save differs between its versions: the pages show the pinned one's.
 PINNED = re.search(r"^torch==(\d+\.\d+\.)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)[1]
 
 _evaluate = PythonEvaluator()

@@ -1,4 +1,4 @@
-"""ckptkern.memory: what forward keeps is counted exactly, and counting changes nothing about the graph."""
+"""ckptkern.memory: what forward saves is counted exactly, and counting changes nothing about the graph."""
 
 import gc
 
@@ -16,7 +16,7 @@ def test_each_storage_is_counted_once_at_its_whole_size():
     base = torch.randn(10, 4, requires_grad=True)
     with saved_tensors() as saved:
         y = base[:2].sin() + base[4:6].cos() + base[:2].exp()
-    # sin and cos keep views of base's one storage, exp keeps its output of [2, 4]
+    # sin and cos save views of base's one storage, exp saves its output of [2, 4]
     assert saved.bytes == 10 * 4 * 4 + 2 * 4 * 4
     assert [nbytes for _, _, nbytes in saved.tensors] == [160, 32]
     assert saved.tensors[1][:2] == (torch.Size([2, 4]), torch.float32)
@@ -70,7 +70,7 @@ def test_what_is_saved_prints_as_a_table_the_largest_first():
     assert str(saved).splitlines() == ["    3 KiB in 1 tensor", "    3 KiB  float32   [256, 3]"]
 
 
-def test_a_store_inside_takes_what_it_keeps_and_outside_gets_nothing():
+def test_a_store_inside_takes_what_it_saves_and_outside_gets_nothing():
     x = torch.randn(64, requires_grad=True)
     with saved_tensors() as saved, ckptkern.storage.offload(min_bytes=0):
         x.exp()
@@ -89,7 +89,7 @@ def test_a_cast_weight_is_counted():
     assert saved.bytes == 3 * 8 * 2 + 6 * 8 * 2
 
 
-def test_checkpoint_keeps_only_the_inputs_of_its_region():
+def test_checkpoint_saves_only_the_inputs_of_its_region():
     x = torch.randn(5, 7, requires_grad=True)
     with saved_tensors() as saved:
         y = checkpoint(lambda t: t.sin().exp().tanh(), x, use_reentrant=False)

@@ -234,7 +234,7 @@ def slice_columns(x: torch.Tensor) -> int:
 
 
 def slice_count(x: torch.Tensor, entries: int) -> int:
-    """Rows of what `cross_entropy_fwd` keeps as parts."""
+    """Rows of what `cross_entropy_fwd` saves as parts."""
     return -(-entries // slice_columns(x))
 
 

@@ -1,7 +1,7 @@
 """convert on known families of models, small and random: `make convert-families`.
 
 For each: what replaces its layers; loss and gradients against the original in float32, and of both against float64 under
-bfloat16 autocast (the converted model's error may be twice the original's); the losses of 20 steps; and what one call keeps
+bfloat16 autocast (the converted model's error may be twice the original's); the losses of 20 steps; and what one call saves
 eager, with torch.utils.checkpoint round each layer, and converted.
 """
 
@@ -209,7 +209,7 @@ def rows(names: list[str]) -> Iterator[measure.Result]:
 
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
-    """Bars of what each family keeps: eager, with torch.utils.checkpoint round each layer, converted."""
+    """Bars of what each family saves: eager, with torch.utils.checkpoint round each layer, converted."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -25,7 +25,7 @@ LAYERS = 24
 
 
 class Block(nn.Module):
-    """Pre-norm MLP with a residual: the part of a layer that keeps most."""
+    """Pre-norm MLP with a residual: the part of a layer that saves most."""
 
     def __init__(self, width: int):
         super().__init__()

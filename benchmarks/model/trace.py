@@ -69,7 +69,7 @@ class Launch(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The launches of a step in order, and the bytes that its forward keeps, parameters apart."""
+    """The launches of a step in order, and the bytes that its forward saves, parameters apart."""
 
     forward: list[Launch]
     backward: list[Launch]

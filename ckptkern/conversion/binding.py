@@ -31,7 +31,7 @@ REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ 
 
 def mode_of(op: str, activation: str | None, mode: str) -> str:
     """An op's mode in a model at `mode`. What "selective" spares is attention and the bits of a relu: an MLP at "selective"
-    would keep its widest tensors."""
+    would save its widest tensors."""
     if mode != "selective" or op in ("transformer_layer", "attention_block"):
         return mode
     return mode if (op, activation) == ("linear_act", "relu") else "full"

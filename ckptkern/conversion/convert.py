@@ -275,7 +275,7 @@ def convert(
 
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
     in training. The model's random state, buffers and modes are afterwards as before.
-    recompute: what the regions keep: "full" their input; "selective" also attention's result; "none" everything.
+    recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything.
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
     may be converted, and what may not, with all that is inside.
 

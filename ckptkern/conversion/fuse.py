@@ -369,7 +369,7 @@ def calls_of(linear: nn.Linear) -> list[Call]:
 
 
 def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
-    """What one training call of `run`, a forward of `module`, keeps, besides parameters and the arguments other than x."""
+    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
     given = leaves_of((args, kwargs))
     wanted = x.detach().requires_grad_()
     args, kwargs = recomputed((args, kwargs), iter([wanted if value is x else value for value in given]))

@@ -69,7 +69,7 @@ class Conversion:
         text.append(f"{count} module{'s' * (count != 1)} converted")
         if any(row.saved_before is not None for row in self.converted):
             saved = memory.format_size(self.saved_after), memory.format_size(self.saved_before)
-            text[-1] += f", keeping {saved[0]} instead of {saved[1]}"
+            text[-1] += f"; saved for backward: {saved[0]} instead of {saved[1]}"
         return "\n".join(text)
 
 

@@ -67,7 +67,7 @@ def target_columns(target: Tensor, head: Head, width: int) -> tuple[Tensor, Tens
 
 
 def slice_count(x: Tensor, entries: int) -> int:
-    """Rows of what `cross_entropy_fwd` keeps as parts: here a token has one slice."""
+    """Rows of what `cross_entropy_fwd` saves as parts: here a token has one slice."""
     return 1
 
 

@@ -80,7 +80,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     trained. attn_mask may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
     Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block in mode
-    `recompute`. Everything else keeps the inputs, q, k, v, o and the logsumexp in every mode, because projections and core
+    `recompute`. Everything else saves the inputs, q, k, v, o and the logsumexp in every mode, because projections and core
     are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and saves them: pass False if
     the weights are not needed.
     Dropout of the weights saves 16 bytes and samples the same mask with and without need_weights.

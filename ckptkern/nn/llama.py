@@ -348,7 +348,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
 
         rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then saved once. Without
-        it the layer makes them from rope_theta and the positions 0, 1, ..., and again in backward, and keeps none.
+        it the layer makes them from rope_theta and the positions 0, 1, ..., and again in backward, and saves none.
         attn_mask: bool, True = visible, or additive; key_padding_mask [B, S]: True = hidden. Raises as
         ckptkern.transformer_layer does.
         """

@@ -1,4 +1,4 @@
-"""MLP and gated MLP blocks that keep their input and recompute the hidden layer in backward."""
+"""MLP and gated MLP blocks that save their input and recompute the hidden layer in backward."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *a
 
 class LayerStack(torch.nn.ModuleList):
     """Layers of one shape of input and output, of which `every` k are one segment: for when the layers' inputs are all that is
-    left to keep (16 GiB of a Llama 8B's at 64k tokens).
+    left to save (16 GiB of a Llama 8B's at 64k tokens).
 
         x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
 

@@ -167,11 +167,11 @@ def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tenso
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer: the same arguments, parameters and results, in training and evaluation.
 
-    The whole layer is one ckptkern.transformer_layer that keeps, besides parameters, src at recompute="full"; src, o
+    The whole layer is one ckptkern.transformer_layer that saves, besides parameters, src at recompute="full"; src, o
     and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule
     has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a key padding mask
-    needs a gradient, the layer is one ckptkern.checkpoint that calls it, and keeps src as "full" does ("none": what its
-    modules keep). Global module hooks see the layer, not the submodules that its regions stand for. A pair of modes,
+    needs a gradient, the layer is one ckptkern.checkpoint that calls it, and saves src as "full" does ("none": what its
+    modules save). Global module hooks see the layer, not the submodules that its regions stand for. A pair of modes,
     such as ("selective", "none"), is of attention and of the MLP.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
@@ -234,9 +234,9 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer: the same arguments, parameters and results, in training and evaluation.
 
-    The whole layer, cross-attention too, is one ckptkern.transformer_layer that keeps, besides parameters and memory, tgt at
+    The whole layer, cross-attention too, is one ckptkern.transformer_layer that saves, besides parameters and memory, tgt at
     recompute="full"; tgt, o and the logsumexp of both attentions at "selective"; everything at "none". Where
-    TransformerEncoderLayer is one ckptkern.checkpoint, this layer is too, and keeps tgt and memory.
+    TransformerEncoderLayer is one ckptkern.checkpoint, this layer is too, and saves tgt and memory.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. Masks: as in MultiheadAttention.
     Dtypes under autocast: as in TransformerEncoderLayer.

@@ -231,11 +231,11 @@ def transformer_layer(
     GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for backward besides
     parameters:
 
-        "none"       what the two blocks keep at "none", and what passes between them, if it does
+        "none"       what the two blocks save at "none", and what passes between them, if it does
         "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o
         "full"       x
 
-    and key_value itself. "none" and "selective" keep these of both attentions. A pair of modes, of the attentions and of the
+    and key_value itself. "none" and "selective" save these of both attentions. A pair of modes, of the attentions and of the
     MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is "selective" with what passes
     between the sublayers saved, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.

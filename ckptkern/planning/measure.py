@@ -1,7 +1,7 @@
-"""What each region of a model keeps, and what it costs, in each of its strategies.
+"""What each region of a model saves, and what it costs, in each of its strategies.
 
 Saved bytes: the model's forward runs once for each strategy, with saved-tensor hooks that count and hold nothing, so a model
-may be measured that would not fit. A storage that several regions may keep, such as what one hands to the next, has one name
+may be measured that would not fit. A storage that several regions may save, such as what one hands to the next, has one name
 in all of these runs, so that the bytes of any mixture of strategies are those of a union: exact, and not a sum.
 
 Time, matmuls and workspace: one region of each kind runs alone, forward and backward, on the input that it had in the model.
@@ -35,7 +35,7 @@ ROUNDS, PATIENCE = 15, 2.0  # at most so many rounds of timings, and so many sec
 
 
 class Held(NamedTuple):
-    """Bytes that one owner keeps: storages that no other sees, and others by name."""
+    """Bytes that one owner saves: storages that no other sees, and others by name."""
 
     own: int = 0
     shared: dict[tuple, int] = {}  # noqa: RUF012 (never written)
@@ -90,7 +90,7 @@ class Table:
 
     @property
     def outside(self) -> int:
-        """Bytes saved outside of all regions that no region keeps."""
+        """Bytes saved outside of all regions that no region saves."""
         seen = {name for row in self.rows for held in row.held for name in held.shared}
         return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
 
@@ -98,7 +98,7 @@ class Table:
         return [self.cost(row, strategy).workspace or 0 for row, strategy in zip(self.rows, chosen, strict=True)]
 
     def saved(self, chosen: Sequence[int]) -> int:
-        """Bytes that the model's forward keeps if the regions run in these strategies."""
+        """Bytes that the model's forward saves if the regions run in these strategies."""
         return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
 
     @property

@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def saved(self) -> int:
-        """Bytes that the model's forward keeps for backward, besides parameters and buffers."""
+        """Bytes that the model's forward saves for backward, besides parameters and buffers."""
         return self.table.saved(self.chosen)
 
     @property
@@ -130,7 +130,7 @@ class Plan:
         try:
             self.replan(max(budget, 0))
         except BudgetError as error:
-            warnings.warn(f"{error}. The step keeps that, and may not fit", stacklevel=2)
+            warnings.warn(f"{error}. The step saves that, and may not fit", stacklevel=2)
             self.replan(error.least)
 
 
@@ -184,7 +184,7 @@ def plan(
     group: dist.ProcessGroup | None = None,
     **example_kwargs: Any,
 ) -> Plan:
-    """Chooses how each region of a model runs, the quickest that keeps at most `budget` bytes for backward, and applies it.
+    """Chooses how each region of a model runs, the quickest that saves at most `budget` bytes for backward, and applies it.
 
         plan = ckptkern.plan(model, input_ids, budget="10GiB")
         print(plan)
@@ -196,7 +196,7 @@ def plan(
 
     What is measured: saved bytes of every region, exactly, by forwards of the model that hold nothing; time, matmuls and
     workspace of one region of each kind, alone. The choice is the optimum of an integer programme (SciPy's milp) over that
-    table. Of regions that are alike, the first are recomputed and the last keep, which peaks lowest.
+    table. Of regions that are alike, the first are recomputed and the last save most, which peaks lowest.
 
     example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
     around the call of plan. On meta tensors the matmuls take the place of the time. The random states, buffers and modes are

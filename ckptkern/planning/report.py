@@ -1,4 +1,4 @@
-"""report: what each region of a model keeps and costs in each mode, beside eager PyTorch."""
+"""report: what each region of a model saves and costs in each mode, beside eager PyTorch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Line:
 class Report:
     """print(report) shows the regions, those that are alike in one line, and the whole model.
 
-    lines: of all regions, in the model's order. totals: bytes that the whole model keeps, by mode, with regions that do not
+    lines: of all regions, in the model's order. totals: bytes that the whole model saves, by mode, with regions that do not
     have it at "full"; "eager PyTorch" is left out if a region has no original forward. timelines: memory
     over one step, by mode; empty on the meta device.
     """
@@ -90,7 +90,7 @@ class Report:
                         "" if line.workspace is None else memory.format_size(line.workspace),
                     )
                 )  # fmt: skip
-        return "\n".join([*aligned(text), "the model keeps", *self._totals()])
+        return "\n".join([*aligned(text), "the model saves", *self._totals()])
 
     def _totals(self) -> list[str]:
         rows = []
@@ -207,7 +207,7 @@ def timelines(
 
 
 def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Report:
-    """Measures what each region of a model keeps and costs in each mode, and eager PyTorch beside it.
+    """Measures what each region of a model saves and costs in each mode, and eager PyTorch beside it.
 
         report = ckptkern.report(model, input_ids)
         print(report)

@@ -3,7 +3,7 @@ HiGHS.
 
     minimise    sum over regions s of cost[s, strategy of s]
     subject to  rest + sum over s of own[s, strategy of s] + sum over storages k of size[k] z[k]  <=  budget
-                z[k] >= 1  if the strategy of some region keeps k
+                z[k] >= 1  if the strategy of some region saves k
 
 Regions that differ in nothing are counted rather than told apart: the n layers of a kind are one integer for each strategy,
 not n binaries, which would have n! equal solutions.
@@ -89,8 +89,8 @@ def undominated(cost: Sequence[float], own: Sequence[int], shared: Sequence[dict
 
 
 def solved(groups: list[Group], room: int | None) -> list[int] | None:
-    """The strategies of all regions, the cheapest that keep at most `room` bytes besides what is fixed; None if there are
-    none. Without a room, those that keep least."""
+    """The strategies of all regions, the cheapest that save at most `room` bytes besides what is fixed; None if there are
+    none. Without a room, those that save least."""
     if not groups:
         return [] if room is None or room >= 0 else None
     import numpy as np
@@ -134,7 +134,7 @@ def solved(groups: list[Group], room: int | None) -> list[int] | None:
 
 
 def spread(groups: list[Group], counts: Sequence[Sequence[float]]) -> list[int]:
-    """A strategy for each region. Of regions that are alike, the last keep most: their backward comes first and frees it
+    """A strategy for each region. Of regions that are alike, the last save most: their backward comes first and frees it
     before the others' recompute."""
     chosen = {}
     for group, numbers in zip(groups, counts, strict=True):

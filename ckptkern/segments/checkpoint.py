@@ -368,7 +368,7 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs,
 ):
-    """function(*args, **kwargs), keeping its arguments and recomputing everything else in backward.
+    """function(*args, **kwargs), saving its arguments and recomputing everything else in backward.
 
     A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``. Arguments may be nested in tuples,
     named tuples, lists and dicts; anything may be returned. Saved from forward to backward: the tensors among the

@@ -46,7 +46,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
       "sqrt"       round(√L) segments, as even as possible, the last one run as it is: the least memory for one more
                    forward pass (Chen et al., arXiv:1604.06174)
       "every 3"    the first, fourth, ... layer, each a segment of its own
-      "2GiB"       recomputes the fewest layers, those that keep most first, so that at most this is saved for backward.
+      "2GiB"       recomputes the fewest layers, those that save most first, so that at most this is saved for backward.
                    `input` gives shapes and dtypes: the layers are traced on fake tensors, and nothing is computed
       "block*"     layers whose name matches (fnmatch), each a segment of its own; names are those of the
                    nn.Sequential's children, or places in the list
@@ -112,7 +112,7 @@ def _alone(chosen: Iterable[bool]) -> list[Part]:
 
 
 class _Layer(NamedTuple):
-    """Bytes of each storage, by key: of what a layer keeps when it is run as it is, and of its input."""
+    """Bytes of each storage, by key: of what a layer saves when it is run as it is, and of its input."""
 
     saved: dict[int, int]
     input: dict[int, int]
@@ -175,7 +175,7 @@ def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
     ) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
         if len(parts) == 1:
             raise ValueError(
-                f"at most {format_size(budget)} may be saved, but one segment of all layers keeps "
+                f"at most {format_size(budget)} may be saved, but one segment of all layers saves "
                 f"{format_size(saved)}, its input"
             )
         joined = [

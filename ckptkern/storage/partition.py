@@ -15,7 +15,7 @@ class partition(Store):
     """Keeps 1/n of each saved tensor on each of the n ranks of a group; backward gathers it.
 
     Only for tensors that are *equal on all ranks*: what tensor parallelism replicates, such as the input of a layer norm
-    or of a column-parallel linear layer. Enter it around those, or around regions that keep only their inputs, or name
+    or of a column-parallel linear layer. Enter it around those, or around regions that save only their inputs, or name
     them with `select`. Each rank saves a checksum of its whole tensor, and backward compares them: RuntimeError on a
     CPU, a device-side assertion on a GPU, where reading the result would make the host wait.
 

@@ -117,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
     if before is not None:
         after = saved(model, given, named)
         print(
-            f"a training step of the whole model keeps {memory.format_size(after)} instead of "
+            f"a training step of the whole model saves {memory.format_size(after)} instead of "
             f"{memory.format_size(before)}, besides parameters"
         )
     if args.csv:

@@ -1,4 +1,4 @@
-"""``python -m ckptkern report FILE:FUNCTION``: what each region of a model of yours keeps and costs in each mode."""
+"""``python -m ckptkern report FILE:FUNCTION``: what each region of a model of yours saves and costs in each mode."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 @dataclass(frozen=True)
 class Op:
-    """An op, the same in PyTorch ops, and what it keeps: (mode, relu?) -> (elements, mask bytes) per token."""
+    """An op, the same in PyTorch ops, and what it saves: (mode, relu?) -> (elements, mask bytes) per token."""
 
     shapes: dict[str, tuple[int, ...]]  # parameters
     fused: Callable[..., Tensor]  # (x, *parameters, activation=, recompute=)
@@ -179,7 +179,7 @@ def check_dropout(device: str, backend: str) -> Iterator[Result]:
     scale = state.threshold_scale(P)[1]
     replayed = torch.equal(x.grad, torch.where(y != 0, scale, 0.0)) and torch.equal(y, x * x.grad)
     fault = None if replayed else "backward's mask is not forward's"
-    yield f"dropout, {device} {backend}", fault or (None if saved.bytes == 16 else f"keeps {saved.bytes} B, not 16")
+    yield f"dropout, {device} {backend}", fault or (None if saved.bytes == 16 else f"saves {saved.bytes} B, not 16")
 
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
@@ -211,7 +211,7 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
         elements, mask_bytes = op.saved(mode, activation == "relu")
         wanted = TOKENS * (elements * dtype.itemsize + mask_bytes)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
-        faults += [] if saved.bytes == wanted else [f"keeps {saved.bytes} B, documented are {wanted}"]
+        faults += [] if saved.bytes == wanted else [f"saves {saved.bytes} B, documented are {wanted}"]
         what = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
         yield f"{what}: error {ratio:.2f} of eager's, {saved.bytes / TOKENS:g} B/token", "; ".join(faults) or None
 

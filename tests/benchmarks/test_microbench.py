@@ -130,7 +130,7 @@ def test_help_names_the_options_of_each_op():
 
 @pytest.mark.parametrize("op", micro.OPS)
 def test_the_least_that_is_needed_is_no_more_than_what_is_used(op):
-    """Weights and gradients in both dtypes, and what float64 keeps, counted on the real device; but for the few bytes that are
+    """Weights and gradients in both dtypes, and what float64 saves, counted on the real device; but for the few bytes that are
     saved once, and counted for each row."""
     made = sized(op)
     model, x, _ = cases.build(made, CPU)

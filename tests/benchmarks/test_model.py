@@ -134,7 +134,7 @@ TOKENS, TOP_K, D, H, EXPERTS = 256, 2, 64, 24, 8  # of the narrow MoE layer
 
 def test_an_moe_by_hand():
     """transformers' way: a gather, two grouped matmuls around silu and its matmul, weights, a second gather, a sum; the
-    gradients of gathers add rows up. What it keeps is what tests/nn counts on a CPU, and x for the router."""
+    gradients of gathers add rows up. What it saves is what tests/nn counts on a CPU, and x for the router."""
     found = steps("moe_mlp-silu", D, TOKENS)
     rows, eager = TOKENS * TOP_K, found[cases.EAGER]
     grouped = [launch for launch in eager.launches if launch.name.startswith("_grouped_mm")]

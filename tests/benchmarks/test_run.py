@@ -326,7 +326,7 @@ def rows_of(item: cases.Item, *variants: str, **more) -> dict[str, measure.Row]:
         ("llama_layer", 2 * 32 + 2 * 16 + 2 + 32 + 3 * 88, 0),
     ],
 )
-def test_attention_cases_keep_what_the_documentation_says(name, none, extra):
+def test_attention_cases_save_what_the_documentation_says(name, none, extra):
     """Saved: x, o and the logsumexp at "selective", as by the checkpoint that saves SDPA's results; x at "full"."""
     modes = ("ckptkern none", "ckptkern selective", "ckptkern full")
     selective = "torch checkpoint, SDPA saved"
@@ -428,7 +428,7 @@ def test_runs_on_the_gpu(monkeypatch, tmp_path):
 
 
 def test_trade_writes_its_table_and_figure(tmp_path):
-    """The figure of docs/concepts/segments.md: more regions keep less, until their inputs outweigh the rest."""
+    """The figure of docs/concepts/segments.md: more regions save less, until their inputs outweigh the rest."""
     from benchmarks.dev import trade
 
     assert (

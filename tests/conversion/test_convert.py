@@ -73,7 +73,7 @@ def test_revert_gives_back_the_original(name: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_modes_keep_less_and_less(recompute: str) -> None:
+def test_modes_save_less_and_less(recompute: str) -> None:
     model = ARCHITECTURES["llama"].model()
     theirs = results(model)
     ckptkern.convert(model, ids(), recompute=recompute)
@@ -382,7 +382,7 @@ def test_a_later_change_counts_and_memory_stays_low(what: str) -> None:
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key])
     inputs = ids().numel() * WIDTH * 4
-    assert saved(converted) < 6 * inputs < saved(model), "the layers keep their input"
+    assert saved(converted) < 6 * inputs < saved(model), "the layers save their input"
 
 
 def test_a_reentrant_checkpoint_draws_the_same_masks_twice() -> None:
@@ -434,7 +434,7 @@ def test_the_table() -> None:
     text = str(conversion)
     assert "layers.* (2)" in text
     assert "transformer_layer" in text
-    assert text.splitlines()[-1].startswith("2 modules converted, keeping")
+    assert text.splitlines()[-1].startswith("2 modules converted; saved for backward:")
     assert [row.name for row in conversion] == ["layers.0", "layers.1", "head"]
     assert "head: the example's call has no F.cross_entropy of it" in text
 

@@ -369,7 +369,7 @@ def test_modes_and_the_table(dtype: torch.dtype) -> None:
         (row,) = ckptkern.convert(model, ids(), ids(1), recompute=mode)
         assert (row.name, row.kind) == ("head", "Linear")
         assert row.error < 2e-5
-        if mode == "none" and dtype is torch.float32:  # both keep 4 bytes of a logit
+        if mode == "none" and dtype is torch.float32:  # both save 4 bytes of a logit
             assert (row.replaced_by, row.reason) == (None, "linear_cross_entropy saves no less")
             continue
         assert row.replaced_by == "linear_cross_entropy"

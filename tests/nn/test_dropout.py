@@ -33,7 +33,7 @@ def test_a_scalar():
 
 
 def test_inplace_over_what_another_op_keeps():
-    """exp keeps its result; overwriting it is an error, not a wrong gradient."""
+    """exp saves its result; overwriting it is an error, not a wrong gradient."""
     x = torch.ones(4, 9, requires_grad=True)
     y = ckptkern.nn.Dropout(0.5, inplace=True)(x.exp())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

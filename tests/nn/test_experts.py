@@ -183,7 +183,7 @@ def step(function, x, index, s, parameters):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("d", "h", "experts", "top_k"), [(64, 32, 16, 4), (64, 96, 4, 2), (128, 448, 4, 2)])
 def test_saved_bytes_and_peak_beside_transformers(d, h, experts, top_k, dtype):
-    """transformers' "grouped_mm", and the same in eager PyTorch of the demo and the benchmark, keep gathered rows, g and u,
+    """transformers' "grouped_mm", and the same in eager PyTorch of the demo and the benchmark, save gathered rows, g and u,
     act(g), h and the output before its weights. Ours at "full": routing alone, and a lower peak."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     config = transformers.MixtralConfig(

@@ -157,8 +157,8 @@ def test_saved_bytes(dropout, recompute, saved):
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_layers_keep_no_tables(mode):
-    """Four layers keep four times what one keeps, and as much as without rotation."""
+def test_layers_save_no_tables(mode):
+    """Four layers save four times what one saves, and as much as without rotation."""
 
     def saved(theta, count):
         model = torch.nn.Sequential(*(layer(recompute=mode, rope_theta=theta) for _ in range(count)))

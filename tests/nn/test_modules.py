@@ -230,7 +230,7 @@ ALL = {
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", [name for name in ckptkern.nn.__all__ if isinstance(getattr(ckptkern.nn, name), type)])
 def test_every_module_is_copied_with_its_settings(name, copied):
-    """What a copy computes, its gradients, and what it keeps for them."""
+    """What a copy computes, its gradients, and what it saves for them."""
     torch.manual_seed(3)
     module, shape = ALL[name]()
     x = torch.randn(shape)

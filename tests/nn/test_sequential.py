@@ -102,7 +102,7 @@ def in_turn(layers):
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("mode", ["selective", "full", ("selective", "none")])
-def test_a_stack_keeps_the_inputs_of_groups(mode, every):
+def test_a_stack_saves_the_inputs_of_groups(mode, every):
     """The last group, of what remains, saves what its layers do; the results, dropout too, are those of the loop."""
     layers = llama(mode)
     parameters = [p for layer in layers for p in layer.parameters()]

@@ -91,7 +91,7 @@ def test_saved_bytes_are_the_tables(block, dtype):
 
 
 @pytest.mark.parametrize("block", in_turn(ALL, shift=1))
-def test_autocast_keeps_no_cast_weight(block):
+def test_autocast_saves_no_cast_weight(block):
     """float32 x and weights under bf16 autocast: x itself is saved, the rest in two bytes per element."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert saved_by(block, block.make()) == block.saved_bytes(4, 2)
@@ -457,7 +457,7 @@ def test_compiled_with_frozen_inputs(block):
 
 
 @pytest.mark.parametrize("block", in_turn([one for one in BLOCKS if one.name == "llama"], shift=1))
-def test_compiled_autocast_keeps_no_cast_weight(block):
+def test_compiled_autocast_saves_no_cast_weight(block):
     """The same bytes as in eager mode, and the same bits."""
     torch._dynamo.reset()
     tensors = block.make()
@@ -583,7 +583,7 @@ def test_memory_is_flat_without_the_garbage_collector(block):
 
 
 @pytest.mark.parametrize("block", in_turn(modes=("none", "full")))
-def test_inference_keeps_nothing(block):
+def test_inference_saves_nothing(block):
     tensors = block.make()
     expected = block.fused(tensors).detach()
     with torch.no_grad(), Saved() as saved:
@@ -623,7 +623,7 @@ def test_every_saved_tensor_is_unpacked_once(block):
 
 @pytest.mark.parametrize("block", blocks(("none",), names=("llama",)))
 def test_selective_checkpoint_may_save_the_op(block):
-    """A policy of torch's selective checkpointing sees the forward op and can keep its results: nothing runs again."""
+    """A policy of torch's selective checkpointing sees the forward op and can save its results: nothing runs again."""
     tensors = block.make()
     contexts = functools.partial(
         create_selective_checkpoint_contexts, [getattr(torch.ops.ckptkern, f"{block.op}_fwd").default]

@@ -273,7 +273,7 @@ def test_saved_bytes_of_the_kernels():
     assert none == TOKENS * (2 * CLASSES + 4 * 10 + 8)
 
 
-def test_z_loss_and_lse_keep_no_more():
+def test_z_loss_and_lse_save_no_more():
     tensors, target = make((TOKENS,), WIDTH, CLASSES)
     options = dict(z_loss=0.1, return_lse=True, reduction="sum")
     with saved_tensors(exclude=[*tensors.values(), target]) as saved:
@@ -281,7 +281,7 @@ def test_z_loss_and_lse_keep_no_more():
     assert saved.bytes == 4 * TOKENS
 
 
-def test_autocast_keeps_no_cast_weight():
+def test_autocast_saves_no_cast_weight():
     """float32 parameters under bf16: x's cast copy and lse; gradients in float32, logits and loss too."""
     tensors, target = make((TOKENS,), WIDTH, CLASSES)
     with torch.autocast("cpu", dtype=torch.bfloat16):

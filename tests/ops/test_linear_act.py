@@ -36,8 +36,8 @@ def test_every_bit_of_relus_mask(features):
     torch.testing.assert_close(db, (dy * (x > 0)).sum(0))
 
 
-def test_a_chain_keeps_each_hidden_layer_once():
-    """relu at "none" saves y, which the next layer keeps anyway: no more than nn.Linear and ReLU keep."""
+def test_a_chain_saves_each_hidden_layer_once():
+    """relu at "none" saves y, which the next layer saves anyway: no more than nn.Linear and ReLU save."""
     from ckptkern.memory import saved_tensors
 
     layers = [torch.nn.Linear(16, 16) for _ in range(3)]

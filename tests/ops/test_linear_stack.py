@@ -55,7 +55,7 @@ def test_one_layer_is_a_linear_act():
 
 
 def test_saved_bytes_do_not_grow_with_the_depth():
-    """At "full" a region of 20 layers saves what a region of 2 keeps: x and one bit per element of y."""
+    """At "full" a region of 20 layers saves what a region of 2 saves: x and one bit per element of y."""
     for depth in (2, 20):
         tensors = stack([16] * (depth + 1))
         weights, biases = layers_of(tensors)

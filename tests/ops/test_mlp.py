@@ -33,8 +33,8 @@ def test_one_bias_without_the_other(mode):
             torch.testing.assert_close(mine, theirs)
 
 
-def test_keeps_no_more_than_a_checkpoint():
-    """It keeps d elements per token, like torch.utils.checkpoint; eager PyTorch keeps d + 2h."""
+def test_saves_no_more_than_a_checkpoint():
+    """It saves d elements per token, like torch.utils.checkpoint; eager PyTorch saves d + 2h."""
     fc1, fc2 = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
     parameters = [*fc1.parameters(), *fc2.parameters()]
     x = torch.randn(10, 16, requires_grad=True)

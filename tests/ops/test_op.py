@@ -67,7 +67,7 @@ def test_saved_bytes_are_the_tables(setup):
 
 
 @pytest.mark.parametrize("setup", setups(dropout=(0.0, P)))
-def test_autocast_keeps_no_cast_weight(setup):
+def test_autocast_saves_no_cast_weight(setup):
     """float32 parameters under bf16 autocast: only activations are saved, in two bytes per element, also x's cast copy."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         itemsize = 2 if setup.op.parameters(1, 1, 1) else 4  # dropout alone runs in x's own dtype, as torch's does
@@ -436,7 +436,7 @@ def test_output_changed_in_place(setup):
 
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_nothing_saved_or_given_is_overwritten(setup):
-    """exp keeps its result, which is the op's input; dy belongs to the caller."""
+    """exp saves its result, which is the op's input; dy belongs to the caller."""
     before = make(setup)
 
     def through_exp(function):
@@ -460,7 +460,7 @@ def test_memory_is_flat_without_the_garbage_collector(setup):
 
 
 @pytest.mark.parametrize("setup", setups(dropout=(P,)))
-def test_inference_keeps_nothing(setup):
+def test_inference_saves_nothing(setup):
     """If no gradient is needed, forward writes no h, z or mask: y is its only result that is not empty."""
     everything = make(setup)
     expected = setup.fused(everything).detach()
@@ -558,14 +558,14 @@ def test_inside_a_checkpoint(setup, reentrant):
     assert ours.flops <= matmuls(checkpointed(setup.unfused), tensors).flops
     modes = modes_of(ours)
     if "recompute" in setup.op.options:
-        # backward runs in the mode of the recomputed forward; a reentrant first forward makes nothing to keep
+        # backward runs in the mode of the recomputed forward; a reentrant first forward makes nothing to save
         assert modes[1:] == ["none", "none"]
         assert modes[0] in (("full", "forward") if reentrant else ("none",))
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), modes=("none",), dropout=(P,)))
 def test_selective_checkpoint_may_save_the_op(setup):
-    """A policy of torch's selective checkpointing sees the forward op and can keep its results."""
+    """A policy of torch's selective checkpointing sees the forward op and can save its results."""
     tensors = make(setup)
     forward_op = getattr(torch.ops.ckptkern, f"{setup.op.name}_fwd").default
 

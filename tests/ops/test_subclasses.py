@@ -108,7 +108,7 @@ def attention_of_bias(q, k, v, mask):
     return ckptkern.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def test_a_causal_bias_keeps_no_mask():
+def test_a_causal_bias_saves_no_mask():
     tensors = heads(64, 64)
     saved = []
     for options in ({"is_causal": True}, {"attn_mask": bias.causal_lower_right(64, 64)}):

@@ -33,7 +33,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-# One of each set of tensors that an op keeps: at "full" relu saves more than other activations in a stack alone.
+# One of each set of tensors that an op saves: at "full" relu saves more than other activations in a stack alone.
 STEPS = setups(("relu",), ("none", "selective"), (P,)) + setups(("gelu",), ("selective", "full"), (P,), LAYERS)
 STEPS += setups(("relu",), ("full",), ops=("linear_stack",))
 
@@ -104,7 +104,7 @@ def test_compiled_with_frozen_inputs(setup):
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), dropout=(P,)))
-def test_compiled_autocast_keeps_no_cast_weight(setup):
+def test_compiled_autocast_saves_no_cast_weight(setup):
     """The same bytes as in eager mode, and the same bits."""
     tensors = make(setup)
     parameters = [t for name, t in tensors.items() if name != "x"]

@@ -95,7 +95,7 @@ def test_layers_that_are_alike_are_counted_and_not_told_apart() -> None:
     assert sum(cost[strategy] for strategy in strategies) <= min(mixtures) + 1e-6
 
 
-def test_of_layers_that_are_alike_the_last_keep_most() -> None:
+def test_of_layers_that_are_alike_the_last_save_most() -> None:
     held = [[Held(100), Held(10)] for _ in range(5)]
     assert choose([[1.0, 2.0]] * 5, held, Held(), 240) == [1, 1, 1, 0, 0]
 

@@ -402,7 +402,7 @@ def test_saved_bytes_are_the_arguments():
 
 
 def test_hooks_around_a_region_see_its_arguments():
-    """So save_on_cpu and our storage around a region reach what it keeps."""
+    """So save_on_cpu and our storage around a region reach what it saves."""
     model, x, seen = mlp(), torch.randn(5, 8, requires_grad=True), []
 
     def pack(t):

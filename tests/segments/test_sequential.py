@@ -141,7 +141,7 @@ def test_measured_on_fake_tensors_is_what_is_saved(activation, x):
 
 
 def test_a_bound_that_cannot_hold(x):
-    with pytest.raises(ValueError, match="at most 2 KiB may be saved, but one segment of all layers keeps 2 KiB"):
+    with pytest.raises(ValueError, match="at most 2 KiB may be saved, but one segment of all layers saves 2 KiB"):
         split(deep(), "2047 B", x)
 
 

@@ -163,7 +163,7 @@ def slow(monkeypatch):
 
 def chain(x, sizes):
     for size in sizes:
-        x = F.pad(x, (0, size - len(x))).exp() * 0.5  # exp keeps its result, of its own size
+        x = F.pad(x, (0, size - len(x))).exp() * 0.5  # exp saves its result, of its own size
     return x
 
 

@@ -37,7 +37,7 @@ def test_the_table_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.C
     assert main(["convert", f"{file}:build", "--recompute", "full", "--csv", str(out)]) == 0
     text = capsys.readouterr().out
     assert "mlp_block" in text
-    assert "a training step of the whole model keeps 128 B instead of 1.12 KiB, besides parameters" in text
+    assert "a training step of the whole model saves 128 B instead of 1.12 KiB, besides parameters" in text
     (row,) = csv.DictReader(out.open())
     assert (row["name"], row["replaced_by"], row["saved_before"], row["saved_after"]) == (
         "",

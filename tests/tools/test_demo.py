@@ -64,7 +64,7 @@ def test_end_to_end(tmp_path, capsys):
     assert [row["variant"] for row in written["table"]] == list(config.VARIANTS)
     assert all(agreement["limited"] for agreement in written["agreement"])
     unfused, checkpointed, ours = written["table"]
-    # ckptkern at "full" keeps the inputs of its blocks, as checkpoint does, and what is saved outside of them
+    # ckptkern at "full" saves the inputs of its blocks, as checkpoint does, and what is saved outside of them
     assert ours["saved_mib"] <= checkpointed["saved_mib"] < unfused["saved_mib"] / 2
     assert ours["peak_mib"] < unfused["peak_mib"]
     assert unfused["ratio"] == 1.0
@@ -74,7 +74,7 @@ def test_end_to_end(tmp_path, capsys):
     assert len(png) > 20_000
 
 
-def test_selective_keeps_a_third_at_most(tmp_path):
+def test_selective_saves_a_third_at_most(tmp_path):
     assert run_demo(tmp_path, "--recompute", "selective", "--layers", "4", "--variants", "torch", "ckptkern") == 0
     unfused, ours = json.loads((tmp_path / "results.json").read_text())["table"]
     assert ours["saved_mib"] <= unfused["saved_mib"] / 3
@@ -121,7 +121,7 @@ def test_activations_agree(tmp_path, activation):
     assert set(losses_by_variant(tmp_path)) == {"torch", "ckptkern"}
 
 
-def test_the_fused_head_trains_alike_and_keeps_no_logits(tmp_path):
+def test_the_fused_head_trains_alike_and_saves_no_logits(tmp_path):
     """Of 256 classes logits and their log-softmax are 2 KiB a token: the curves agree as those of any two variants must."""
     saved = {}
     for head in config.HEADS:
@@ -137,7 +137,7 @@ def test_the_fused_head_trains_alike_and_keeps_no_logits(tmp_path):
     "arguments", ["", "--recompute=selective --activation=gelu", "--head=fused --top-k=1", "--dropout=0.2"]
 )
 def test_a_mixture_of_experts_trains_alike(tmp_path, capsys, arguments):
-    """Torch's grouped matmuls, the same in a checkpoint, and ckptkern's experts, which keep neither gathered rows nor h."""
+    """Torch's grouped matmuls, the same in a checkpoint, and ckptkern's experts, which save neither gathered rows nor h."""
     assert run_demo(tmp_path, "--experts", "4", *arguments.split()) == 0
     losses, out = losses_by_variant(tmp_path), capsys.readouterr().out
     assert losses["torch"] == losses["torch.utils.checkpoint"]

@@ -41,7 +41,7 @@ def statistics(backend, tensors, head, **options):
 
 
 def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
-    """(dz, db) of the rows of w from `start` on, recomputed or from what forward keeps."""
+    """(dz, db) of the rows of w from `start` on, recomputed or from what forward saves."""
     x, w, b, target, weights = tensors
     head = head._replace(first=head.first + start)
     out = torch.empty(len(x), len(w) - start, dtype=x.dtype, device=x.device)

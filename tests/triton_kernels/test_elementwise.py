@@ -170,7 +170,7 @@ SPECIAL = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0, 1e-4
 def test_relu_backward_of_special_values(dtype, saved, device):
     """Every dy meets every z: dy passes, NaN and infinities included, exactly where torch lets it pass.
 
-    From z, from relu's own output (the tensor that the next layer keeps) and from the 1-bit mask alike.
+    From z, from relu's own output (the tensor that the next layer saves) and from the 1-bit mask alike.
     """
     special = torch.tensor(SPECIAL, device=device).to(dtype)
     dy, z = (t.contiguous() for t in torch.meshgrid(special, special, indexing="ij"))

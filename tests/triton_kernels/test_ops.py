@@ -32,7 +32,7 @@ def _triton() -> Iterator[None]:
 
 
 def sizes_of(setup):
-    """A stack's usual sizes are narrow: one kernel at "full", which the modes that keep tensors do not have."""
+    """A stack's usual sizes are narrow: one kernel at "full", which the modes that save tensors do not have."""
     return WIDE if setup.op.name == "linear_stack" else Sizes()
 
 

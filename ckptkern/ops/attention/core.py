@@ -112,7 +112,7 @@ def fused_core(
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernel;
     - without causal's mask, if the number of keys is not a multiple of 128: cuDNN's backward has given NaN for some
       (pytorch#196678).
-    Both keep o and lse, so saved sets do not depend on the choice.
+    Both save o and lse, so saved sets do not depend on the choice.
     """
     if backend != "triton":
         return ""

@@ -204,7 +204,7 @@ def attention_with_weights(
     """(o, p): scaled_dot_product_attention and the weights that it applies, after softmax and dropout, for inspection.
 
     query [B, H, Sq, D], key and value [B, H, Sk, D] of one dtype -> o [B, H, Sq, D], p [B, H, Sq, Sk].
-    It runs in PyTorch ops, whose backward keeps p, because no kernel returns p.
+    It runs in PyTorch ops, whose backward saves p, because no kernel returns p.
     """
     op = "attention_with_weights"
     check_whole_sequence(op)

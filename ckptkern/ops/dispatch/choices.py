@@ -300,7 +300,7 @@ _NESTED = _Nested()
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Inside a region of several layers: what its recompute recomputes at once is then what they keep in their modes."""
+    """Inside a region of several layers: what its recompute recomputes at once is then what they save in their modes."""
     before, _NESTED.modes = _NESTED.modes, True
     try:
         yield

@@ -78,7 +78,7 @@ class MLPSublayer(Sublayer):
         return MLPBranch(self.t, self.o, self.x.shape[0], self.o.dtype, self.casting(last=last))
 
     def recomputed(self, h: Tensor, saved: dict[str, Tensor]) -> Tensor:
-        """The branch's result, which no mode keeps: by one matmul from the hidden layer if that was saved, or all of it."""
+        """The branch's result, which no mode saves: by one matmul from the hidden layer if that was saved, or all of it."""
         branch = self.branch(last=False)
         if branch.updates or not saved:
             return self.drop(branch.forward(h)[0])

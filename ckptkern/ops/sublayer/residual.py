@@ -177,7 +177,7 @@ def after_branch(o: Any) -> frozenset[str]:
 
 
 def reads_branch(o: Any, need: Collection[str]) -> bool:
-    """Does backward read the branch's result, which no mode keeps?"""
+    """Does backward read the branch's result, which no mode saves?"""
     return has_trailing_norm(o) or bool(o.post_norm) or "layer_scale" in need
 
 

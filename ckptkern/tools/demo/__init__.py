@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute",
         choices=("none", "selective", "full"),
         default="full",
-        help="what ckptkern's blocks recompute in backward (default: full, they keep their input only)",
+        help="what ckptkern's blocks recompute in backward (default: full, they save their input only)",
     )
     model.add_argument(
         "--head",

@@ -20,7 +20,7 @@ def grouped_experts(
     matmuls, weights, the rows back in their order, and their sum.
 
     x [T, d], index and weights [T, k], gate_up [E, 2 h, d], down [E, d, h], of which torch wants rows of whole 16 bytes
-    -> [T, d]. Autograd keeps k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
+    -> [T, d]. Autograd saves k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
     """
     pairs = torch.arange(index.numel(), device=x.device)
     ids, order = torch.sort(index.flatten())

@@ -119,7 +119,7 @@ def print_summary(config: Config, summaries: list[Summary], agreed: list[Agreeme
     console.print(table)
     console.print(
         f"Losses in nats per byte, the training loss over the last {tail_steps(config)} steps. Saved: what forward "
-        "keeps for backward. Peak: of forward and backward, above what was allocated before."
+        "saves for backward. Peak: of forward and backward, above what was allocated before."
     )
     for one in agreed:
         apart = f"at most {one.difference:.2g} apart, relatively" if one.difference else "equal bit for bit"
