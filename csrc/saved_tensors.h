@@ -10,7 +10,7 @@ namespace ckptkern {
 //                 version of the parameter that x is or views
 //   Recompute     (segment, key, stop). pack(x) is recompute's pack hook: it hands x to the placeholder at the same place,
 //                 and raises `stop` at the last one if the region stops early
-//   Placeholder       take(key) -> the recomputed tensor, once
+//   Placeholder   take(key) -> the recomputed tensor, once
 // and the function unpack_saved(placeholder), forward's unpack hook, which calls segment.unpack(placeholder) if the
 // tensor is not there yet. Returns false, with a Python error set, on failure.
 //
