@@ -39,7 +39,8 @@ ATTENTION = {"qkv_weight": (3 * D, D), "qkv_bias": (3 * D,), "out_weight": (D, D
 
 def casts(monkeypatch, call, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[Counter, Counter]:
     """Of forward, and of backward."""
-    monkeypatch.setattr(_functions, "dispatched", lambda tensors: False)  # so that the mode sees the ops' bodies
+    monkeypatch.setattr(_functions, "DISPATCHED", 0)  # so that the mode sees the ops' bodies
+    monkeypatch.setattr(_functions, "_OBSERVED", 0)
     with torch.autocast("cpu", torch.bfloat16), Casts(tensors) as forward:
         y = call(x)
     with Casts(tensors) as backward:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from blocks import draws, unfused_attention
+from blocks import rng_states, unfused_attention
 from cases import SEED, assert_as_exact, clone, gradients, output_gradient
 
 import ckptkern
@@ -100,9 +100,9 @@ def unfused(case: Case):
         if "added" in options:
             options["added"] = options["added"].to(t["q"].dtype)
         if hidden is None:
-            return unfused_attention(t["q"], t["k"], t["v"], drawn=draws(), **options)
+            return unfused_attention(t["q"], t["k"], t["v"], drawn=rng_states(), **options)
         nothing = hidden.all(-1, keepdim=True)  # NaN in a softmax, and in its gradient
-        o = unfused_attention(t["q"], t["k"], t["v"], drawn=draws(), hidden=hidden & ~nothing, **options)
+        o = unfused_attention(t["q"], t["k"], t["v"], drawn=rng_states(), hidden=hidden & ~nothing, **options)
         return o.masked_fill(nothing, 0.0)
 
     return run

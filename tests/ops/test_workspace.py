@@ -146,17 +146,11 @@ CASES = {
     "attention_block": Case(X | ATTENTION, attention),
     "transformer_layer": Case(X | ATTENTION | PLAIN, layer),
 }
-UNBOUNDED = {"attention_block", "transformer_layer"}  # take all heads, and all queries, at once
-
-
-def marked(name: str):
-    marks = [pytest.mark.xfail(strict=True, reason="attention takes all heads at once")] if name in UNBOUNDED else []
-    return pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", map(marked, CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_what_is_saved_and_the_workspace(name, mode, dtype, monkeypatch):
     """With a workspace of nearly two and nearly three times what the least chunk takes: a row's bytes are not underestimated.
 
