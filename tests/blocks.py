@@ -358,7 +358,7 @@ class Attention(Sublayer):
     def multiply_adds(self, mode: str) -> tuple[int, int]:
         """(forward's, backward's) per token, everything trained."""
         qkv, out, core = self.matmuls().values()
-        backward = 2 * (qkv + out) + (7 if self.mask else 5) * core
+        backward = 2 * (qkv + out) + 5 * core
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[mode]
         recomputed = [name for name in ("q", "k", "v", "qkv") if mode != "none"] + ["out"] * self.reads_branch()
         lora = self.lora_multiply_adds(recomputed)

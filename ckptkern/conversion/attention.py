@@ -94,6 +94,10 @@ def read_core(steps: Steps, node: Node) -> Core:
             call["query"], call["key"], call["value"], [] if mask is None else [mask], in_training(call.get("dropout_p", 0.0)),
             bool(call.get("is_causal", False)), D**-0.5 if scale is None else float(scale),
         )  # fmt: skip
+    if node.is_function("padded_causal_attention"):
+        query, key, value, mask, dropout_p, scale = node.args
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        return Core(query, key, value, [mask], in_training(dropout_p), True, scale)
     if node.is_function(*PRODUCT):
         return _written_out(steps, node)
     raise steps.refuse("no attention core but", node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from ..storage import Store
 from .calls import Form, pattern_of, regardless_of_precision
 from .guard import Watch
 from .leaves import Probability, Weight
+from .masks import register
 from .reading import Argument, Rows, Table
 
 WITH_WORKSPACE = frozenset(
@@ -275,6 +277,12 @@ class Forward:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"store": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process the attention implementation that the configuration names may not be known yet."""
+        self.__dict__.update(state)
+        if "transformers.masking_utils" in sys.modules:
+            register()
 
     def __call__(self, *args, **kwargs):
         if self.store is None:

@@ -18,6 +18,7 @@ from ..nn.unmodified import untouched
 from ..ops.dispatch.checks import check_mode
 from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import own_dispatch
+from . import masks
 from .alike import Checked
 from .binding import Forward, General, Runs
 from .calls import Call, check_keywords, pattern_of
@@ -74,6 +75,15 @@ def capture(
             hook.remove()
     heads = Heads(model, args, kwargs, losses, returned)
     return {module: list(own.values()) for module, own in calls.items()}, hooked, heads
+
+
+def captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    """`capture`, with padding masks as they are given where the model's layers take them so."""
+    if masks.adopt(model):
+        with contextlib.suppress(Exception):  # a model that does not take them
+            return capture(model, args, kwargs)
+        masks.give_back(model)
+    return capture(model, args, kwargs)
 
 
 def count_hooks(module: nn.Module) -> int:
@@ -277,8 +287,9 @@ def convert(
     hands to F.cross_entropy becomes, with it, linear_cross_entropy; the call must have labels for that.
 
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
-    modules is set. A call without gradients, or of another kind than those that were checked (other arguments, a cache), runs
-    the original forward. If the inside of a converted module is no longer what was checked (LoRA, hooks, quantized
+    modules is set, and in the configuration of a transformers model the attention implementation, so that layers get padding
+    masks as they are given. A call without gradients, or of another kind than those that were checked (other arguments, a
+    cache), runs the original forward. If the inside of a converted module is no longer what was checked (LoRA, hooks, quantized
     weights), its original forward runs as an activation checkpoint (ckptkern.checkpoint).
 
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
@@ -307,7 +318,7 @@ def convert(
     check_not_split("convert", model)
     revert(model)
     given = example_inputs or example_kwargs
-    calls, hooked, heads = capture(model, example_inputs, example_kwargs) if given else ({}, set(), None)
+    calls, hooked, heads = captured(model, example_inputs, example_kwargs) if given else ({}, set(), None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     shards = Shards(model)
     with progress("convert", len(places)) as shown:
@@ -315,6 +326,7 @@ def convert(
             recompute, workspace, include, exclude, calls, hooked, heads, shards, lambda name: shown(name, places[name])
         )
         conversion.visit("", model)
+    masks.open_up(model)
     return Conversion(conversion.rows)
 
 
@@ -342,6 +354,7 @@ def check_not_split(op: str, model: nn.Module) -> None:
 def revert(model: nn.Module) -> nn.Module:
     """Undoes convert: every module runs the forward that it had. Returns the model. Raises ValueError after TensorParallel."""
     check_not_split("revert", model)
+    masks.give_back(model)
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, Forward):

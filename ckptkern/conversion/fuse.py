@@ -24,6 +24,7 @@ from .experts import is_experts, read_experts, routed
 from .grammar import read
 from .guard import Watch
 from .leaves import Probability
+from .masks import is_adopted
 from .reading import Argument, Reading
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 
@@ -201,7 +202,8 @@ def mask_variants(module: nn.Module, args: tuple, kwargs: dict[str, Any], inputs
         return tuple(values), kwargs | given
 
     if len(inputs) == 1:
-        for mask in (None, *seen, *added):
+        padding = [seen[0][:, 0, -1]] if x.dim() == 3 and is_adopted(module) else []
+        for mask in (None, *seen, *added, *padding):
             yield from (changed({name: mask}) for name in places)
         return
     for masks in (seen, added):

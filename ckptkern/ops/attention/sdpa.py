@@ -118,7 +118,7 @@ def scaled_dot_product_attention(
     q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
 
     attn_mask: bool (True = keep) or additive (float64 only with float64 inputs), broadcastable to [B, H, Sq, Sk]. Additive
-    ones may be trained (T5's and Swin's biases), which costs two more matmuls in backward and saves nothing but the mask.
+    ones may be trained (T5's and Swin's biases): two more matmuls in the kernels' backward, and only the mask is saved.
     torch.nn.attention.bias.causal_lower_right(Sq, Sk) and causal_upper_left(Sq, Sk) set a bound and are not read.
     window_size = (left, right): row i sees i - left <= j <= i + right, and -1 is no bound. is_causal is (-1, 0); with an
     attn_mask pass the window instead. Both align top-left.

@@ -1,0 +1,184 @@
+"""transformers' padding masks as they were given, [B, S]: an attention implementation with its mask function.
+
+transformers makes of a padding mask one that is causal, too, [B, 1, S, S], before the first layer; under torch.compile it makes
+one where nothing is padded. Under the name NAME, which `convert` sets in a model's configuration and `revert` takes out, layers
+get the padding mask itself, and are causal without a mask. All else is as under "sdpa", whose place it takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .. import ops
+from ..ops.attention.core import in_context_parallel
+
+NAME, REPLACED = "ckptkern", "sdpa"
+OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # say which rows there are
+
+
+def padded_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float, scale: float | None
+) -> Tensor:
+    """o [B, H, S, D] of causal attention; attn_mask [B, 1, 1, S], True = seen.
+
+    Modes of torch functions see it as they see torch's own, so that a trace has it as one node.
+    """
+    tensors = (query, key, value, attn_mask)
+    if has_torch_function(tensors):
+        return handle_torch_function(padded_causal_attention, tensors, *tensors, dropout_p, scale)
+    return ops.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=True, window_size=(-1, 0)
+    )
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention function: as that of "sdpa", and causal with a padding mask [B, S]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    padded = attention_mask is not None and attention_mask.dim() == 2
+    usual = all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache"))
+    if padded and not (usual and not in_context_parallel()):
+        rows = torch.arange(query.shape[2], device=query.device)[:, None]
+        attention_mask = attention_mask[:, None, None] & (rows >= torch.arange(key.shape[2], device=key.device))
+        padded = False
+    if not padded:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    out = padded_causal_attention(query, key, value, attention_mask[:, None, None], dropout, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def mask_function(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True, use_vmap: bool = False, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """transformers' mask function: that of "sdpa", but the padding mask [B, S], or None if nothing is padded, for a mask that
+    is causal and no more, of keys that are the queries' own."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    usual = kwargs.get("mask_function", causal_mask_function) is causal_mask_function and not use_vmap
+    whole = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
+    if usual and allow_is_causal_skip and whole and kwargs.get("local_size") is None:
+        if attention_mask is None:
+            return None
+        if attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length:
+            # kernels are quicker without a mask; what a tensor holds is not known where it is traced
+            return None if not torch.compiler.is_compiling() and bool(attention_mask.all()) else attention_mask
+    return sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs,
+    )  # fmt: skip
+
+
+class Unpacked:
+    """`forward` of a transformers model that says, in a compiled call without a mask and positions, that nothing is padded.
+
+    Where positions are only traced, transformers takes them for those of packed sequences and makes a mask [B, 1, S, S]. An
+    object, as `binding.Forward`, so that deepcopy and pickle follow it.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.previous = module, module.__dict__.get("forward")
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(type(self.module).forward, self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            given = dict(zip(self.names, args, strict=False)) | kwargs
+            x = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+            if x is not None and all(given.get(name) is None for name in OF_ROWS):
+                args, kwargs = (
+                    (),
+                    given | {"attention_mask": torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)},
+                )
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _takes_padding(model: nn.Module) -> bool:
+    """Do all attention layers of this model of transformers hand the mask on, as they must for flash attention's, which is
+    [B, S], too? Not if its source asks whether the implementation is the one that is replaced."""
+    kind = type(model)
+    if not (getattr(kind, "_supports_flash_attn", False) and getattr(kind, "_supports_attention_backend", False)):
+        return False
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (OSError, TypeError, KeyError):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(rf"_attn_implementation\W.*{REPLACED}", source)
+
+
+def _configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """(model, configuration) of transformers' models in it."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return []
+    return [(m, m.config) for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+
+
+def adopt(model: nn.Module) -> bool:
+    """Gives transformers' models in it the implementation NAME, if they have the one that it replaces. Has any got it?"""
+    found = [
+        config
+        for m, config in _configurations(model)
+        if getattr(config, "_attn_implementation_internal", None) == REPLACED and _takes_padding(m)
+    ]
+    if found:
+        register()
+    for config in found:
+        config._attn_implementation_internal = NAME
+    return bool(found)
+
+
+def open_up(model: nn.Module) -> None:
+    """Gives the outermost models with the implementation NAME a forward that lets no mask be made where there is none."""
+    inner: set[int] = set()
+    for m, config in _configurations(model):  # the outermost first
+        if id(m) not in inner and getattr(config, "_attn_implementation_internal", None) == NAME:
+            inner.update(map(id, m.modules()))
+            if {"attention_mask", "position_ids"} <= inspect.signature(type(m).forward).parameters.keys():
+                m.forward = Unpacked(m)
+
+
+def give_back(model: nn.Module) -> None:
+    """Undoes `adopt` and `open_up`."""
+    for m, config in _configurations(model):
+        forward = m.__dict__.get("forward")
+        if isinstance(forward, Unpacked):
+            del m.forward
+            if forward.previous is not None:
+                m.forward = forward.previous
+        if getattr(config, "_attn_implementation_internal", None) == NAME:
+            config._attn_implementation_internal = REPLACED
+
+
+def is_adopted(module: nn.Module) -> bool:
+    """Does an attention layer in it get padding masks [B, S]?"""
+    configs = (getattr(m, "config", None) for m in module.modules())
+    return any(getattr(config, "_attn_implementation_internal", None) == NAME for config in configs)
+
+
+def register() -> None:
+    """Makes NAME known to transformers, if it is there and has such interfaces."""
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError:
+        return
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_function)

@@ -1,0 +1,239 @@
+"""Padding masks of transformers' models, which converted layers get as they were given, [B, S]."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ckptkern
+from ckptkern.conversion.binding import Segment
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from ckptkern.conversion import masks  # noqa: E402
+
+V, S = 97, 13
+BASE = dict(
+    vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+GPT2 = dict(
+    vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+MODELS = {
+    "LlamaForCausalLM": ("LlamaConfig", BASE),
+    "GPT2LMHeadModel": ("GPT2Config", GPT2),
+    "PhiForCausalLM": ("PhiConfig", BASE),
+    "Qwen3ForCausalLM": ("Qwen3Config", BASE | dict(head_dim=8)),
+    "MistralForCausalLM": ("MistralConfig", BASE | dict(sliding_window=5)),
+}
+
+
+def model_of(name: str = "LlamaForCausalLM", **changes) -> nn.Module:
+    config, settings = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, name)(getattr(transformers, config)(**settings | changes)).train()
+
+
+def batch(seed: int = 0, padded: bool = True, length: int = S) -> dict[str, Tensor]:
+    ids = torch.randint(3, V, (2, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :4], mask[1, -3:] = 0, 0
+    return {
+        "input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask, "use_cache": False,
+    }  # fmt: skip
+
+
+def converted(model: nn.Module, example: dict | None = None) -> nn.Module:
+    model = copy.deepcopy(model)
+    conversion = ckptkern.convert(model, **(batch(9, padded=False) if example is None else example))
+    assert any(row.replaced_by == "transformer_layer" for row in conversion.converted), str(conversion)
+    return model
+
+
+def step(model: nn.Module, **kwargs) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(**kwargs).loss
+    loss.backward()
+    grads = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | grads
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    floor = 1e-2 * max(t.norm() for name, t in theirs.items() if name != "loss")
+    for name, want in theirs.items():
+        assert (ours[name] - want).norm() <= 2e-5 * (want.norm() + floor), name
+
+
+@pytest.fixture
+def masks_of_layers(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of the bool tensors that fused layers get."""
+    shapes, own = [], Segment.__call__
+
+    def call(self, flat, *args, **kwargs):
+        if self.op == "transformer_layer":
+            shapes.extend(tuple(t.shape) for t in flat if isinstance(t, Tensor) and t.dtype == torch.bool)
+        return own(self, flat, *args, **kwargs)
+
+    monkeypatch.setattr(Segment, "__call__", call)
+    return shapes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_stays_two_dimensional(name: str, masks_of_layers) -> None:
+    """Gradients of a padded batch, of one that is not, and of another length are those of the model as it was."""
+    theirs = model_of(name)
+    ours = converted(theirs)
+    assert ours.config._attn_implementation == masks.NAME
+    windowed = name.startswith("Mistral")
+    for kwargs, wanted in (
+        (batch(1), (2, S)), (batch(2, length=17), (2, 17)), (batch(3, padded=False), None),
+    ):  # fmt: skip
+        masks_of_layers.clear()
+        assert_same(step(ours, **kwargs), step(theirs, **kwargs))
+        if not windowed:
+            assert set(masks_of_layers) == ({wanted} if wanted else set())
+    if windowed:  # its masks are more than causal, so they are transformers' own
+        assert {len(shape) for shape in masks_of_layers} == {4}
+
+
+def test_no_square_is_written(monkeypatch) -> None:
+    """Neither the mask nor what is made of it has rows and columns; the model as it was makes both."""
+    squares = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for one in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(one, Tensor) and one.dim() >= 2 and one.shape[-1] == one.shape[-2] == 61:
+                    squares.append(func)
+            return result
+
+    theirs = model_of(hidden_size=32)
+    ours = converted(theirs)
+    for model, wanted in ((ours, False), (theirs, True)):
+        squares.clear()
+        kwargs = batch(1, length=61)
+        with Seen():
+            model(**kwargs).loss.backward()
+        assert bool(squares) is wanted, squares
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled(padded: bool, masks_of_layers) -> None:
+    """Whole graphs. Where no mask is given, transformers makes one [B, 1, S, S] of what may be packed; here it is [B, S]."""
+    theirs = model_of()
+    ours = torch.compile(converted(theirs), fullgraph=True)
+    kwargs = batch(1, padded)
+    if not padded:
+        del kwargs["attention_mask"]
+    masks_of_layers.clear()
+    assert_same(step(ours, **kwargs), step(theirs, **kwargs))
+    assert set(masks_of_layers) == {(2, S)}
+
+
+@pytest.mark.parametrize("exclude", [("model.layers.1", "lm_head"), ("*",)])
+def test_layers_that_were_not_replaced(exclude) -> None:
+    """They get the same mask and compute the same; without gradients all run as they were."""
+    theirs, kwargs = model_of(), batch(1)
+    ours = copy.deepcopy(theirs)
+    ckptkern.convert(ours, **batch(9), exclude=exclude)
+    assert ours.config._attn_implementation == masks.NAME
+    assert_same(step(ours, **kwargs), step(theirs, **kwargs))
+    seen = kwargs["attention_mask"].bool()
+    with torch.no_grad():
+        logits = [model.eval()(**kwargs).logits for model in (ours, theirs)]
+    torch.testing.assert_close(*(one[seen] for one in logits))
+    assert all(one.isfinite().all() for one in logits)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation(cache) -> None:
+    """Padding on the left, a cache, and steps of one token."""
+    theirs = model_of().eval()
+    ours = converted(theirs).eval()
+    ids = batch()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, cache_implementation=cache)
+    assert torch.equal(*(model.generate(ids, **options) for model in (ours, theirs)))
+
+
+def test_dropout_of_layers_that_were_not_replaced() -> None:
+    """attention_dropout of a layer applies in training, and not in evaluation."""
+    model = model_of(attention_dropout=0.5)
+    ckptkern.convert(model, **batch(9), exclude="*")
+    kwargs = batch(1)
+    losses = [model(**kwargs).loss.item() for _ in range(2)]
+    assert losses[0] != losses[1]
+    model.eval()
+    assert model(**kwargs).loss.item() == model(**kwargs).loss.item()
+
+
+def test_revert_and_who_else_sets_it() -> None:
+    theirs = model_of()
+    ours = converted(theirs)
+    for model in (ours, theirs):
+        model.set_attn_implementation("eager")  # the user's choice stays, and layers run as they were
+    assert_same(step(ours, **batch(1)), step(theirs, **batch(1)))
+    ckptkern.revert(ours)
+    assert ours.config._attn_implementation == "eager"
+    ckptkern.convert(ours, **batch(9))
+    assert ours.config._attn_implementation == "eager"
+    ours.set_attn_implementation("sdpa")
+    ckptkern.convert(ours, **batch(9))
+    assert ours.config._attn_implementation == masks.NAME
+    ckptkern.revert(ours)
+    assert ours.config._attn_implementation == "sdpa"
+
+
+def test_models_that_ask_for_the_implementation_keep_it() -> None:
+    """Falcon looks for "sdpa" by name; a model without flash attention need not hand masks of two dimensions on."""
+    small = dict(
+        vocab_size=V, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, bos_token_id=0, eos_token_id=0
+    )
+    falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**small))
+    assert not masks.adopt(falcon)
+    assert falcon.config._attn_implementation == "sdpa"
+    llama = model_of()
+    kind = type("WithoutFlash", (type(llama),), {"_supports_flash_attn": False, "__module__": type(llama).__module__})
+    llama.__class__ = kind
+    assert [m for m, _ in masks._configurations(llama) if not masks._takes_padding(m)] == [llama]
+
+
+def test_a_model_that_cannot_take_it_is_converted_all_the_same(monkeypatch) -> None:
+    def broken(*args, **kwargs):
+        raise RuntimeError("no masks of two dimensions here")
+
+    monkeypatch.setattr(masks, "mask_function", broken)
+    theirs = model_of()
+    ours = converted(theirs, batch(9))
+    assert ours.config._attn_implementation == "sdpa"
+    assert_same(step(ours, **batch(1)), step(theirs, **batch(1)))
+
+
+def test_saved_and_in_another_process(tmp_path: Path) -> None:
+    """The name is not in a saved configuration, and a pickled model knows its implementation where nothing was converted."""
+    ours = converted(model_of(), batch(9))
+    ours.config.save_pretrained(tmp_path)
+    assert masks.NAME not in (tmp_path / "config.json").read_text()
+    kwargs = batch(1)
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps((ours, kwargs)))
+    code = (
+        f"import pickle; model, kwargs = pickle.load(open({str(tmp_path / 'model.pickle')!r}, 'rb'));"
+        "print(model(**kwargs).loss.item())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert float(run.stdout.split()[-1]) == pytest.approx(ours(**kwargs).loss.item(), rel=1e-6)
