@@ -177,7 +177,7 @@ def test_the_peak_is_what_is_saved_and_the_workspace(name, level, dtype, monkeyp
         found = transient(case, tensors, level, workspace)
         assert max(found) <= workspace, f"forward and backward: {found}"
     for one, all_at_once in zip(least, whole, strict=True):
-        assert one < 0.6 * all_at_once or all_at_once < 0.5 * max(whole), "a pass that takes no chunks"
+        assert one < 0.75 * all_at_once or all_at_once < 0.5 * max(whole), "a pass that takes no chunks"
 
 
 # -- one setting -------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ def by_chunks(chunks: Sequence[tuple[int, int]], of_rows: Callable[[int, int], d
             if name not in whole:
                 whole[name] = part.new_empty((chunks[-1][1], *part.shape[1:]))
             whole[name][start:stop] = part
+            part = None
     return whole
 
 
