@@ -275,6 +275,61 @@ def test_compiled_code_is_of_the_workspace():
     torch._dynamo.reset()
 
 
+NN = ckptkern.nn
+INPUT = torch.randn(2, 5, 16)
+MODULES = {
+    "MLP": (lambda **own: NN.MLP(16, 32, **own), (INPUT,)),
+    "GatedMLP": (lambda **own: NN.GatedMLP(16, 32, **own), (INPUT,)),
+    "LinearStack": (lambda **own: NN.LinearStack([16, 80, 16], **own), (INPUT,)),
+    "Experts": (
+        lambda **own: NN.Experts(3, 16, 32, **own), (INPUT, torch.zeros(2, 5, 1, dtype=torch.long), torch.ones(2, 5, 1)),
+    ),
+    "TransformerEncoderLayer": (lambda **own: NN.TransformerEncoderLayer(16, 2, 32, batch_first=True, **own), (INPUT,)),
+    "TransformerDecoderLayer": (
+        lambda **own: NN.TransformerDecoderLayer(16, 2, 32, batch_first=True, **own), (INPUT, torch.randn(2, 3, 16)),
+    ),
+    "LlamaDecoderLayer": (lambda **own: NN.LlamaDecoderLayer(16, 2, 1, 32, **own), (INPUT,)),
+    "LinearCrossEntropyLoss": (
+        lambda **own: NN.LinearCrossEntropyLoss(16, 50, **own), (INPUT, torch.zeros(2, 5, dtype=torch.long)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_attribute_of_a_module(name):
+    build, inputs = MODULES[name]
+    module = build(workspace="1MiB")
+    assert module.workspace == "1MiB"
+    assert "workspace='1MiB'" in module.extra_repr()
+
+    def chosen():
+        return {one for one in workspaces(lambda: module(*inputs)) if one is not None}
+
+    assert chosen() == {2**20}
+    module.workspace = 2**21
+    assert chosen() == {2**21}
+    module.workspace = None
+    with ckptkern.workspace(2**22):
+        assert chosen() == {2**22}
+    with pytest.raises(ValueError, match=r"workspace must be .*, not 'much'"):
+        build(workspace="much")
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [
+        lambda **own: NN.TransformerEncoderLayer.from_torch(torch.nn.TransformerEncoderLayer(16, 2), **own),
+        lambda **own: NN.TransformerDecoderLayer.from_torch(torch.nn.TransformerDecoderLayer(16, 2), **own),
+        lambda **own: NN.Experts.from_torch(NN.Experts(3, 16, 32), "silu", **own),
+    ],
+)
+def test_the_attribute_of_a_drop_in_replacement(twin):
+    assert twin(workspace="1MiB").workspace == "1MiB"
+    assert twin().workspace is None
+    with pytest.raises(ValueError, match=r"workspace must be .*, not 'much'"):
+        twin(workspace="much")
+
+
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
