@@ -5,6 +5,7 @@ from .conversion import Conversion, convert, register_experts, revert
 from .ops import (
     ACTIVATIONS,
     LoRA,
+    accumulate_in_place,
     attention_block,
     backend,
     dropout,
@@ -30,7 +31,8 @@ from .tools.warm_up import WarmUp, warm_up
 
 __version__ = "0.1.0"
 __all__ = [
-    "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "WarmUp", "attention_block", "backend", "checkpoint",
+    "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block", "backend",
+    "checkpoint",
     "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "grouped_gated_mlp", "linear_act",
     "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block", "moe_mlp", "nn", "patch_torch", "plan",
     "register_experts", "report", "revert", "scaled_dot_product_attention", "storage", "tiled", "transformer_layer",

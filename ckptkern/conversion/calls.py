@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import itertools
@@ -62,10 +63,14 @@ def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[s
     A forward with **kwargs has what its TypedDict names, what the modules inside and the model's config name, and tensors.
     """
     own = parameters_of(model)
-    names, rest = keywords_of(own), next((p.annotation for p in own if p.kind is p.VAR_KEYWORD), None)
+    names, rest = keywords_of(own), next((p for p in own if p.kind is p.VAR_KEYWORD), None)
     unknown = [name for name in kwargs if name not in names]
     if unknown and rest is not None:
-        names |= {name for one in typing.get_args(rest) for name in getattr(one, "__annotations__", ())}
+        hint = rest.annotation
+        if isinstance(hint, str):  # postponed annotations
+            with contextlib.suppress(Exception):  # of a name that only type checkers import
+                hint = typing.get_type_hints(type(model).forward, include_extras=True)[rest.name]
+        names |= {name for one in typing.get_args(hint) for name in getattr(one, "__annotations__", ())}
         for module in model.modules():
             names |= keywords_of(parameters_of(module))
         config, unknown = getattr(model, "config", None), [name for name in unknown if name not in names]

@@ -1,6 +1,7 @@
 """Segments inside DistributedDataParallel train as one process with all ranks' batches."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -90,3 +91,26 @@ def _check_saved(rank):
 
 def test_the_hidden_layer_is_not_saved(ranks):
     ranks.run(2, _check_saved)
+
+
+def _check_in_place(rank, size, mode):
+    """Micro-batches under no_sync, then one that reduces, twice; beside a replica whose gradients autograd accumulates."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(ckptkern.nn.MLP(8, 16), torch.nn.Linear(8, 8), ckptkern.nn.GatedMLP(8, 16)).double()
+    replicas = [DistributedDataParallel(one, **MODES[mode]) for one in (model, copy.deepcopy(model))]
+    ckptkern.accumulate_in_place(replicas[1])
+    x = torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    for step in range(2):
+        for micro in range(2):
+            for one in replicas:
+                with contextlib.nullcontext() if micro else one.no_sync():
+                    one(x[2 * step + micro]).square().sum().backward()
+        theirs, ours = ([p.grad for p in one.parameters()] for one in replicas)
+        torch.testing.assert_close(ours, theirs)
+        for one in replicas:
+            one.zero_grad(set_to_none=step == 1)
+
+
+@pytest.mark.parametrize("mode", ["default", "views of buckets"])
+def test_gradients_accumulated_in_place(ranks, mode):
+    ranks.run(2, _check_in_place, 2, mode)

@@ -4,19 +4,25 @@ In each pass of an op memory rises by at most: what is saved for backward, the o
 counted: float32 sums of the gradients of 16-bit parameters over chunks, and what each token has a number of.
 """
 
+import contextlib
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
-from cases import DTYPES, MODES, SEED, output_gradient
+from cases import DTYPES, MODES, SEED, assert_same, assert_same_within_rounding, gradients, output_gradient
+from torch._dynamo.backends.common import aot_autograd
 
 import ckptkern
 from ckptkern.memory import peak_memory, saved_tensors
+from ckptkern.ops.dispatch import choices as _choices
 
+_branch = sys.modules["ckptkern.ops.mlp.branch"]  # ckptkern.ops.mlp is the function
 Tensors = dict[str, torch.Tensor]
 LEAD = (17, 41)  # 697 tokens: six units of 128, of which the last has 57
 TOKENS = math.prod(LEAD)
@@ -164,4 +170,191 @@ def test_the_peak_is_what_is_saved_and_the_workspace(name, mode, dtype, monkeypa
         found = transient(case, tensors, mode, workspace)
         assert max(found) <= workspace, f"forward and backward: {found}"
     for one, all_at_once in zip(least, whole, strict=True):
-        assert one < 0.6 * all_at_once or all_at_once < 0.5 * max(whole), "a pass that takes no chunks"
+        assert one < 0.75 * all_at_once or all_at_once < 0.5 * max(whole), "a pass that takes no chunks"
+
+
+# -- one setting -------------------------------------------------------------------------------------------------------
+
+
+def test_the_cases_are_of_all_ops_with_a_workspace():
+    assert {name.partition(",")[0] for name in CASES} >= set(WITH_WORKSPACE)
+    assert len(WITH_WORKSPACE) >= 8
+
+
+def workspaces(run: Callable[[], object]) -> list[int]:
+    """Those that were chosen while `run` ran."""
+    seen = []
+    choose = _choices.choose_workspace
+
+    def spy(*args):
+        seen.append(choose(*args))
+        return seen[-1]
+
+    with contextlib.ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if getattr(module, "choose_workspace", None) is choose:
+                stack.enter_context(mock.patch.object(module, "choose_workspace", spy))
+        run()
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_setting_is_that_of_an_op_without_its_own(name):
+    case = CASES[name]
+    tensors = case.make(torch.float32)
+
+    def chosen(workspace):
+        return set(workspaces(lambda: case.call(tensors, recompute="full", workspace=workspace)))
+
+    (default,) = chosen(None)
+    with ckptkern.workspace("1MiB"):
+        assert chosen(None) == {2**20}
+        assert chosen(12345) == {12345}
+        with ckptkern.workspace(2**21):
+            assert chosen(None) == {2**21}
+        with ckptkern.workspace(None):
+            assert chosen(None) == {default}
+        assert chosen(None) == {2**20}
+    assert chosen(None) == {default}
+
+
+def test_a_call_sets_the_workspace_of_the_process():
+    case = CASES["mlp"]
+    tensors = case.make(torch.float32)
+
+    def chosen():
+        return workspaces(lambda: case.call(tensors, recompute="full", workspace=None))
+
+    try:
+        ckptkern.workspace("3MiB")
+        assert chosen() == [3 * 2**20]
+        with pytest.raises(KeyError), ckptkern.workspace(7):
+            raise KeyError
+        assert chosen() == [3 * 2**20]
+        with pytest.raises(ValueError, match=r"workspace: workspace must be .* or a string like '64MiB', not 'much'"):
+            ckptkern.workspace("much")
+        assert chosen() == [3 * 2**20]
+    finally:
+        ckptkern.workspace(None)
+    assert chosen() == [_choices.WORKSPACE]
+
+
+def test_compiled_code_is_of_the_workspace():
+    """Another workspace compiles again, one that was seen does not, and none is a symbol."""
+    torch._dynamo.reset()
+    case, backward = CASES["mlp"], _branch.MLPBranch.backward_rows
+    tensors, graphs, taken = case.make(torch.float32), [], []
+
+    def noted(self, *args):
+        taken.append(self.o.workspace)
+        return backward(self, *args)
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    run = of(case.call, recompute="full", workspace=None)
+    run = torch.compile(
+        run, backend=aot_autograd(fw_compiler=count, bw_compiler=lambda graph, _: graph), fullgraph=True
+    )
+    with mock.patch.object(_branch.MLPBranch, "backward_rows", noted):
+        for size, graphs_of in ((2**17, 1), (2**18, 2), (2**19, 3), ("128KiB", 3), (None, 4)):
+            with ckptkern.workspace(size):
+                run(tensors).sum().backward()
+            assert len(graphs) == graphs_of
+            wanted = _choices.WORKSPACE if size is None else _choices.parse_bytes("", size)
+            assert set(taken) - {None} == {wanted}  # None: where shapes alone are computed
+            taken.clear()
+    torch._dynamo.reset()
+
+
+NN = ckptkern.nn
+INPUT = torch.randn(2, 5, 16)
+MODULES = {
+    "MLP": (lambda **own: NN.MLP(16, 32, **own), (INPUT,)),
+    "GatedMLP": (lambda **own: NN.GatedMLP(16, 32, **own), (INPUT,)),
+    "LinearStack": (lambda **own: NN.LinearStack([16, 80, 16], **own), (INPUT,)),
+    "Experts": (
+        lambda **own: NN.Experts(3, 16, 32, **own), (INPUT, torch.zeros(2, 5, 1, dtype=torch.long), torch.ones(2, 5, 1)),
+    ),
+    "TransformerEncoderLayer": (lambda **own: NN.TransformerEncoderLayer(16, 2, 32, batch_first=True, **own), (INPUT,)),
+    "TransformerDecoderLayer": (
+        lambda **own: NN.TransformerDecoderLayer(16, 2, 32, batch_first=True, **own), (INPUT, torch.randn(2, 3, 16)),
+    ),
+    "LlamaDecoderLayer": (lambda **own: NN.LlamaDecoderLayer(16, 2, 1, 32, **own), (INPUT,)),
+    "LinearCrossEntropyLoss": (
+        lambda **own: NN.LinearCrossEntropyLoss(16, 50, **own), (INPUT, torch.zeros(2, 5, dtype=torch.long)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_attribute_of_a_module(name):
+    build, inputs = MODULES[name]
+    module = build(workspace="1MiB")
+    assert module.workspace == "1MiB"
+    assert "workspace='1MiB'" in module.extra_repr()
+
+    def chosen():
+        return {one for one in workspaces(lambda: module(*inputs)) if one is not None}
+
+    assert chosen() == {2**20}
+    module.workspace = 2**21
+    assert chosen() == {2**21}
+    module.workspace = None
+    with ckptkern.workspace(2**22):
+        assert chosen() == {2**22}
+    with pytest.raises(ValueError, match=r"workspace must be .*, not 'much'"):
+        build(workspace="much")
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [
+        lambda **own: NN.TransformerEncoderLayer.from_torch(torch.nn.TransformerEncoderLayer(16, 2), **own),
+        lambda **own: NN.TransformerDecoderLayer.from_torch(torch.nn.TransformerDecoderLayer(16, 2), **own),
+        lambda **own: NN.Experts.from_torch(NN.Experts(3, 16, 32), "silu", **own),
+    ],
+)
+def test_the_attribute_of_a_drop_in_replacement(twin):
+    assert twin(workspace="1MiB").workspace == "1MiB"
+    assert twin().workspace is None
+    with pytest.raises(ValueError, match=r"workspace must be .*, not 'much'"):
+        twin(workspace="much")
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_change_no_mask_and_no_gradient(name, mode):
+    case = CASES[name]
+    tensors = case.make(torch.float64)
+
+    def run(workspace):
+        def call(t):
+            torch.manual_seed(SEED)
+            return case.call(t, recompute=mode, workspace=workspace)
+
+        return gradients(call, tensors)
+
+    assert_same_within_rounding(run(1), run(2**40))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "cross_entropy" not in name])
+def test_a_recompute_has_the_bits_of_forward(name):
+    """Forward takes the chunks of backward, so that a library's matmuls have the same shapes."""
+    case = CASES[name]
+    tensors = case.make(torch.float32)
+
+    def run(mode):
+        def call(t):
+            torch.manual_seed(SEED)
+            return case.call(t, recompute=mode, workspace=1)
+
+        return gradients(call, tensors)
+
+    full = run("full")
+    for mode in ("selective", "none"):
+        assert_same(run(mode), full)

@@ -40,6 +40,7 @@ def by_chunks(chunks: Sequence[tuple[int, int]], of_rows: Callable[[int, int], d
             if name not in whole:
                 whole[name] = part.new_empty((chunks[-1][1], *part.shape[1:]))
             whole[name][start:stop] = part
+            part = None
     return whole
 
 
@@ -59,12 +60,56 @@ def row_bytes(dtype: torch.dtype, on_gpu: bool, tensors: int, masks: int, summed
     return max(bytes_ + summed // 2, beside * size + copies)
 
 
+IN_GRAD = "grad"  # a main_grad that stands for the parameter's .grad
+
+
+def accumulate_in_place(model: torch.nn.Module, enabled: bool = True) -> None:
+    """Let fused ops add weights' gradients to the `.grad` that exists, without memory for a second gradient beside it.
+
+        ckptkern.accumulate_in_place(model)
+        for micro_batch in micro_batches:       # from the second on
+            model(micro_batch).backward()
+
+    Autograd adds a gradient to `.grad` when it is whole: a language model's head then holds V d floats twice. With this, an
+    op's backward adds to `.grad` itself, where nobody can tell: in an eager `backward()` that accumulates in this parameter,
+    whose `.grad` is dense, in its dtype and float32 or float64, and that has no hook of `register_hook`. Elsewhere, such as in
+    `torch.autograd.grad`, with `create_graph=True`, in compiled graphs and where `.grad` is None, gradients go as in torch.
+    Hooks that run after accumulation, as DistributedDataParallel has, find the sum.
+
+    enabled: False undoes it. Parameters that have a `main_grad` keep it. Sums differ from torch's by rounding.
+    """
+    for parameter in model.parameters():
+        if enabled and getattr(parameter, "main_grad", None) is None:
+            parameter.main_grad = IN_GRAD
+        elif not enabled and isinstance(getattr(parameter, "main_grad", None), str):
+            del parameter.main_grad
+
+
+def grad_to_add_to(weight: Tensor) -> Tensor | None:
+    """weight.grad, if this backward accumulates there and nothing asks for what is added."""
+    grad = weight.grad
+    if (
+        grad is None or type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype != weight.dtype
+        or grad.dtype.itemsize < 4 or grad.requires_grad or weight._backward_hooks or torch.is_grad_enabled()
+        or not weight.is_leaf or torch._C._current_graph_task_id() == -1
+    ):  # fmt: skip
+        return None
+    try:
+        accumulates = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # torch.autograd.grad of this weight
+        return None
+    return grad if accumulates else None
+
+
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The float32 buffer in which Megatron-LM sums a parameter's gradients over micro-batches, if it has one.
+    """The float32 buffer in which Megatron-LM sums a parameter's gradients over micro-batches, if it has one; or its `.grad`
+    (`accumulate_in_place`).
 
     Only a Parameter that is given to the op itself has it: no view, no cast copy, no tensor of a compiled graph or a transform.
     """
     main = getattr(weight, "main_grad", None)
+    if isinstance(main, str):
+        return grad_to_add_to(weight)
     if main is not None and (main.dtype != torch.float32 or main.shape != weight.shape or weight.dtype.itemsize > 4):
         raise TypeError(
             f"main_grad must be float32 and of its parameter's shape {tuple(weight.shape)}, but is {main.dtype} of shape "
