@@ -51,7 +51,7 @@ from .experts import (
     experts_sums,
     route,
 )
-from .linear import act_grad, hidden_grad, linear, linear_bwd, linear_fwd, mm
+from .linear import act_grad, hidden_grad, linear, linear_bwd, linear_fwd, mm, upcasts
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
 from .rotary import heads_bwd, heads_fwd
@@ -116,5 +116,6 @@ __all__ = [
     "stack_width",
     "unpack_bits",
     "upcast_matmul",
+    "upcasts",
     "wide_of",
 ]  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..results import GatedForward, GatedGradient
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, column_sum_if, dropped
-from .linear import act_grad, linear
+from .linear import act_grad, linear, mm
 
 
 def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False):
@@ -43,7 +41,7 @@ def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False
 def gated_act_grad(
     dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False
 ):
-    dh = dropped(torch.mm(dy, wd), dropout, row_base)
+    dh = dropped(mm(dy, wd), dropout, row_base)
     a = act(g, activation)
     h = dropped(a * u, dropout, row_base) if save_h else None
     du = dh * a if a is g else a.mul_(dh)

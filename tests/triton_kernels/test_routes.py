@@ -172,7 +172,7 @@ def test_the_table():
         *(((*key, 2), few) for key, few in _routes.SHIPPED_FEW.items()),
     ):
         dtype = torch.bfloat16 if size == 2 else torch.float32
-        assert set(routes) <= set(_routes.candidates("triton", "cuda", dtype, gpu))
+        assert set(routes) <= set(_routes.candidates("triton", dtype, gpu))
     assert _routes.shipped_route("mlp", (9, 0), 2, 0) == "triton"
     assert _routes.shipped_route("mlp", (9, 0), 4, 0) == "dual"
     assert _routes.shipped_route("gated_mlp", (8, 0), 2, 3) == "triton:128x128"

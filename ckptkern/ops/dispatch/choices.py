@@ -146,7 +146,7 @@ def few_rows(backend: str, device_type: str, index: int | None, dtype: torch.dty
 def candidates(backend: str, device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
     """The routes that such a call may take on this device."""
     capability = (0, 0) if backend == "eager" else capability_of(device_type, index)
-    return _routes.candidates(backend, device_type, dtype, capability)
+    return _routes.candidates(backend, dtype, capability)
 
 
 candidates._dynamo_marked_constant = True  # as _constant_device_reason
@@ -198,7 +198,7 @@ def choose_route(
     if _choice.seen is not None:
         _choice.seen.append((name or op, features, hidden, out, x.dtype))
     backend = choose_backend(op, x)
-    if backend == "eager" and (not x.is_cpu or x.dtype.itemsize != 2):
+    if backend == "eager":
         return backend
     if _choice.route and _choice.route in candidates(backend, x.device.type, x.device.index, x.dtype):
         return _choice.route
@@ -249,8 +249,6 @@ def primitives(name: str) -> Any:
     """What the ops call: `ckptkern.eager`, or functions of the same names, by a route over it or over `triton_kernels`."""
     if name == "eager":
         return eager
-    if name in _routes.OF_EAGER:
-        return _routes.OF_EAGER[name](eager)
     from ... import triton_kernels
 
     return _routes.of_kernels(name, triton_kernels)
