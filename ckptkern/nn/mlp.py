@@ -11,7 +11,7 @@ from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .plain import composed, plain
 from .share import check_kind, refuse, share
-from .twin import activation_in, check_linear, check_parts, dropout_in, same_activation
+from .twin import check_linear, dropout_in, same_activation
 
 
 class MLP(torch.nn.Module):
@@ -119,26 +119,6 @@ class GatedMLP(torch.nn.Module):
         self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
-
-    @classmethod
-    def from_torch(
-        cls,
-        module: torch.nn.Module,
-        activation: Activation | None = None,
-        recompute: str = "full",
-        workspace: int | str | None = None,
-    ) -> GatedMLP:
-        """A twin of a module with gate_proj, up_proj and down_proj, such as LlamaMLP of Hugging Face, that shares them.
-
-        activation: by default the module's own `act_fn`.
-        """
-        names = ("gate_proj", "up_proj", "down_proj")
-        check_parts(cls, module, names, ("act_fn", "activation", "activation_fn"))
-        parts = dict(zip(names, check_linear(cls, module, *names), strict=True))
-        name, p = activation_in(cls, module, activation), getattr(module, "dropout", 0.0)
-        check_options(cls.__name__, name, recompute, p)
-        parse_bytes(cls.__name__, workspace)
-        return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_plain():
