@@ -184,6 +184,10 @@ class Setup:
             parts += [self.activation, self.recompute]
         return "-".join([*parts, *(["dropout"] if self.dropout_p else [])])
 
+    @property
+    def op_name(self) -> str:
+        return self.op.name
+
     def with_(self, **options) -> Setup:
         return replace(self, **options)
 
@@ -206,6 +210,16 @@ class Setup:
             return h * state.threshold_scale(self.dropout_p)[1] * mask
 
         return self.op.plain(tensors, ACTIVATIONS[self.activation], drop)
+
+
+def seeded(function: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensor]:
+    """function, drawing the masks of `fused`."""
+
+    def run(tensors: Tensors) -> Tensor:
+        torch.manual_seed(SEED)
+        return function(tensors)
+
+    return run
 
 
 def setups(
@@ -249,6 +263,8 @@ def make(
     device: str = "cpu",
 ) -> Tensors:
     """Inputs by name, x first. All need a gradient except those in `frozen`."""
+    if not isinstance(setup, Setup):  # of blocks.py, which has sizes of its own
+        return setup.make(dtype, frozen=frozen)
     generator = torch.Generator().manual_seed(seed)
     shapes = {"x": (*sizes.lead, sizes.features), **setup.op.parameters(*sizes[1:])}
     tensors = {}

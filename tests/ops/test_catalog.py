@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import SEED, assert_same_within_rounding, output_gradient
+from cases import SEED, assert_same_within_rounding, output_gradient, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -164,13 +164,6 @@ def test_compiled_equals_eager(case):
     def call(leaves):
         found = catalog.call(case.entry, case.arguments, leaves)
         return [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
-
-    def seeded(function):
-        def run(leaves):
-            torch.manual_seed(SEED)
-            return function(leaves)
-
-        return run
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_same_within_rounding(gradients(seeded(compiled)), gradients(seeded(call)))
