@@ -409,6 +409,25 @@ def whole_numbers(tensors: Tensors) -> Tensors:
     return {name: t.detach().mul(2).round().clamp(-2, 2).requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
 
+def transposed(t: Tensor) -> Tensor:
+    """t with the strides of its transpose."""
+    return t.mT.contiguous().mT if t.dim() > 1 else t
+
+
+def padded_rows(t: Tensor) -> Tensor:
+    """t with rows 7 elements apart more than they are long, starting at an odd address."""
+    around = t.new_full((*t.shape[:-1], t.shape[-1] + 7), float("nan"))
+    around[..., 3:-4] = t
+    return around[..., 3:-4]
+
+
+def every_other(t: Tensor) -> Tensor:
+    """t with strides of 2."""
+    around = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), float("nan"))
+    around[..., ::2] = t
+    return around[..., ::2]
+
+
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _FACTORS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2), "aten::matmul": (0, 1)}
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"

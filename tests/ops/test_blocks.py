@@ -35,8 +35,6 @@ from cases import (
     op_samples,
     output_gradient,
     over_draws,
-    seeded,
-    through_export,
     with_saved_transposed,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -366,15 +364,6 @@ def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
     monkeypatch.setattr(TransformerLayer, way, staticmethod(watching))
     op(*(["auto" if one == "ieee" else one for one in arg] if isinstance(arg, list) else arg for arg in args))
     assert seen == ["ieee", "ieee"]
-
-
-@pytest.mark.parametrize("block", blocks(("selective",), names=("llama",)))
-def test_inductor(block):
-    """At the level that hands o and the logsumexp from graph to graph, their fakes' strides are the real ones."""
-    torch._dynamo.reset()
-    tensors, call = block.make(), torch.compile(block.call, backend="inductor", fullgraph=True)
-    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph has the fakes of an earlier run
-        assert_same_within_rounding(gradients(seeded(call), tensors), gradients(block.fused, tensors))
 
 
 @pytest.mark.parametrize("block", [
@@ -782,20 +771,6 @@ def test_recomputed_output_of_the_core_is_that_of_forward(block):
             ]
         assert rows[0].any()
         assert torch.equal(*rows)
-
-
-@pytest.mark.parametrize("block", in_turn(levels=("selective", "full")))
-def test_exported_graphs_have_gradients(block):
-    tensors = block.make()
-    assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))
-
-
-@pytest.mark.parametrize("block", blocks(("full",), names=("llama",)))
-def test_exported_graphs_of_kernels_have_gradients(block):
-    """Three projections write into one buffer (out=), which autograd must not see."""
-    tensors = block.make()
-    with ckptkern.backend("triton"):
-        assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))
 
 
 @pytest.mark.parametrize(

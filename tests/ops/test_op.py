@@ -24,11 +24,13 @@ from cases import (
     check_against_float64,
     clone,
     each_activation,
+    every_other,
     gradients,
     make,
     output_gradient,
     seeded,
     setups,
+    transposed,
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -122,16 +124,6 @@ def test_ragged_and_empty_shapes(setup, sizes, bias):
         check_against_float64(setup, make(setup, sizes, torch.bfloat16, bias=bias))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def transposed(t: torch.Tensor) -> torch.Tensor:
-    return t.mT.contiguous().mT if t.dim() > 1 else t
-
-
-def every_other(t: torch.Tensor) -> torch.Tensor:
-    wide = t.new_zeros(*t.shape[:-1], 2 * t.shape[-1])
-    wide[..., ::2] = t
-    return wide[..., ::2]
 
 
 def inside_a_larger(t: torch.Tensor) -> torch.Tensor:
