@@ -263,12 +263,12 @@ class Sums:
     reads dy alone."""
 
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
-        self.branch, t, wide = branch, branch.t, branch.o.backend == "wide"
+        self.branch, t = branch, branch.t
         self.totals: dict[str, WeightGrad | BiasGrad] = {}
         for name in need:
             if name not in NOT_SUMMED:
                 of = getattr(t, name)
-                self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks, wide)
+                self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks)
         self.read_h = not READ_H.isdisjoint(need)  # is h read?
 
     def trains(self, layer: str) -> bool:
@@ -308,10 +308,10 @@ def backward_bytes(
     Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds
     two more and a mask.
     """
-    eagerly, held = backend in ("eager", "wide"), 5 if gated else 2
+    eagerly, held = backend == "eager", 5 if gated else 2
     if eagerly:
         held += max(2 * drops, eager.ACTIVATIONS[activation].temporaries)
-    if backend in ("library", "wide"):
+    if backend == "library":
         held += 1 if gated else 2
     masks = hidden if eagerly and drops else 0
     return row_bytes(dtype, on_gpu, held * hidden, masks, hidden + max(features, out), (3 if gated else 2) * hidden)

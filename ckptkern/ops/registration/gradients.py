@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ...eager import upcasts
 from .rows import cast_parameter
 
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
@@ -80,12 +81,12 @@ def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
 class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
-    wide: from float32 copies (`_impls`). rows: of the weight, if others read another input. If the weight has a main_grad,
+    rows: of the weight, if others read another input. If the weight has a main_grad,
     that is the sum, and the result is None.
     """
 
-    def __init__(self, weight: Tensor, chunks: int, wide: bool = False, *, rows: slice | None = None):
-        self.weight, self.dtype, self.chunks, self.wide = weight, weight.dtype, chunks, wide
+    def __init__(self, weight: Tensor, chunks: int, *, rows: slice | None = None):
+        self.weight, self.dtype, self.chunks = weight, weight.dtype, chunks
         main = main_grad_of(weight)
         self.main = self.total = main if main is None or rows is None else main[rows]
 
@@ -98,7 +99,7 @@ class WeightGrad:
             else:
                 torch.addmm(self.total, a, b, out_dtype=torch.float32, out=self.total)
             return
-        if (sums or self.wide) and a.dtype.itemsize < 4:  # a CPU has no such matmul
+        if a.dtype.itemsize < 4 and (sums or (a.is_cpu and upcasts(a.dtype))):  # a CPU has no such matmul
             a, b = a.float(), b.float()
         self.total = torch.mm(a, b) if self.total is None else self.total.addmm_(a, b)
 
