@@ -436,6 +436,10 @@ class Block:
         return "transformer_layer" if len(self.sublayers) > 1 else "attention_block" if self.attention else "mlp_block"
 
     @property
+    def op_name(self) -> str:
+        return self.op
+
+    @property
     def sublayers(self) -> list[Sublayer]:
         return [sublayer for sublayer in (self.attention, self.cross, self.mlp) if sublayer is not None]
 
@@ -569,6 +573,85 @@ VARIANTS = (
           Attention(causal=False, key_features=8, packed=False, lora=("q", "k", "v", "out"), lora_p=P, resid_p=0.0)),
 )  # fmt: skip
 
+ALL = BLOCKS + VARIANTS
+# A layer's reference is that of its sublayers, which come alone: of layers, one for each way in which sublayers are joined.
+TWICE = [one for one in ALL if len(one.sublayers) == 1 or one.name in ("post-norm padded", "decoder", "parallel")]
+COMPILED = [one for one in VARIANTS if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder")]
+COMPILED += [one for one in VARIANTS if one.name == "learned bias" and one.mlp is None]
+
+
+# -- attention alone ---------------------------------------------------------------------------------------------------
+
+
+def heads(*shapes, dtype=torch.float32, seed=0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for name, shape in zip(("q", "k", "v"), shapes, strict=True)
+    }
+
+
+BOOL = torch.rand(2, 4, 7, 5, generator=torch.Generator().manual_seed(5)) > 0.4
+MASKS = {
+    "all": BOOL.index_fill(3, torch.tensor(0), True),
+    "keys": BOOL[:, :1, :1].index_fill(3, torch.tensor(0), True),
+    "two dimensions": BOOL[0, 0].index_fill(1, torch.tensor(0), True),
+    "additive": torch.randn(1, 4, 7, 5, generator=torch.Generator().manual_seed(6)),
+    "additive keys": torch.randn(1, 5, generator=torch.Generator().manual_seed(7)),
+}
+
+
+CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ((0, 4, 4, 9), (0, 3, 5, 11)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One of the two functions with its options; used as a `cases.Setup` is."""
+
+    options: dict
+    shapes: tuple = ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 6))
+    mask: tuple = ()  # the shape of one that is trained
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*"qkv", "mask") if self.mask else (*"qkv",)
+
+    @property
+    def packed(self) -> bool:
+        return len(self.shapes[0]) == 3
+
+    @property
+    def drops(self) -> bool:
+        return "dropout_p" in self.options
+
+    op_name = "attention"
+
+    def make(self, dtype=torch.float32, *, frozen=(), trained=("q", "k", "v", "mask")):
+        tensors = heads(*self.shapes, dtype=dtype)
+        if self.mask:
+            tensors["mask"] = torch.randn(self.mask, generator=torch.Generator().manual_seed(8)).to(dtype)
+        return {name: t.requires_grad_(name in trained and name not in frozen) for name, t in tensors.items()}
+
+    def call(self, t):
+        if self.packed:
+            return ckptkern.varlen_attn(t["q"], t["k"], t["v"], CU_Q, CU_K, 5, 6, **self.options)
+        options = self.options | ({"attn_mask": t["mask"]} if self.mask else {})
+        return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
+
+    def fused(self, t):
+        torch.manual_seed(SEED)
+        return self.call(t)
+
+
+CALLS = {
+    "causal": Call({"is_causal": True}),
+    "dropout": Call({"dropout_p": P}),
+    "mask": Call({"attn_mask": MASKS["all"], "dropout_p": P}),
+    "learned mask": Call({"dropout_p": P, "window_size": (5, 3)}, mask=(4, 1, 5)),
+    "packed": Call({}, ((11, 4, 6), (14, 4, 6), (14, 4, 6))),
+    "packed grouped": Call({"window_size": (2, 1), "enable_gqa": True}, ((11, 4, 6), (14, 2, 6), (14, 2, 6))),
+}
+
 
 def joined_biases(results: Tensors) -> Tensors:
     """The biases of q, k and v as one, and of the norms of q and k: a k bias alone does not change softmax, except where rotary
@@ -608,3 +691,8 @@ def blocks(modes=MODES, *, names: tuple[str, ...] | None = None, dropout: bool =
     chosen = [block for block in BLOCKS if names is None or block.name in names]
     chosen = chosen if dropout else [block.without_dropout() for block in chosen]
     return _parameters(chosen, modes)
+
+
+def calls() -> list:
+    """pytest parameters: every call of attention alone."""
+    return [pytest.param(call, id=f"attention-{name.replace(' ', '_')}") for name, call in CALLS.items()]

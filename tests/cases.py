@@ -184,6 +184,10 @@ class Setup:
             parts += [self.activation, self.recompute]
         return "-".join([*parts, *(["dropout"] if self.dropout_p else [])])
 
+    @property
+    def op_name(self) -> str:
+        return self.op.name
+
     def with_(self, **options) -> Setup:
         return replace(self, **options)
 
@@ -206,6 +210,16 @@ class Setup:
             return h * state.threshold_scale(self.dropout_p)[1] * mask
 
         return self.op.unfused(tensors, ACTIVATIONS[self.activation], drop)
+
+
+def seeded(function: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensor]:
+    """function, drawing the masks of `fused`."""
+
+    def run(tensors: Tensors) -> Tensor:
+        torch.manual_seed(SEED)
+        return function(tensors)
+
+    return run
 
 
 def setups(
@@ -249,6 +263,8 @@ def make(
     device: str = "cpu",
 ) -> Tensors:
     """Inputs by name, x first. All need a gradient except those in `frozen`."""
+    if not isinstance(setup, Setup):  # of blocks.py, which has sizes of its own
+        return setup.make(dtype, frozen=frozen)
     generator = torch.Generator().manual_seed(seed)
     shapes = {"x": (*sizes.lead, sizes.features), **setup.op.parameters(*sizes[1:])}
     tensors = {}
@@ -391,6 +407,25 @@ def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = No
 def whole_numbers(tensors: Tensors) -> Tensors:
     """The tensors' values rounded to -2 ... 2: their sums and matmuls are exact, in whatever order a library adds."""
     return {name: t.detach().mul(2).round().clamp(-2, 2).requires_grad_(t.requires_grad) for name, t in tensors.items()}
+
+
+def transposed(t: Tensor) -> Tensor:
+    """t with the strides of its transpose."""
+    return t.mT.contiguous().mT if t.dim() > 1 else t
+
+
+def padded_rows(t: Tensor) -> Tensor:
+    """t with rows 7 elements apart more than they are long, starting at an odd address."""
+    around = t.new_full((*t.shape[:-1], t.shape[-1] + 7), float("nan"))
+    around[..., 3:-4] = t
+    return around[..., 3:-4]
+
+
+def every_other(t: Tensor) -> Tensor:
+    """t with strides of 2."""
+    around = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), float("nan"))
+    around[..., ::2] = t
+    return around[..., ::2]
 
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from unittest import mock
 
 import torch
@@ -24,6 +24,8 @@ from benchmarks.codegen.compiling import compile_launch
 from benchmarks.model import rates, trace
 from ckptkern import triton_kernels
 from ckptkern.eager import AttentionCore, Groups, Head
+from ckptkern.ops import backend, catalog
+from ckptkern.ops.catalog import ACROSS_RANKS
 from ckptkern.tools import compiling, race
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.philox import philox
@@ -203,6 +205,43 @@ UNEVEN = {
 }
 
 
+def forms(caught: Iterable[tuple]) -> set[tuple[str, str, object]]:
+    """(kernel, argument, what it is) of launches: a constant's value, or whether a pointer is there."""
+    found = set()
+    for kernel, args, kwargs in caught:
+        for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():
+            if isinstance(value, (bool, str)) and name not in sass.TILE_KEYS:
+                found.add((kernel.fn.__name__, name, value))
+            elif value is None or not isinstance(value, (bool, int, float, str)):
+                found.add((kernel.fn.__name__, name, value is None))
+    return found
+
+
+def options() -> list[str]:
+    """What ops launch with each option of the catalogue, and no case of the code-generation check does."""
+    gated, missing = set(), {}
+    for case in cases.all_cases():
+        if (case.arch, case.dtype) == (90, "bfloat16"):
+            gated |= forms(compiling.catch_launches(case.launch, 90))
+    for entry in catalog.OPS.values():
+        sizes = catalog.Sizes((2, 64), 64, 128, 64)
+        chosen = {"": {}} | {
+            name: one for name, one in entry.every_option(sizes).items() if ACROSS_RANKS not in one.values()
+        }
+        for (option, more), mode in itertools.product(chosen.items(), entry.modes or ("",)):
+            arguments = entry.inputs(sizes) | ({"recompute": mode} if mode else {}) | more
+            shapes, caught = catalog.input_shapes(arguments), []
+            leaves = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
+            with trace.as_on(rates.GPUS["h200"]), backend("triton"), compiling.instead_of_launches(
+                lambda kernel, grid, args, kwargs, caught=caught: caught.append((kernel, args, kwargs)), 90
+            ):  # fmt: skip
+                found = catalog.call(entry, arguments, leaves)
+                y = found[0] if isinstance(found, tuple) else found
+                y.backward(torch.empty_like(y))
+            missing |= {str(form): f"{entry.name} {option} {mode}" for form in forms(caught) - gated}
+    return [f"{form} of {where}" for form, where in missing.items()]
+
+
 def uneven() -> dict[str, list[str]]:
     """The launches of each of these that get another tile than one that is unaligned in all respects."""
     matmuls = ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd")
@@ -333,6 +372,6 @@ def philox_words() -> dict[str, list[bool]]:
 if __name__ == "__main__":
     answers = {
         answer.__name__: answer
-        for answer in (injected, specialized, widths, uneven, maxima, pruned, cached, philox_words)
+        for answer in (injected, specialized, widths, options, uneven, maxima, pruned, cached, philox_words)
     }
     json.dump(answers[sys.argv[1]](), sys.stdout)

@@ -388,8 +388,9 @@ def _heads(case: Case, given: Inputs):
     B, S, H, D, R = (3, given.UNALIGNED[0], 5, 75, 50) if case.unaligned else (2, given.LENGTH, 8, 128, 128)
     dtype, wide = given.dtype(case.dtype), given.dtype("float32")
     q = given(B, S, 2 * H, D, dtype=dtype)[:, :, :H]
-    angles = given(S, R, dtype=wide), given(S, R, dtype=wide)
-    weight = given(D, dtype=dtype) if case.extras else None
+    rotated = case.activation != "unrotated"
+    angles = (given(S, R, dtype=wide), given(S, R, dtype=wide)) if rotated else (None, None)
+    weight = given(D, dtype=dtype) if case.extras or not rotated else None
     return q, weight, weight if case.activation == "layer" else None, *angles
 
 
@@ -440,7 +441,10 @@ def _launch_attention(case: AttentionCase, given: Inputs):
         if case.op == "attn_dmask":
             return given.backend.attn_dmask(q, k, v, do, lse, delta, core, shape)
         gradients = given.backend.attn_bwd(q, k, v, do, lse, delta, core)
-        if not case.kind:  # delta depends on neither kind, causal nor dropout: compiled once per head dim
+        if case.kind in (
+            "",
+            "varlen",
+        ):  # delta depends on no other kind, nor on causal nor dropout: compiled once per head dim
             gradients += (given.backend.attn_delta(do, do, core),)
         return gradients
 
@@ -485,7 +489,7 @@ OPS = {
 # What takes an activation's place in launchers without one, the heaviest first.
 VARIANTS = {
     **dict.fromkeys(("norm_fwd", "norm_bwd"), ("layer", "rms", "layer-autocast")),
-    **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved")),
+    **dict.fromkeys(("heads_fwd", "heads_bwd"), ("layer", "halves", "interleaved", "unrotated")),
     **cross_entropy.VARIANTS,
     **experts.VARIANTS,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .elementwise import ACTIVATIONS, act, column_sum, wide_of
-from .linear import linear
+from .linear import linear, mm
 
 
 class Groups(NamedTuple):
@@ -87,7 +87,7 @@ def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds):
     for expert, rows in _each(groups):
         g, u = gate_up(expert, rows).chunk(2, 1)
         a = act(g, activation)
-        h, dh = a * u, torch.mm(dy[tokens[rows]], wd[expert])
+        h, dh = a * u, mm(dy[tokens[rows]], wd[expert])
         if ds:
             of_rows[rows] = (dh.to(wide) * h.to(wide)).sum(1)
         if hs:

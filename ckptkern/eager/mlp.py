@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..results import GatedForward, GatedGradient
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, apply_dropout, column_sum_if
-from .linear import act_grad, linear
+from .linear import act_grad, linear, mm
 
 
 def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False):
@@ -43,7 +41,7 @@ def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False
 def gated_act_grad(
     dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False
 ):
-    dh = apply_dropout(torch.mm(dy, wd), dropout, row_base)
+    dh = apply_dropout(mm(dy, wd), dropout, row_base)
     a = act(g, activation)
     h = apply_dropout(a * u, dropout, row_base) if save_h else None
     du = dh * a if a is g else a.mul_(dh)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..bits import pack_bits
 from .elementwise import act_bwd
-from .linear import act_grad, linear_fwd
+from .linear import act_grad, linear_fwd, mm
 
 
 def stack_width(x: Tensor, widths: list[int]) -> int | None:
@@ -55,5 +55,5 @@ def stack_bwd(x, packed_w, packed_b, dy, bits, activation: str, precision: str, 
         dbs.append(db.to(sums))
         if i:
             dz, _, db = act_grad(dz, packed_w[i], zs[i - 1], activation, precision, db=True)
-    dx_out = torch.mm(dz, packed_w[0])[:, : x.shape[1]].contiguous() if dx else None
+    dx_out = mm(dz, packed_w[0])[:, : x.shape[1]].contiguous() if dx else None
     return dx_out, torch.stack(dws[::-1]), None if packed_b is None else torch.stack(dbs[::-1])

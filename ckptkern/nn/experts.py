@@ -122,7 +122,7 @@ class Experts(torch.nn.Module):
 
         activation: by default the module's own `act_fn`.
         """
-        check_parts(cls, module, (), ("act_fn",), parameters=True)
+        check_parts(cls, module, ("act_fn",))
         check_layout(cls, module)
         name = activation_in(cls, module, activation)
         check_options(cls.__name__, name, recompute)

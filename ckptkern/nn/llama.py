@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from ..ops.dispatch.checks import (
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
 from .mlp import GatedMLP
-from .parts import check_linear, check_parts, rms_norm
-from .share import refuse, share
 from .unmodified import composed, unmodified
 
 
@@ -101,43 +98,6 @@ class LlamaAttention(torch.nn.Module):
         self.k_norm = torch.nn.RMSNorm(head_dim, norm_eps, **factory) if qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rope_theta, self.dropout, self.recompute = rope_theta, dropout, recompute
-
-    @classmethod
-    def from_torch(
-        cls, module: torch.nn.Module, rope_theta: float | None = None, recompute: str = "selective"
-    ) -> LlamaAttention:
-        """Returns a drop-in replacement of a module with q_proj, k_proj, v_proj, o_proj and a head_dim, such as Hugging
-        Face's, that shares them.
-
-        q_norm and k_norm, if there are any, are RMS norms of the heads. rope_theta None: the replacement rotates by
-        tables that it is given, as Hugging Face's modules do. It is causal unless it is called otherwise.
-        """
-        names = ("q_proj", "k_proj", "v_proj", "o_proj")
-        check_parts(cls, module, names, ("q_norm", "k_norm"))
-        q, k, v, o = check_linear(cls, module, *names)
-        D = getattr(module, "head_dim", None)
-        if (
-            not isinstance(D, int)
-            or D < 1
-            or q.out_features % D
-            or k.out_features % D
-            or q.out_features % k.out_features
-        ):
-            refuse(cls, module, f"has no head_dim that fits its projections: {D}")
-        if not math.isclose(getattr(module, "scaling", D**-0.5), D**-0.5):
-            refuse(cls, module, f"scales its scores by {module.scaling}, not by 1 / sqrt({D})")
-        if k.out_features != v.out_features or o.in_features != q.out_features:
-            refuse(cls, module, "has projections of other sizes")
-        dropout = getattr(module, "attention_dropout", getattr(module, "dropout", 0.0))
-        check_options(cls.__name__, "identity", recompute, dropout)
-        if rope_theta is None and isinstance(module, LlamaAttention):
-            rope_theta = module.rope_theta
-        norms = {name: getattr(module, name, None) for name in ("q_norm", "k_norm")}
-        norms = {name: None if norm is None else rms_norm(cls, module, norm, D) for name, norm in norms.items()}
-        return share(
-            cls, module, _modules=dict(zip(names, (q, k, v, o), strict=True)) | norms, head_dim=D, rope_theta=rope_theta,
-            num_heads=q.out_features // D, num_kv_heads=k.out_features // D, dropout=dropout, recompute=recompute,
-        )  # fmt: skip
 
     def block_arguments(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> dict[str, Any]:
         """The arguments of ckptkern.attention_block, by name, that this module stands for if it is unmodified."""
@@ -305,33 +265,6 @@ class LlamaDecoderLayer(torch.nn.Module):
             hidden_size, intermediate_size, activation=activation, bias=mlp_bias, workspace=workspace, **factory
         )
         self.resid_dropout, self.recompute, self.workspace = resid_dropout, recompute, workspace
-
-    @classmethod
-    def from_torch(
-        cls,
-        module: torch.nn.Module,
-        rope_theta: float | None = None,
-        recompute: str | tuple[str, str] = "selective",
-        workspace: int | str | None = None,
-    ) -> LlamaDecoderLayer:
-        """Returns a drop-in replacement of a layer with the submodules of Hugging Face's Llama, that shares their
-        parameters. See LlamaAttention's and GatedMLP's.
-
-        The names, the norms' numbers and the activation's are checked; what the layer's own forward does with them is not.
-        """
-        names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-        check_parts(cls, module, names)
-        first, attention, second, mlp = (module._modules[name] for name in names)
-        of_attention, _ = modes_of_sublayers(cls.__name__, recompute)
-        parts = {
-            "input_layernorm": rms_norm(cls, module, first),
-            "self_attn": LlamaAttention.from_torch(attention, rope_theta, of_attention),
-            "post_attention_layernorm": rms_norm(cls, module, second),
-            "mlp": GatedMLP.from_torch(mlp, workspace=workspace),
-        }
-        resid_dropout = getattr(module, "resid_dropout", 0.0)
-        check_options(cls.__name__, "identity", of_attention, resid_dropout)
-        return share(cls, module, _modules=parts, resid_dropout=resid_dropout, recompute=recompute, workspace=workspace)
 
     def forward(
         self,

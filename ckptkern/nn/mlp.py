@@ -9,7 +9,7 @@ from .. import eager, ops
 from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
-from .parts import activation_in, check_linear, check_parts, dropout_in, same_activation
+from .parts import check_linear, dropout_in, same_activation
 from .share import check_kind, refuse, share
 from .unmodified import composed, unmodified
 
@@ -120,27 +120,6 @@ class GatedMLP(torch.nn.Module):
         self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
-
-    @classmethod
-    def from_torch(
-        cls,
-        module: torch.nn.Module,
-        activation: Activation | None = None,
-        recompute: str = "full",
-        workspace: int | str | None = None,
-    ) -> GatedMLP:
-        """Returns a drop-in replacement of a module with gate_proj, up_proj and down_proj, such as LlamaMLP of Hugging
-        Face, that shares them.
-
-        activation: by default the module's own `act_fn`.
-        """
-        names = ("gate_proj", "up_proj", "down_proj")
-        check_parts(cls, module, names, ("act_fn", "activation", "activation_fn"))
-        parts = dict(zip(names, check_linear(cls, module, *names), strict=True))
-        name, p = activation_in(cls, module, activation), getattr(module, "dropout", 0.0)
-        check_options(cls.__name__, name, recompute, p)
-        parse_bytes(cls.__name__, workspace)
-        return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_unmodified():

@@ -46,6 +46,29 @@ class _Layer:
     torch_class: type[torch.nn.Module]
     workspace: int | str | None = None
 
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recompute: str | tuple[str, str] = "selective",
+        workspace: int | str | None = None,
+    ):
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
+            dtype,
+        )  # fmt: skip
+        self._adopt(recompute, workspace)
+
     def _adopt(self, recompute: str | tuple[str, str], workspace: int | str | None) -> None:
         """Replaces attention and dropout in a layer of torch's, after torch has drawn its initial weights. What the layer
         cannot stand for, such as a forward of the instance's own, stays as it is and is called."""
@@ -191,29 +214,6 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 
     torch_class = torch.nn.TransformerEncoderLayer
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recompute: str | tuple[str, str] = "selective",
-        workspace: int | str | None = None,
-    ):
-        super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype,
-        )  # fmt: skip
-        self._adopt(recompute, workspace)
-
     def forward(
         self,
         src: Tensor,
@@ -253,29 +253,6 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     """
 
     torch_class = torch.nn.TransformerDecoderLayer
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recompute: str | tuple[str, str] = "selective",
-        workspace: int | str | None = None,
-    ):
-        super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype,
-        )  # fmt: skip
-        self._adopt(recompute, workspace)
 
     def forward(
         self,

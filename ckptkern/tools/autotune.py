@@ -34,9 +34,8 @@ from .race import Outcome, Problem, choice, measure, totals
 
 OPS = ("mlp", "gated_mlp", "linear_act")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What is measured by default, the most valuable first: on a GPU, and on a CPU. ROWS: many, and few where the table has a class.
-SIZES, CPU_SIZES = (2048, 4096, 1024, 512, 256), (1024, 512, 256)
-ROWS, CPU_ROWS = (8192, 128), (512,)
+# What is measured by default, the most valuable first. ROWS: many, and few where the table has a class.
+SIZES, ROWS = (2048, 4096, 1024, 512, 256), (8192, 128)
 
 
 Key = tuple[str, str, int, str]  # of a row: its op, dtype, features and rows, as the file has them
@@ -102,7 +101,7 @@ def of_model(target: str, dtypes: Sequence[torch.dtype] = ()) -> list[tuple]:
     return list(found)
 
 
-def matmuls(args: argparse.Namespace, cuda: bool) -> list[tuple]:
+def matmuls(args: argparse.Namespace) -> list[tuple]:
     """(op, features, hidden, out, dtype) of what the command line asks for, the most valuable first."""
     dtypes = [DTYPES[name] for name in args.dtype or ()]
     if args.model:
@@ -115,16 +114,20 @@ def matmuls(args: argparse.Namespace, cuda: bool) -> list[tuple]:
             return op, features, 0, hidden or features, dtype
         return op, features, hidden or 4 * features, features, dtype
 
-    shapes = args.shapes or [(n, None) for n in (SIZES if cuda else CPU_SIZES)]
+    shapes = args.shapes or [(n, None) for n in SIZES]
     dtypes = dtypes or [torch.bfloat16, torch.float16]
     return [problem(op, *shape, dtype) for dtype in dtypes for shape in shapes for op in args.ops or OPS]
 
 
 def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
-    """The matmuls with many rows, each type's then with few, where a table has a row of its own for them."""
-    rows = [args.tokens] if args.tokens else ROWS if device.type == "cuda" else CPU_ROWS
-    wanted = matmuls(args, device.type == "cuda")
+    """The matmuls with many rows, each type's then with few, where a table has a row of its own for them.
+
+    Raises ValueError if there is nothing to choose.
+    """
+    rows, wanted = [args.tokens] if args.tokens else ROWS, matmuls(args)
     found = [Problem(*matmul, tokens) for tokens in rows for matmul in wanted]
+    if all(len(_choices.candidates(*problem.key(device)[:-1])) < 2 for problem in found):
+        raise ValueError(f"nothing can be chosen on {device}: only PyTorch's ops run there")
     dtypes = list(dict.fromkeys(problem.dtype for problem in found))
     return sorted(
         (problem for problem in found if problem.tokens == rows[0] or problem.few(device)),
@@ -152,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern autotune``."""
     parser.description = (
         "Measure which implementation is quickest for each matmul on this machine (our kernels, and which tiles; cuBLAS and "
-        "elementwise kernels; one kernel for two matmuls; on a CPU, 16-bit matmuls as they are or through float32), and "
+        "elementwise kernels; one kernel for two matmuls), and "
         "write the table that ckptkern then reads. Nothing is tuned unless you ask."
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
@@ -164,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes", type=shapes_of, help="FEATURESxHIDDEN,... (linear_act: INxOUT); default: one of each size"
     )
     parser.add_argument("--model", metavar="FILE:FUNCTION", help="the matmuls of your model, as `report` loads it")
-    parser.add_argument("--tokens", type=int, help="rows (default: 8192, and 128 in 16-bit types; on a CPU 512)")
+    parser.add_argument("--tokens", type=int, help="rows (default: 8192, and 128 in 16-bit types)")
     parser.add_argument(
         "--minutes",
         type=float,

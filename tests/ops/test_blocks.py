@@ -1,6 +1,5 @@
-"""What the factory promises of attention_block, mlp_block and transformer_layer; test_op.py tests the other ops."""
+"""What attention_block, mlp_block and transformer_layer promise besides what test_op.py tests of every op."""
 
-import functools
 import itertools
 import random
 from dataclasses import replace
@@ -8,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from blocks import (
+    ALL,
     BATCH,
     BLOCKS,
     FEATURES,
@@ -27,10 +27,8 @@ from cases import (
     MODES,
     SAMPLES,
     SEED,
-    Saved,
     Watch,
     assert_as_exact,
-    assert_flat_memory,
     assert_same,
     assert_same_within_rounding,
     clone,
@@ -38,11 +36,10 @@ from cases import (
     op_samples,
     output_gradient,
     over_samples,
-    through_export,
     with_saved_transposed,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
@@ -50,20 +47,10 @@ from ckptkern.memory import saved_tensors
 from ckptkern.ops.registration.codec import values_of
 from ckptkern.ops.transformer_layer import TransformerLayer
 
-ALL = BLOCKS + VARIANTS
-
 
 def with_dtypes(pairs) -> list:
     """pytest parameters: blocks and their dtypes."""
     return [pytest.param(*one.values, dtype, id=f"{one.id}-{dtype}") for one, dtype in pairs]
-
-
-def seeded(function):
-    def run(t):
-        torch.manual_seed(SEED)
-        return function(t)
-
-    return run
 
 
 def given(block) -> list[torch.Tensor]:
@@ -203,31 +190,6 @@ def test_causal_attention_with_a_scale_that_is_not_positive(scale, packed):
         torch.testing.assert_close(y, expected)
         return
     assert_same_within_rounding(gradients(block.fused, tensors), gradients(block.unfused, tensors))
-
-
-@pytest.mark.parametrize("block", in_turn())
-def test_gradcheck(block):
-    tensors = block.make(torch.float64)
-
-    def function(*values):
-        return block.fused(dict(zip(tensors, values, strict=True)))
-
-    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
-
-
-# A layer's reference is that of its sublayers, which come alone: of layers, one for each way in which sublayers are joined.
-TWICE = [one for one in ALL if len(one.sublayers) == 1 or one.name in ("post-norm padded", "decoder", "parallel")]
-
-
-@pytest.mark.parametrize("block", in_turn(TWICE, ("full",)))
-def test_gradgradcheck(block):
-    """Second-order gradients are right or an error, never silently wrong (pytorch#76185)."""
-    tensors = block.make(torch.float64)
-
-    def function(*values):
-        return block.fused(dict(zip(tensors, values, strict=True)))
-
-    assert torch.autograd.gradgradcheck(function, tuple(tensors.values()), fast_mode=True)
 
 
 @pytest.mark.parametrize("block", blocks(("full",)))
@@ -375,18 +337,6 @@ def test_opcheck(block):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-COMPILED = [one for one in VARIANTS if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder")]
-COMPILED += [one for one in VARIANTS if one.name == "learned bias" and one.mlp is None]
-
-
-@pytest.mark.parametrize("block", in_turn() + in_turn(COMPILED))
-def test_compiled_equals_eager(block):
-    """One graph, the same bits and masks."""
-    torch._dynamo.reset()
-    tensors, call = block.make(), torch.compile(block.call, backend="aot_eager", fullgraph=True)
-    assert_same(gradients(seeded(call), tensors), gradients(block.fused, tensors))
-
-
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
     """A compiled graph of CUDA tensors carries "auto", which no kernel knows; a layer has one for each sublayer."""
@@ -401,15 +351,6 @@ def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
     monkeypatch.setattr(TransformerLayer, way, staticmethod(watching))
     op(*(["auto" if one == "ieee" else one for one in arg] if isinstance(arg, list) else arg for arg in args))
     assert seen == ["ieee", "ieee"]
-
-
-@pytest.mark.parametrize("block", blocks(("selective",), names=("llama",)))
-def test_inductor(block):
-    """At the mode that hands o and the logsumexp from graph to graph, their fakes' strides are the real ones."""
-    torch._dynamo.reset()
-    tensors, call = block.make(), torch.compile(block.call, backend="inductor", fullgraph=True)
-    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph has the fakes of an earlier run
-        assert_same_within_rounding(gradients(seeded(call), tensors), gradients(block.fused, tensors))
 
 
 @pytest.mark.parametrize("block", [
@@ -428,71 +369,6 @@ def test_one_graph_for_all_batch_sizes(block):
         torch.manual_seed(seed)
         assert_same(ours, gradients(block.call, tensors))
     assert counter.frame_count <= 2 + (len(lengths) > 1)  # the first size, then any batch, then any length
-
-
-@pytest.mark.parametrize("block", blocks(("full",), names=("llama",)))
-def test_compiled_with_frozen_inputs(block):
-    """x alone, the last weight alone."""
-    names = list(block.make())
-    for trained in ({"x"}, {[name for name in names if name.endswith("weight")][-1]}):
-        torch._dynamo.reset()
-        tensors, call = (
-            block.make(frozen=set(names) - trained),
-            torch.compile(block.call, backend="aot_eager", fullgraph=True),
-        )
-        assert_same(gradients(seeded(call), tensors), gradients(block.fused, tensors))
-
-
-@pytest.mark.parametrize("block", in_turn([one for one in BLOCKS if one.name == "llama"], shift=1))
-def test_compiled_autocast_saves_no_cast_weight(block):
-    """The same bytes as in eager mode, and the same bits."""
-    torch._dynamo.reset()
-    tensors = block.make()
-    excluded = [t for name, t in tensors.items() if name != "x"]
-
-    def call(t):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return block.call(t)
-
-    saved_bytes = []
-
-    def counted(function):
-        def run(t):
-            with saved_tensors(exclude=excluded) as saved:
-                y = function(t)
-            saved_bytes.append(saved.bytes)
-            return y
-
-        return seeded(run)
-
-    graph = torch.compile(call, backend="aot_eager", fullgraph=True)
-    assert_same(gradients(counted(graph), tensors), gradients(counted(call), tensors))
-    assert saved_bytes[0] == saved_bytes[1]
-
-
-@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",))[2:])
-def test_two_masks_of_one_graph_differ(block):
-    """AOT's CSE merges what looks alike: two draws in one graph are two draws. A layer's are those of both sublayers."""
-    torch._dynamo.reset()
-    tensors = block.make()
-
-    def twice(t):
-        return torch.stack([block.call(t), block.call(t)])
-
-    ours = gradients(seeded(torch.compile(twice, backend="aot_eager", fullgraph=True)), tensors)
-    assert_same(ours, gradients(seeded(twice), tensors))
-    assert not torch.equal(*ours["y"])
-
-
-@pytest.mark.parametrize("block", in_turn() + variants(("full",), ("learned bias", "low-rank decoder")))
-def test_torch_func_grad(block):
-    tensors = block.make()
-    dy = output_gradient(block.fused(tensors))
-    torch.manual_seed(SEED)
-    grads = torch.func.grad(lambda t: (block.call(t) * dy).sum())({name: t.detach() for name, t in tensors.items()})
-    expected = gradients(block.fused, tensors, dy)
-    del expected["y"]
-    assert_same(grads, expected)
 
 
 @pytest.mark.parametrize("block", blocks(names=("pre-norm", "bare"), dropout=False))
@@ -522,29 +398,6 @@ def test_inside_a_checkpoint(block, reentrant):
     assert_same(gradients(checkpointed, tensors), gradients(block.fused, tensors))
 
 
-@pytest.mark.parametrize("block", in_turn())
-def test_saved_tensors_on_the_cpu(block):
-    tensors = block.make()
-
-    def offloaded(t):
-        with torch.autograd.graph.save_on_cpu():
-            return block.fused(t)
-
-    assert_same(gradients(offloaded, tensors), gradients(block.fused, tensors))
-
-
-@pytest.mark.parametrize("block", in_turn())
-def test_retained_graph_and_ten_runs(block):
-    """The first call equals the second, and ten runs are equal bit for bit (cherimoya#50, mamba#827)."""
-    tensors = block.make()
-    y = block.fused(tensors)
-    dy, inputs = output_gradient(y), list(tensors.values())
-    first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
-    for _ in range(9):
-        again = torch.autograd.grad(y, inputs, dy, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
 @pytest.mark.parametrize("block", in_turn(modes=("none", "full")))
 def test_nothing_given_is_overwritten(block):
     """Neither x nor a parameter nor dy is written; and a change between forward and backward is caught."""
@@ -561,86 +414,6 @@ def test_nothing_given_is_overwritten(block):
             tensors[name].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-
-
-@pytest.mark.parametrize("block", in_turn())
-def test_memory_is_flat_without_the_garbage_collector(block):
-    """Steps leave no tensor behind, not even with the garbage collector off (pytorch#5569, pytorch#84413)."""
-    assert_flat_memory(block.call, block.make(), "x", steps=6)
-
-
-@pytest.mark.parametrize("block", in_turn(modes=("none", "full")))
-def test_inference_saves_nothing(block):
-    tensors = block.make()
-    expected = block.fused(tensors).detach()
-    with torch.no_grad(), Saved() as saved:
-        assert torch.equal(block.fused(tensors), expected)
-    assert saved.bytes == [0]
-
-
-@pytest.mark.parametrize("block", in_turn(modes=("none", "full")))
-def test_inference_mode_then_training(block):
-    """Inference leaves nothing behind that would break training."""
-    tensors = block.make()
-    expected = gradients(block.fused, tensors)
-    with torch.inference_mode():
-        assert torch.equal(block.fused(tensors), expected["y"])
-    assert_same(gradients(block.fused, tensors), expected)
-
-
-@pytest.mark.parametrize("block", in_turn())
-def test_every_saved_tensor_is_unpacked_once(block):
-    """Hooks of checkpointing and sharding fire once for each saved tensor."""
-    packed, unpacked = [], []
-
-    def unpack(entry):
-        unpacked.append(entry[0])
-        return entry[1]
-
-    def pack(t):
-        packed.append(len(packed))
-        return packed[-1], t.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        y = block.fused(block.make())
-    y.sum().backward()
-    assert len(packed) > 0
-    assert sorted(unpacked) == packed
-
-
-@pytest.mark.parametrize("block", blocks(("none",), names=("llama",)))
-def test_selective_checkpoint_may_save_the_op(block):
-    """A policy of torch's selective checkpointing sees the forward op and can save its results: nothing runs again."""
-    tensors = block.make()
-    contexts = functools.partial(
-        create_selective_checkpoint_contexts, [getattr(torch.ops.ckptkern, f"{block.op}_fwd").default]
-    )
-
-    def checkpointed(t):
-        return checkpoint(
-            lambda *v: block.call(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=False,
-            context_fn=contexts,
-        )  # fmt: skip
-
-    with Watch() as ours:
-        grads = gradients(seeded(checkpointed), tensors)
-    with Watch() as direct:
-        assert_same(grads, gradients(lambda t: block.fused(t).sin(), tensors))
-    assert ours.flops == direct.flops
-
-
-@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm",)))
-def test_forward_mode_is_refused_and_nodes_are_named(block):
-    tensors = block.make()
-    name = {"attention_block": "AttentionBlock", "mlp_block": "MLPBlock", "transformer_layer": "TransformerLayer"}[
-        block.op
-    ]
-    y = block.fused(tensors)
-    assert y.grad_fn.name() == f"{name}FunctionBackward"
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(tensors["x"], torch.ones_like(tensors["x"]))
-        with pytest.raises(NotImplementedError, match=f"{block.op}: forward-mode AD is not supported"):
-            block.fused({**tensors, "x": dual})
 
 
 def test_parallel_halves_run_no_backward_of_each_other():
@@ -984,20 +757,6 @@ def test_recomputed_output_of_the_core_is_that_of_forward(block):
             ]
         assert rows[0].any()
         assert torch.equal(*rows)
-
-
-@pytest.mark.parametrize("block", in_turn(modes=("selective", "full")))
-def test_exported_graphs_have_gradients(block):
-    tensors = block.make()
-    assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))
-
-
-@pytest.mark.parametrize("block", blocks(("full",), names=("llama",)))
-def test_exported_graphs_of_kernels_have_gradients(block):
-    """Three projections write into one buffer (out=), which autograd must not see."""
-    tensors = block.make()
-    with ckptkern.backend("triton"):
-        assert_same(through_export(block.call, tensors), gradients(block.fused, tensors))
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ counts what its backward holds.
 """
 
 import inspect
+import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from cases import SEED, assert_same_within_rounding, output_gradient
+from cases import MODES, SEED, assert_same_within_rounding, output_gradient, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -82,6 +84,22 @@ def test_every_argument_is_an_input_or_an_option_with_another_value(name):
         value, default = arguments[option], entry.parameters[option].default
         assert default is not inspect.Parameter.empty or option in inputs, option
         assert isinstance(value, torch.Tensor | catalog.Normal) or value != default, option
+
+
+FIGURES = (Path(__file__).resolve().parents[2] / "docs" / "figures.md").read_text()
+ROWS = re.findall(r"^\| `(\w+)`[^|]*\|[^|]*\|[^|]*\|[^|]*\| ([0-9k, ]+?) \| (\w+) \|$", FIGURES, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "matmuls", "default"), ROWS)
+def test_the_documentations_matmuls_and_default(name, matmuls, default):
+    entry, experts = OPS[name], 2  # of a token, in the example
+    counts = [catalog.matmul_count(entry, recompute=mode) for mode in MODES]
+    assert matmuls == ", ".join(f"{count / experts:.0f}k" if "k" in matmuls else f"{count:.0f}" for count in counts)
+    assert default == entry.modes[0]
+
+
+def test_the_documentation_has_the_ops_whose_matmuls_are_of_one_size():
+    assert {name for name, *_ in ROWS} == {"linear_act", "mlp", "gated_mlp", "moe_mlp", "linear_cross_entropy"}
 
 
 class Calls(TorchDispatchMode):
@@ -164,13 +182,6 @@ def test_compiled_equals_eager(case):
     def call(leaves):
         found = catalog.call(case.entry, case.arguments, leaves)
         return [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
-
-    def seeded(function):
-        def run(leaves):
-            torch.manual_seed(SEED)
-            return function(leaves)
-
-        return run
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_same_within_rounding(gradients(seeded(compiled)), gradients(seeded(call)))

@@ -56,6 +56,11 @@ def cast(tensors: dict, dtype: torch.dtype) -> dict:
     return {name: t.to(dtype) for name, t in tensors.items()}
 
 
+def multiplied_in(dtype: torch.dtype) -> torch.dtype:
+    """What a CPU's matmuls read."""
+    return FP32 if eager.upcasts(dtype) else dtype
+
+
 @pytest.mark.parametrize("around", [None, BF16, FP16], ids=["no autocast", "bf16 autocast", "fp16 autocast"])
 @pytest.mark.parametrize(
     ("x_dtype", "weight_dtype"), list(itertools.product((FP32, BF16, FP16, FP64), repeat=2)), ids=str
@@ -77,7 +82,7 @@ def test_every_pair_of_dtypes(setup, x_dtype, weight_dtype, around):
         return
     with Watch() as watch:
         ours = gradients(fused, tensors)
-    assert {*watch.dtypes} == {(dtype, dtype)}
+    assert {*watch.dtypes} == {(multiplied_in(dtype),) * 2}
     assert ours["y"].dtype == dtype
     unfused = gradients(lambda t: setup.unfused(cast(t, dtype)), tensors)
     if dtype == FP64:  # there is nothing more exact to compare with
@@ -85,6 +90,25 @@ def test_every_pair_of_dtypes(setup, x_dtype, weight_dtype, around):
         return
     exact = gradients(setup.unfused, clone(clone(tensors, dtype), FP64), output_gradient(ours["y"]).double())
     assert_as_exact(ours, unfused, exact)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("setup", setups(("gelu",), ("selective", "full"), dropout=(P,), ops=LAYERS))
+def test_a_cpu_without_matmuls_of_a_dtype_multiplies_in_float32(setup, dtype, monkeypatch):
+    """As exact as its own, in one chunk and in several; nothing is multiplied in 16 bits."""
+    for module in ("eager.linear", "ops.registration.gradients"):
+        monkeypatch.setattr(sys.modules[f"ckptkern.{module}"], "upcasts", lambda dtype: dtype.itemsize == 2)
+    tensors = make(setup, Sizes(lead=(300,)), dtype)
+    for workspace in (None, 1):
+        check_against_float64(setup.with_(workspace=workspace), tensors)
+    with Watch() as watch:
+        gradients(setup.fused, tensors)
+    assert {*watch.dtypes} == {(FP32, FP32)}
+
+
+def test_float32_is_multiplied_as_it_is():
+    assert not eager.upcasts(FP32)
+    assert not eager.upcasts(FP64)
 
 
 @pytest.mark.parametrize("setup", setups(("gelu",), MODES, dropout=(P,), ops=LAYERS))
@@ -101,7 +125,7 @@ def test_backward_runs_in_the_autocast_of_forward(setup, workspace):
                 grads = torch.autograd.grad(y, list(tensors.values()), output_gradient(y))
         assert y.dtype == dtype
         # on the CPU, a weight gradient of more than one chunk is summed up in float32
-        allowed = {(dtype, dtype)} | ({(FP32, FP32)} if workspace else set())
+        allowed = {(multiplied_in(dtype),) * 2} | ({(FP32, FP32)} if workspace else set())
         assert set(watch.dtypes) <= allowed
         assert [g.dtype for g in grads] == [FP32] * len(grads)
 

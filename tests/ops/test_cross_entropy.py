@@ -183,20 +183,6 @@ def test_another_ignore_index():
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gradcheck(mode):
-    tensors, target = make((2, 2), 3, 5, torch.float64)
-
-    def loss(*values):
-        options = dict(weight=class_weights(5, torch.float64), label_smoothing=0.1, softcap=3.0, logit_scale=0.7)
-        named = dict(zip(tensors, values, strict=True))
-        return ours(target, named, recompute=mode, z_loss=0.1, return_lse=True, reduction="none", **options)
-
-    assert torch.autograd.gradcheck(loss, tuple(tensors.values()))
-    if mode == "full":
-        assert torch.autograd.gradgradcheck(loss, tuple(tensors.values()))
-
-
 @pytest.mark.parametrize("frozen", list(itertools.product((False, True), repeat=3))[1:-1])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_every_subset_of_frozen_inputs(frozen, mode):

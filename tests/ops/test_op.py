@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from blocks import TWICE, blocks, calls, in_turn
 from cases import (
     DTYPES,
     LAYERS,
@@ -23,16 +24,20 @@ from cases import (
     check_against_float64,
     clone,
     each_activation,
+    every_other,
     gradients,
     make,
     output_gradient,
+    seeded,
     setups,
+    transposed,
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern.memory import saved_tensors
+from ckptkern.ops import catalog
 
 UNALIGNED = {
     "vector": Sizes(lead=()),
@@ -121,16 +126,6 @@ def test_unaligned_and_empty_shapes(setup, sizes, bias):
         torch.use_deterministic_algorithms(False)
 
 
-def transposed(t: torch.Tensor) -> torch.Tensor:
-    return t.mT.contiguous().mT if t.dim() > 1 else t
-
-
-def every_other(t: torch.Tensor) -> torch.Tensor:
-    wide = t.new_zeros(*t.shape[:-1], 2 * t.shape[-1])
-    wide[..., ::2] = t
-    return wide[..., ::2]
-
-
 def inside_a_larger(t: torch.Tensor) -> torch.Tensor:
     padded = t.new_zeros([size + 3 for size in t.shape])
     inner = tuple(slice(1, size + 1) for size in t.shape)
@@ -190,14 +185,14 @@ def test_gradient_strides_are_the_parameters(setup):
         assert t.grad.stride() == t.stride(), name
 
 
-@pytest.mark.parametrize("setup", each_activation((P,)))
+@pytest.mark.parametrize("setup", each_activation((P,)) + in_turn() + calls())
 def test_gradcheck(setup):
     tensors = make(setup, Sizes((2, 2), 3, 4, 2), torch.float64)
 
     def function(*values):
         return setup.fused(dict(zip(tensors, values, strict=True)))
 
-    assert torch.autograd.gradcheck(function, tuple(tensors.values()))
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=not isinstance(setup, Setup))
 
 
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
@@ -207,7 +202,7 @@ def test_every_mode_gives_the_same_bits(setup):
     assert_same(gradients(setup.fused, tensors), gradients(setup.with_(recompute="none").fused, tensors))
 
 
-@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn())
 def test_ten_runs_are_bitwise_equal(setup):
     """Nothing is tuned, cached or accumulated in the first run."""
     tensors = make(setup)
@@ -310,7 +305,7 @@ def test_flop_counter(setup):
 # -- second order ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setup", each_activation((P,)))
+@pytest.mark.parametrize("setup", each_activation((P,)) + in_turn(TWICE, ("full",)) + calls())
 def test_gradgradcheck(setup):
     """Second-order gradients are right or an error, never silently wrong (pytorch#76185)."""
     tensors = make(setup, Sizes((2, 2), 3, 4, 2), torch.float64)
@@ -382,7 +377,7 @@ def test_third_order(setup):
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn() + calls())
 def test_second_backward_through_a_retained_graph(setup):
     """A second backward through a retained graph gives what the first gave (axolotl#3892)."""
     tensors = make(setup)
@@ -449,13 +444,14 @@ def test_nothing_saved_or_given_is_overwritten(setup):
     assert_same_within_rounding(through_exp(setup.fused), through_exp(setup.unfused))
 
 
-@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn() + calls())
 def test_memory_is_flat_without_the_garbage_collector(setup):
     """Steps leave no tensor behind, not even with the garbage collector off (pytorch#5569, pytorch#84413)."""
-    assert_flat_memory(setup.call, make(setup), "x")
+    tensors = make(setup)
+    assert_flat_memory(setup.call, tensors, next(iter(tensors)), steps=47 if isinstance(setup, Setup) else 6)
 
 
-@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn(modes=("none", "full")))
 def test_inference_saves_nothing(setup):
     """If no gradient is needed, forward writes no h, z or mask: y is its only result that is not empty."""
     everything = make(setup)
@@ -466,7 +462,9 @@ def test_inference_saves_nothing(setup):
         assert saved.bytes == [0]
 
 
-@pytest.mark.parametrize("setup", setups(modes=("none", "full"), dropout=(P,)))
+@pytest.mark.parametrize(
+    "setup", setups(modes=("none", "full"), dropout=(P,)) + in_turn(modes=("none", "full")) + calls()
+)
 def test_inference_mode_then_training(setup):
     """Inference leaves nothing behind that would break training."""
     tensors = make(setup)
@@ -478,7 +476,7 @@ def test_inference_mode_then_training(setup):
     assert_same(gradients(setup.fused, tensors), expected)
 
 
-@pytest.mark.parametrize("setup", setups(dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn())
 def test_saved_tensors_on_the_cpu(setup):
     """Saved tensors go through hooks: save_on_cpu stores copies, and backward works from them."""
     tensors = make(setup)
@@ -490,7 +488,7 @@ def test_saved_tensors_on_the_cpu(setup):
     assert_same(gradients(offloaded, tensors), gradients(setup.fused, tensors))
 
 
-@pytest.mark.parametrize("setup", setups(modes=("none", "full"), dropout=(P,)))
+@pytest.mark.parametrize("setup", setups(modes=("none", "full"), dropout=(P,)) + in_turn() + calls())
 def test_every_saved_tensor_is_unpacked_once(setup):
     """Hooks of checkpointing and sharding fire once for each saved tensor."""
     packed, unpacked = [], []
@@ -510,22 +508,27 @@ def test_every_saved_tensor_is_unpacked_once(setup):
     assert sorted(unpacked) == packed
 
 
-@pytest.mark.parametrize("setup", setups(modes=("full",), dropout=(P,)))
+@pytest.mark.parametrize(
+    "setup", setups(modes=("full",), dropout=(P,)) + blocks(("full",), names=("pre-norm",)) + calls()
+)
 def test_forward_mode_is_refused(setup):
     tensors = make(setup)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(tensors["x"], torch.ones_like(tensors["x"]))
-        with pytest.raises(NotImplementedError, match=f"{setup.op.name}: forward-mode AD is not supported"):
-            setup.fused({**tensors, "x": dual})
+        first, x = next(iter(tensors.items()))
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match=f"{setup.op_name}: forward-mode AD is not supported"):
+            setup.fused({**tensors, first: dual})
 
 
-@pytest.mark.parametrize("setup", setups(("relu",), modes=("full",), dropout=(P,)))
+@pytest.mark.parametrize(
+    "setup", setups(("relu",), modes=("full",), dropout=(P,)) + blocks(("full",), names=("pre-norm",))
+)
 def test_nodes_are_named_after_their_op(setup):
     """The names show in tracebacks of anomaly mode, profiles and drawings of the graph."""
     y = setup.fused(make(setup))  # before torch 2.13 a grad_fn does not outlive its output
     node = y.grad_fn
-    name = {"linear_act": "LinearAct", "linear_stack": "LinearStack", "mlp": "MLP", "gated_mlp": "GatedMLP"}
-    assert node.name() == type(node).__name__ == f"{name.get(setup.op.name, 'Dropout')}FunctionBackward"
+    name = catalog.OPS[setup.op_name].op.__name__
+    assert node.name() == type(node).__name__ == f"{name}FunctionBackward"
 
 
 # -- inside torch.utils.checkpoint -------------------------------------------------------------------------------------
@@ -559,11 +562,13 @@ def test_inside_a_checkpoint(setup, reentrant):
         assert modes[0] in (("full", "forward") if reentrant else ("none",))
 
 
-@pytest.mark.parametrize("setup", setups(("gelu",), modes=("none",), dropout=(P,)))
+@pytest.mark.parametrize(
+    "setup", setups(("gelu",), modes=("none",), dropout=(P,)) + blocks(("none",), names=("llama",))
+)
 def test_selective_checkpoint_may_save_the_op(setup):
     """A policy of torch's selective checkpointing sees the forward op and can save its results."""
     tensors = make(setup)
-    forward_op = getattr(torch.ops.ckptkern, f"{setup.op.name}_fwd").default
+    forward_op = getattr(torch.ops.ckptkern, f"{setup.op_name}_fwd").default
 
     def policy(ctx, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op is forward_op else CheckpointPolicy.PREFER_RECOMPUTE
@@ -578,14 +583,6 @@ def test_selective_checkpoint_may_save_the_op(setup):
     direct = matmuls(lambda t: setup.fused(t).sin(), tensors)
     assert_same(ours.gradients, direct.gradients)
     assert ours.flops == direct.flops
-
-
-def seeded(function):
-    def run(t):
-        torch.manual_seed(SEED)
-        return function(t)
-
-    return run
 
 
 @pytest.mark.parametrize("setup", setups(modes=("full",), dropout=(P,)))

@@ -12,12 +12,10 @@ from unittest import mock
 import outside
 import pytest
 import torch
-from cases import Sizes, Watch, check_against_float64, gradients, make, output_gradient, setups
 
 import ckptkern
 from ckptkern import triton_kernels
 from ckptkern.__main__ import main
-from ckptkern.memory import peak_memory
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.dispatch import tuned as _tuned
@@ -39,6 +37,16 @@ def cache(tmp_path, monkeypatch):
     forget()
 
 
+@pytest.fixture
+def two_routes(monkeypatch):
+    """Two implementations of interpreted kernels on a CPU, few rows as many."""
+    monkeypatch.setattr(
+        _choices, "choose_backend", lambda op, x: "eager" if _choices._choice.backend == "eager" else "triton"
+    )
+    monkeypatch.setattr(_choices, "candidates", lambda *key: ("triton", "library"))
+    monkeypatch.setattr(_choices, "few_rows", lambda *key: 0)
+
+
 def forget() -> None:
     """As a process that starts."""
     _tuned.table.cache_clear()
@@ -54,7 +62,7 @@ def file_of_this_machine():
     return _tuned.path("cpu", None)
 
 
-def write(impl="wide", rows="many", **changes) -> None:
+def write(impl="library", rows="many", **changes) -> None:
     row = {"op": "mlp", "dtype": "float16", "features": 256, "rows": rows, "impl": impl}
     _tuned.write(file_of_this_machine(), _tuned.machine("cpu", None) | changes, [row])
     forget()
@@ -76,14 +84,14 @@ def planned(ms: dict[str, list[float]]):
 @pytest.mark.parametrize(
     ("ms", "chosen"),
     [
-        ({"eager": [10.0], "wide": [5.0]}, "wide"),
-        ({"eager": [10.0], "wide": [20.0]}, "eager"),
-        ({"eager": [10.0], "wide": [9.9]}, "eager"),  # within the margin
-        ({"eager": [10.0], "wide": [5.0, 5.0, 11.0]}, "eager"),  # every third step is slower than the default
-        ({"eager": [10.0, 30.0], "wide": [5.0]}, "wide"),
+        ({"triton": [10.0], "library": [5.0]}, "library"),
+        ({"triton": [10.0], "library": [20.0]}, "triton"),
+        ({"triton": [10.0], "library": [9.9]}, "triton"),  # within the margin
+        ({"triton": [10.0], "library": [5.0, 5.0, 11.0]}, "triton"),  # every third step is slower than the default
+        ({"triton": [10.0, 30.0], "library": [5.0]}, "library"),
     ],
 )
-def test_an_implementation_has_to_be_surely_quicker(ms, chosen):
+def test_an_implementation_has_to_be_surely_quicker(two_routes, ms, chosen):
     assert autotune.choice(autotune.measure(PROBLEM, CPU, 60, timer=planned(ms))) == chosen
 
 
@@ -313,9 +321,9 @@ def test_tiles_that_one_problem_of_a_row_does_not_use():
     assert autotune.choice(odd, even) == "triton:128x128"
 
 
-def test_what_is_printed_is_what_the_table_has(monkeypatch, capsys):
+def test_what_is_printed_is_what_the_table_has(two_routes, monkeypatch, capsys):
     """Of two problems in one row, which would choose otherwise alone."""
-    times = {140: {"eager": [10.0], "wide": [5.0]}, 200: {"eager": [20.0], "wide": [30.0]}}
+    times = {140: {"triton": [10.0], "library": [5.0]}, 200: {"triton": [20.0], "library": [30.0]}}
     measured = autotune.measure
     monkeypatch.setattr(
         autotune,
@@ -324,27 +332,27 @@ def test_what_is_printed_is_what_the_table_has(monkeypatch, capsys):
     )
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "200x40,140x40", "--tokens", "16"]) == 0
     forget()
-    assert impl() == "eager"
-    assert capsys.readouterr().out.count("mlp float16, up to 256 features: eager\n") == 1
+    assert impl() == "triton"
+    assert capsys.readouterr().out.count("mlp float16, up to 256 features: triton\n") == 1
 
 
-def test_a_wrong_implementation_is_not_timed(monkeypatch):
-    monkeypatch.setattr(_impls.Wide, "mm", staticmethod(lambda a, b, **out: _impls.eager.mm(a, b, **out) * 1.01))
-    outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0], "wide": [1.0]}))
-    assert autotune.choice(outcome) == "eager"
-    assert outcome.ms.keys() == {"eager"}
-    assert "times eager's" in outcome.wrong["wide"]
+def test_a_wrong_implementation_is_not_timed(two_routes, monkeypatch):
+    monkeypatch.setattr(_impls.Library, "mm", staticmethod(lambda a, b, **out: _impls.eager.mm(a, b, **out) * 1.01))
+    outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"triton": [10.0], "library": [1.0]}))
+    assert autotune.choice(outcome) == "triton"
+    assert outcome.ms.keys() == {"triton"}
+    assert "times eager's" in outcome.wrong["library"]
 
 
-def test_an_implementation_that_fails_costs_itself_alone(monkeypatch):
-    monkeypatch.setattr(_impls.Wide, "mm", staticmethod(lambda a, b, **out: 1 / 0))
-    outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"eager": [10.0]}))
-    assert outcome.wrong == {"wide": "ZeroDivisionError: division by zero"}
-    assert autotune.choice(outcome) == "eager"
+def test_an_implementation_that_fails_costs_itself_alone(two_routes, monkeypatch):
+    monkeypatch.setattr(_impls.Library, "mm", staticmethod(lambda a, b, **out: 1 / 0))
+    outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"triton": [10.0]}))
+    assert outcome.wrong == {"library": "ZeroDivisionError: division by zero"}
+    assert autotune.choice(outcome) == "triton"
 
 
 @pytest.mark.parametrize("op", autotune.OPS)
-def test_every_op_is_timed_for_real(op):
+def test_every_op_is_timed_for_real(two_routes, op):
     problem = PROBLEM._replace(op=op, hidden=0 if op == "linear_act" else 40, out=300)
     outcome = autotune.measure(problem, CPU, 0.0)
     assert outcome.wrong == {}
@@ -374,35 +382,35 @@ def test_tiles_are_tuned_on_a_gpu():
 
 
 @pytest.fixture
-def wide_is_quicker(monkeypatch):
-    timer = planned({"eager": [10.0], "wide": [5.0]})
+def library_is_quicker(two_routes, monkeypatch):
+    timer = planned({"triton": [10.0], "library": [5.0]})
     measured = autotune.measure
     monkeypatch.setattr(autotune, "measure", functools.partial(measured, timer=timer))
 
 
-def test_the_table_is_written_and_followed(wide_is_quicker, capsys):
-    assert impl() == "eager"
+def test_the_table_is_written_and_followed(library_is_quicker, capsys):
+    assert impl() == "triton"
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
     assert "mlp 24x40x24 float16, 16 tokens" in capsys.readouterr().out
-    assert impl() == "eager"  # of this process the table is read
+    assert impl() == "triton"  # of this process the table is read
     forget()
-    assert impl() == "wide"
-    assert [impl(BF16), impl(features=257), impl(op="gated_mlp"), impl(torch.float32)] == ["eager"] * 4
+    assert impl() == "library"
+    assert [impl(BF16), impl(features=257), impl(op="gated_mlp")] == ["triton"] * 3
     assert main(["autotune", "--ops", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]) == 0
     forget()
-    assert [impl(), impl(op="gated_mlp")] == ["wide", "wide"]  # the earlier rows stay
+    assert [impl(), impl(op="gated_mlp")] == ["library", "library"]  # the earlier rows stay
     assert main(["env"]) == 0
     printed = capsys.readouterr().out
     assert f"table: {file_of_this_machine()}\n" in printed
-    assert "mlp float16, up to 256 features: wide\n" in printed
+    assert "mlp float16, up to 256 features: library\n" in printed
     assert main(["autotune", "--reset"]) == 0
     forget()
-    assert impl() == "eager"
+    assert impl() == "triton"
     assert main(["autotune", "--reset"]) == 0
     assert "there is no table" in capsys.readouterr().out
 
 
-def test_nothing_is_written_in_a_dry_run_or_without_time(wide_is_quicker, cache, capsys):
+def test_nothing_is_written_in_a_dry_run_or_without_time(library_is_quicker, cache, capsys):
     arguments = ["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]
     assert main([*arguments, "--dry-run"]) == 0
     assert main([*arguments, "--minutes", "0"]) == 1
@@ -422,7 +430,7 @@ def plain():
 """
 
 
-def test_the_matmuls_of_a_model(tmp_path, wide_is_quicker, capsys):
+def test_the_matmuls_of_a_model(tmp_path, library_is_quicker, capsys):
     file = tmp_path / "its_model.py"
     file.write_text(MODEL)
     found = autotune.of_model(f"{file}:build")
@@ -464,35 +472,40 @@ def test_shapes_that_are_none(shapes, capsys):
             lambda file: file.write_text(file.read_text().replace('"format": 3', '"format": 2')),
             "another version of ckptkern wrote it: its format is 2, not 3",
         ),
-        (lambda file: write(["wide"]), "it is damaged (TypeError: an implementation that is no string"),
+        (lambda file: write(["library"]), "it is damaged (TypeError: an implementation that is no string"),
         (lambda file: (file.unlink(), file.mkdir()), "[Errno 21] Is a directory"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named_once(spoil, why, capsys):
+def test_a_file_that_cannot_be_used_is_named_once(two_routes, spoil, why, capsys):
     write()
-    assert impl() == "wide"
+    assert impl() == "library"
     spoil(file_of_this_machine())
     forget()
     with pytest.warns(UserWarning, match=re.escape(why)) as said:
-        assert impl() == "eager"
+        assert impl() == "triton"
     assert len(said) == 1
     assert f"{file_of_this_machine()} is not used, because {why}" in str(said[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert impl(features=2000) == "eager"
+        assert impl(features=2000) == "triton"
     assert main(["env"]) == 0
     assert f"is not used: {why}" in capsys.readouterr().out
 
 
-def test_without_a_home_nothing_is_tuned(monkeypatch):
+def test_without_a_home_nothing_is_tuned(two_routes, monkeypatch):
     monkeypatch.delenv("CKPTKERN_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(_tuned.Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
     with pytest.warns(UserWarning, match="the table of tuned implementations is not used, because Could not determine"):
-        assert impl() == "eager"
+        assert impl() == "triton"
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monkeypatch, capsys):
+def test_nothing_can_be_chosen_where_no_kernel_runs(capsys):
+    assert main(["autotune", "--ops", "mlp", "--device", "cpu"]) == 2
+    assert "nothing can be chosen on cpu: only PyTorch's ops run there" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_measuring(two_routes, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CKPTKERN_CACHE", str(tmp_path / "file" / "folder"))
     monkeypatch.setattr(autotune, "measure", mock.Mock(side_effect=AssertionError("measured")))
@@ -500,7 +513,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_measuring(tmp_path, monk
     assert "ckptkern autotune: [Errno 20] Not a directory" in capsys.readouterr().err
 
 
-def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, capsys):
+def test_the_next_run_begins_with_what_is_left(library_is_quicker, monkeypatch, capsys):
     """Of two matmuls each takes more than the time. A whole table is measured anew, in the order of the command line."""
     quick, clock, reached = autotune.measure, Minutes(monkeypatch), []
     monkeypatch.setattr(autotune, "time", race.time)
@@ -519,7 +532,7 @@ def test_the_next_run_begins_with_what_is_left(wide_is_quicker, monkeypatch, cap
         said = "the time is over: 1 of 2 matmuls were not reached, and 0 only in part. The same command again begins with them"
         assert said in capsys.readouterr().out
     forget()
-    assert [impl(features=features) for features in (24, 300)] == ["wide", "wide"]
+    assert [impl(features=features) for features in (24, 300)] == ["library", "library"]
     clock.minute = 0
     assert main(["autotune", *arguments[:-1], "9"]) == 0
     assert "the time is over" not in capsys.readouterr().out
@@ -533,7 +546,7 @@ def test_rows_that_are_whole():
         return autotune.finished(json.loads(json.dumps(autotune.rows_of(outcomes))), todo, CPU)
 
     def outcome(problem: autotune.Problem, **changes) -> autotune.Outcome:
-        return autotune.Outcome(problem, "eager", {"eager": [1.0], "wide": [2.0]}, **changes)
+        return autotune.Outcome(problem, "triton", {"triton": [1.0], "library": [2.0]}, **changes)
 
     assert finished() == set()
     assert finished(outcome(other)) == {other}
@@ -562,7 +575,7 @@ def test_what_is_measured_by_default(monkeypatch):
     }
 
 
-def test_an_older_table_is_made_anew(wide_is_quicker, capsys):
+def test_an_older_table_is_made_anew(library_is_quicker, capsys):
     write()
     file_of_this_machine().write_text(file_of_this_machine().read_text().replace('"format": 3', '"format": 2'))
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
@@ -571,7 +584,7 @@ def test_an_older_table_is_made_anew(wide_is_quicker, capsys):
     assert [row["features"] for row in _tuned.rows(file_of_this_machine())] == [512]
 
 
-def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
+def test_an_interrupt_loses_nothing(library_is_quicker, monkeypatch):
     quick, done = autotune.measure, []
 
     def measure(*arguments, **said):
@@ -584,24 +597,24 @@ def test_an_interrupt_loses_nothing(wide_is_quicker, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         main(["autotune", "--ops", "mlp", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"])
     forget()
-    assert [impl(), impl(op="gated_mlp")] == ["wide", "eager"]
+    assert [impl(), impl(op="gated_mlp")] == ["library", "triton"]
 
 
-def test_an_implementation_that_fails_later_is_dropped():
+def test_an_implementation_that_fails_later_is_dropped(two_routes):
     def timer(problem, name, t):
-        times = iter([1.0, 1.0] if name == "wide" else [5.0] * 99)
+        times = iter([1.0, 1.0] if name == "library" else [5.0] * 99)
         return lambda: next(times)
 
     outcome = autotune.measure(PROBLEM, CPU, 60, timer=timer)
-    assert outcome.wrong == {"wide": "StopIteration: "}
-    assert autotune.choice(outcome) == "eager"
+    assert outcome.wrong == {"library": "StopIteration: "}
+    assert autotune.choice(outcome) == "triton"
 
 
 def test_a_row_that_does_not_apply_is_passed_over():
     """A table of kernel implementations, where PyTorch ops run, and the other way round."""
     write("dual")
     assert impl() == "eager"
-    write("wide")
+    write("eager")
     with ckptkern.backend("triton"):
         assert impl() in _impls.OF_KERNELS
 
@@ -617,49 +630,3 @@ def test_a_table_of_a_gpu(monkeypatch):
     assert _choices._impl("mlp", "triton", "cuda", 0, BF16, _impls.size_class(2048)) == (1664, "dual", "triton")
     assert _choices._impl("mlp", "triton", "cuda", 0, FP16, _impls.size_class(2048)) == (1664, "triton", "triton")
     assert json.loads(file.read_text())["machine"]["device"] == "NVIDIA H200"
-
-
-# -- wide --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-@pytest.mark.parametrize(
-    "setup",
-    setups(("gelu", "identity"), ("selective", "full"), (0.3,), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")),
-)
-def test_matmuls_through_float32_are_as_exact(setup, dtype):
-    tensors = make(setup, Sizes(lead=(300,)), dtype)
-    with _choices.forced_impl("wide"):
-        check_against_float64(setup, tensors)
-        check_against_float64(setup.with_(workspace=1), tensors)
-
-
-@pytest.mark.parametrize("setup", setups(("relu",), ops=("linear_act", "mlp", "gated_mlp", "mlp_block")))
-def test_no_matmul_has_16_bit_operands(setup):
-    tensors = make(setup, dtype=FP16)
-    with _choices.forced_impl("wide"), Watch() as watch:
-        gradients(setup.fused, tensors)
-    assert {dtype for pair in watch.dtypes for dtype in pair} == {torch.float32}
-
-
-def test_float32_is_not_copied():
-    setup = setups(("relu",), ("full",), ops=("mlp",))[0].values[0]
-    tensors = make(setup)
-    with _choices.forced_impl("wide"):
-        ours = gradients(setup.fused, tensors)
-    theirs = gradients(setup.fused, tensors)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
-def test_workspace_bounds_wide_matmuls(name):
-    setup = setups(("relu",), ("full",), ops=(name,))[0].values[0]
-    tensors = make(setup, Sizes(lead=(1280,), features=8, hidden=64, out=8), FP16)
-    with _choices.forced_impl("wide"):
-        y = setup.with_(workspace="150KiB").fused(tensors)
-        dy = output_gradient(y)
-        with peak_memory("cpu") as peak:
-            grads = torch.autograd.grad(y, list(tensors.values()), dy)
-    weights = sum(4 * t.numel() for t in tensors.values() if t.dim() == 2 and t.shape[0] != 1280)  # copies
-    transient = peak.bytes - sum(g.numel() * (2 if i == 0 else 4) for i, g in enumerate(grads)) - weights
-    assert 0.3 * 150 * 2**10 < transient <= 150 * 2**10

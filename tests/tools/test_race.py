@@ -48,7 +48,7 @@ def steps(monkeypatch):
 
 def timed(copies: int, monkeypatch) -> race.Timed:
     monkeypatch.setattr(race, "copies", lambda nbytes, cache: copies)
-    return race.Timed(PROBLEM, "wide", race.operands_of(PROBLEM, CPU), Clock(CPU))
+    return race.Timed(PROBLEM, "eager", race.operands_of(PROBLEM, CPU), Clock(CPU))
 
 
 def test_steps_take_operands_by_turns(monkeypatch, steps):

@@ -133,6 +133,11 @@ PERSISTENT = [f"{op}, persistent" for op in cases.PERSISTENT_OPS]
 ATTENTION = ("attn_fwd", "attn_fwd_delta", "attn_delta", "attn_dkdv", "attn_dmask", "attn_dq")
 
 
+def test_what_each_option_launches_is_compiled():
+    """A constant's value or a pointer that comes with an option of an op is in a case."""
+    assert learned("options") == []
+
+
 @pytest.mark.parametrize("name", [*cases.OPS, *PERSISTENT, *ATTENTION, "act_bwd of bits"])
 def test_lengths_probabilities_and_first_rows_compile_once(name, specialized):
     """Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to.

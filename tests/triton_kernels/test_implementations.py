@@ -173,7 +173,7 @@ def test_the_table():
         *(((*key, 2), few) for key, few in _impls.DEFAULT_FEW.items()),
     ):
         dtype = torch.bfloat16 if size == 2 else torch.float32
-        assert set(impls) <= set(_impls.candidates("triton", "cuda", dtype, gpu))
+        assert set(impls) <= set(_impls.candidates("triton", dtype, gpu))
     assert _impls.default_impl("mlp", (9, 0), 2, 0) == "triton"
     assert _impls.default_impl("mlp", (9, 0), 4, 0) == "dual"
     assert _impls.default_impl("gated_mlp", (8, 0), 2, 3) == "triton:128x128"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SAMPLES, resampled
+from cases import SAMPLES, every_other, padded_rows, resampled, transposed
 from drop_ins import pairwise
 from kernel_cases import (
     ACTIVATIONS,
@@ -135,23 +135,6 @@ def test_epilogue_slices(launcher, device):
     for sub in (2, 4):
         tile = Tile(64, 128, 32, 4, 1, sub)
         assert_equal(kernel(launcher, tensors, "relu", tile=tile, **options), whole)
-
-
-def transposed(x):
-    return x.t().contiguous().t()
-
-
-def padded_rows(x):
-    """Rows 7 elements apart more than they are long, starting at an odd address."""
-    wide = x.new_full((x.shape[0], x.shape[1] + 7), float("nan"))
-    wide[:, 3:-4] = x
-    return wide[:, 3:-4]
-
-
-def every_other(x):
-    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
-    wide[..., ::2] = x
-    return wide[..., ::2]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)

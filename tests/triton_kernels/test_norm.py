@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cases import every_other, padded_rows, transposed
 from kernel_cases import DTYPES, SUMS_OF_ROWS, assert_accurate, assert_equal, far_apart
 
 from ckptkern import eager
@@ -192,22 +193,6 @@ def test_runs_are_equal(D, kind, device, repeats):
     first = forward(norm, t, kind) | backward(norm, t, kind)
     for _ in range(repeats):
         assert_equal(forward(norm, t, kind) | backward(norm, t, kind), first)
-
-
-def transposed(x):
-    return x.t().contiguous().t()
-
-
-def padded_rows(x):
-    wide = x.new_full((x.shape[0], x.shape[1] + 7), float("nan"))
-    wide[:, 3:-4] = x
-    return wide[:, 3:-4]
-
-
-def every_other(x):
-    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
-    wide[..., ::2] = x
-    return wide[..., ::2]
 
 
 @pytest.mark.parametrize("layout", [transposed, padded_rows, every_other], ids=lambda f: f.__name__)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cases import every_other
 from drop_ins import pairwise
 from kernel_cases import DTYPES, assert_equal
 
@@ -300,12 +301,6 @@ def packed(x):
     wide = x.new_full((*x.shape[:2], x.shape[2] + 3, x.shape[3]), float("nan"))
     wide[:, :, 1:-2] = x
     return wide[:, :, 1:-2]
-
-
-def every_other(x):
-    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
-    wide[..., ::2] = x
-    return wide[..., ::2]
 
 
 @pytest.mark.parametrize("layout", [heads_first, packed, every_other], ids=lambda f: f.__name__)

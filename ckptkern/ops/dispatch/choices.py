@@ -150,7 +150,7 @@ def few_rows(backend: str, device_type: str, index: int | None, dtype: torch.dty
 def candidates(backend: str, device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
     """The implementations that such a call may take on this device."""
     capability = (0, 0) if backend == "eager" else capability_of(device_type, index)
-    return _impls.candidates(backend, device_type, dtype, capability)
+    return _impls.candidates(backend, dtype, capability)
 
 
 candidates._dynamo_marked_constant = True  # as _constant_device_reason
@@ -202,7 +202,7 @@ def choose_impl(
     if _choice.seen is not None:
         _choice.seen.append((name or op, features, hidden, out, x.dtype))
     backend = choose_backend(op, x)
-    if backend == "eager" and (not x.is_cpu or x.dtype.itemsize != 2):
+    if backend == "eager":
         return backend
     if _choice.impl and _choice.impl in candidates(backend, x.device.type, x.device.index, x.dtype):
         return _choice.impl
@@ -254,8 +254,6 @@ def primitives(name: str) -> Any:
     `triton_kernels`."""
     if name == "eager":
         return eager
-    if name in _impls.OF_EAGER:
-        return _impls.OF_EAGER[name](eager)
     from ... import triton_kernels
 
     return _impls.of_kernels(name, triton_kernels)

@@ -7,9 +7,7 @@
 | dual | one kernel | both matmuls in one kernel (three of a gated MLP): z is never written, the tile is half as wide |
 | library | cuBLAS, then one elementwise kernel | cuBLAS twice, then elementwise kernels |
 
-In PyTorch ops there are two: `eager`, and for 16-bit types on a CPU `wide`, which copies the operands of every matmul to
-float32. A CPU without instructions for a type takes many times as long for torch's own matmuls of it: on an EPYC of the
-Zen 4 kind [2048, 512] x [512, 512] takes 57 to 377 ms in float16 and 12 in float32.
+In PyTorch ops there is one, `eager`.
 
 A kernel implementation may name other tiles than the default ones behind a colon, "triton:128x128": every kernel of the
 op that has a tile of this name takes it (`VARIANTS`).
@@ -121,28 +119,7 @@ class Library(Separate):
         return grads._replace(h=self.apply_dropout(grads.h, dropout, row_base)) if save_h else grads
 
 
-class Wide(Library):
-    """PyTorch ops whose matmuls have float32 copies of their operands, and are rounded once."""
-
-    def linear_fwd(self, x, w, b, activation, precision, *, save_z=False, save_bits=False, **dropout):
-        h, z, _ = super().linear_fwd(x, w, b, activation, precision, save_z=True, **dropout)
-        return LinearForward(h, z if save_z else None, eager.pack_bits(~(z <= 0)) if save_bits else None)
-
-    @staticmethod
-    def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-        result = eager.linear(x.float(), w.float(), None if b is None else b.float())
-        return result.to(x.dtype) if out is None else out.copy_(result)
-
-    @staticmethod
-    def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
-        result = torch.mm(a.float(), b.float())
-        if out is None:
-            return result.to(a.dtype)
-        return out.add_(result) if add else out.copy_(result)
-
-
 OF_KERNELS = {"triton": Separate, "persistent": Persistent, "dual": Dual, "library": Library}
-OF_EAGER = {"wide": Wide}
 # implementation -> compute capability whose tiles a GPU takes (`triton_kernels.tile.family_of`) -> the tiles of 16-bit
 # rows that it may name. They are in triton_kernels.tile.TILES, which imports Triton.
 _POINTERS = {
@@ -160,7 +137,7 @@ def with_tiles(impl: str, family: int) -> tuple[str, ...]:
 
 
 _TILES = dict.fromkeys(name for impl in VARIANTS for family in VARIANTS[impl] for name in with_tiles(impl, family))
-IMPLS = (*OF_KERNELS, *_TILES, "eager", *OF_EAGER)
+IMPLS = (*OF_KERNELS, *_TILES, "eager")
 
 
 def of_kernels(name: str, kernels: ModuleType) -> Dual:
@@ -169,11 +146,11 @@ def of_kernels(name: str, kernels: ModuleType) -> Dual:
     return OF_KERNELS[impl](kernels, variant)
 
 
-def candidates(backend: str, device_type: str, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[str, ...]:
+def candidates(backend: str, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[str, ...]:
     """The implementations that such a call may take, those with default tiles first. "persistent" wants TMA and rows of
     16 bits; these have other tiles."""
     if backend == "eager":
-        return ("eager", "wide") if device_type == "cpu" and dtype in (torch.float16, torch.bfloat16) else ("eager",)
+        return ("eager",)
     hopper, narrow = capability == (9, 0), dtype.itemsize == 2
     impls = tuple(impl for impl in OF_KERNELS if impl != "persistent" or (hopper and narrow))
     return impls + tuple(name for impl in impls if narrow for name in with_tiles(impl, 90 if hopper else 80))

@@ -265,14 +265,14 @@ class Sums:
     gradient is read for; read_h: is h read?"""
 
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
-        self.branch, self.need, wide = branch, need, branch.o.backend == "wide"
+        self.branch, self.need = branch, need
         self.need_dx, self.behind, self.read_h = "x" in need, not OF_DOWN.issuperset(need), not READ_H.isdisjoint(need)
-        self.once = chunks == 1 and not wide and not branch.updates  # then `totals` holds gradients
+        self.once = chunks == 1 and not branch.updates  # then `totals` holds gradients
         self.totals: dict[str, Any] = {}
         for name in () if self.once else need:
             if name != "x":
                 of = getattr(branch.t, name)
-                self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks, wide)
+                self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks)
 
     def trains(self, layer: str) -> bool:
         """Do they have a gradient of the layer's update?"""
@@ -318,10 +318,10 @@ def backward_bytes(
     Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds
     two more and a mask.
     """
-    eagerly, held = backend in ("eager", "wide"), 5 if gated else 2
+    eagerly, held = backend == "eager", 5 if gated else 2
     if eagerly:
         held += max(2 * drops, eager.ACTIVATIONS[activation].temporaries)
-    if backend in ("library", "wide"):
+    if backend == "library":
         held += 1 if gated else 2
     masks = hidden if eagerly and drops else 0
     return row_bytes(dtype, on_gpu, held * hidden, masks, hidden + max(features, out), (3 if gated else 2) * hidden)

@@ -69,7 +69,7 @@ class LinearAct(Op):
         else:
             ((name, read),) = saved.items()
             dz, db = p.act_bwd(dy, rows_2d(read), o.activation, bits=name == "bits", db=db_dtype)
-        dw = WeightGrad(w, 1, wide=o.backend == "wide")
+        dw = WeightGrad(w, 1)
         if needed(needs, W):
             dw.add(dz, x)
         return (

@@ -165,7 +165,7 @@ class LinearStack(Op):
                     if need_dw[0]:
                         weight_grads[0].add(dz, rows[part])
                     if needed(needs, X):
-                        torch.mm(dz, ws[0], out=dx[part])
+                        p.mm(dz, ws[0], out=dx[part])
                     break
                 h = stored_rows[i - 1] if relu else h_last if i == L - 1 else None
                 dz_below = None

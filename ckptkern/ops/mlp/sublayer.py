@@ -89,7 +89,7 @@ class MLPSublayer(Sublayer):
             return [(0, rows)]
         branch, widest = self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0])
         wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
-        eagerly = o.backend in ("eager", "wide")
+        eagerly = o.backend == "eager"
         beside = AROUND_BRANCH * wide * widest  # what the branch reads and gives, and their gradients
         around = (AROUND_NORM if eagerly else AROUND_BRANCH) * wide * widest
         return token_chunks(rows, max(branch + beside, around), o.workspace)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...eager import upcasts
 from .rows import cast_parameter
 
 Place = slice | tuple[slice, ...]  # of a part of a tensor
@@ -152,15 +153,12 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, *, wide: bool) -> Ten
 class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
-    wide: from float32 copies (`_impls`). place: of the part of the weight whose gradient this is, as an index; into: the
-    tensor of the whole weight's gradient, at whose `place` the result is written. If the weight has a main_grad, that is the
-    sum, and the result is None.
+    place: of the part of the weight whose gradient this is, as an index; into: the tensor of the whole weight's gradient, at
+    whose `place` the result is written. If the weight has a main_grad, that is the sum, and the result is None.
     """
 
-    def __init__(
-        self, weight: Tensor, chunks: int, wide: bool = False, *, place: Place | None = None, into: Tensor | None = None
-    ):
-        self.weight, self.dtype, self.chunks, self.wide = weight, weight.dtype, chunks, wide
+    def __init__(self, weight: Tensor, chunks: int, *, place: Place | None = None, into: Tensor | None = None):
+        self.weight, self.dtype, self.chunks = weight, weight.dtype, chunks
         main = main_grad_of(weight)
         self.main = self.total = main if main is None or place is None else main[place]
         self.into = None if into is None else into[place]
@@ -168,7 +166,7 @@ class WeightGrad:
     def add(self, a: Tensor, b: Tensor) -> None:
         """a [m, N], b [m, K] -> total [N, K]."""
         sums = self.chunks > 1 or self.main is not None
-        wide = sums or (a.dtype != self.dtype if a.is_cuda else self.wide)
+        wide = sums or (a.dtype != self.dtype if a.is_cuda else a.is_cpu and upcasts(a.dtype))
         if self.into is not None and not wide and a.dtype == self.dtype:
             self.total = torch.mm(a.t(), b, out=self.into)
         else:
@@ -200,7 +198,7 @@ class BiasGrad:
 
 def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
     """`WeightGrad` of all tokens at once."""
-    if a.dtype is weight.dtype and not hasattr(weight, "main_grad"):
+    if a.dtype is weight.dtype and a.dtype.itemsize >= 4 and not hasattr(weight, "main_grad"):
         return torch.mm(a.t(), b)
     grad = WeightGrad(weight, 1)
     grad.add(a, b)

@@ -86,7 +86,7 @@ class Sublayer:
 
     def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
         """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have."""
-        if self.o.backend not in ("eager", "wide"):
+        if self.o.backend != "eager":
             return [(0, x.shape[0])]
         return token_chunks(x.shape[0], NORM_TENSORS * x.shape[1] * max(x.element_size(), 4), self.o.workspace)
 
