@@ -1,4 +1,4 @@
-"""The LM head and its loss: the last linear layer and the cross-entropy of its logits, which are never held."""
+"""Defines the LM head and its loss: the last linear layer and the cross-entropy of its logits, which are never held."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ OWN = dict(logit_scale=1.0, softcap=None, z_loss=0.0, recompute="full", workspac
 
 
 class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
-    """loss(input, target) of logits = linear(input): torch.nn.LinearCrossEntropyLoss without logits in memory.
+    """Computes the cross-entropy of logits = linear(input): torch.nn.LinearCrossEntropyLoss without logits in memory.
 
     input [..., in_features]; target int64 [...] of classes, or floating point [..., num_classes] of probabilities; the loss
     is float32. Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes] if `bias`.
 
     in_features ... label_smoothing: torch's. With out_features, (d_1, ...), input is [N, in_features], target [N, d_1, ...],
-    and logits are held. options: torch's ways to chunk; `workspace` stands for them, so it must be None.
+    and logits are held. options: torch's options of chunking, which must be None; use `workspace` instead.
     linear_weight: a Parameter that becomes linear.weight, such as the embedding's, which is then tied.
     logit_scale, softcap, z_loss, recompute, workspace: see ckptkern.linear_cross_entropy.
 
-    If `linear` is another module (LoRA), has hooks, or a weight that is no plain memory, it is called, and logits are made
-    again in backward, as in an activation checkpoint.
+    If `linear` is another module (LoRA), has hooks, or a weight that is not plain memory, the module calls it, and
+    backward recomputes the logits, as an activation checkpoint does.
     """
 
     def __init__(

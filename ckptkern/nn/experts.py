@@ -1,4 +1,4 @@
-"""The experts of an MoE layer, without the router: as many gated MLPs as there are matrices in a stack."""
+"""Defines the experts of an MoE layer, without the router: gated MLPs whose weights are stacked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _agree(module: torch.nn.Module, drop_in: Experts) -> bool:
 
 
 class Experts(torch.nn.Module):
-    """y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]: see ckptkern.moe_mlp.
+    """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]: see ckptkern.moe_mlp.
 
     Parameters: gate_up_proj [num_experts, 2 hidden_features, in_features], down_proj [num_experts, in_features,
     hidden_features] and, with bias, gate_up_proj_bias and down_proj_bias: names and layout of transformers 5. Each matrix is
@@ -111,7 +111,7 @@ class Experts(torch.nn.Module):
         cls, module: torch.nn.Module, activation: Activation | None = None, recompute: str = "full"
     ) -> Experts:
         """Returns a drop-in replacement of a module with these parameters, such as the experts of transformers' Mixtral
-        or Qwen3-MoE, that shares them. It must compute the same, which is tried on 16 rows.
+        or Qwen3-MoE, that shares them. Raises TypeError if both differ on 16 rows.
 
         activation: by default the module's own `act_fn`.
         """
