@@ -1,4 +1,4 @@
-"""What replaces a module's forward: the fused call, where the guard lets it, or else the original."""
+"""Replaces a module's forward by the fused call, or by the original if the guard sees a change."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     sublayer = [norm] branch of [norm] x [+ x]
     layer    = MLP sublayer of [cross-attention sublayer of] attention sublayer | x + attention branch + MLP branch
 
-Views and casts are passed over, and so is what rotates q and k: this is a guess at what the module computes, and check.py
-decides. Where the graph does not tell, for example which half of a fused weight is the gate, a reading lists all choices.
+Reading skips views, casts and the rotation of q and k: it guesses what the module computes, and check.py verifies it.
+Where the graph is ambiguous, for example which half of a fused weight is the gate, a reading lists all choices.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
 
 
 def read(module: nn.Module, output: Node) -> Reading:
-    """The fused op that `output` may be the result of. Raises Unreadable with the reason of the way that went furthest."""
+    """Returns the fused op that may have computed `output`. Raises Unreadable with the reason of the longest match."""
     leaves, refusals = Leaves(module), []
     for way in (Grammar.layer, Grammar.parallel, Grammar.attention_alone, Grammar.chain):
         grammar = Grammar(leaves)

@@ -1,8 +1,8 @@
-"""Logits that are not there: what a head gives in training, until a loss or something else wants them.
+"""Defines lazy logits: the LM head's output in training, computed only when read.
 
-`Logits` follows what models do between a head's linear layer and F.cross_entropy: views of tokens, float(), a scale, an
-untrained bias, a softcap. The loss is then ckptkern.linear_cross_entropy of what the head read. Any other function gets values,
-which are made by the model's own calls, once, with their graph.
+`Logits` follows the operations of models between the LM head and F.cross_entropy: views of tokens, float(), a scale, an
+untrained bias, a softcap. The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets
+values, which the model's own calls compute once, with their graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A model that fully_shard took before convert: whole parameters while a module is checked, and one decision on all ranks."""
+"""Supports models that fully_shard took before convert: gathers parameters for each check, and makes one decision on
+all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataflow of one call of a module, as a small graph of leaf modules and torch functions."""
+"""Traces the dataflow of one call of a module, as a small graph of leaf modules and torch functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN_VALUES = frozenset((bool, int, float, str, type(None)))  # what a forward 
 
 
 class Unreadable(Exception):
-    """Why a module's forward is not one of those that a fused op computes."""
+    """Says why no fused op computes a module's forward."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""The parts of a module that `from_torch` is given, which it reads by name, or refuses."""
+"""Reads the parts of a module for `from_torch` by name, or raises a TypeError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module of ours made from one that exists: what `from_torch` shares with it."""
+"""Creates a module that shares parameters, buffers, hooks and settings with an existing one, for `from_torch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""linear_cross_entropy: the cross-entropy of softmax(x w^T + b) and target classes, whose logits are never written."""
+"""Defines linear_cross_entropy: the cross-entropy of softmax(x w^T + b) and target classes, which never stores the
+logits."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None)
 
 
 def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> None:
-    """All targets are classes or ignored: an IndexError on a CPU, and on a GPU, as in torch, a device-side assertion."""
+    """Checks that all targets are classes or ignored: an IndexError on a CPU, a device-side assertion on a GPU, as in
+    torch."""
     bad = ((target < 0) | (target >= entries)) & (target != ignore_index)
     if target.is_cpu:
         if bool(bad.any()):
@@ -53,7 +55,8 @@ def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> N
 
 
 def check_equal_shards(entries: Tensor, mine: int, size: int) -> None:
-    """Every rank's first class was taken for granted: a ValueError on a CPU, a device-side assertion on a GPU."""
+    """Checks that shards have equal sizes if vocab_start is None: a ValueError on a CPU, a device-side assertion on a
+    GPU."""
     message = f"{NAME}: without vocab_start all ranks have shards of equal size"
     if not entries.is_cpu:
         torch._assert_async(entries == mine * size, message)
@@ -291,7 +294,7 @@ def linear_cross_entropy(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...), whose logits are never held as a whole.
+    """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) and never holds all logits.
 
     input [..., d], linear_weight [V, d], linear_bias [V], target int64 [...] -> the loss in float32 (float64 for float64): a
     scalar, or [...] for reduction "none". float16, bfloat16, float32, float64; autocast's type inside torch.autocast. Logits
@@ -313,13 +316,13 @@ def linear_cross_entropy(
                                                                         input's type
         "full"               4                                   4      log(Z)
 
-    workspace: bytes of transient memory in backward, an int or "64MiB": the vocabulary is taken in equal chunks that fit, of
-        256 at least. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. A chunk's rows of
+    workspace: bytes of transient memory in backward, an int or "64MiB": the vocabulary is taken in equal chunks that
+    fit, of at least 256. Default: 1/32 of the GPU's memory but at least 256 MiB; 1 GiB elsewhere. A chunk's rows of
         linear_weight's gradient are final, rounded once; input's gradient is summed over chunks in float32, which is not
         counted.
 
-    A floating-point target of shape [..., V] holds probabilities of classes, and runs as PyTorch ops on all logits.
-    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the region.
+    A floating-point target of shape [..., V] holds class probabilities; it runs in PyTorch ops on all logits. Inside
+    torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the region.
     Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
     DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
     """

@@ -1,5 +1,5 @@
-"""transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE region; what passes between them is recomputed,
-not saved."""
+"""Defines transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE region, which recomputes the
+tensors between them."""
 
 from __future__ import annotations
 
@@ -221,9 +221,10 @@ def transformer_layer(
     recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x, residual=False).
+    """Computes mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x,
+    residual=False).
 
-    With cross_attention_arguments, which have a key_value, a decoder layer: attention_block, attention_block, mlp_block.
+    cross_attention_arguments, with a key_value, make it a decoder layer: attention_block, attention_block, mlp_block.
 
     x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments,
     cross_attention_arguments and mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training,
@@ -236,8 +237,8 @@ def transformer_layer(
         "full"       x
 
     and key_value itself. "none" and "selective" save these of both attentions. A pair of modes, of the attentions and of the
-    MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is "selective" with what passes
-    between the sublayers saved, ("full", "none") recomputes attention alone.
+    MLP, makes each sublayer its own region, which saves its input: ("selective", "full") is "selective" that also saves
+    the tensor between the sublayers; ("full", "none") recomputes attention only.
     workspace: bytes of transient memory of the MLP's backward. Raises as the two blocks do.
     """
     op = "transformer_layer"

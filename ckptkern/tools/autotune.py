@@ -1,8 +1,8 @@
 """``python -m ckptkern autotune``: measure which implementation is quickest for each matmul here, with which tiles, and
 remember it for this machine.
 
-Of every op, dtype, size and number of rows the implementations (`ops/dispatch/implementations.py`) are checked against
-float64, then timed in turns, forward and backward at "full". Of the quickest kernel implementations the variants
+For every op, dtype, size and number of rows, it checks the implementations (`ops/dispatch/implementations.py`) against
+float64 and times them interleaved, forward and backward at "full". Of the quickest kernel implementations the variants
 follow, the same implementations with other tiles: those that compile for this GPU without more spills than the default
 tiles have, and fit into its shared memory, are checked and timed likewise, together with the implementations that they
 come from and the default (`race.py`). The table has one row for an op, a dtype, a class of sizes, and few or many rows;
