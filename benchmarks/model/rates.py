@@ -117,7 +117,7 @@ def read(gpu: GPU, path: Path) -> GPU:
         name, scales = found["gpu"], Scales(**found["time factors"])
         right = all(isinstance(scale, (int, float)) and scale > 0 for scale in scales)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no file of --calibrate: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{path} is not a file of --calibrate: {type(error).__name__}: {error}") from None
     if not right:
         raise ValueError(f"{path}: time factors must be positive numbers, not {found['time factors']}")
     if name != gpu.name:

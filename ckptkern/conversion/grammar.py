@@ -204,12 +204,12 @@ class Grammar(Steps):
             biases.insert(0, linear.bias)
             node = self.strip(linear.input)
         if not weights or len(set(activations)) > 1:
-            raise Unreadable("no chain of linear layers with one activation")
+            raise Unreadable("not a chain of linear layers with one activation")
         if len(weights) == 1:
             arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
             return Reading("linear_act", arguments, node.source)
         if len({bias is None for bias in biases}) > 1:
-            raise Unreadable("some layers of a chain have a bias, some have none")
+            raise Unreadable("only some layers of a chain have a bias")
         biases = None if biases[0] is None else biases
         arguments = {"weights": weights, "biases": biases, "activation": activations[0]}
         return Reading("linear_stack", arguments, node.source)

@@ -193,7 +193,7 @@ class Matmul:
         same = [(one._version, one.data_ptr()) for one in self.tensors] == self.marks
         if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
             raise RuntimeError(
-                "ckptkern.convert: logits are wanted now, and the head's input or weight is no longer what it was. Read "
+                "ckptkern.convert: the head's input or weight changed before the logits were computed. Read "
                 "logits before the optimizer's step, or convert with exclude= for this layer"
             )
 
@@ -306,8 +306,8 @@ class Logits(Tensor):
                 return function(*args, **step.kwargs)
         if matmul.has_loss and step.wants_gradient:
             raise RuntimeError(
-                f"ckptkern.convert: {step.name} of logits whose loss was taken: their gradient is never formed. Convert with "
-                "exclude= for this layer"
+                f"ckptkern.convert: {step.name} needs the gradient of logits whose loss was taken, which is not computed. "
+                "Convert with exclude= for this layer"
             )
         if (torch.is_grad_enabled() or matmul.log is not None) and len(given) == 1 and not matmul.is_shown:
             found = self.loss(step) if function is F.cross_entropy else self.followed(step)
@@ -326,7 +326,7 @@ class Logits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function._schema.is_mutable:
-            raise RuntimeError(f"ckptkern.convert: logits without values cannot be changed by {function}")
+            raise RuntimeError(f"ckptkern.convert: lazy logits cannot be changed in place by {function}")
 
         def values(one: Any) -> Any:
             if not isinstance(one, Logits):

@@ -202,5 +202,5 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
-        raise Unreadable("forward samples from Python's random numbers")
+        raise Unreadable("forward samples Python's random numbers")
     return Trace(result, tracer.node, tracer.log)

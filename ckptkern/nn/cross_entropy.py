@@ -59,7 +59,9 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
     ):
         _WeightedLoss.__init__(self, weight, None, None, reduction)
         if options is not None:
-            raise ValueError(f"{NAME}: options are torch's ways to chunk; give workspace, or use torch's module")
+            raise ValueError(
+                f"{NAME}: options configure torch's chunking; pass workspace instead, or use torch's module"
+            )
         if weight is not None and tuple(weight.shape) != (num_classes,):
             raise ShapeError(f"{NAME}: weight must have shape ({num_classes},), but has {tuple(weight.shape)}")
         check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
@@ -83,11 +85,11 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
         """Returns a drop-in replacement of torch's module that shares its parameters, hooks and settings. own:
         logit_scale, ..., workspace."""
         if TORCH_CLASS is None:
-            raise TypeError(f"{NAME}: this torch has no module of that name")
+            raise TypeError(f"{NAME}: this version of torch has no such module")
         check_kind(cls, module, TORCH_CLASS)
         unknown = own.keys() - OWN.keys()
         if unknown:
-            raise TypeError(f"{NAME}.from_torch: no such options: {', '.join(sorted(unknown))}")
+            raise TypeError(f"{NAME}.from_torch: unknown options: {', '.join(sorted(unknown))}")
         one = share(cls, module, options=None)
         one._set({**OWN, **own})
         return one

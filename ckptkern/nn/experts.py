@@ -31,7 +31,7 @@ def check_layout(cls: type, module: torch.nn.Module) -> None:
         if getattr(module, name, value) != value:
             refuse(cls, module, f"has {name}={not value}")
     if getattr(type(module), "_apply_gate", cls).__name__ not in ("_default_apply_gate", cls.__name__):
-        refuse(cls, module, "has a gate of its own")
+        refuse(cls, module, "has another gate than act(g) * u")
     w = parameters["gate_up_proj"]
     x = w.new_empty((0, w.shape[-1]))
     check_experts(cls.__name__, x, w, *(parameters.get(name) for name in (BIASES[0], "down_proj", BIASES[1])))
@@ -122,7 +122,7 @@ class Experts(torch.nn.Module):
         own = {"activation": name, "recompute": recompute, "_modules": {}}
         one = share(cls, module, _parameters=dict.fromkeys(BIASES) | module._parameters, **own)
         if module._parameters["gate_up_proj"].is_meta or not _agree(module, one):
-            refuse(cls, module, "is not seen to compute what ckptkern.moe_mlp does")
+            refuse(cls, module, "does not compute what ckptkern.moe_mlp does")
         return one
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class LlamaAttention(torch.nn.Module):
         if not math.isclose(getattr(module, "scaling", D**-0.5), D**-0.5):
             refuse(cls, module, f"scales its scores by {module.scaling}, not by 1 / sqrt({D})")
         if k.out_features != v.out_features or o.in_features != q.out_features:
-            refuse(cls, module, "has projections of other sizes")
+            refuse(cls, module, "has projections whose sizes do not fit head_dim")
         dropout = getattr(module, "attention_dropout", getattr(module, "dropout", 0.0))
         check_options(cls.__name__, "identity", recompute, dropout)
         if rope_theta is None and isinstance(module, LlamaAttention):

@@ -63,7 +63,7 @@ class MLP(torch.nn.Module):
         last, that shares its layers."""
         check_kind(cls, module, torch.nn.Sequential)
         if len(module) not in (3, 4):
-            refuse(cls, module, "is not Linear, activation, Linear, nor has one Dropout before the last")
+            refuse(cls, module, "must be Linear, activation, Linear, with at most one Dropout before the last")
         names = list(module._modules)
         fc1, fc2 = check_linear(cls, module, names[0], names[-1])
         name, p = same_activation(cls, [module[1]]), dropout_in(cls, module, module[2]) if len(module) == 4 else 0.0

@@ -338,7 +338,7 @@ def linear_cross_entropy(
         raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
     if probabilities:
         if group is not None:
-            raise ValueError(f"{NAME}: probabilities of classes are not split over a process group")
+            raise ValueError(f"{NAME}: targets that are probabilities cannot be split over a process group")
         compose(NAME, "a target of probabilities needs all logits at once")
         with autocast_off(x):
             z = reference_logits(x, linear_weight, linear_bias, logit_scale, softcap)
@@ -400,7 +400,7 @@ def check_arguments(x, w, b, weight, reduction: str, recompute: str) -> None:
         if weight.dim() != 1:
             raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
         if weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{NAME}: no gradient is formed for weight")
+            raise ValueError(f"{NAME}: weight gets no gradient; detach it")
 
 
 def check_scalars(label_smoothing, logit_scale, softcap, z_loss) -> tuple[float, float, float, float]:
@@ -432,7 +432,7 @@ def place_in(group, entries: int, vocab_start: int | None) -> tuple[str, int, in
     """(name of the group, its size, this rank's first class); "", 1, 0 without a group."""
     if group is None:
         if vocab_start is not None:
-            raise ValueError(f"{NAME}: vocab_start is the place of a shard: it needs a group")
+            raise ValueError(f"{NAME}: vocab_start needs a group")
         return "", 1, 0
     if vocab_start is None:
         vocab_start = group.rank() * entries

@@ -217,7 +217,9 @@ class compress(Store):
         if not count.is_cuda:
             return Flight(count)
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("compress: 'relu' decides on the host, which CUDA graph capture does not allow")
+            raise RuntimeError(
+                "compress: method 'relu' synchronises with the host, which CUDA graph capture does not allow"
+            )
         stream = torch.cuda.current_stream(count.device)
         host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
         flight = Flight(host.copy_(count, non_blocking=True), stream)

@@ -80,7 +80,7 @@ class _Lane:
                 os.unlink(path)
         except OSError as error:
             raise OSError(
-                error.errno, f"offload: no room for {nbytes} bytes: {error.strerror}", self.directory
+                error.errno, f"offload: not enough space for {nbytes} bytes: {error.strerror}", self.directory
             ) from error
 
     def stream(self):
@@ -182,7 +182,7 @@ class _CudaLane(_Lane):
 
     def send(self, source: Tensor, buffer: Tensor) -> Flight:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("offload: a forward pass under CUDA graph capture cannot keep its tensors on the host")
+            raise RuntimeError("offload: a forward pass under CUDA graph capture cannot move its tensors to the host")
         return self._start(buffer, source, Flight(source, self.stream()))
 
     def bring(self, buffer: Tensor, home) -> Flight:

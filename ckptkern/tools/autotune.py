@@ -97,7 +97,7 @@ def of_model(target: str, dtypes: Sequence[torch.dtype] = ()) -> list[tuple]:
     found = dict.fromkeys((*sizes, one) for *sizes, ran in seen for one in dtypes or (ran,))
     if not found:
         raise ValueError(
-            f"{target}: the forward met no fused MLP or linear layer; autotune a model of ckptkern.nn, or convert it first"
+            f"{target}: the forward runs no fused MLP or linear layer; pass a model of ckptkern.nn, or convert it first"
         )
     return list(found)
 
@@ -107,7 +107,7 @@ def matmuls(args: argparse.Namespace, cuda: bool) -> list[tuple]:
     dtypes = [DTYPES[name] for name in args.dtype or ()]
     if args.model:
         if given := [f"--{name}" for name in ("ops", "shapes") if getattr(args, name)]:
-            raise ValueError(f"--model says which matmuls: {' and '.join(given)} cannot be given with it")
+            raise ValueError(f"--model selects the matmuls: {' and '.join(given)} cannot be combined with it")
         return of_model(args.model, dtypes)
 
     def problem(op: str, features: int, hidden: int | None, dtype: torch.dtype) -> tuple:

@@ -203,8 +203,8 @@ def check_unchanged(versions: list[tuple[str, nn.Parameter, int]]) -> None:
     changed = [name for name, p, version in versions if p._version != version]
     if changed:
         raise RuntimeError(
-            f"warm_up: the step changed the parameter {changed[0]} in place, which is not undone: warm up a copy.deepcopy of "
-            "the model, or keep what forward changes in a buffer"
+            f"warm_up: the step changed the parameter {changed[0]} in place, which warm_up cannot undo. "
+            "Warm up a copy.deepcopy of the model, or keep what forward changes in a buffer"
         )
 
 
@@ -259,9 +259,9 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     check_not_fsdp1(model, "warm_up")
     parameters = list(model.parameters())
     if any(is_lazy(one) for one in (*parameters, *model.buffers())):
-        raise ValueError("warm_up: a lazy module has no parameters yet: run the model once before")
+        raise ValueError("warm_up: a lazy module has no parameters yet; run the model once first")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("warm_up: a CUDA graph is being captured: warm up before")
+        raise RuntimeError("warm_up: a CUDA graph is being captured; warm up before the capture")
     # DistributedDataParallel's own attributes go with its reducer, which counts the step
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     call = example_inputs, example_kwargs

@@ -128,7 +128,7 @@ def test_results_and_parameters_are_the_modules(name):
         with pytest.raises(TypeError, match=rf"^{cls.__name__}: .*(Bilinear|None)"):
             cls.from_torch(wrong)
     module.forward = lambda *_: None
-    with pytest.raises(TypeError, match=rf"^{cls.__name__}: {type(module).__name__} has a forward of its own"):
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}: {type(module).__name__} has a forward set on the instance"):
         cls.from_torch(module)
 
 
@@ -184,21 +184,21 @@ REFUSED = {
     "two activations": (
         ours.LinearStack, sequential(fc(), nn.ReLU(), fc(), nn.SiLU()), "share one activation, but there are relu, silu",
     ),
-    "a last dropout": (ours.MLP, sequential(fc(), nn.ReLU(), fc(), nn.Dropout()), "has a 3 that is no nn.Linear: Dropout"),
-    "two activations in a row": (ours.MLP, sequential(fc(), nn.ReLU(), nn.ReLU(), fc()), "has a ReLU that is no nn.Dropout"),
-    "a dropout in evaluation": (ours.MLP, sequential(fc(), nn.ReLU(), nn.Dropout().eval(), fc()), "or another mode"),
-    "no activation": (ours.GatedMLP, with_part(MLP(), "act_fn", None), "MLP has no act_fn: pass its activation"),
+    "a last dropout": (ours.MLP, sequential(fc(), nn.ReLU(), fc(), nn.Dropout()), "has a 3 that is not an nn.Linear: Dropout"),
+    "two activations in a row": (ours.MLP, sequential(fc(), nn.ReLU(), nn.ReLU(), fc()), "has a ReLU that is not an"),
+    "a dropout in evaluation": (ours.MLP, sequential(fc(), nn.ReLU(), nn.Dropout().eval(), fc()), "not an unmodified"),
+    "no activation": (ours.GatedMLP, with_part(MLP(), "act_fn", None), "MLP has no act_fn; pass its activation"),
     "one more": (ours.GatedMLP, with_part(MLP(), "norm", Norm(20)), "MLP has a norm, which GatedMLP has not"),
     "a parameter": (ours.LlamaAttention, with_part(Attention(False), "sinks", nn.Parameter(torch.ones(H))), "has a sinks"),
-    "an adapter": (ours.GatedMLP, with_part(MLP(), "up_proj", sequential(fc(20))), "up_proj that is no nn.Linear: Sequential"),
+    "an adapter": (ours.GatedMLP, with_part(MLP(), "up_proj", sequential(fc(20))), "is not an nn.Linear: Sequential"),
     "scaling": (ours.LlamaAttention, with_value(Attention(False), "scaling", 1.0), "scales its scores by 1.0, not by 1 / sqrt"),
     "head_dim": (ours.LlamaAttention, with_value(Attention(False), "head_dim", 5), "no head_dim that fits .*: 5"),
-    "Gemma's norm": (ours.LlamaDecoderLayer, with_part(Layer(), "input_layernorm", Norm(E, 1)), "has a Norm that is not seen"),
-    "another eps": (ours.LlamaDecoderLayer, with_part(Layer(), "input_layernorm", Wide(E).bfloat16()), "has a Wide that is"),
+    "Gemma's norm": (ours.LlamaDecoderLayer, with_part(Layer(), "input_layernorm", Norm(E, 1)), "has a Norm that does not"),
+    "another eps": (ours.LlamaDecoderLayer, with_part(Layer(), "input_layernorm", Wide(E).bfloat16()), "has a Wide that does"),
     "another norm": (
-        ours.LlamaDecoderLayer, with_value(Layer(), "post_attention_layernorm", nn.LayerNorm(E)), "has a LayerNorm that is not",
+        ours.LlamaDecoderLayer, with_value(Layer(), "post_attention_layernorm", nn.LayerNorm(E)), "a LayerNorm that does not",
     ),
-    "norms of all heads": (ours.LlamaAttention, with_part(Attention(True), "q_norm", Norm(H * D)), "has a Norm that is not"),
+    "norms of all heads": (ours.LlamaAttention, with_part(Attention(True), "q_norm", Norm(H * D)), "has a Norm that does not"),
 }  # fmt: skip
 
 
