@@ -44,7 +44,7 @@ class GPU:
     matmuls: float  # cuBLAS, bf16, 8192 x 8192, large K
     main_loop: float  # part of the peak at `clock` that the main loop of a Triton matmul reaches
     tma_loop: float  # the same of one that loads by TMA
-    core: str  # torch's default kernel for attention's core
+    core: str  # torch's default kernel for core attention
     core_forward: dict[int, float]  # sequence length -> FLOP/s, heads of 128, causal
     core_backward: dict[int, float]
     launch: float = 1.5e-6  # between two small kernels of a queue that is full; 1-2 us are usual

@@ -1,4 +1,4 @@
-"""Reads an attention core: projections, q/k norm, rotary tables, mask and scale, in torch's op or written out."""
+"""Reads core attention: projections, q/k norm, rotary tables, mask and scale, in torch's op or written out."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def read_core(steps: Steps, node: Node) -> Core:
         )  # fmt: skip
     if node.is_function(*PRODUCT):
         return _written_out(steps, node)
-    raise steps.refuse("no attention core but", node)
+    raise steps.refuse("no core attention but", node)
 
 
 def _written_out(steps: Steps, node: Node) -> Core:

@@ -1,4 +1,4 @@
-"""Attention's core, forward and backward: the reference implementations of triton_kernels/attention.py, and torch's own
+"""Core attention, forward and backward: the reference implementations of triton_kernels/attention.py, and torch's own
 kernels for it."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class AttentionCore(NamedTuple):
-    """All arguments of an attention core except q, k and v: shared by forward, recompute and backward, on both backends.
+    """All arguments of core attention except q, k and v: shared by forward, recompute and backward, on both backends.
 
     mask: int8 (0 = hidden) or float, [B or 1, H or 1, Sq or 1, Sk or 1]; slopes float32 [B or 1, H] (ALiBi);
     dropout = (state, threshold, scale, 0); window = (left, right), None for no bound; causal is (None, 0).

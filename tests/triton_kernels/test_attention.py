@@ -1,4 +1,4 @@
-"""attn_fwd, attn_delta, attn_bwd, attn_dmask against eager references and float64, over every option of an attention core."""
+"""attn_fwd, attn_delta, attn_bwd, attn_dmask against eager references and float64, over every option of core attention."""
 
 import dataclasses
 import itertools
