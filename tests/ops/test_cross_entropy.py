@@ -90,7 +90,8 @@ def unfused(
 
 
 def check(target, tensors, **options):
-    """The 2x rule against float64, on one draw or twelve. What is saved in 16 bits is compared with PyTorch's 16-bit logits."""
+    """Twice eager's error at most against float64, on one draw or twelve. What is saved in 16 bits is compared with
+    PyTorch's 16-bit logits."""
     check_exactness(functools.partial(ours, target, **options), functools.partial(unfused, target, **options), tensors)
 
 
@@ -600,7 +601,8 @@ def test_saved_tensors_may_come_back_with_other_strides(mode, backend):
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype, mode):
-    """The default kernels and cuBLAS by the 2x rule, in chunks and whole; no host synchronisation; bits of a CUDA graph."""
+    """The default kernels and cuBLAS within twice eager's error, in chunks and whole; no host synchronisation; bits of
+    a CUDA graph."""
     tensors, target = make((3, 300), 256, 5000, dtype)
     tensors = {name: t.detach().cuda().requires_grad_() for name, t in tensors.items()}
     target = target.cuda()
