@@ -54,7 +54,7 @@ def philox4x32_10(key: int, counter: tuple[int, int, int, int]) -> tuple[int, in
 
 
 def draw(like: Tensor) -> Tensor:
-    """Draws a new state, int64[2], from torch's generator of like's device.
+    """Creates a random state, int64[2], from torch's generator of like's device.
 
     Same bits as `torch.randint(-2**63, 2**63 - 1, (2,), device=like.device)`. Inside vmap each sample gets its
     own state with randomness="different", all share one with "same", and "error" raises.
