@@ -280,7 +280,7 @@ def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
 
 
 def _own_core(ours: Callable[[nn.Module, str], Function], model: nn.Module, x: Tensor) -> Function:
-    """Ours at "selective" with Triton kernels only, also where the table prefers torch's own kernel for attention's core."""
+    """Ours at "selective" with Triton kernels only, also where the table prefers torch's own kernel for core attention."""
     if not x.is_cuda:
         raise ImportError("the core is one of several on CUDA only")
     inner = ours(model, "selective")
@@ -299,7 +299,7 @@ _SDPA_FORWARDS = tuple(
 
 
 class SelectiveCheckpoint:
-    """torch.utils.checkpoint that runs everything again except attention's core, whichever kernel runs it."""
+    """torch.utils.checkpoint that runs everything again except core attention, whichever kernel runs it."""
 
     def __init__(self, model: nn.Module, x: Tensor):
         self.model, self.saved = model, None

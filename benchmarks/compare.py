@@ -35,7 +35,9 @@ def read(path: Path) -> Run:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--compare: cannot read {path}: {error}") from error
     if missing:
-        raise ValueError(f"--compare: {path} is no results.csv of this command: it has no {', '.join(sorted(missing))}")
+        raise ValueError(
+            f"--compare: {path} is not a results.csv of this command: it lacks {', '.join(sorted(missing))}"
+        )
     try:
         env = json.loads((path.parent / "env.json").read_text())
     except (OSError, ValueError):

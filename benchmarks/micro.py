@@ -324,7 +324,7 @@ def values_of(op: str, given: dict[str, Any], kind: str) -> SimpleNamespace:
     if not 0.0 <= v.dropout < 1.0:
         raise ValueError(f"--dropout: wanted a probability in [0, 1) but got {v.dropout}")
     if op == "dropout" and not v.dropout:
-        raise ValueError("--dropout: wanted more than 0, because at 0 nothing is done")
+        raise ValueError("--dropout: wanted more than 0, because 0 does nothing")
     v.dropout = round(65536 * v.dropout) / 65536  # as ckptkern rounds it, so that torch's scale is ours
     v.norm = None if v.norm == "none" else v.norm
     if "out_features" in found and v.out_features is None:
@@ -341,12 +341,12 @@ def _set_heads(v: SimpleNamespace, alone: bool) -> None:
     if not alone:
         v.heads = v.heads or max(1, v.features // (128 if v.features >= 512 else 16))
         if v.features % v.heads:
-            raise ValueError(f"--features {v.features} is no multiple of --heads {v.heads}")
+            raise ValueError(f"--features {v.features} is not a multiple of --heads {v.heads}")
     v.kv_heads = v.kv_heads or v.heads
     if v.heads % v.kv_heads:
-        raise ValueError(f"--heads {v.heads} is no multiple of --kv-heads {v.kv_heads}")
+        raise ValueError(f"--heads {v.heads} is not a multiple of --kv-heads {v.kv_heads}")
     if v.tokens % v.length:
-        raise ValueError(f"--tokens {v.tokens} is no multiple of --length {v.length}")
+        raise ValueError(f"--tokens {v.tokens} is not a multiple of --length {v.length}")
     if alone:
         v.features = (v.heads + 2 * v.kv_heads) * v.head_dim
 
@@ -367,7 +367,7 @@ def item_of(args: argparse.Namespace, kind: str, modes: tuple[str, ...] | None, 
     given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     entry, v = OPS[args.op], values_of(args.op, given, kind)
     if modes and entry.modes == ("",):
-        raise ValueError(f"--modes does not apply to --op {args.op}, which has one way to run")
+        raise ValueError(f"--modes does not apply to --op {args.op}, which has only one mode")
     size = Size(v.features, v.tokens, getattr(v, "length", None))
     case = Case(
         _name(args.op, v), lambda width: entry.model(v), functools.partial(entry.run, v), {kind: [size]}, priority=0,
@@ -396,7 +396,7 @@ def check_fits(item: Item, device: torch.device, dtype: torch.dtype) -> None:
     try:
         need = least_bytes(item, dtype)
     except RuntimeError as error:  # sizes beyond what torch can count
-        raise ValueError(f"{item.name}: no such tensors can be made: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{item.name}: cannot allocate these tensors: {str(error).splitlines()[0]}") from error
     free = memory.free_memory(device)
     if need > free:
         raise ValueError(

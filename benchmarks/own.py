@@ -69,7 +69,7 @@ class Called(nn.Module):
         leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
         found = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
         if not found:  # not whether it has a gradient: reentrant checkpoints run without
-            raise ValueError("bench: wanted a floating-point tensor among what the model returns")
+            raise ValueError("bench: wanted a floating-point tensor among the model's outputs")
         return found[0]
 
     def train(self, mode: bool = True) -> Called:

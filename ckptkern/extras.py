@@ -1,4 +1,4 @@
-"""Optional packages that some commands need. They are looked for when a command runs, so its --help needs none."""
+"""Checks optional packages when a command that needs them runs, so its --help needs none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib.util
 
 
 def missing(*packages: str) -> str | None:
-    """A message that names the missing packages and the command that installs them; None if all are installed."""
+    """Returns a message that names the missing packages and the command that installs them; None if all are
+    installed."""
     absent = [package for package in packages if importlib.util.find_spec(package) is None]
     if not absent:
         return None

@@ -1,7 +1,7 @@
-"""What a forward pass saves for its backward, and how high memory rises: the two figures of a checkpointed region.
+"""Measures the bytes that a forward pass saves for backward, and peak memory.
 
-Saved bytes are exact on any device: they are counted, not sampled. ``saved_tensors`` listens through
-``torch.autograd.graph.saved_tensors_hooks``; ``peak_memory`` reads the allocator.
+Saved bytes are exact on any device. ``saved_tensors`` counts them with ``torch.autograd.graph.saved_tensors_hooks``;
+``peak_memory`` reads the allocator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 1
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a size like "64MiB", "1.5 GB" or "4096"; None if it is not a size, or negative."""
+    """Returns the bytes of a size like "64MiB", "1.5 GB" or "4096"; None if it is not a size, or negative."""
     number = text.strip().rstrip("BbIiKkMmGg").strip()
     unit = text.strip()[len(number) :].strip().upper() or "B"
     try:
@@ -44,7 +44,7 @@ def parse_size(text: str) -> int | None:
 
 
 def format_size(size: int) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least 1: "1.5 MiB"."""
+    """Formats bytes in the largest binary unit that gives a number of at least 1: "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{three_digits(size)} {unit}"
@@ -53,16 +53,16 @@ def format_size(size: int) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits, more for whole thousands, and no exponent above one."""
+    """Formats a number with three significant digits, more for whole thousands, and without an exponent above one."""
     return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 @dataclass
 class SavedTensors:
-    """What autograd saved: ``tensors`` holds one (shape, dtype, nbytes) per storage, in the order they were saved.
+    """Lists what autograd saved: ``tensors`` holds one (shape, dtype, nbytes) per storage, in the order of saving.
 
-    shape and dtype are those of the first tensor saved from that storage; nbytes is the size of the whole storage,
-    which is what stays allocated when a small view of it is saved. ``print(saved)`` lists them, the largest first.
+    shape and dtype are those of the first tensor saved from the storage; nbytes is the size of the whole storage, which
+    stays allocated even for a small view. ``print(saved)`` lists them, the largest first.
     """
 
     tensors: list[tuple[torch.Size, torch.dtype, int]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class SavedTensors:
 
 @dataclass
 class Peak:
-    """``bytes``: the highest allocation above what was allocated on entry; 0 until the block is left."""
+    """Holds ``bytes``, the peak allocation above that on entry; 0 until the block ends."""
 
     bytes: int = 0
 
@@ -151,24 +151,23 @@ def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Ite
         loss.backward()
         print(saved.bytes, saved.tensors)
 
-    exclude: what is not counted: a module, for its parameters and buffers, or tensors. Views of them are not counted
-    either; a cast copy of a parameter has a storage of its own and is counted. Any device and dtype will do: on meta
-    tensors and fake tensors the figure is exact too, and nothing is computed. DTensor and other wrapper subclasses count
-    by their local parts.
+    exclude: modules, for their parameters and buffers, or tensors that are not counted, nor are views of them; a cast
+    copy of a parameter has its own storage and is counted. All devices and dtypes are supported: on meta tensors and
+    fake tensors the figure is exact, too, without any computation. DTensor and other wrapper subclasses count by their
+    local parts.
 
-    A tensor is counted when it is saved, even if its graph is dropped before the block is left, so run the forward only.
-    Of what the stores of ``ckptkern.storage`` take inside the block, what they leave on the device is counted.
+    A tensor counts when it is saved, even if its graph is freed before the block ends, so run only forward inside. Of
+    the tensors that a store of ``ckptkern.storage`` takes inside the block, those count that stay on the device.
 
     The block does not see
 
-    - what other saved-tensor hooks inside it take, since the innermost hooks get the tensor:
-      ``torch.autograd.graph.save_on_cpu``;
-    - what a checkpointed region inside it discards, which is the point of the region;
+    - tensors that inner saved-tensor hooks take, such as ``torch.autograd.graph.save_on_cpu``;
+    - tensors that a checkpointed region inside it discards;
     - tensors that a Function puts on ``ctx`` itself instead of ``ctx.save_for_backward``.
 
-    The block does not prolong any tensor's life: it makes no cycle, because it stores a saved output detached.
-    Hooks switch off autograd's check for in-place changes between forward and backward. This block makes the check
-    itself and raises RuntimeError in backward.
+    The block does not extend the life of any tensor: it stores a saved output detached, which makes no cycle. Hooks
+    switch off autograd's check for in-place changes between forward and backward, so the block makes this check itself
+    and raises RuntimeError in backward.
     """
     saved = SavedTensors()
     # a weak reference keeps the address of a dead storage from being reused, so a key never stands for two storages
@@ -205,8 +204,8 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 @dataclass
 class Timeline:
-    """Allocated bytes over time: ``bytes[i]`` from ``milliseconds[i]`` on, above what was allocated on entry; ``marks``: when
-    `mark(name)` was called. Empty until the block is left."""
+    """Holds allocated bytes over time: ``bytes[i]`` from ``milliseconds[i]`` on, above those on entry; ``marks``: when
+    `mark(name)` was called. Empty until the block ends."""
 
     milliseconds: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
@@ -226,7 +225,7 @@ _MARK = "ckptkern.memory: "
 
 @contextlib.contextmanager
 def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
-    """Records how memory on ``device`` rises and falls inside the block.
+    """Records the allocated memory on ``device`` over time inside the block.
 
         with memory_timeline("cuda") as timeline:
             loss = model(x).sum()
@@ -234,9 +233,10 @@ def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
             loss.backward()
         print(timeline.peak)
 
-    The allocations and frees of torch's allocator that ``torch.profiler`` records, for CPU and CUDA devices. It does not see
-    private buffers of BLAS libraries, nor that the block frees memory allocated before it. The profiler slows the block down:
-    its milliseconds order events, and are no measurement. Raises ValueError for any other device: a meta tensor has no memory.
+    It records the allocations and frees of torch's CPU or CUDA allocator with ``torch.profiler``. It does not see
+    private buffers of BLAS libraries, or frees of memory that was allocated before the block. The profiler slows the
+    block down, so use its milliseconds only as an order of events. Raises ValueError for any other device: a meta
+    tensor has no memory.
     """
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
@@ -264,16 +264,16 @@ def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device | str) -> Iterator[Peak]:
-    """Measures how far memory on ``device`` rises inside the block above what was allocated on entry.
+    """Measures the peak of allocated memory on ``device`` inside the block, above that on entry.
 
         with peak_memory("cuda") as peak:
             model(x).sum().backward()
         print(peak.bytes)
 
-    CUDA: ``max_memory_allocated`` (the caching allocator's peak counter is reset). CPU: the sum of the allocations and
-    frees of torch's CPU allocator that ``torch.profiler`` records. It does not count private buffers of BLAS libraries,
-    nor that the block frees memory allocated before it. The profiler slows the block down, so never time it. Raises
-    ValueError for any other device: a meta tensor has no memory.
+    CUDA: ``max_memory_allocated``; this resets the caching allocator's peak counter. CPU: the sum of the allocations
+    and frees of torch's CPU allocator, recorded with ``torch.profiler``. It does not count private buffers of BLAS
+    libraries, or frees of memory that was allocated before the block. The profiler slows the block down, so do not
+    measure time inside. Raises ValueError for any other device: a meta tensor has no memory.
     """
     device = torch.device(device)
     peak = Peak()
@@ -293,9 +293,9 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
 
 
 def free_memory(device: torch.device | str) -> int:
-    """Bytes that this process could still allocate on ``device``.
+    """Returns the bytes that this process can still allocate on ``device``.
 
-    CUDA: what the driver calls free and what the caching allocator holds without use; fragments count as free. CPU: Linux's
+    CUDA: the driver's free memory and the unused memory of the caching allocator, fragments included. CPU: Linux's
     MemAvailable. Raises ValueError for any other device.
     """
     device = torch.device(device)

@@ -1,4 +1,4 @@
-"""The state of a region: 16 bytes that replay its dropout, and the precision it ran at.
+"""Defines the state of a region: 16 bytes that replay its dropout, and the precision of its forward.
 
 `draw` takes int64[2] from torch's own generator. `keep_mask` turns it into a boolean mask, which depends only on
 this state, the probability and each element's place (plane, row, col) in the unsharded tensor: not on tiles,
@@ -65,17 +65,17 @@ _keep_mask_op = torch.ops.ckptkern.keep_mask.default
 
 
 def extension_info() -> dict[str, str]:
-    """Where the extension lies and what it was built for."""
+    """Returns the path of the extension and what it was built for."""
     return {"path": str(_C.__file__), "built for torch": _C.torch_version, "running torch": torch.__version__}
 
 
 def philox4x32_10(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """One Philox4x32-10 call: four uint32 words from a uint64 key and four uint32 counter words."""
+    """Runs one Philox4x32-10 call: four uint32 words from a uint64 key and four uint32 counter words."""
     return tuple(_C.philox4x32_10(key, counter))
 
 
 def draw(like: Tensor) -> Tensor:
-    """A fresh state, int64[2], from torch's generator of like's device.
+    """Creates a random state, int64[2], from torch's generator of like's device.
 
     Same bits as `torch.randint(-2**63, 2**63 - 1, (2,), device=like.device)`. Inside vmap each sample gets its
     own state with randomness="different", all share one with "same", and "error" raises.
@@ -106,7 +106,8 @@ def keep_mask(
     col_base: int = 0,
     total_rows: int | None = None,
 ) -> Tensor:
-    """Boolean mask, true = keep: [rows, cols], or [planes, rows, cols] if planes is given, on state's device.
+    """Computes the boolean mask, true = keep: [rows, cols], or [planes, rows, cols] if planes is given, on state's
+    device.
 
     The bases place the mask inside an unsharded tensor whose planes have total_rows rows (row_base + rows if
     not given): the mask of a part is a part of the mask. C++ on the CPU, torch ops on any other device, same bits.

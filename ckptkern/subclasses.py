@@ -1,4 +1,4 @@
-"""Tensor subclasses: which are plain memory, and which have operations of their own.
+"""Classifies tensor subclasses: which are plain memory, and which have their own dispatch.
 
 All ops and modules follow one rule. A tensor of a subclass is
 - read as plain memory if the subclass changes no operation (class Named(torch.Tensor): pass); results have the class that
@@ -49,7 +49,7 @@ _constant_has_own_operations._dynamo_marked_constant = True  # as in ops/dispatc
 
 
 def own_dispatch(tensors: Iterable[Tensor | None]) -> type | None:
-    """The first class among them that has operations of its own; None if all are plain memory."""
+    """Returns the first class among them with its own dispatch; None if all are plain memory."""
     if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, tensors)):
         return None
     for tensor in tensors:

@@ -93,7 +93,7 @@ def error(value: Tensor, reference: Tensor, unit: float = 1.0) -> float:
 
 
 def assert_accurate(ours: dict, eagers: dict, references: dict, slack: float = EPS) -> None:
-    """The 2x rule: our error against float64 is at most twice eager PyTorch's own in the same dtype.
+    """The tolerance of twice eager's error: our error against float64 is at most twice eager PyTorch's own in the same dtype.
 
     One float32 rounding is allowed in addition, for results in which eager happens to be exact. A result that is zero only
     because larger terms cancel (dq of a row that sees a single column) carries their rounding, so its error is measured

@@ -56,7 +56,7 @@ def chosen(pattern: str) -> list[Item]:
     """Items that have an estimate. Raises ValueError where no name matches."""
     found = [item for item in select(pattern, "cuda") if not item.case.host]
     if not found:
-        raise ValueError(f"--cases {pattern!r}: host time has no estimate")
+        raise ValueError(f"--cases {pattern!r}: the cost model does not estimate host time")
     return found
 
 
@@ -67,7 +67,7 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
     steps = sheet.traces(gpu, timed.values(), only={(row.case, row.variant) for row in measured})
     rows = [row for row in measured if (row.case, row.variant) in steps]
     if not rows:
-        raise ValueError(f"{args.calibrate} has no variant that the model estimates")
+        raise ValueError(f"{args.calibrate} has no variant that the cost model estimates")
     codes = sheet.codes_of(gpu, steps, args.workers)
     fitted = calibrate.fit(gpu, [steps[row.case, row.variant] for row in rows], [row.ms for row in rows], codes)
     print("\n".join(calibrate.report(gpu, fitted, rows, steps, codes)))
@@ -80,7 +80,7 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
 
 def _published(args: argparse.Namespace) -> None:
     if args.cases or args.modes or args.explain is not None or args.rates or args.calibrate:
-        raise ValueError("--published has cases, modes, GPUs and rates of its own: give it --out and --workers alone")
+        raise ValueError("--published uses its own cases, modes, GPUs and rates: pass only --out and --workers")
     path = (args.out or DEFAULT_RESULTS / "model") / "published.csv"
     published.write(published.estimated(workers=args.workers), path)
     text = published.table(path)

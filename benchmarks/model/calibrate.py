@@ -42,19 +42,21 @@ def read(path: Path, gpu: GPU, known: Sequence[str]) -> list[Measured]:
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
             if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
-                raise ValueError(f"{path} is no results.csv of `ckptkern bench`: it has no column {', '.join(missing)}")
+                raise ValueError(
+                    f"{path} is not a results.csv of `ckptkern bench`: it lacks the columns {', '.join(missing)}"
+                )
             lines = [row for row in reader if row["status"] == "ok" and row["ms"]]
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     lines = [row for row in lines if not row["case"].startswith(NOT_ESTIMATED)]
     if not lines:
-        raise ValueError(f"{path} has no case that was timed")
+        raise ValueError(f"{path} has no timed case")
     if others := {row["device"] for row in lines} - {"cuda"}:
-        raise ValueError(f"{path} was measured on {', '.join(sorted(others))}; the model estimates CUDA devices")
+        raise ValueError(f"{path} was measured on {', '.join(sorted(others))}; the cost model estimates CUDA devices")
     if others := {row["dtype"] for row in lines} - {"bfloat16"}:
-        raise ValueError(f"{path} has times in {', '.join(sorted(others))}; the model's are in bfloat16")
+        raise ValueError(f"{path} has times in {', '.join(sorted(others))}; the cost model's are in bfloat16")
     if others := sorted({row["case"] for row in lines} - set(known)):
-        raise ValueError(f"{path} has cases that the model does not know: {', '.join(others)}")
+        raise ValueError(f"{path} has cases that the cost model does not know: {', '.join(others)}")
     environment = path.with_name("env.json")
     device = json.loads(environment.read_text()).get("device", "") if environment.exists() else gpu.name
     if gpu.name not in device:

@@ -80,7 +80,7 @@ def visible_tiles(Sq: int, Sk: int, rows: int, columns: int, causal: bool) -> fl
 
 
 def _attention(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, str]:
-    """The same of attention's core. Its loop has several copies: inside, and at the edge of what is visible."""
+    """The same of core attention. Its loop has several copies: inside, and at the edge of what is visible."""
     given = launch.caught.named
     B, H, Sq, Sk, _ = launch.shape
     rows, columns = given["BLOCK_M"], given["BLOCK_N"]

@@ -44,7 +44,7 @@ class GPU:
     matmuls: float  # cuBLAS, bf16, 8192 x 8192, large K
     main_loop: float  # part of the peak at `clock` that the main loop of a Triton matmul reaches
     tma_loop: float  # the same of one that loads by TMA
-    core: str  # torch's default kernel for attention's core
+    core: str  # torch's default kernel for core attention
     core_forward: dict[int, float]  # sequence length -> FLOP/s, heads of 128, causal
     core_backward: dict[int, float]
     launch: float = 1.5e-6  # between two small kernels of a queue that is full; 1-2 us are usual
@@ -117,7 +117,7 @@ def read(gpu: GPU, path: Path) -> GPU:
         name, scales = found["gpu"], Scales(**found["time factors"])
         right = all(isinstance(scale, (int, float)) and scale > 0 for scale in scales)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no file of --calibrate: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{path} is not a file of --calibrate: {type(error).__name__}: {error}") from None
     if not right:
         raise ValueError(f"{path}: time factors must be positive numbers, not {found['time factors']}")
     if name != gpu.name:

@@ -1,13 +1,9 @@
-"""ckptkern.convert: fused layers in a model that exists, without knowing its architecture.
+"""Implements ckptkern.convert, which puts fused layers into an existing model of any architecture.
 
-trace    the dataflow of one call of a module
-leaves   what each leaf computes, found out by its numbers
-reading, attention, grammar   the graph, read backwards as one fused op
-check    the fused op and the original forward compute the same
-binding  what replaces the module's forward, and its guard
-report   what was done
-experts  the experts of an MoE layer, by their layout and by transformers' interface
-heads, logits   the linear layer before a loss, and what stands for its logits
+trace the dataflow of one call of a module leaves what each leaf computes, recognised by its results reading, attention,
+grammar the graph, read backwards as one fused op check the fused op and the original forward compute the same binding
+what replaces the module's forward, and its guard report what was done experts the experts of an MoE layer, by their
+layout and by transformers' interface heads, logits the LM head before a loss, and its lazy logits
 """
 
 from .convert import convert, revert

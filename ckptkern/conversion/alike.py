@@ -1,8 +1,8 @@
-"""Layers that are like one that was checked: a model repeats its layers, and most of a check need not be repeated.
+"""Compares layers with a checked layer: a model repeats its layers, so most of the check need not be repeated.
 
-Alike are modules of the same classes with the same attributes, but for a layer's own number, and parameters of the same shapes.
-For such a module a trace must have the same log, and the outputs must agree; the gradients, the masks that it may be called
-with, and the arguments that it does not look at, are those of the first.
+Two modules are alike if they have the same classes, the same attributes, except for the layer's index, and parameters
+of the same shapes. Such a module must have a trace with the same log, and equal outputs; its gradients, masks and
+unread arguments are assumed to be those of the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .trace import leaves_of, plain_attributes
 
 
 class Checked(NamedTuple):
-    """A module that was fused, as others are compared with it.
+    """Holds a fused module, with which others are compared.
 
     calls: those that the model made of it; which: the place of the first of these that was checked; log: what its trace called.
     """
@@ -40,7 +40,7 @@ class Checked(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Those of two modules in their model, by which what they hold may differ."""
+    """Layer indices of two modules; attributes may differ only by these."""
 
     ours: int | None
     theirs: int | None

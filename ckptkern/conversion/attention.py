@@ -1,4 +1,4 @@
-"""Reads an attention core: projections, q/k norm, rotary tables, mask and scale, in torch's op or written out."""
+"""Reads core attention: projections, q/k norm, rotary tables, mask and scale, in torch's op or written out."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_attention(steps: Steps, node: Node) -> Part:
     core = read_core(steps, steps.strip(out.input))
     q, k, v = (projection(steps, one) for one in (core.query, core.key, core.value))
     if v.norms or v.outside or v.factor != 1.0:
-        raise Unreadable("v is changed between its projection and the core")
+        raise Unreadable("v is changed between its projection and core attention")
     arguments, x, choices = _projections(steps, core, q, k, v, out)
     arguments |= _norms(steps, q, k)
     rotary, rotary_choices = _rotary(steps, q, k)
@@ -100,7 +100,7 @@ def read_core(steps: Steps, node: Node) -> Core:
         return Core(query, key, value, [mask], in_training(dropout_p), True, scale)
     if node.is_function(*PRODUCT):
         return _written_out(steps, node)
-    raise steps.refuse("no attention core but", node)
+    raise steps.refuse("no core attention but", node)
 
 
 def _written_out(steps: Steps, node: Node) -> Core:
@@ -214,7 +214,7 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     if key is not value:
         raise Unreadable("k and v are projected from different tensors")
     if key.kind != "argument":
-        raise Unreadable("cross-attention to what is made inside")
+        raise Unreadable("cross-attention to a tensor that is computed inside")
     return {"key_value": Argument(key.source)}
 
 
@@ -236,14 +236,14 @@ def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
 def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     """(the tables, choices)."""
     if [id(one) for one in q.outside] != [id(one) for one in k.outside]:
-        raise Unreadable("q and k meet different tensors from outside")
+        raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
         return None, []
     if len(q.outside) != 2 or any(one.kind not in ("argument", "parameter") for one in q.outside):
         kinds = ", ".join(map(steps.leaves.describe, q.outside))
-        raise Unreadable(f"what q and k meet is no (cos, sin) among arguments and buffers: {kinds}")
+        raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {kinds}")
     if not all(map(_from_first_row, [*q.tables, *k.tables])):
-        raise Unreadable("rotary tables of which other rows than the first are taken")
+        raise Unreadable("rotary tables that are not read from their first row")
     kinds = [Argument if one.kind == "argument" else Table for one in q.outside]
     forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
     choices = [

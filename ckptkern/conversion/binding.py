@@ -1,4 +1,4 @@
-"""What replaces a module's forward: the fused call, where the guard lets it, or else the original."""
+"""Replaces a module's forward by the fused call, or by the original if the guard sees a change."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ class Forward:
         return inspect.signature(MethodType(type(self.module).forward, self.module))
 
     def original(self, *args, **kwargs):
-        refuse_shard(f"{type(self.module).__name__} was called in another way than those that were checked")
+        refuse_shard(f"{type(self.module).__name__} was called with other arguments than convert checked")
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
@@ -405,7 +405,7 @@ def _requires_grad(value: object) -> bool:
 @functools.cache
 def _warn_of_cache() -> None:
     warnings.warn(
-        "ckptkern.convert: a cache of keys and values is not filled by a converted layer in training. Pass use_cache=False",
+        "ckptkern.convert: a converted layer does not fill a cache of keys and values in training. Pass use_cache=False",
         stacklevel=4,
     )
 

@@ -102,9 +102,10 @@ def experts_forward(
 def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
     """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
 
-    Then `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)` choose it. Under expert
-    parallelism each rank has its experts, and token-expert pairs of others' are dropped, in backward too. Experts of
-    another kind (a gate of their own, interleaved or transposed weights) raise TypeError when they are called.
+    Select it with `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)`.
+    Under expert parallelism each rank has its own experts and drops the token-expert pairs of other ranks, in backward,
+    too. Experts of another kind (a gate of their own, interleaved or transposed weights) raise TypeError when they are
+    called.
 
     recompute, workspace: see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (mode, workspace).
     """

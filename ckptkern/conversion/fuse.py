@@ -31,12 +31,12 @@ from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 
 def check_candidate(module: nn.Module) -> None:
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
-        raise Unreadable("it contains a BatchNorm, whose buffers a second forward would move")
+        raise Unreadable("it contains a BatchNorm, whose buffers a second forward would update")
     inner = list(module.modules())[1:]
     if any(map(is_stack, inner)):  # is not traced, which would take a call of the whole model
         raise Unreadable("it holds several layers of one class")
     if not (runs_class_forward(module) and all(map(untouched, inner))):
-        raise Unreadable("there are hooks inside, or a forward that is not its class's")
+        raise Unreadable("it contains hooks, or a forward that is not its class's")
     kind = own_dispatch(list(module.parameters()))
     if kind is not None:
         raise Unreadable(f"a parameter is a {kind.__name__}")

@@ -4,8 +4,8 @@
     sublayer = [norm] branch of [norm] x [+ x]
     layer    = MLP sublayer of [cross-attention sublayer of] attention sublayer | x + attention branch + MLP branch
 
-Views and casts are passed over, and so is what rotates q and k: this is a guess at what the module computes, and check.py
-decides. Where the graph does not tell, for example which half of a fused weight is the gate, a reading lists all choices.
+Reading skips views, casts and the rotation of q and k: it guesses what the module computes, and check.py verifies it.
+Where the graph is ambiguous, for example which half of a fused weight is the gate, a reading lists all choices.
 """
 
 from __future__ import annotations
@@ -204,12 +204,12 @@ class Grammar(Steps):
             biases.insert(0, linear.bias)
             node = self.strip(linear.input)
         if not weights or len(set(activations)) > 1:
-            raise Unreadable("no chain of linear layers with one activation")
+            raise Unreadable("not a chain of linear layers with one activation")
         if len(weights) == 1:
             arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
             return Reading("linear_act", arguments, node.source)
         if len({bias is None for bias in biases}) > 1:
-            raise Unreadable("some layers of a chain have a bias, some have none")
+            raise Unreadable("only some layers of a chain have a bias")
         biases = None if biases[0] is None else biases
         arguments = {"weights": weights, "biases": biases, "activation": activations[0]}
         return Reading("linear_stack", arguments, node.source)
@@ -224,7 +224,7 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
 
 
 def read(module: nn.Module, output: Node) -> Reading:
-    """The fused op that `output` may be the result of. Raises Unreadable with the reason of the way that went furthest."""
+    """Returns the fused op that may have computed `output`. Raises Unreadable with the reason of the longest match."""
     leaves, refusals = Leaves(module), []
     for way in (Grammar.layer, Grammar.parallel, Grammar.attention_alone, Grammar.chain):
         grammar = Grammar(leaves)

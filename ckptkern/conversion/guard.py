@@ -1,4 +1,4 @@
-"""The guard of a converted module: whether its inside is still what was checked."""
+"""Guards a converted module: compares its inside with what was checked."""
 
 from __future__ import annotations
 

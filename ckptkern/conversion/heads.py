@@ -1,4 +1,4 @@
-"""The LM head of a model and its loss: the linear layer whose result F.cross_entropy reads, found by a call that
+"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy reads, in a call that
 computes the loss."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 class Head(Forward):
-    """In training a linear layer's logits without memory, which become a loss or values when something wants them.
+    """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
     The layer's own forward runs without gradients, under torch.compile, in torch.func's transforms, and if something is not as
     before: its class (LoRA), hooks, a weight that is no plain memory.

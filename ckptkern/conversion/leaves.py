@@ -1,8 +1,8 @@
-"""What a node of a traced graph computes, found out by its numbers, not by its class.
+"""Recognises what a node of a traced graph computes, by its results and not by its class.
 
-A leaf with a weight [n, k] that computes x W^T + b is a linear layer, whoever wrote it. Which norm a leaf is, and whether its
-weight is w or 1 + w, shows on random rows. The module's parameters must be random while this is read (check.probing): a bias
-of zeros is seen neither when it is added nor when it is not.
+A leaf with a weight [n, k] that computes x W^T + b is a linear layer. Results on random rows show which norm a leaf is,
+and whether its weight is w or 1 + w. The module's parameters must be random meanwhile (check.random_parameters),
+because a zero bias does not show.
 """
 
 from __future__ import annotations

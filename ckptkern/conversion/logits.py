@@ -1,8 +1,8 @@
-"""Logits that are not there: what a head gives in training, until a loss or something else wants them.
+"""Defines lazy logits: the LM head's output in training, computed only when read.
 
-`Logits` follows what models do between a head's linear layer and F.cross_entropy: views of tokens, float(), a scale, an
-untrained bias, a softcap. The loss is then ckptkern.linear_cross_entropy of what the head read. Any other function gets values,
-which are made by the model's own calls, once, with their graph.
+`Logits` follows the operations of models between the LM head and F.cross_entropy: views of tokens, float(), a scale, an
+untrained bias, a softcap. The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets
+values, which the model's own calls compute once, with their graph.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Matmul:
         same = [(one._version, one.data_ptr()) for one in self.tensors] == self.marks
         if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
             raise RuntimeError(
-                "ckptkern.convert: logits are wanted now, and the head's input or weight is no longer what it was. Read "
+                "ckptkern.convert: the head's input or weight changed before the logits were computed. Read "
                 "logits before the optimizer's step, or convert with exclude= for this layer"
             )
 
@@ -307,8 +307,8 @@ class Logits(Tensor):
                 return function(*args, **step.kwargs)
         if matmul.has_loss and step.wants_gradient:
             raise RuntimeError(
-                f"ckptkern.convert: {step.name} of logits whose loss was taken: their gradient is never formed. Convert with "
-                "exclude= for this layer"
+                f"ckptkern.convert: {step.name} needs the gradient of logits whose loss was taken, which is not computed. "
+                "Convert with exclude= for this layer"
             )
         if (torch.is_grad_enabled() or matmul.log is not None) and len(given) == 1 and not matmul.is_shown:
             found = self.loss(step) if function is F.cross_entropy else self.followed(step)
@@ -327,7 +327,7 @@ class Logits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function._schema.is_mutable:
-            raise RuntimeError(f"ckptkern.convert: logits without values cannot be changed by {function}")
+            raise RuntimeError(f"ckptkern.convert: lazy logits cannot be changed in place by {function}")
 
         def values(one: Any) -> Any:
             if not isinstance(one, Logits):

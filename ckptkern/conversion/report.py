@@ -1,4 +1,4 @@
-"""What convert did: a row for each module that it converted or left."""
+"""Reports what convert did: a row for each module that it converted or left unchanged."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .. import memory
 
 @dataclass
 class Row:
-    """A module, and what replaces it.
+    """Describes a module and its replacement.
 
     replaced_by: a fused op ("transformer_layer", "attention_block", "mlp_block", "linear_stack", "linear_act", "moe_mlp",
     "linear_cross_entropy"), "checkpoint" for an activation checkpoint, the class of a drop-in replacement in ckptkern.nn, or
     None, with the reason.
-    saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example inputs;
-    None without them. error: the largest relative error of output and gradients in the numerical check.
+    saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example
+    inputs; None without them. error: the largest relative error of output and gradients in the numerical check.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass
 class Conversion:
-    """The rows, in the model's order. print(conversion) shows them as a table, layers alike in one line."""
+    """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line."""
 
     rows: list[Row] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class Conversion:
 
     @property
     def saved_before(self) -> int:
-        """Bytes that the converted modules saved."""
+        """Returns the bytes that the converted modules saved before."""
         return sum(row.saved_before or 0 for row in self.converted)
 
     @property

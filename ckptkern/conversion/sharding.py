@@ -1,4 +1,5 @@
-"""A model that fully_shard took before convert: whole parameters while a module is checked, and one decision on all ranks."""
+"""Supports models that fully_shard took before convert: gathers parameters for each check, and makes one decision on
+all ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def check_not_fsdp1(model: nn.Module, op: str = "convert") -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
         raise ValueError(
-            f"{op}: FullyShardedDataParallel has already taken the model, and a probe would move its state: {op} first, "
-            "or use fully_shard"
+            f"{op}: the model is already wrapped in FullyShardedDataParallel, and a trial forward would change its state: "
+            f"call {op} first, or use fully_shard"
         )
 
 

@@ -1,4 +1,4 @@
-"""The dataflow of one call of a module, as a small graph of leaf modules and torch functions."""
+"""Traces the dataflow of one call of a module, as a small graph of leaf modules and torch functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN_VALUES = frozenset((bool, int, float, str, type(None)))  # what a forward 
 
 
 class Unreadable(Exception):
-    """Why a module's forward is not one of those that a fused op computes."""
+    """Says why no fused op computes a module's forward."""
 
 
 @dataclass(eq=False)
@@ -202,5 +202,5 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
-        raise Unreadable("forward samples from Python's random numbers")
+        raise Unreadable("forward samples Python's random numbers")
     return Trace(result, tracer.node, tracer.log)

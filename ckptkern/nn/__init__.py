@@ -1,6 +1,8 @@
-"""Drop-in modules: the constructor, parameter names, layout and initialisation of the torch.nn modules that they replace.
+"""Defines drop-in modules with the constructor, parameter names, layout and initialisation of the torch.nn modules that
+they replace.
 
-Their state_dict is that module's. A layer's keyword argument `recompute` is the mode of the op it calls.
+Their state_dict equals that of torch's module. A layer's argument `recompute` is the recompute mode of the op that it
+calls.
 """
 
 import torch

@@ -71,7 +71,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention: the same arguments, parameters and results, in training and evaluation.
+    """Replaces torch.nn.MultiheadAttention, with the same arguments, parameters and results in training and evaluation.
 
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
 
@@ -80,16 +80,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     trained. attn_mask may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
     Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block in mode
-    `recompute`. Everything else saves the inputs, q, k, v, o and the logsumexp in every mode, because projections and core
-    are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and saves them: pass False if
-    the weights are not needed.
-    Dropout of the weights saves 16 bytes and samples the same mask with and without need_weights.
+    `recompute`. All other calls save the inputs, q, k, v, o and the logsumexp in every mode, because projections and
+    core attention are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and
+    saves them: pass False if you do not need the weights. Dropout of the weights saves 16 bytes and samples the same
+    mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
-    need_weights=True gives NaN.
-    Nested tensors go to torch's own layer, which takes them for inference only. So do tensors with operations of their
-    own (DTensor) and arguments that do not fit, for which torch raises its own error. With them, and with parametrised or
-    quantised weights, the module is one ckptkern.checkpoint, which saves its inputs.
+    need_weights=True gives NaN. torch's own layer handles nested tensors, which it takes for inference only, tensors
+    with their own dispatch (DTensor), and wrong arguments, for which it raises its own error. In these cases, and with
+    parametrised or quantised weights, the module is one ckptkern.checkpoint, which saves its inputs.
     """
 
     def __init__(
@@ -240,10 +239,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(y, weights or None). weights: [B, L, S] averaged over heads, or [B, H, L, S]; without B if unbatched.
+        """Returns (y, weights or None). weights: [B, L, S] averaged over heads, or [B, H, L, S]; without B if
+        unbatched.
 
-        is_causal: says that attn_mask is the causal mask, which is then not read unless weights are needed. (torch still
-        reads it if there is a key_padding_mask, so a wrong hint changes the result here but not there.)
+        is_causal: says that attn_mask is the causal mask; it is then read only if weights are needed. (torch also reads
+        it if there is a key_padding_mask, so a wrong hint changes this module's result but not torch's.)
         """
         attn_mask, is_causal = without_bias(type(self).__name__, attn_mask, is_causal, query, key, self.batch_first)
         if not self.fits(query, key, value, key_padding_mask, attn_mask, is_causal, need_weights):

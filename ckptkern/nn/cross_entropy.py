@@ -1,4 +1,4 @@
-"""The LM head and its loss: the last linear layer and the cross-entropy of its logits, which are never held."""
+"""Defines the LM head and its loss: the last linear layer and the cross-entropy of its logits, which are never held."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ OWN = dict(logit_scale=1.0, softcap=None, z_loss=0.0, recompute="full", workspac
 
 
 class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
-    """loss(input, target) of logits = linear(input): torch.nn.LinearCrossEntropyLoss without logits in memory.
+    """Computes the cross-entropy of logits = linear(input): torch.nn.LinearCrossEntropyLoss without logits in memory.
 
     input [..., in_features]; target int64 [...] of classes, or floating point [..., num_classes] of probabilities; the loss
     is float32. Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes] if `bias`.
 
     in_features ... label_smoothing: torch's. With out_features, (d_1, ...), input is [N, in_features], target [N, d_1, ...],
-    and logits are held. options: torch's ways to chunk; `workspace` stands for them, so it must be None.
+    and logits are held. options: torch's options of chunking, which must be None; use `workspace` instead.
     linear_weight: a Parameter that becomes linear.weight, such as the embedding's, which is then tied.
     logit_scale, softcap, z_loss, recompute, workspace: see ckptkern.linear_cross_entropy.
 
-    If `linear` is another module (LoRA), has hooks, or a weight that is no plain memory, it is called, and logits are made
-    again in backward, as in an activation checkpoint.
+    If `linear` is another module (LoRA), has hooks, or a weight that is not plain memory, the module calls it, and
+    backward recomputes the logits, as an activation checkpoint does.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
     ):
         _WeightedLoss.__init__(self, weight, None, None, reduction)
         if options is not None:
-            raise ValueError(f"{NAME}: options are torch's ways to chunk; give workspace, or use torch's module")
+            raise ValueError(
+                f"{NAME}: options configure torch's chunking; pass workspace instead, or use torch's module"
+            )
         if weight is not None and tuple(weight.shape) != (num_classes,):
             raise ShapeError(f"{NAME}: weight must have shape ({num_classes},), but has {tuple(weight.shape)}")
         check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
@@ -83,11 +85,11 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
         """Returns a drop-in replacement of torch's module that shares its parameters, hooks and settings. own:
         logit_scale, ..., workspace."""
         if TORCH_CLASS is None:
-            raise TypeError(f"{NAME}: this torch has no module of that name")
+            raise TypeError(f"{NAME}: this version of torch has no such module")
         check_kind(cls, module, TORCH_CLASS)
         unknown = own.keys() - OWN.keys()
         if unknown:
-            raise TypeError(f"{NAME}.from_torch: no such options: {', '.join(sorted(unknown))}")
+            raise TypeError(f"{NAME}.from_torch: unknown options: {', '.join(sorted(unknown))}")
         one = share(cls, module, options=None)
         one._set({**OWN, **own})
         return one

@@ -1,4 +1,4 @@
-"""Dropout that saves 16 bytes for backward instead of a mask."""
+"""Defines dropout that saves 16 bytes for backward instead of a mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .share import check_kind, share
 
 
 class Dropout(torch.nn.Dropout):
-    """torch.nn.Dropout whose mask is drawn again in backward. `inplace` copies the result back into the input."""
+    """Replaces torch.nn.Dropout; backward samples the mask again. `inplace` copies the result back into the input."""
 
     @classmethod
     def from_torch(cls, module: torch.nn.Dropout) -> Dropout:

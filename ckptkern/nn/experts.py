@@ -1,4 +1,4 @@
-"""The experts of an MoE layer, without the router: as many gated MLPs as there are matrices in a stack."""
+"""Defines the experts of an MoE layer, without the router: gated MLPs whose weights are stacked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_layout(cls: type, module: torch.nn.Module) -> None:
         if getattr(module, name, value) != value:
             refuse(cls, module, f"has {name}={not value}")
     if getattr(type(module), "_apply_gate", cls).__name__ not in ("_default_apply_gate", cls.__name__):
-        refuse(cls, module, "has a gate of its own")
+        refuse(cls, module, "has another gate than act(g) * u")
     w = parameters["gate_up_proj"]
     x = w.new_empty((0, w.shape[-1]))
     check_experts(cls.__name__, x, w, *(parameters.get(name) for name in (BIASES[0], "down_proj", BIASES[1])))
@@ -56,7 +56,7 @@ def _agree(module: torch.nn.Module, drop_in: Experts) -> bool:
 
 
 class Experts(torch.nn.Module):
-    """y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]: see ckptkern.moe_mlp.
+    """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]: see ckptkern.moe_mlp.
 
     Parameters: gate_up_proj [num_experts, 2 hidden_features, in_features], down_proj [num_experts, in_features,
     hidden_features] and, with bias, gate_up_proj_bias and down_proj_bias: names and layout of transformers 5. Each matrix is
@@ -118,7 +118,7 @@ class Experts(torch.nn.Module):
         workspace: int | str | None = None,
     ) -> Experts:
         """Returns a drop-in replacement of a module with these parameters, such as the experts of transformers' Mixtral
-        or Qwen3-MoE, that shares them. It must compute the same, which is tried on 16 rows.
+        or Qwen3-MoE, that shares them. Raises TypeError if both differ on 16 rows.
 
         activation: by default the module's own `act_fn`.
         """
@@ -130,7 +130,7 @@ class Experts(torch.nn.Module):
         own = {"activation": name, "recompute": recompute, "workspace": workspace, "_modules": {}}
         one = share(cls, module, _parameters=dict.fromkeys(BIASES) | module._parameters, **own)
         if module._parameters["gate_up_proj"].is_meta or not _agree(module, one):
-            refuse(cls, module, "is not seen to compute what ckptkern.moe_mlp does")
+            refuse(cls, module, "does not compute what ckptkern.moe_mlp does")
         return one
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

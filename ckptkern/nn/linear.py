@@ -1,4 +1,4 @@
-"""Linear with an activation in its epilogue, and stacks of them that are one region."""
+"""Defines Linear with an activation in its epilogue, and stacks of them that are one region."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .unmodified import composed, dense, unmodified
 
 
 class Linear(torch.nn.Linear):
-    """y = act(x weight^T + bias): torch.nn.Linear and, with `activation`, the activation after it as one op.
+    """Computes y = act(x weight^T + bias): torch.nn.Linear and, with `activation`, the activation after it as one op.
 
     activation: None ("identity"), a name in ckptkern.ACTIVATIONS, or a function or module that computes one of them, such as
     F.silu or nn.GELU(), which is recognised at construction. recompute: see ckptkern.linear_act.
@@ -64,7 +64,7 @@ class Linear(torch.nn.Linear):
 
 
 class LinearStack(torch.nn.Module):
-    """k Linear + activation layers of the given widths as ONE region that saves only its input.
+    """Runs k Linear + activation layers of the given widths as ONE region that saves only its input.
 
     features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
     activation: as Linear's. workspace: bytes of transient memory in each pass. recompute: see ckptkern.linear_stack.

@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one region."""
+"""Defines a decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one region."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ def _same_sequence(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 class LlamaAttention(torch.nn.Module):
-    """Causal self-attention with grouped heads, rotary positions and optional RMS norms of every head's q and k.
+    """Computes causal self-attention with grouped heads, rotary positions and optional RMS norms of every head's q and
+    k.
 
     Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D]; with `bias`
     also their biases, with `qk_norm` also q_norm.weight and k_norm.weight [D]. The weights are never concatenated.
-    rope_theta None: only tables that are passed rotate q and k. See ckptkern.attention_block.
+    rope_theta None: only tables passed to forward rotate q and k. See ckptkern.attention_block.
     """
 
     def __init__(
@@ -209,18 +210,19 @@ class LlamaAttention(torch.nn.Module):
 
 
 class LlamaDecoderLayer(torch.nn.Module):
-    """x + attention(rms(x)), then + SwiGLU(rms(...)): ONE region, with the parameter names of Hugging Face's Llama.
+    """Computes x + attention(rms(x)), then + SwiGLU(rms(...)), as ONE region, with the parameter names of Hugging
+    Face's Llama.
 
         input_layernorm.weight; self_attn.{q,k,v,o}_proj.weight [, .bias] [, self_attn.{q,k}_norm.weight]
         post_attention_layernorm.weight; mlp.{gate,up,down}_proj.weight [, .bias]
 
     num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads, intermediate_size to 4 hidden_size.
-    qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: only tables that are passed rotate q and k.
-    dropout of the attention weights, resid_dropout of both branches: replayed from 16 bytes each.
-    recompute (a recompute mode, or a pair of recompute modes for attention and MLP), workspace: see
-    ckptkern.transformer_layer. The q, k and v weights are never concatenated.
-    If a submodule is of another type (LoRA, another norm), has hooks or a weight that is no plain memory (parametrised,
-    quantised, sharded), the layer is one ckptkern.checkpoint that calls it, and saves x as recompute="full" does.
+    qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: only tables passed to forward rotate q and k. dropout of
+    the attention weights, resid_dropout of both branches: replayed from 16 bytes each. recompute (a recompute mode, or
+    a pair of recompute modes for attention and MLP), workspace: see ckptkern.transformer_layer. The q, k and v weights
+    are never concatenated. If a submodule is of another type (LoRA, another norm), has hooks or a weight that is not
+    plain memory (parametrised, quantised, sharded), the layer calls its submodules inside one ckptkern.checkpoint, and
+    saves x as recompute="full" does.
     """
 
     def __init__(
@@ -280,8 +282,9 @@ class LlamaDecoderLayer(torch.nn.Module):
     ) -> Tensor:
         """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
 
-        rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then saved once. Without
-        it the layer makes them from rope_theta and the positions 0, 1, ..., and again in backward, and saves none.
+        rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then saved once.
+        Without it the layer computes the tables from rope_theta and the positions 0, 1, ..., recomputes them in
+        backward, and saves none.
         attn_mask: bool, True = visible, or additive; key_padding_mask [B, S]: True = hidden. Raises as
         ckptkern.transformer_layer does.
         """

@@ -1,4 +1,4 @@
-"""MLP and gated MLP blocks that save their input and recompute the hidden layer in backward."""
+"""Defines MLP and gated MLP blocks that save their input and recompute the hidden layer in backward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from .unmodified import composed, unmodified
 
 
 class MLP(torch.nn.Module):
-    """y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two nn.Linear.
+    """Computes y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two
+    nn.Linear.
 
     hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
     activation: as Linear's, a name, function or module.
-    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is no
-    plain memory (parametrised, quantised, sharded), both are called, as one ckptkern.checkpoint that saves the input.
+    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is not
+    plain memory (parametrised, quantised, sharded), the module calls both inside one ckptkern.checkpoint, which saves
+    the input.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class MLP(torch.nn.Module):
         last, that shares its layers."""
         check_kind(cls, module, torch.nn.Sequential)
         if len(module) not in (3, 4):
-            refuse(cls, module, "is not Linear, activation, Linear, nor has one Dropout before the last")
+            refuse(cls, module, "must be Linear, activation, Linear, with at most one Dropout before the last")
         names = list(module._modules)
         fc1, fc2 = check_linear(cls, module, names[0], names[-1])
         name, p = same_activation(cls, [module[1]]), dropout_in(cls, module, module[2]) if len(module) == 4 else 0.0
@@ -89,9 +91,11 @@ class MLP(torch.nn.Module):
 
 
 class GatedMLP(torch.nn.Module):
-    """y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging Face's Llama.
+    """Computes y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging
+    Face's Llama.
 
-    recompute, workspace: see ckptkern.gated_mlp. Layers are called as in MLP if one is not an unmodified nn.Linear.
+    recompute, workspace: see ckptkern.gated_mlp. If a layer is not an unmodified nn.Linear, the module calls all
+    layers, as in MLP.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The parts of a module that `from_torch` is given, which it reads by name, or refuses."""
+"""Reads the parts of a module for `from_torch` by name, or raises a TypeError."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def check_parts(cls: type, module: torch.nn.Module, known: tuple[str, ...]) -> N
     if more := sorted({name for name, part in module._modules.items() if part is not None} - {*known}):
         refuse(cls, module, f"has a {more[0]}, which {cls.__name__} has not")
     if "forward" in module.__dict__:
-        refuse(cls, module, "has a forward of its own on the instance")
+        refuse(cls, module, "has a forward set on the instance")
 
 
 def check_linear(cls: type, module: torch.nn.Module, *names: str) -> list[torch.nn.Linear]:
     """The submodules of these names. Raises TypeError unless they are nn.Linear."""
     for name in names:
         if not isinstance(module._modules[name], torch.nn.Linear):
-            refuse(cls, module, f"has a {name} that is no nn.Linear: {type(module._modules[name]).__name__}")
+            refuse(cls, module, f"has a {name} that is not an nn.Linear: {type(module._modules[name]).__name__}")
     return [module._modules[name] for name in names]
 
 
@@ -42,12 +42,16 @@ def activation_in(cls: type, module: torch.nn.Module, activation: Activation | N
     for name in ("act_fn", "activation", "activation_fn"):
         activation = getattr(module, name, None) if activation is None else activation
     if activation is None:
-        refuse(cls, module, "has no act_fn: pass its activation")
+        refuse(cls, module, "has no act_fn; pass its activation")
     return activation_of(cls.__name__, activation)  # type: ignore[arg-type]
 
 
 def dropout_in(cls: type, owner: torch.nn.Module, dropout: torch.nn.Module) -> float:
     """The probability of a dropout module that a number can stand for."""
     if type(dropout) not in DROPOUT or not untouched(dropout) or dropout.training != owner.training:
-        refuse(cls, owner, f"has a {type(dropout).__name__} that is no nn.Dropout, has hooks or another mode")
+        refuse(
+            cls,
+            owner,
+            f"has a {type(dropout).__name__} that is not an unmodified nn.Dropout in the module's training mode",
+        )
     return dropout.p

@@ -1,4 +1,4 @@
-"""Layers one after the other, run in segments."""
+"""Defines Sequential and LayerStack: layers that run in checkpointed segments."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _check_options(what: str, options: dict[str, Any]) -> None:
 
 
 class Sequential(torch.nn.Sequential):
-    """torch.nn.Sequential, run in segments whose insides are recomputed in backward.
+    """Runs torch.nn.Sequential in segments, whose intermediate tensors backward recomputes.
 
     segments: as in `ckptkern.segments.sequential.split`: a number, "sqrt", "every 2", "2GiB", a name pattern or a callable.
-    options: those of `ckptkern.checkpoint`. A bound in bytes is measured on fake tensors at the first forward pass for
-    each input shape, dtype, autocast dtype and mode (training or not), and remembered. Parameters and `state_dict` are
-    those of torch.nn.Sequential; without gradients forward is torch's, too.
+    options: those of `ckptkern.checkpoint`. For a bound in bytes, the first forward pass for each input shape, dtype,
+    autocast dtype and training flag measures the layers on fake tensors. Parameters and `state_dict` are those of
+    torch.nn.Sequential; without gradients torch's forward runs.
     """
 
     def __init__(self, *layers, segments: sequential.Segments = "sqrt", **options):
@@ -88,14 +88,15 @@ def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *a
 
 
 class LayerStack(torch.nn.ModuleList):
-    """Layers of one shape of input and output, of which `every` k are one segment: for when the layers' inputs are all that is
-    left to save (16 GiB of a Llama 8B's at 64k tokens).
+    """Runs layers with equal shapes of input and output, `every` k of them as one segment. Use it when the saved inputs
+    of layers dominate (16 GiB for a Llama 8B at 64k tokens).
 
         x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
 
-    Saved for backward: the input of each group of k layers, and `args` and `kwargs`, once. Backward runs a group again, in
-    which each layer saves what its own mode says ("selective": x, o and lse), of k layers at a time. So k times fewer inputs
-    are saved, for one more forward pass of all groups but the last: its backward comes at once, so it saves what its layers do.
+    Saved for backward: the input of each group of k layers, and `args` and `kwargs` once. Backward recomputes one group
+    at a time, in which each layer saves what its own mode saves ("selective": x, o and lse). This saves k times fewer
+    inputs, for one more forward pass of all groups but the last, whose backward comes first and whose layers save as
+    usual.
     every: k; the last group takes what remains. options: those of `ckptkern.checkpoint`.
 
     A torch.nn.ModuleList with a forward, and its `state_dict`. Without gradients the layers run as they are. Raises TypeError

@@ -1,4 +1,4 @@
-"""A module of ours made from one that exists: what `from_torch` shares with it."""
+"""Creates a module that shares parameters, buffers, hooks and settings with an existing one, for `from_torch`."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ def check_kind(cls: type, module: torch.nn.Module, kind: type[torch.nn.Module]) 
         kinds = f"torch.nn.{kind.__name__}, not {type(module).__name__}"
         raise TypeError(f"{cls.__name__}: module must be a {kinds}")
     if "forward" in module.__dict__:
-        refuse(cls, module, "has a forward of its own on the instance")
+        refuse(cls, module, "has a forward set on the instance")

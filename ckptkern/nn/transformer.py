@@ -196,7 +196,8 @@ def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tenso
 
 
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
-    """torch.nn.TransformerEncoderLayer: the same arguments, parameters and results, in training and evaluation.
+    """Replaces torch.nn.TransformerEncoderLayer, with the same arguments, parameters and results in training and
+    evaluation.
 
     The whole layer is one ckptkern.transformer_layer that saves, besides parameters, src at recompute="full"; src, o
     and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule
@@ -205,8 +206,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     modules save). Global module hooks see the layer, not the submodules that its regions stand for. A pair of modes,
     such as ("selective", "none"), is of attention and of the MLP. workspace: see ckptkern.transformer_layer.
 
-    src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. Nested tensors go to
-    torch's own layer, which takes them for inference only; the error for what does not fit is torch's own.
+    src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. torch's own layer
+    handles nested tensors, which it takes for inference only, and raises the errors for wrong arguments.
 
     Under autocast the result has torch's dtype except in one case: on CUDA, post-norm, a float16 or bfloat16 src gives its
     own dtype, while torch's layer_norm, and so torch's layer, gives float32. (On a CPU torch's gives src's dtype too.)
@@ -241,7 +242,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
-    """torch.nn.TransformerDecoderLayer: the same arguments, parameters and results, in training and evaluation.
+    """Replaces torch.nn.TransformerDecoderLayer, with the same arguments, parameters and results in training and
+    evaluation.
 
     The whole layer, cross-attention too, is one ckptkern.transformer_layer that saves, besides parameters and memory, tgt at
     recompute="full"; tgt, o and the logsumexp of both attentions at "selective"; everything at "none". Where

@@ -1,4 +1,4 @@
-"""Which modules an op may stand for, and how the others run."""
+"""Decides which modules an op may replace, and runs the others."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def dense(module: torch.nn.Module) -> bool:
 
 
 def unmodified(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
-    """Do the parameters of these modules alone determine what they compute? Not if one is a subclass or a wrapper (LoRA),
-    has hooks, or has a parameter that is not plain memory (sparse, quantized)."""
+    """Returns whether the parameters of these modules alone determine their results: no module is a subclass or a
+    wrapper (LoRA), has hooks, or has a parameter that is not plain memory (sparse, quantized)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)
 

@@ -1,4 +1,5 @@
-"""linear_cross_entropy: the cross-entropy of softmax(x w^T + b) and target classes, whose logits are never written."""
+"""Defines linear_cross_entropy: the cross-entropy of softmax(x w^T + b) and target classes, which never stores the
+logits."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None)
 
 
 def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> None:
-    """All targets are classes or ignored: an IndexError on a CPU, and on a GPU, as in torch, a device-side assertion."""
+    """Checks that all targets are classes or ignored: an IndexError on a CPU, a device-side assertion on a GPU, as in
+    torch."""
     bad = ((target < 0) | (target >= entries)) & (target != ignore_index)
     if target.is_cpu:
         if bool(bad.any()):
@@ -53,7 +55,8 @@ def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> N
 
 
 def check_equal_shards(entries: Tensor, mine: int, size: int) -> None:
-    """Every rank's first class was taken for granted: a ValueError on a CPU, a device-side assertion on a GPU."""
+    """Checks that shards have equal sizes if vocab_start is None: a ValueError on a CPU, a device-side assertion on a
+    GPU."""
     message = f"{NAME}: without vocab_start all ranks have shards of equal size"
     if not entries.is_cpu:
         torch._assert_async(entries == mine * size, message)
@@ -295,7 +298,7 @@ def linear_cross_entropy(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...), whose logits are never held as a whole.
+    """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) and never holds all logits.
 
     input [..., d], linear_weight [V, d], linear_bias [V], target int64 [...] -> the loss in float32 (float64 for float64): a
     scalar, or [...] for reduction "none". float16, bfloat16, float32, float64; autocast's type inside torch.autocast. Logits
@@ -322,8 +325,8 @@ def linear_cross_entropy(
         linear_weight's gradient are final, rounded once; input's gradient is summed over chunks in float32, which is not
         counted.
 
-    A floating-point target of shape [..., V] holds probabilities of classes, and runs as PyTorch ops on all logits.
-    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the region.
+    A floating-point target of shape [..., V] holds class probabilities; it runs in PyTorch ops on all logits. Inside
+    torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the region.
     Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
     DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
     """
@@ -339,7 +342,7 @@ def linear_cross_entropy(
         raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
     if probabilities:
         if group is not None:
-            raise ValueError(f"{NAME}: probabilities of classes are not split over a process group")
+            raise ValueError(f"{NAME}: targets that are probabilities cannot be split over a process group")
         compose(NAME, "a target of probabilities needs all logits at once")
         with autocast_off(x):
             z = reference_logits(x, linear_weight, linear_bias, logit_scale, softcap)
@@ -401,7 +404,7 @@ def check_arguments(x, w, b, weight, reduction: str, recompute: str) -> None:
         if weight.dim() != 1:
             raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
         if weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{NAME}: no gradient is formed for weight")
+            raise ValueError(f"{NAME}: weight gets no gradient; detach it")
 
 
 def check_scalars(label_smoothing, logit_scale, softcap, z_loss) -> tuple[float, float, float, float]:
@@ -433,7 +436,7 @@ def place_in(group, entries: int, vocab_start: int | None) -> tuple[str, int, in
     """(name of the group, its size, this rank's first class); "", 1, 0 without a group."""
     if group is None:
         if vocab_start is not None:
-            raise ValueError(f"{NAME}: vocab_start is the place of a shard: it needs a group")
+            raise ValueError(f"{NAME}: vocab_start needs a group")
         return "", 1, 0
     if vocab_start is None:
         vocab_start = group.rank() * entries

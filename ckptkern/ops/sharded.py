@@ -1,6 +1,6 @@
-"""Blocks on a tensor-parallel group: each rank's op computes a part of the heads or of the hidden units.
+"""Runs blocks on a tensor-parallel group: each rank's op computes a part of the heads or of the hidden units.
 
-A sublayer's branch f ends in a linear layer, so what the ranks compute of it adds up to the whole:
+A sublayer's branch f ends in a linear layer, so the sum of the ranks' results is the whole:
 
     y = around(x, R f(G x)),   dx = R f'(G dy) + ...        around: bias, dropout, norm after the branch, residual
 
@@ -8,9 +8,9 @@ A sublayer's branch f ends in a linear layer, so what the ranks compute of it ad
     replicated         identity    all-reduce      equal on all ranks
     sequence parallel  all-gather  reduce-scatter  each rank's rows of every sequence
 
-A norm before the branch is inside f, so that backward saves x alone: at its gradient's place in f', which is linear, a norm's
-parameters get parts of their gradients, which add up too. G belongs to what backward recomputes, so that a rank keeps its own
-rows of x (Korthikanti et al. 2022, arXiv 2205.05198). Dropout's masks are those of the unsharded block: by index in it.
+A norm before the branch is part of f, so only x is saved. f' is linear in dy, so each rank's norm gradients are partial
+sums. Backward recomputes G, so a rank saves only its own rows of x (Korthikanti et al. 2022, arXiv 2205.05198). Dropout
+masks are those of the unsharded block, by index.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Shard:
         self, x: Tensor, sublayers: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
         recompute: str, workspace: int | str | None,
     ) -> Tensor:  # fmt: skip
-        """Sublayer by sublayer: what passes between them is saved, because to recompute it would take another collective."""
+        """Runs sublayer by sublayer and saves the tensors between them, because recomputing these would take another
+        collective."""
         mid = x
         for arguments in sublayers:
             mid = self.attention_block(

@@ -1,5 +1,5 @@
-"""transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE region; what passes between them is recomputed,
-not saved."""
+"""Defines transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE region, which recomputes the
+tensors between them."""
 
 from __future__ import annotations
 
@@ -224,9 +224,10 @@ def transformer_layer(
     recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x, residual=False).
+    """Computes mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x,
+    residual=False).
 
-    With cross_attention_arguments, which have a key_value, a decoder layer: attention_block, attention_block, mlp_block.
+    cross_attention_arguments, with a key_value, make it a decoder layer: attention_block, attention_block, mlp_block.
 
     x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments,
     cross_attention_arguments and mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training,

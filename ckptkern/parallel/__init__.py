@@ -1,4 +1,4 @@
-"""Fused blocks over the ranks of a device mesh, beside torch's own parallel styles.
+"""Splits fused blocks over the ranks of a device mesh, beside torch's own parallel styles.
 
 roles    which parameters of a block are split, and along which dimension
 forward  what replaces a block's forward on a shard

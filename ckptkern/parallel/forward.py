@@ -115,7 +115,7 @@ class Sharded:
 
     def check_whole(self, reason: str) -> None:
         if self.shard.sequence:
-            raise RuntimeError(f"TensorParallel: {reason}, which sequence_parallel does not do")
+            raise RuntimeError(f"TensorParallel: {reason}, which sequence_parallel does not support")
         if kernels_alone():
             raise RuntimeError(f"TensorParallel: backend('triton') was asked for, but {reason}")
         _log_whole(reason)

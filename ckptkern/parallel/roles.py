@@ -121,7 +121,7 @@ def templates_of(module: nn.Module) -> list[Template]:
     if type(module) in TEMPLATES and forward is None:
         return [TEMPLATES[type(module)](module)]
     raise TypeError(
-        f"TensorParallel: {type(module).__name__} is no fused block; name blocks of ckptkern.nn ("
+        f"TensorParallel: {type(module).__name__} is not a fused block; name blocks of ckptkern.nn ("
         f"{', '.join(kind.__name__ for kind in TEMPLATES)}) or modules that ckptkern.convert fused whole"
     )
 
@@ -159,13 +159,15 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
             check_sublayer(type(module).__name__, sublayer, size)
             if sequence and sublayer.get("key_value") is not None:
                 raise ValueError(
-                    f"TensorParallel: {type(module).__name__} has cross-attention, with which sequence_parallel does not go"
+                    f"TensorParallel: {type(module).__name__} has cross-attention, which sequence_parallel does not support"
                 )
             for role, value in sublayer.items():
                 for weight, in_one in weights_in(value):
                     place, tensor = place_of(module, sublayer, role, weight, in_one), parameter(module, weight)
                     if found.setdefault(id(tensor), place) != place:
-                        raise ValueError(f"TensorParallel: {weight.path} has two roles, which are split in two ways")
+                        raise ValueError(
+                            f"TensorParallel: {weight.path} has two roles that are split along different dimensions"
+                        )
                     check_divides(weight.path, tensor, place, size)
     named = module.named_parameters(remove_duplicate=False)
     return {name: found.get(id(tensor), Place(None)) for name, tensor in named}
@@ -207,14 +209,16 @@ def place_of_qk_norm(module: nn.Module, sublayer: Template, weight: Weight) -> P
         return ROWS
     if tensor.numel() != parameter(module, out).shape[0 if is_transposed(module, out) else 1] // sublayer["num_heads"]:
         raise ValueError(
-            f"TensorParallel: {weight.path} is of a norm over all heads at once, of which a rank has only some: not supported"
+            f"TensorParallel: {weight.path} belongs to a norm over all heads at once, which cannot be split"
         )
     return INSIDE
 
 
 def check_sublayer(block: str, sublayer: Template, size: int) -> None:
     if sublayer.get("lora"):
-        raise ValueError(f"TensorParallel: {block} has low-rank updates (LoRA), which are not split; merge them first")
+        raise ValueError(
+            f"TensorParallel: {block} has low-rank updates (LoRA), which cannot be split; merge them first"
+        )
     for name in ("num_heads", "num_kv_heads"):
         heads = sublayer.get(name)
         if heads is not None and heads % size:

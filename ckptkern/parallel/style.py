@@ -19,28 +19,30 @@ class TensorParallel(ParallelStyle):
         parallelize_module(model, mesh["tp"], {"layers.*": TensorParallel()})
 
     The block is a module of ckptkern.nn (MLP, GatedMLP, LlamaAttention, LlamaDecoderLayer, MultiheadAttention,
-    TransformerEncoderLayer, TransformerDecoderLayer) or one that ckptkern.convert fused whole as attention, MLP or layer. Each
-    rank's op computes a part of the heads and of the hidden units; one all-reduce a sublayer adds them up, in forward and in
-    backward.
+    TransformerEncoderLayer, TransformerDecoderLayer) or one that ckptkern.convert fused whole as attention, MLP or
+    layer. Each rank's op computes a part of the heads and of the hidden units; one all-reduce per sublayer sums the
+    parts, in forward and in backward.
 
     Parameters become DTensors: the rows of q, k, v, gate and up are Shard(0), the columns of the output and the down projection
     Shard(1) (the other dimension in a layer that stores weights transposed), norms, the last biases and packed weights
     Replicate. Their gradients are placed alike.
 
-    x: what the block takes, [..., S, d], equal on all ranks; y alike. sequence_parallel: x and y are this rank's rows,
-    [..., S/n, d], as many on each, and every other argument is that of all rows; an all-gather and a reduce-scatter take the
-    all-reduce's place. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and modes are the block's.
+    x: the block's input, [..., S, d], equal on all ranks, as is y. sequence_parallel: x and y are this rank's rows,
+    [..., S/n, d], the same number on each rank, and every other argument is for all rows; an all-gather and a
+    reduce-scatter replace the all-reduce. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and
+    recompute modes are the block's.
 
     Saved for backward: of each sublayer its x (this rank's rows under sequence_parallel), 1/n of what else the mode saves, 16
-    bytes for each dropout, and the input of a norm behind the branch. Dropout samples the masks of the unsharded block if the
-    ranks of the group are seeded alike; their first states are compared.
+    bytes for each dropout, and the input of a norm after the branch. Dropout samples the masks of the unsharded block
+    if all ranks of the group have the same seed; the first states are compared.
 
-    A call that the op does not cover (need_weights=True, hooks inside, another kind of call than was checked) gathers
-    the parameters and runs the block whole.
-    Raises, when applied: TypeError for a module that is no fused block, ValueError if the number of ranks does not
+    If the op does not cover a call (need_weights=True, hooks inside, another kind of call than was checked), the ranks
+    gather the parameters and run the whole block.
+    Raises, when applied: TypeError for a module that is not a fused block, ValueError if the number of ranks does not
     divide num_heads, num_kv_heads or the hidden units, for LoRA, norms over all heads at once, a mesh of several
-    dimensions, and parameters that are DTensors. In a call: RuntimeError for ranks that are not seeded alike, and for
-    what would run whole under sequence_parallel or backend("triton"); NotImplementedError for second-order gradients.
+    dimensions, and parameters that are DTensors. In a call: RuntimeError for ranks with different seeds, and for a call
+    that would run the whole block under sequence_parallel or backend("triton"); NotImplementedError for second-order
+    gradients.
     """
 
     def __init__(self, *, sequence_parallel: bool = False):

@@ -1,4 +1,4 @@
-"""Saved tensors in fewer bits: a byte per element with a scale per block, or the non-zeros and a bit per element."""
+"""Compresses saved tensors: a byte per element with a scale per block, or the non-zeros and a bit per element."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class _Packed:
 
 
 class compress(Store):
-    """Keeps saved floating-point tensors in fewer bits. Other tensors and parameters stay as they are.
+    """Stores saved floating-point tensors in fewer bits. Other tensors and parameters do not change.
 
     method:
 
@@ -140,17 +140,18 @@ class compress(Store):
     - ``"relu"``, exact: one bit per element, and the non-zeros in a buffer for `capacity` of the elements. A tensor with
       more non-zeros is saved as it is.
 
-    All three return NaN and infinities as such, and the sign of every element, so that no non-zero becomes zero. The lossy
-    two take float32, bfloat16 and float16; docs/concepts/storage.md measures what they do to gradients. Around checkpointed
-    regions with ReLU inside, int8's error grows from 0.01 to 0.08, because masks recomputed from a compressed input are not
-    those of forward. The lossy two also compress sensitive tensors, such as the logsumexp that attention saves in float32:
-    in a model that computes in bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
+    All three preserve NaN, infinities and the sign of every element, so no non-zero becomes zero. The lossy methods
+    take float32, bfloat16 and float16; docs/concepts/storage.md measures the error of gradients. Around checkpointed
+    regions with ReLU inside, int8's error grows from 0.01 to 0.08, because masks recomputed from a compressed input
+    differ from forward's. The lossy methods also compress sensitive tensors, such as the logsumexp that attention saves
+    in float32: in a model that computes in bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
 
-    Only the device knows how many non-zeros a tensor has. So the dense tensor is held until their number has been copied to
-    the host, which does not wait for it; if more than `in_flight` numbers are out, the host waits for the oldest.
+    Only the device knows the number of non-zeros of a tensor. The store holds the dense tensor until this number has
+    been copied to the host, which does not wait; if more than `in_flight` numbers are pending, the host waits for the
+    oldest.
 
-    then: the store for what is left of a tensor, such as ``offload()``; None keeps it on the device. block: elements per
-    scale, from 1 on. capacity: between 0 and 1. min_bytes, exclude, select: as in ``Store``.
+    then: the store for the compressed tensor, such as ``offload()``; None leaves it on the device. block: elements per
+    scale, at least 1. capacity: between 0 and 1. min_bytes, exclude, select: as in ``Store``.
 
     Raises ValueError for an unknown method and a block or capacity out of range, TypeError for a `then` that is not a store.
     """
@@ -216,7 +217,9 @@ class compress(Store):
         if not count.is_cuda:
             return Flight(count)
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("compress: 'relu' decides on the host, which CUDA graph capture does not allow")
+            raise RuntimeError(
+                "compress: method 'relu' synchronises with the host, which CUDA graph capture does not allow"
+            )
         stream = torch.cuda.current_stream(count.device)
         host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
         flight = Flight(host.copy_(count, non_blocking=True), stream)

@@ -1,4 +1,4 @@
-"""Saved tensors on the host: pinned buffers beside a GPU, memory-mapped files beside a CPU."""
+"""Moves saved tensors to the host: pinned buffers for a GPU, memory-mapped files for a CPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _Lane:
                 os.unlink(path)
         except OSError as error:
             raise OSError(
-                error.errno, f"offload: no room for {nbytes} bytes: {error.strerror}", self.directory
+                error.errno, f"offload: not enough space for {nbytes} bytes: {error.strerror}", self.directory
             ) from error
 
     def stream(self):
@@ -182,7 +182,7 @@ class _CudaLane(_Lane):
 
     def send(self, source: Tensor, buffer: Tensor) -> Flight:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("offload: a forward pass under CUDA graph capture cannot keep its tensors on the host")
+            raise RuntimeError("offload: a forward pass under CUDA graph capture cannot move its tensors to the host")
         return self._start(buffer, source, Flight(source, self.stream()))
 
     def bring(self, buffer: Tensor, home) -> Flight:
@@ -199,21 +199,21 @@ class _CudaLane(_Lane):
 
 
 class offload(Store):
-    """Keeps saved tensors on the host, bit for bit, and brings them back before backward needs them.
+    """Moves saved tensors to the host, bit for bit, and copies them back before backward needs them.
 
-    CUDA tensors are copied on a side stream into pinned buffers; memory on the device is given back when the copy has
-    landed. CPU tensors are copied in the same way, into memory-mapped files without a name. Tensors on other devices stay.
+    A side stream copies CUDA tensors into pinned buffers; their device memory is freed when the copy has completed. CPU
+    tensors are copied into unlinked memory-mapped files. Tensors on other devices stay.
 
-    directory: where these files lie, by default ``tempfile.gettempdir()``, which may itself be in memory (a tmpfs).
-    prefetch: how many tensors are brought back ahead of the one that backward uses, in reverse order of saving.
-    in_flight: how many tensors may wait for their copies; beyond that, the stream that saved the oldest waits for its copy
-    (the host never does). min_bytes, exclude, select: as in ``Store``.
+    directory: of these files, by default ``tempfile.gettempdir()``, which may itself be in memory (a tmpfs). prefetch:
+    the number of tensors that are copied back ahead of backward, in reverse order of saving. in_flight: the number of
+    tensors that may wait for their copies; beyond that, the stream that saved the oldest waits for its copy (the host
+    never waits). min_bytes, exclude, select: as in ``Store``.
 
-    Buffers come in powers of two, go back to the store when their tensor was used or dropped, and are freed with the
-    store: make one store and enter it in every step. ``host_bytes`` is the size of all its buffers.
+    Buffers have sizes of powers of two, return to the store when their tensor was used or freed, and are freed with the
+    store: create one store and enter it in every step. ``host_bytes`` is the size of all buffers.
 
-    A tensor changed in place after it was saved comes back as it was saved, if its copy was known to have landed before
-    the change; otherwise backward raises the RuntimeError that it raises without the store.
+    If a tensor is changed in place after it was saved, backward gets the saved value if the copy completed before the
+    change; otherwise it raises the same RuntimeError as without the store.
 
     Raises NotADirectoryError if `directory` is not one, ValueError for negative counts; inside the block, OSError with the
     directory's name if the file system is full, RuntimeError under CUDA graph capture.
@@ -242,7 +242,7 @@ class offload(Store):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all host buffers, in use and free."""
+        """Returns the bytes of all host buffers, in use and free."""
         return sum(lane.bytes for lane in list(self._lanes.values()))
 
     def accepts(self, tensor: Tensor) -> bool:

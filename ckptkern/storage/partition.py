@@ -1,4 +1,4 @@
-"""Saved tensors spread over the ranks of a group."""
+"""Partitions saved tensors over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from .store import CHUNK, MIN_BYTES, Store, next_store
 
 
 class partition(Store):
-    """Keeps 1/n of each saved tensor on each of the n ranks of a group; backward gathers it.
+    """Stores 1/n of each saved tensor on each of the n ranks of a group; backward gathers it.
 
-    Only for tensors that are *equal on all ranks*: what tensor parallelism replicates, such as the input of a layer norm
-    or of a column-parallel linear layer. Enter it around those, or around regions that save only their inputs, or name
-    them with `select`. Each rank saves a checksum of its whole tensor, and backward compares them: RuntimeError on a
-    CPU, a device-side assertion on a GPU, where reading the result would make the host wait.
+    Use it only for tensors that are *equal on all ranks*: those that tensor parallelism replicates, such as the input
+    of a layer norm or of a column-parallel linear layer. Enter it around such layers, or around regions that save only
+    their inputs, or choose tensors with `select`. Each rank saves a checksum of its whole tensor, and backward compares
+    the checksums: RuntimeError on a CPU, a device-side assertion on a GPU, where reading the result would make the host
+    wait.
 
-    Forward communicates nothing. Backward runs one ``all_gather_into_tensor`` per saved tensor (per tensor, not per view
-    of it), when the first node that saved it runs. So all ranks have to save equal shapes in one order and run the same
-    backward, which they do when they run the same model with the same `select`; a rank that stops elsewhere leaves the
-    others waiting until the group's timeout. Sizes need not divide by n: the last shares are padded with zeros.
+    Forward does not communicate. Backward runs one ``all_gather_into_tensor`` per saved tensor (per tensor, not per
+    view of it), when the first node that saved it runs. All ranks must save equal shapes in the same order and run the
+    same backward, which holds for the same model with the same `select`; if a rank stops, the others wait until the
+    group's timeout. Sizes need not be multiples of n: the last shares are padded with zeros.
 
     group: a ProcessGroup of which this rank is a member; None is the default group. then: the store for this rank's
     share, such as ``offload()``. min_bytes, exclude, select: as in ``Store``; sizes are those of the whole tensor.

@@ -1,4 +1,4 @@
-"""What autograd holds in place of a saved tensor, the base of all stores, and the end of a chain of them."""
+"""Defines what autograd holds in place of a saved tensor, the base class of all stores, and the end of a chain."""
 
 from __future__ import annotations
 
@@ -138,13 +138,13 @@ class _Geometry:
 
 
 class Store:
-    """A place for saved tensors, and the context that sends them there. Subclasses define `put`, `get` and `resident`.
+    """Stores saved tensors; its context sends them there. Subclasses define `put`, `get` and `resident`.
 
     One store takes any number of steps, graphs and threads, and may be entered again while it is entered.
 
-    min_bytes: smaller tensors stay. exclude: tensors that stay, with all views of them; parameters need not be named,
-    except for ``parameter.detach()`` and ``.data``. select: called with each tensor that would be stored, of which it may
-    read only metadata; False lets the tensor stay.
+    min_bytes: smaller tensors stay. exclude: tensors that stay, with all views of them; parameters always stay, but not
+    ``parameter.detach()`` and ``.data``. select: a function of each tensor that would be stored, which may read only
+    metadata; if it returns False, the tensor stays.
     """
 
     def __init__(
@@ -167,19 +167,19 @@ class Store:
         self._entered = threading.local()
 
     def put(self, flat: Tensor) -> object:
-        """Keeps flat [n], contiguous. `get` takes the result; when the result is dropped, flat is forgotten."""
+        """Stores flat [n], contiguous, and returns the argument for `get`; when that is freed, so is flat."""
         raise NotImplementedError
 
     def get(self, saved: object) -> Tensor:
-        """Returns [n] on the device and in the dtype that it was put with. May be called any number of times."""
+        """Returns [n] on its original device and in its original dtype. May be called any number of times."""
         raise NotImplementedError
 
     def resident(self, saved: object) -> Iterator[Tensor]:
-        """The tensors that `saved`, which `put` returned, holds on the device that it was put from."""
+        """Returns the tensors that `saved`, the result of `put`, holds on the original device."""
         raise NotImplementedError
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Can `put` take such a tensor? Decided from device and dtype."""
+        """Returns whether `put` can take such a tensor, from its device and dtype."""
         return True
 
     def __enter__(self) -> Store:

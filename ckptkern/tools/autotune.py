@@ -1,8 +1,8 @@
 """``python -m ckptkern autotune``: measure which implementation is quickest for each matmul here, with which tiles, and
 remember it for this machine.
 
-Of every op, dtype, size and number of rows the implementations (`ops/dispatch/implementations.py`) are checked against
-float64, then timed in turns, forward and backward at "full". Of the quickest kernel implementations the variants
+For every op, dtype, size and number of rows, it checks the implementations (`ops/dispatch/implementations.py`) against
+float64 and times them interleaved, forward and backward at "full". Of the quickest kernel implementations the variants
 follow, the same implementations with other tiles: those that compile for this GPU without more spills than the default
 tiles have, and fit into its shared memory, are checked and timed likewise, together with the implementations that they
 come from and the default (`race.py`). The table has one row for an op, a dtype, a class of sizes, and few or many rows;
@@ -96,7 +96,7 @@ def of_model(target: str, dtypes: Sequence[torch.dtype] = ()) -> list[tuple]:
     found = dict.fromkeys((*sizes, one) for *sizes, ran in seen for one in dtypes or (ran,))
     if not found:
         raise ValueError(
-            f"{target}: the forward met no fused MLP or linear layer; autotune a model of ckptkern.nn, or convert it first"
+            f"{target}: the forward runs no fused MLP or linear layer; pass a model of ckptkern.nn, or convert it first"
         )
     return list(found)
 
@@ -106,7 +106,7 @@ def matmuls(args: argparse.Namespace) -> list[tuple]:
     dtypes = [DTYPES[name] for name in args.dtype or ()]
     if args.model:
         if given := [f"--{name}" for name in ("ops", "shapes") if getattr(args, name)]:
-            raise ValueError(f"--model says which matmuls: {' and '.join(given)} cannot be given with it")
+            raise ValueError(f"--model selects the matmuls: {' and '.join(given)} cannot be combined with it")
         return of_model(args.model, dtypes)
 
     def problem(op: str, features: int, hidden: int | None, dtype: torch.dtype) -> tuple:

@@ -1,6 +1,6 @@
 """``python -m ckptkern env``: what a bug report or a benchmark result needs to say about the machine.
 
-Nothing here raises: what is missing is named, with the reason.
+No function here raises an error: missing parts are reported with the reason.
 """
 
 from __future__ import annotations

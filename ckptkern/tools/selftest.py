@@ -1,4 +1,4 @@
-"""``python -m ckptkern selftest``: does this installation compute what it should? Paste its output into a bug report.
+"""Runs ``python -m ckptkern selftest``: checks the results of this installation. Paste its output into a bug report.
 
 Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64
 PyTorch (error at most twice eager PyTorch's own in that dtype), saved bytes with what the op declares.

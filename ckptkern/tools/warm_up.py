@@ -1,4 +1,4 @@
-"""ckptkern.warm_up: one training step for the sake of the kernels that it compiles, which leaves nothing else behind."""
+"""Defines ckptkern.warm_up, which runs one training step to compile its kernels and restores all other state."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Kernel(NamedTuple):
 
 @dataclass
 class WarmUp:
-    """What ``ckptkern.warm_up`` compiled: a (name, seconds, cached) per kernel, in the order of the step.
+    """Lists what ``ckptkern.warm_up`` compiled: a (name, seconds, cached) per kernel, in the order of the step.
 
     seconds: of the whole step, compilation included. launches: of compiled kernels. c_modules: seconds of each C module that
     Triton built in order to launch kernels: one for a process, and until Triton 3.7 one for each signature of a kernel, at its
-    first launch. They need gcc or clang and Python.h. ``print(warm_up)`` says it in words.
+    first launch. They need gcc or clang and Python.h. ``print(warm_up)`` shows a summary.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -203,8 +203,8 @@ def check_unchanged(versions: list[tuple[str, nn.Parameter, int]]) -> None:
     changed = [name for name, p, version in versions if p._version != version]
     if changed:
         raise RuntimeError(
-            f"warm_up: the step changed the parameter {changed[0]} in place, which is not undone: warm up a copy.deepcopy of "
-            "the model, or keep what forward changes in a buffer"
+            f"warm_up: the step changed the parameter {changed[0]} in place, which warm_up cannot undo. "
+            "Warm up a copy.deepcopy of the model, or keep what forward changes in a buffer"
         )
 
 
@@ -229,28 +229,28 @@ def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> WarmUp:
-    """Runs one training step, forward and backward, so that every kernel it launches is compiled before it matters.
+    """Runs one training step, forward and backward, to compile every kernel that it launches.
 
         with torch.autocast("cuda", torch.bfloat16):
             print(ckptkern.warm_up(model, x))        # 9 kernels in 6.1 s, 0 of them from Triton's cache on disk; ...
 
-    Call it before a CUDA graph is captured, where nothing can be compiled, and before a step that is timed; under the autocast,
-    grad requirements and shapes of training, because kernels are compiled for dtypes and for sizes that are multiples of 16.
-    It does not replace the warm-up steps on a side stream that torch asks for before a capture.
+    Call it before a CUDA graph capture, which cannot compile, and before timing. Use the autocast, `requires_grad` and
+    shapes of training, because kernels are compiled for dtypes and for sizes that are multiples of 16. It does not
+    replace the warm-up steps on a side stream that torch needs before a capture.
 
     The step differentiates the output's `loss` if there is one, or else its tensors, with ones. A model in evaluation runs in
-    training mode. On a CPU no kernel is compiled; the step runs in PyTorch ops, and the result says so.
+    training mode. On a CPU the step runs in PyTorch ops and compiles no kernel.
 
-    Nothing of the step stays, also if it raises: buffers (BatchNorm's statistics), `.grad` and `main_grad`, training flags,
-    attributes of modules with their lists, dicts and generators, the inputs, and the random states of Python, NumPy and torch
-    are as before, bit for bit. Parameters are not written: hooks that wait for accumulated gradients do not run. Only what
-    other objects hold is out of reach, such as a counter of a forward hook. Memory: of a training step, and a second set of
-    gradients if there is one. Where ranks share the model, all of them call it.
+    It restores all state bit for bit, even if the step raises an error: buffers (BatchNorm's statistics), `.grad` and
+    `main_grad`, training flags, attributes of modules with their lists, dicts and generators, the inputs, and the
+    random states of Python, NumPy and torch. It does not write parameters, and does not run hooks on accumulated
+    gradients. It cannot restore state of other objects, such as a counter in a forward hook. It needs the memory of a
+    training step, and of a second set of gradients if gradients exist. All ranks that share the model must call it.
 
     example_inputs, example_kwargs: a call of the model. Returns a WarmUp.
-    Raises TypeError if model is no nn.Module; ValueError for no inputs, parameters of lazy modules, an output without a
-    gradient and FullyShardedDataParallel (fully_shard works); RuntimeError while a CUDA graph is captured, or if forward
-    itself changed a parameter in place; what the model raises.
+    Raises TypeError if model is not an nn.Module; ValueError for missing inputs, parameters of lazy modules, an output
+    without a gradient and FullyShardedDataParallel (fully_shard works); RuntimeError while a CUDA graph is captured, or
+    if forward itself changed a parameter in place; what the model raises.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"warm_up: model must be a torch.nn.Module, not {type(model).__name__}")
@@ -259,9 +259,9 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     check_not_fsdp1(model, "warm_up")
     parameters = list(model.parameters())
     if any(is_lazy(one) for one in (*parameters, *model.buffers())):
-        raise ValueError("warm_up: a lazy module has no parameters yet: run the model once before")
+        raise ValueError("warm_up: a lazy module has no parameters yet; run the model once first")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("warm_up: a CUDA graph is being captured: warm up before")
+        raise RuntimeError("warm_up: a CUDA graph is being captured; warm up before the capture")
     # DistributedDataParallel's own attributes go with its reducer, which counts the step
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     call = example_inputs, example_kwargs

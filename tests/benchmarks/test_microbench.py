@@ -104,13 +104,13 @@ def test_an_op_from_the_command_line(tmp_path, capsys):
         ("--op mlp --features 0", "--features: wanted at least 1 but got 0"),
         ("--op mlp --dropout 1", "--dropout: wanted a probability in [0, 1) but got 1.0"),
         ("--op dropout --dropout 0", "--dropout: wanted more than 0"),
-        ("--op attention_block --features 30 --heads 4", "--features 30 is no multiple of --heads 4"),
-        ("--op attention_block --heads 8 --kv-heads 3", "--heads 8 is no multiple of --kv-heads 3"),
-        ("--op attention_block --length 100", "--tokens 1024 is no multiple of --length 100"),
+        ("--op attention_block --features 30 --heads 4", "--features 30 is not a multiple of --heads 4"),
+        ("--op attention_block --heads 8 --kv-heads 3", "--heads 8 is not a multiple of --kv-heads 3"),
+        ("--op attention_block --length 100", "--tokens 1024 is not a multiple of --length 100"),
         ("--op varlen_attn --modes full", "--modes does not apply to --op varlen_attn"),
         ("--op mlp --modes some", "--modes: wanted some of none, selective, full, with commas, but got 'some'"),
         ("--op mlp --tokens 1000000000000", "are free on cpu: take fewer --tokens, or smaller sizes"),
-        ("--op mlp --features 100000000000000", "no such tensors can be made"),
+        ("--op mlp --features 100000000000000", "cannot allocate these tensors"),
         ("--case nowhere.py:f", "there is no file nowhere.py"),
         ("--op mlp --compare nowhere.csv", "--compare: cannot read nowhere.csv"),
     ],
@@ -271,4 +271,4 @@ def test_compare_reads_before_it_writes(tmp_path, capsys):
     assert "ckptkern old: only in the old file" in printed
     path.write_text("a,b\n1,2\n")
     assert bench(tmp_path, *arguments, "--compare", str(path))[0] == 2
-    assert "is no results.csv of this command: it has no case, dtype" in capsys.readouterr().err
+    assert "is not a results.csv of this command: it lacks case, dtype" in capsys.readouterr().err

@@ -586,29 +586,29 @@ def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
         assert main(["--calibrate", str(path), *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "was measured on cpu; the model estimates CUDA devices" in refused(CPU_RESULTS)
+    assert "was measured on cpu; the cost model estimates CUDA devices" in refused(CPU_RESULTS)
     assert "No such file" in refused(tmp_path / "none.csv")
     row = ("mlp-gelu/d1024x16384", "eager", "cuda", 1.0)
     assert "does not know: mlp/d1" in refused(results(row, ("mlp/d1", "eager", "cuda", 1.0)))
     assert "was measured on nvidia-a100-sxm4-80gb, not on h200" in refused(results(row, name="nvidia-a100-sxm4-80gb"))
     assert "times in float16" in refused(results(row, dtype="float16"))
-    assert "has no case that was timed" in refused(results(("ceiling", "copy", "cuda", 1.0)))
-    assert "has no variant that the model estimates" in refused(results((row[0], "compile", "cuda", 1.0)))
+    assert "has no timed case" in refused(results(("ceiling", "copy", "cuda", 1.0)))
+    assert "has no variant that the cost model estimates" in refused(results((row[0], "compile", "cuda", 1.0)))
     (tmp_path / "results.csv").write_text("case,ms\n")
-    assert "has no column variant, device, dtype, status" in refused(tmp_path / "results.csv")
+    assert "lacks the columns variant, device, dtype, status" in refused(tmp_path / "results.csv")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--cases", "nothing"], "matches none of"),
-        (["--cases", "host"], "host time has no estimate"),
+        (["--cases", "host"], "the cost model does not estimate host time"),
         (["--modes", "some"], "--modes: some is none of none, selective, full"),
         (["--workers", "0"], "--workers: wanted at least 1 but got 0"),
         (["--explain", "("], "--explain '(': "),
-        (["--published", "--cases", "moe"], "--published has cases, modes, GPUs and rates of its own"),
+        (["--published", "--cases", "moe"], "--published uses its own cases, modes, GPUs and rates"),
         (["--rates", "none.json"], "No such file"),
-        (["--rates", str(CPU_RESULTS)], "is no file of --calibrate"),
+        (["--rates", str(CPU_RESULTS)], "is not a file of --calibrate"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, said, capsys):

@@ -108,7 +108,7 @@ def test_ours_may_err_twice_as_much_as_eager_and_baselines_eight_times(monkeypat
 
 
 def test_ours_are_checked_as_they_are_timed_and_once_more_with_poison(monkeypatch, tmp_path):
-    """Under deterministic algorithms another attention core runs."""
+    """Under deterministic algorithms another core attention runs."""
 
     def wrong_unless_deterministic(model, x):
         return lambda x: model(x) * (1.0 if torch.are_deterministic_algorithms_enabled() else 1.001)

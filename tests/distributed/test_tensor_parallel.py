@@ -462,7 +462,7 @@ def _check_whole(mesh: DeviceMesh) -> None:
         parallelize_module(model, mesh, {"layers.*": style()})
 
     for model, plan in ((converted("decoder"), "layers.*"), (nn.Sequential(torch_decoder()), "*")):
-        with pytest.raises(ValueError, match="has cross-attention, with which sequence_parallel does not go"):
+        with pytest.raises(ValueError, match="has cross-attention, which sequence_parallel does not support"):
             parallelize_module(model, mesh, {plan: style(sequence_parallel=True)})
     attention = parallelize_module(ckptkern.nn.MultiheadAttention(WIDTH, HEADS), mesh, style(sequence_parallel=True))
     with pytest.raises(ValueError, match="sequence_parallel does not go with cross-attention"):
@@ -470,7 +470,7 @@ def _check_whole(mesh: DeviceMesh) -> None:
 
     rows = parallelize_module(_llama(), mesh, style(sequence_parallel=True))
     rows.mlp.register_forward_hook(lambda module, args, y: 2 * y)
-    with pytest.raises(RuntimeError, match="calls its submodules, which sequence_parallel does not do"):
+    with pytest.raises(RuntimeError, match="calls its submodules, which sequence_parallel does not support"):
         rows(torch.randn(B, S // 2, WIDTH))
 
 
@@ -496,14 +496,14 @@ def _check_errors(mesh: DeviceMesh) -> None:
     refused(attention(WIDTH, 6, head_dim=4), ValueError, "num_heads=6, which must be a multiple of the mesh's size, 4")
     refused(attention(WIDTH, HEADS, 2), ValueError, "num_kv_heads=2, which must be a multiple of the mesh's size, 4")
     refused(ckptkern.nn.MLP(8, 30), ValueError, r"fc1.weight has shape \(30, 8\), whose dimension 0 must be a multiple")
-    refused(nn.Linear(8, 8), TypeError, "Linear is no fused block; name blocks of ckptkern.nn")
-    refused(ARCHITECTURES["llama"].model(), TypeError, "Stack is no fused block")
+    refused(nn.Linear(8, 8), TypeError, "Linear is not a fused block; name blocks of ckptkern.nn")
+    refused(ARCHITECTURES["llama"].model(), TypeError, "Stack is not a fused block")
     activated = Activated()
     ckptkern.convert(activated, torch.randn(2, 4, 8))
     refused(activated, TypeError, "Activated is a linear_act, which has no heads or hidden units")
     lora = adapted(ARCHITECTURES["llama"].model())
     assert len(ckptkern.convert(lora, ids()).converted) == 2
-    refused(lora, ValueError, r"Llama has low-rank updates \(LoRA\), which are not split", {"layers.*": style()})
+    refused(lora, ValueError, r"Llama has low-rank updates \(LoRA\), which cannot be split", {"layers.*": style()})
     twice = parallelize_module(ckptkern.nn.MLP(8, 32), mesh, style())
     refused(twice, ValueError, "this MLP is split already")
     with pytest.raises(TypeError, match="sequence_parallel must be a bool, not 'yes'"):

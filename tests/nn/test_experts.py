@@ -104,10 +104,10 @@ NEAR_MISSES = {
     "gate_up_weight must be [experts, 2 hidden": lambda: other(gate_up_proj=nn.Parameter(torch.ones(E, 9, D))),
     "down_weight must have shape (6, 16, 24)": lambda: other(down_proj=nn.Parameter(torch.ones(E, H, D))),
     "that computes one of them": lambda: other(act_fn=Plus()),
-    "has a gate of its own": lambda: type("Gated", (Theirs,), {"_apply_gate": lambda self, g: g})(),
-    "is not seen to compute": lambda: type("Clamped", (Theirs,), {"forward": clamped})(),
-    "is not seen to compute what": lambda: type("UpFirst", (Theirs,), {"forward": up_first})(),
-    "is not seen to compute what ckptkern": lambda: type("NoRouting", (Theirs,), {"forward": lambda self, x: x})(),
+    "has another gate than act(g) * u": lambda: type("Gated", (Theirs,), {"_apply_gate": lambda self, g: g})(),
+    "does not compute": lambda: type("Clamped", (Theirs,), {"forward": clamped})(),
+    "does not compute what": lambda: type("UpFirst", (Theirs,), {"forward": up_first})(),
+    "does not compute what ckptkern": lambda: type("NoRouting", (Theirs,), {"forward": lambda self, x: x})(),
     "has a forward of its own": lambda: other(forward=MethodType(up_first, Theirs())),
 }
 

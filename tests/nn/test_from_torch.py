@@ -69,7 +69,7 @@ def test_results_and_parameters_are_the_modules(name):
         with pytest.raises(TypeError, match=rf"^{cls.__name__}: .*(Bilinear|None)"):
             cls.from_torch(wrong)
     module.forward = lambda *_: None
-    with pytest.raises(TypeError, match=rf"^{cls.__name__}: {type(module).__name__} has a forward of its own"):
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}: {type(module).__name__} has a forward set on the instance"):
         cls.from_torch(module)
 
 

@@ -730,7 +730,8 @@ KERNEL_VARIANTS += [
 
 @pytest.mark.parametrize("block", KERNEL_BLOCKS + in_turn(KERNEL_VARIANTS, ("full",)))
 def test_whole_ops_on_the_kernels(block):
-    """Every mode on the interpreted kernels: the 2x rule, and the same bits in every mode, so recompute = forward."""
+    """Every mode on the interpreted kernels: twice eager's error at most, and the same bits in every mode, so recompute
+    = forward."""
     tensors = block.make(torch.bfloat16)
     with ckptkern.backend("triton"):
         # an MLP's modes: triton_kernels/test_ops.py

@@ -83,7 +83,7 @@ def test_a_full_disk_is_an_error_with_the_name_of_the_directory(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
-        with pytest.raises(OSError, match="offload: no room for 32768 bytes") as error, keep:
+        with pytest.raises(OSError, match="offload: not enough space for 32768 bytes") as error, keep:
             x.exp()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

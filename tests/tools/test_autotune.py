@@ -437,9 +437,9 @@ def test_the_matmuls_of_a_model(tmp_path, library_is_quicker, capsys):
     assert found == [("mlp", 24, 40, 24, FP16), ("gated_mlp", 24, 32, 24, FP16)]
     assert [dtype for *_, dtype in autotune.of_model(f"{file}:build", [BF16])] == [BF16, BF16]
     assert main(["autotune", "--model", f"{file}:build", "--ops", "mlp"]) == 2
-    assert "--ops cannot be given with it" in capsys.readouterr().err
+    assert "--ops cannot be combined with it" in capsys.readouterr().err
     assert main(["autotune", "--model", f"{file}:plain"]) == 2
-    assert "met no fused MLP" in capsys.readouterr().err
+    assert "runs no fused MLP" in capsys.readouterr().err
     assert main(["autotune", "--model", f"{file}:nothing"]) == 2
 
 
@@ -466,13 +466,13 @@ def test_shapes_that_are_none(shapes, capsys):
         (lambda file: write(device="another"), "it was made for device another, not "),
         (lambda file: write(torch="1.0"), "it was made for torch 1.0, not "),
         (lambda file: write(ckptkern="0.0.1"), "it was made for ckptkern 0.0.1, not "),
-        (lambda file: write("warp"), "it names implementations that do not exist: warp"),
-        (lambda file: write("triton:96x96"), "it names implementations that do not exist: triton:96x96"),
+        (lambda file: write("warp"), "it names unknown implementations: warp"),
+        (lambda file: write("triton:96x96"), "it names unknown implementations: triton:96x96"),
         (
             lambda file: file.write_text(file.read_text().replace('"format": 3', '"format": 2')),
             "another version of ckptkern wrote it: its format is 2, not 3",
         ),
-        (lambda file: write(["library"]), "it is damaged (TypeError: an implementation that is no string"),
+        (lambda file: write(["library"]), "it is damaged (TypeError: an implementation that is not a string"),
         (lambda file: (file.unlink(), file.mkdir()), "[Errno 21] Is a directory"),
     ],
 )

@@ -1,4 +1,4 @@
-"""attn_fwd, attn_delta, attn_bwd, attn_dmask against eager references and float64, over every option of an attention core."""
+"""attn_fwd, attn_delta, attn_bwd, attn_dmask against eager references and float64, over every option of core attention."""
 
 import dataclasses
 import itertools
@@ -257,7 +257,7 @@ def test_gradient_of_a_mask(pattern, case, device):
 
 
 def test_eager_sums_the_gradient_of_a_mask_in_float32():
-    """The 2x rule sees nothing of it: there eager is the ruler."""
+    """The tolerance of twice eager's error sees nothing of it: there eager is the ruler."""
     core, tensors, shape = learned_of("[1, H, 1, Sk]", Case(torch.bfloat16, 24, (2, 1), (37, 41)), "cpu")
     q, k, v, do = wide(tensors).values()
     _, lse, delta = eager.attn_fwd(q, k, v, core, do=do)

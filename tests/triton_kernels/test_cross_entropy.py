@@ -65,7 +65,7 @@ CASES = pairwise(
 
 @pytest.mark.parametrize("case", CASES)
 def test_like_eager(case, device):
-    """Statistics, dz and db of every option at the 2x rule."""
+    """Statistics, dz and db of every option within twice eager's error."""
     M, K, V = case["size"]
     tensors = inputs_of(case["dtype"], device, M, K, V, case["bias"], case["weights"])
     head = eager.Head(case["scale"], case["softcap"], IGNORED, case["first"])

@@ -192,7 +192,7 @@ def named(results) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace("/sm_80", ""))
 def test_results(case, device, architecture, interpreted, monkeypatch, request):
-    """The 2x rule against eager PyTorch, for everything that a launcher can give."""
+    """Twice eager's error at most against eager PyTorch, for everything that a launcher can give."""
     if interpreted:
         pytest.skip("the interpreter has one tile for all sizes")
     family = family_of(architecture or arch_of(torch.empty(0, device=device)))

@@ -45,7 +45,8 @@ def same(a, b):
 
 
 def assert_accurate_in_every_binade(ours, eagers, exact, z):
-    """The 2x rule, for the greatest error among all z of one sign and exponent, plus an ulp of the greatest result.
+    """Twice eager's error at most, for the greatest error among all z of one sign and exponent, plus an ulp of the
+    greatest result.
 
     Compiled, tl.exp rounds its argument times log2(e), which costs |z| half ulps of the result; PyTorch's exp does not.
     Where z or PyTorch's own result is NaN or infinite, ours is PyTorch's or the exact one.

@@ -70,7 +70,8 @@ class Given:
 @each_dtype
 @each_kind
 def test_launchers(kind, dtype, device):
-    """The 2x rule. torch.empty gives NaN: what a kernel fails to write is seen, and so is what it reads of nobody's rows."""
+    """Twice eager's error at most. torch.empty gives NaN: what a kernel fails to write is seen, and so is what it reads
+    of nobody's rows."""
     given = Given(kind, dtype, device)
     ours, eagers = given.results(triton_kernels), given.results(eager)
     assert_accurate(ours, eagers, given.double().results(eager), slack=1e-6)

@@ -28,8 +28,8 @@ from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 
 
 def assert_like_eager(launcher, tensors, activation, tile=None, **options):
-    """The 2x rule; if one draw of the inputs misses it, twelve decide, as in `cases.check_exactness`: a sum that cancels to a
-    single number is sometimes exact in eager PyTorch, by the processor's library."""
+    """Twice eager's error at most; if one draw of the inputs misses it, twelve decide, as in `cases.check_exactness`: a
+    sum that cancels to a single number is sometimes exact in eager PyTorch, by the processor's library."""
     tiled = {} if tile is None else {"tile": tile}
 
     def results(given):

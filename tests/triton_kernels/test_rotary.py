@@ -53,7 +53,8 @@ def backward(backend, t, interleaved=False, eps=EPS, **options):
 
 
 def assert_close(ours, reference, exact, terms):
-    """The 2x rule, and one float32 rounding of the terms that a sum or difference is made of: they may cancel."""
+    """Twice eager's error at most, and one float32 rounding of the terms that a sum or difference is made of: they may
+    cancel."""
     assert ours.dtype == reference.dtype
     assert ours.shape == exact.shape
     slack = torch.finfo(torch.float32).eps * terms.norm()

@@ -103,7 +103,7 @@ def check_heads(op: str, num_heads: int, num_kv_heads: int | None) -> tuple[int,
 
 
 def check_output(op: str, x: Tensor, out_weight, out_bias, features: int, residual: bool) -> None:
-    check_weight(op, "out_weight", out_weight, out_bias, x, features, "the attention core")
+    check_weight(op, "out_weight", out_weight, out_bias, x, features, "core attention")
     if residual and out_weight.shape[0] != x.shape[-1]:
         raise ShapeError(f"{op}: residual needs out_weight with {x.shape[-1]} rows, but it has {out_weight.shape[0]}")
 

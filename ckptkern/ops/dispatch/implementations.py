@@ -15,7 +15,7 @@ op that has a tile of this name takes it (`VARIANTS`).
 An implementation is one of the ops' static arguments, chosen in forward and saved for backward. On "triton",
 "persistent" and "dual", recompute equals forward bit for bit, whatever the tiles (all add in the same order). On
 "library" cuBLAS may choose another
-algorithm for the rows of a chunk: the same rounding points and masks, and the 2x rule.
+algorithm for the rows of a chunk: the same rounding points and masks, and errors within twice eager's.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def read(file: Path, wanted: dict[str, str]) -> Table:
                 for row in data["impls"]
             }
         if not all(isinstance(impl, str) for impl in table.values()):
-            raise TypeError("an implementation that is no string")
+            raise TypeError("an implementation that is not a string")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None
     if not known:
@@ -78,7 +78,7 @@ def read(file: Path, wanted: dict[str, str]) -> Table:
     if other := [f"{name} {came[name]}, not {wanted[name]}" for name in wanted if came[name] != wanted[name]]:
         raise ValueError(f"it was made for {'; '.join(other)}")
     if unknown := set(table.values()) - set(IMPLS):
-        raise ValueError(f"it names implementations that do not exist: {', '.join(sorted(map(str, unknown)))}")
+        raise ValueError(f"it names unknown implementations: {', '.join(sorted(map(str, unknown)))}")
     return table
 
 
@@ -101,7 +101,7 @@ def table(device_type: str, index: int | None) -> Table:
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
         warnings.warn(
             f"{file or 'the table of tuned implementations'} is not used, because {error}. Matmuls take ckptkern's own; "
-            "`python -m ckptkern autotune` makes the file anew",
+            "`python -m ckptkern autotune` writes the file again",
             stacklevel=2,
         )
         return {}

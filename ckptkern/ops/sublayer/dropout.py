@@ -1,4 +1,4 @@
-"""dropout: saves 16 bytes of state for backward, and samples the mask again there."""
+"""Defines dropout, which saves 16 bytes of state and samples the mask again in backward."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def dropout_arguments(rng: Tensor | None, p: float, col_base: int = 0) -> eager.
 
 
 def apply_dropout(p: ModuleType, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
-    """dropout(h), h itself without a state; `p` is the backend's module."""
+    """Returns dropout(h), or h itself without a state; `p` is the backend's module."""
     return h if dropout[0] is None else p.dropout(h, *dropout, row_base=row_base)
 
 
 def draw_state(x: Tensor, p: float, training: bool) -> Tensor | None:
-    """The 16 bytes that dropout saves, or None where nothing is dropped."""
+    """Draws the 16 bytes that dropout saves; None if nothing is dropped."""
     return state.draw(x) if training and p > 0.0 else None
 
 

@@ -1,4 +1,4 @@
-"""Low-rank updates of a sublayer's linear layers (LoRA: Hu et al. 2021, arXiv 2106.09685).
+"""Computes low-rank updates of a sublayer's linear layers (LoRA: Hu et al. 2021, arXiv 2106.09685).
 
     y = x W^T + b + u B^T,  u = scale * dropout(x) A^T          A [r, d], B [n, r]
 
@@ -28,7 +28,7 @@ from .dropout import apply_dropout, dropout_arguments
 
 
 class LoRA(NamedTuple):
-    """A low-rank update of a linear layer: y = x W^T + b + scale * dropout(x) a^T b^T.
+    """Describes a low-rank update of a linear layer: y = x W^T + b + scale * dropout(x) a^T b^T.
 
     a [r, in_features], b [out_features, r]; dropout_p: of the update's own input. (Hu et al. 2021, arXiv 2106.09685; in peft
     a is lora_A.weight, b lora_B.weight, and scale lora_alpha / r.)
