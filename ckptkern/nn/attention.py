@@ -12,7 +12,7 @@ from .. import ops
 from ..ops.attention.masks import diagonal_of
 from ..ops.attention.sdpa import attention_with_weights
 from ..ops.dispatch.checks import check_mode
-from ..ops.dispatch.choices import autocast_dtype
+from ..ops.dispatch.choices import autocast_dtype, parse_bytes
 from ..ops.dispatch.shard import refuse_shard
 from ..subclasses import PLAIN, own_dispatch
 from .share import check_kind, share
@@ -80,7 +80,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     trained. attn_mask may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
     Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block in mode
-    `recompute`. All other calls save the inputs, q, k, v, o and the logsumexp in every mode, because projections and
+    `recompute` and within `workspace`. All other calls save the inputs, q, k, v, o and the logsumexp in every mode, because projections and
     core attention are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and
     saves them: pass False if you do not need the weights. Dropout of the weights saves 16 bytes and samples the same
     mask with and without need_weights.
@@ -106,22 +106,28 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         recompute: str = "selective",
+        workspace: int | str | None = None,
     ):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         check_mode(type(self).__name__, recompute)
-        self.recompute = recompute
+        parse_bytes(type(self).__name__, workspace)
+        self.recompute, self.workspace = recompute, workspace
 
     @classmethod
-    def from_torch(cls, module: torch.nn.MultiheadAttention, recompute: str = "selective") -> MultiheadAttention:
+    def from_torch(
+        cls, module: torch.nn.MultiheadAttention, recompute: str = "selective", workspace: int | str | None = None
+    ) -> MultiheadAttention:
         """Returns a drop-in replacement of `module` that shares its parameters, buffers, hooks and settings."""
         check_kind(cls, module, torch.nn.MultiheadAttention)
         check_mode(cls.__name__, recompute)
-        return share(cls, module, recompute=recompute)
+        parse_bytes(cls.__name__, workspace)
+        return share(cls, module, recompute=recompute, workspace=workspace)
 
     def extra_repr(self) -> str:
-        return f"{self.embed_dim}, num_heads={self.num_heads}, recompute={self.recompute!r}"
+        modes = f"recompute={self.recompute!r}, workspace={self.workspace!r}"
+        return f"{self.embed_dim}, num_heads={self.num_heads}, {modes}"
 
     @property
     def dropout_p(self) -> float:
@@ -255,7 +261,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not need_weights and self.one_segment(query, key, value, key_padding_mask, attn_mask if is_causal else None):
             x = query.transpose(0, 1) if swapped else query
             arguments = self.block_arguments(query, key, key_padding_mask, attn_mask, is_causal)
-            y = ops.attention_block(x, **arguments, recompute=self.recompute)
+            y = ops.attention_block(x, **arguments, recompute=self.recompute, workspace=self.workspace)
             return y.transpose(0, 1) if swapped else y, None
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         return self._separate(*arguments) if self._dense() else composed(self._separate, *arguments)

@@ -55,7 +55,8 @@ class LlamaAttention(torch.nn.Module):
 
     Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D]; with `bias`
     also their biases, with `qk_norm` also q_norm.weight and k_norm.weight [D]. The weights are never concatenated.
-    rope_theta None: only tables passed to forward rotate q and k. See ckptkern.attention_block.
+    rope_theta None: only tables passed to forward rotate q and k. recompute, workspace and the rest: see
+    ckptkern.attention_block.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class LlamaAttention(torch.nn.Module):
         dropout: float = 0.0,
         *,
         recompute: str = "selective",
+        workspace: int | str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         op = type(self).__name__
         check_options(op, "identity", recompute, dropout)
+        parse_bytes(op, workspace)
         check_count(op, "hidden_size", hidden_size)
         check_count(op, "num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -98,7 +101,7 @@ class LlamaAttention(torch.nn.Module):
         self.q_norm = torch.nn.RMSNorm(head_dim, norm_eps, **factory) if qk_norm else None
         self.k_norm = torch.nn.RMSNorm(head_dim, norm_eps, **factory) if qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.rope_theta, self.dropout, self.recompute = rope_theta, dropout, recompute
+        self.rope_theta, self.dropout, self.recompute, self.workspace = rope_theta, dropout, recompute, workspace
 
     def block_arguments(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> dict[str, Any]:
         """The arguments of ckptkern.attention_block, by name, that this module stands for if it is unmodified."""
@@ -151,7 +154,8 @@ class LlamaAttention(torch.nn.Module):
         _check_rows(type(self).__name__, x, masks.get("cu_seqlens"))
         if not self.is_unmodified():
             return composed(self._composed, x, rotary, **masks)
-        return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), recompute=self.recompute)
+        given = {"recompute": self.recompute, "workspace": self.workspace}
+        return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), **given)
 
     def is_unmodified(self) -> bool:
         """Do its parameters alone determine what it computes?"""
@@ -205,7 +209,8 @@ class LlamaAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"rope_theta={self.rope_theta}, dropout={self.dropout}, recompute={self.recompute!r}"
+            f"rope_theta={self.rope_theta}, dropout={self.dropout}, recompute={self.recompute!r}, "
+            f"workspace={self.workspace!r}"
         )
 
 
@@ -260,7 +265,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         self.input_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, **factory)
         self.self_attn = LlamaAttention(
             hidden_size, num_heads, num_kv_heads, head_dim, attention_bias, qk_norm, rms_norm_eps, rope_theta, dropout,
-            recompute=of_attention, **factory,
+            recompute=of_attention, workspace=workspace, **factory,
         )  # fmt: skip
         self.post_attention_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, **factory)
         self.mlp = GatedMLP(
@@ -305,7 +310,7 @@ class LlamaDecoderLayer(torch.nn.Module):
             branch = self.self_attn(self.input_layernorm(x), rotary, **masks)
             x = x + ops.dropout(branch, self.resid_dropout, self.training)
         else:
-            x = ops.attention_block(x, **attention, recompute=of_attention)
+            x = ops.attention_block(x, **attention, recompute=of_attention, workspace=self.workspace)
         if mlp is None:
             branch = self.mlp(self.post_attention_layernorm(x))
             return x + ops.dropout(branch, self.resid_dropout, self.training)

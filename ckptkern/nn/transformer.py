@@ -77,7 +77,7 @@ class _Layer:
         self.recompute, self.workspace = recompute, workspace
         for name, module in self._modules.items():
             if type(module) is torch.nn.MultiheadAttention and "forward" not in module.__dict__:
-                self._modules[name] = MultiheadAttention.from_torch(module, of_attention)
+                self._modules[name] = MultiheadAttention.from_torch(module, of_attention, workspace)
             elif type(module) is torch.nn.Dropout and "forward" not in module.__dict__:
                 self._modules[name] = Dropout.from_torch(module)
 
@@ -176,7 +176,8 @@ class _Layer:
             return self._half(x, self.norm1, lambda h: self._sa_block(h, *masks))
         swapped = x.dim() == 3 and not self.self_attn.batch_first
         mode, _ = modes_of_sublayers(type(self).__name__, self.recompute)
-        y = ops.attention_block(x.transpose(0, 1) if swapped else x, **arguments, recompute=mode)
+        x = x.transpose(0, 1) if swapped else x
+        y = ops.attention_block(x, **arguments, recompute=mode, workspace=self.workspace)
         return y.transpose(0, 1) if swapped else y
 
     def _mlp_sublayer(self, x: Tensor, norm: torch.nn.Module, arguments: dict[str, Any] | None) -> Tensor:
