@@ -80,10 +80,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     trained. attn_mask may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
 
     Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block in mode
-    `recompute` and within `workspace`. All other calls save the inputs, q, k, v, o and the logsumexp in every mode, because projections and
-    core attention are separate ops. need_weights=True, the default, computes o from the weights in PyTorch ops and
-    saves them: pass False if you do not need the weights. Dropout of the weights saves 16 bytes and samples the same
-    mask with and without need_weights.
+    `recompute` and within `workspace`. All other calls save the inputs, q, k, v, o and the logsumexp in every mode,
+    because projections and core attention are separate ops. need_weights=True, the default, computes o from the
+    weights in PyTorch ops and saves them: pass False if you do not need the weights. Dropout of the weights saves 16
+    bytes and samples the same mask with and without need_weights.
 
     A query whose keys are all hidden gives o = 0 and zero weights, as torch does without need_weights; torch's
     need_weights=True gives NaN. torch's own layer handles nested tensors, which it takes for inference only, tensors

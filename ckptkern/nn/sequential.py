@@ -1,4 +1,4 @@
-"""Defines Sequential and LayerStack: layers that run in checkpointed segments."""
+"""Defines Sequential and LayerStack: lists of layers, cut into checkpointed regions."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def apply_dropout(p: ModuleType, h: Tensor, dropout: eager.Dropout, row_base: in
 
 
 def draw_state(x: Tensor, p: float, training: bool) -> Tensor | None:
-    """Draws the 16 bytes that dropout saves; None if nothing is dropped."""
+    """Creates the 16 bytes that dropout saves; None if nothing is dropped."""
     return state.draw(x) if training and p > 0.0 else None
 
 
