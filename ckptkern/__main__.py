@@ -22,6 +22,11 @@ COMMANDS = {
         "say what each segment of a model of yours keeps and costs at each level",
         (),
     ),
+    "frontier": (
+        ".tools.frontier",
+        "find the longest sequence of a model of yours that trains within a budget",
+        ("scipy",),
+    ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
     "autotune": (".tools.autotune", "measure which route is quickest for each matmul here, and remember it", ()),
     "selftest": (".tools.selftest", "check this installation: kernels, masks, saved bytes", ()),
