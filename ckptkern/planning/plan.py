@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .. import memory
 from ..conversion.convert import Which, convert, progress, revert
 from ..conversion.report import aligned, name_of
+from ..conversion.trace import mapped
 from ..errors import BudgetError
 from ..extras import missing
 from ..storage import Store
@@ -25,6 +26,7 @@ from .segments import Segment, Strategy, blocks_of, check_model, segments_of
 from .solve import choose
 
 TRIES = 6  # steps that are measured for a budget, at most
+SMALL = (2, 64)  # sequences and tokens that a model is converted with
 SHOWN = 8  # lines of what stands at the peak
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
@@ -259,9 +261,25 @@ def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], includ
     """The model's segments, converted if it has none, and the blocks that may become general ones."""
     segments = segments_of(model, include, exclude)
     if not segments and not any(p.is_meta for p in model.parameters()):
-        convert(model, *args, recompute="full", include=include, exclude=exclude, **kwargs)
+        convert_small(model, args, kwargs, include, exclude)
         segments = segments_of(model)
     return segments + blocks_of(model, segments, include, exclude)
+
+
+def convert_small(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> None:
+    """Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
+    number, and its time does."""
+
+    def shortened(tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(SMALL[: tensor.dim()]):
+            tensor = tensor.narrow(dim, 0, min(size, tensor.shape[dim]))
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    small_args, small_kwargs = mapped(shortened, (args, kwargs))
+    try:
+        convert(model, *small_args, recompute="full", include=include, exclude=exclude, **small_kwargs)
+    except Exception:  # of the model's own: its inputs go together in another way
+        convert(model, *args, recompute="full", include=include, exclude=exclude, **kwargs)
 
 
 def plan(

@@ -24,6 +24,8 @@ class Choices:
         self.least_saved = self._least_saved()
         for level in LEVELS:
             self.add(table.uniform(level))
+        for place in range(max((len(row.strategies) for row in table.rows), default=0)):
+            self.add([min(place, len(row.strategies) - 1) for row in table.rows])
 
     def add(self, chosen: Sequence[int]) -> int:
         key = tuple(chosen)

@@ -1,6 +1,8 @@
 """ckptkern.plan by peak: what a step allocates is what was predicted, and never above the budget."""
 
 import itertools
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +230,23 @@ def test_models_that_are_converted_first() -> None:
     model = model_of("llama")
     plan = ckptkern.plan(model, ids(), budget="1GiB")
     assert {row.segment.replaced_by for row in plan.table.rows} == {"transformer_layer"}
+
+
+def test_a_model_is_converted_with_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_module = sys.modules["ckptkern.planning.plan"]
+    sizes, convert = [], plan_module.convert
+
+    def seen(model: nn.Module, *args: Tensor, **options: Any) -> ckptkern.Conversion:
+        sizes.append(tuple(args[0].shape))
+        return convert(model, *args, **options)
+
+    monkeypatch.setattr(plan_module, "convert", seen)
+    plan = ckptkern.plan(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(3, 70, 8), saved="1GiB"
+    )
+    assert sizes == [(2, 64, 8)]
+    assert set(plan.strategies) == {""}
+    sizes.clear()
+    plan = ckptkern.plan(nn.Sequential(nn.Linear(70, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(3, 70), saved="1GiB")
+    assert sizes == [(2, 64), (3, 70)], "features are no tokens"
+    assert set(plan.strategies) == {""}
