@@ -102,6 +102,18 @@ def test_a_step_stays_within_the_budget_and_is_as_predicted(name: str, gradients
     reset()
 
 
+@pytest.mark.parametrize("vocabulary", [None, 4000], ids=["peak in a layer", "peak at the loss"])
+def test_every_uniform_choice_is_predicted(vocabulary: int | None) -> None:
+    model, inputs = layers(4), (sequence(),)
+    if vocabulary is not None:
+        model, inputs = WithLoss(model, vocabulary), (*inputs, torch.randint(0, vocabulary, (2, 256)))
+    plan = ckptkern.plan(model, *inputs, budget="1GiB")
+    for place in range(len(plan.table.rows[0].strategies)):
+        chosen = [min(place, len(row.strategies) - 1) for row in plan.table.rows]
+        measured = plan.measured(chosen)
+        assert abs(plan.table.peak(chosen) - measured) <= 0.05 * measured
+
+
 def test_the_choice_is_the_cheapest_of_all() -> None:
     """Against every mixture of the levels of two layers."""
     model, x = layers(2), sequence()
