@@ -13,6 +13,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
@@ -52,9 +55,29 @@ def _traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(x)
 
 
+class _Bodies:
+    """Are ops run as their bodies, whatever observes them? Process-wide: backward has threads of its own."""
+
+    seen = False
+
+
+@contextlib.contextmanager
+def bodies_seen() -> Iterator[None]:
+    """Inside, a dispatch mode sees what an op's body calls, and not the library op around it."""
+    before, _Bodies.seen = _Bodies.seen, True
+    try:
+        yield
+    finally:
+        _Bodies.seen = before
+
+
+def bodies_are_seen() -> bool:
+    return _Bodies.seen
+
+
 def dispatched(tensors) -> bool:
     """The same where `apply` has ruled out the compiler and transforms."""
-    return (
+    return not _Bodies.seen and (
         torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()
         or not PLAIN.issuperset(map(type, tensors))
