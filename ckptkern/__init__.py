@@ -22,7 +22,7 @@ from .ops import (
     varlen_attn,
     workspace,
 )  # fmt: skip
-from .planning import Plan, Report, plan, report
+from .planning import Frontier, Plan, Report, frontier, plan, report
 from .segments.checkpoint import checkpoint, checkpointed
 from .segments.patch import patch_torch, unpatch_torch
 from .segments.sequential import checkpoint_sequential
@@ -31,10 +31,9 @@ from .tools.warm_up import WarmUp, warm_up
 
 __version__ = "0.1.0"
 __all__ = [
-    "ACTIVATIONS", "Conversion", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block", "backend",
-    "checkpoint",
-    "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "gated_mlp", "grouped_gated_mlp", "linear_act",
-    "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block", "moe_mlp", "nn", "patch_torch", "plan",
-    "register_experts", "report", "revert", "scaled_dot_product_attention", "storage", "tiled", "transformer_layer",
-    "unpatch_torch", "varlen_attn", "warm_up", "workspace",
+    "ACTIVATIONS", "Conversion", "Frontier", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block",
+    "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "frontier",
+    "gated_mlp", "grouped_gated_mlp", "linear_act", "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block",
+    "moe_mlp", "nn", "patch_torch", "plan", "register_experts", "report", "revert", "scaled_dot_product_attention",
+    "storage", "tiled", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
 ]  # fmt: skip

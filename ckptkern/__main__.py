@@ -22,6 +22,11 @@ COMMANDS = {
         "say what each region of a model of yours saves and costs in each mode",
         (),
     ),
+    "frontier": (
+        ".tools.frontier",
+        "find the longest sequence of a model of yours that trains within a budget",
+        ("scipy",),
+    ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
     "autotune": (
         ".tools.autotune",

@@ -90,11 +90,16 @@ def planning(model: nn.Module) -> None:
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[offload()], adapt=True)
     assert_type(plan, ckptkern.Plan)
     assert_type(plan.saved, int)
+    assert_type(plan.peak, int | None)
     plan.replan(2**20)
+    ckptkern.plan(model, x, saved="1GiB")
+    found = ckptkern.frontier(model, torch.randn, "1GiB", multiple=128, limit=4096)
+    assert_type((found.size, found.plan, found.peak), tuple[int, ckptkern.Plan, int])
     report = ckptkern.report(model, x)
     assert_type(report.totals, dict[str, int])
     report.figure("report.png")
     ckptkern.plan(model, x, budget=0.5)  # type: ignore[arg-type]
+    ckptkern.frontier(model, x, "1GiB")  # type: ignore[arg-type]
 
 
 def warming_up(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from .measure import Cost, Held, Table
+from .measure import Cost, Held, Rise, Table
 
 
 def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Table:
@@ -41,7 +41,13 @@ def figures(table: Table) -> tuple:
         (row.segment.name, type(row.segment.module).__name__, row.kind, row.calls, *map(str, row.strategies))
         for row in table.rows
     ]
-    return names, [*(row.held for row in table.rows), [table.rest]], [kind.costs for kind in table.kinds]
+    return (
+        names,
+        [*(row.held for row in table.rows), [table.rest]],
+        [kind.costs for kind in table.kinds],
+        [kind.rises for kind in table.kinds],
+        [] if table.base is None else table.base.stretches,
+    )
 
 
 def joined(table: Table, all_ranks: Sequence[tuple]) -> Table:
@@ -51,8 +57,17 @@ def joined(table: Table, all_ranks: Sequence[tuple]) -> Table:
     ]
     for place, kind in enumerate(table.kinds):
         kind.costs = [mean(of_all) for of_all in zip(*(one[2][place] for one in all_ranks), strict=True)]
+        kind.rises = [
+            Rise(*map(max, zip(*of_all, strict=True)))
+            for of_all in zip(*(one[3][place] for one in all_ranks), strict=True)
+        ]
     rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=False)]
-    return Table(rows, table.kinds, held[-1][0], table.eager_rest, table.device)
+    if table.base is not None:
+        table.base.stretches = [
+            of_all[0]._replace(start=max(one.start for one in of_all), highest=max(one.highest for one in of_all))
+            for of_all in zip(*(one[4] for one in all_ranks), strict=True)
+        ]
+    return Table(rows, table.kinds, held[-1][0], table.eager_rest, table.device, table.base)
 
 
 def largest(held: Sequence[Held]) -> Held:
@@ -66,6 +81,11 @@ def mean(costs: Sequence[Cost]) -> Cost:
     return Cost(
         statistics.fmean(seconds) if seconds else None, max(one.flops for one in costs), max(work) if work else None
     )
+
+
+def largest_of(value: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """The largest of all ranks' values."""
+    return -least_of(-value, device, group)
 
 
 def least_of(value: int, device: torch.device, group: dist.ProcessGroup | None) -> int:

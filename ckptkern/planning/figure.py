@@ -1,23 +1,52 @@
-"""The picture of a report: memory over one step, up in forward and down in backward."""
+"""The picture of a report: memory over one step, up in forward and down in backward, and what stands at its peak."""
 
 from __future__ import annotations
 
 import os
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..memory import Timeline, three_digits
+from .live import Alive
 
 COLORS = {"eager PyTorch": "#a9b4c0", "none": "#e38b2c", "selective": "#0b6e7f", "full": "#6a3d9a"}
+LARGEST = 8
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-def draw_timelines(timelines: dict[str, Timeline], path: str | os.PathLike) -> None:
+def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]], path: str | os.PathLike) -> None:
+    """Memory over the step above; below, what stands at the peak of the mode whose peak is lowest."""
+    figure = Figure(figsize=(8.0, 6.8), layout="constrained")
+    over_time, at_peak = figure.subplots(2, 1, height_ratios=(3, 2))
+    draw_timelines(over_time, timelines)
+    lowest = min(timelines, key=lambda mode: timelines[mode].peak)
+    draw_standing(at_peak, standing[lowest], lowest)
+    figure.savefig(path, dpi=130)
+
+
+def draw_standing(axes: Axes, standing: list[Alive], mode: str) -> None:
+    """A bar for each of the largest, the rest in one."""
+    rows = [(f"{one.what}  {one.place}".rstrip(), one.bytes) for one in standing[:LARGEST]]
+    if rest := sum(one.bytes for one in standing[LARGEST:]):
+        rows.append((f"{len(standing) - LARGEST} others", rest))
+    unit, size = unit_of(max(n for _, n in rows))
+    axes.barh([name for name, _ in rows], [n / size for _, n in rows], color=COLORS.get(mode))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=7, length=0)
+    axes.set_title(f"what stands at the peak of {mode}", loc="left", fontsize=10)
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def unit_of(top: float) -> tuple[str, int]:
+    return next(((unit, size) for unit, size in UNITS if top >= size), UNITS[-1])
+
+
+def draw_timelines(axes: Axes, timelines: dict[str, Timeline]) -> None:
     """Forward and backward are each as wide as the other: under the profiler their times mean little."""
-    figure = Figure(figsize=(8.0, 4.2), layout="constrained")
-    axes = figure.add_subplot()
     top = max(one.peak for one in timelines.values())
-    unit, size = next(((unit, size) for unit, size in UNITS if top >= size), UNITS[-1])
+    unit, size = unit_of(top)
     for mode, one in timelines.items():
         heights = [n / size for n in one.bytes]
         label = f"{mode}: peak {three_digits(one.peak / size)} {unit}"
@@ -32,7 +61,6 @@ def draw_timelines(timelines: dict[str, Timeline], path: str | os.PathLike) -> N
     axes.legend(frameon=False)
     axes.grid(axis="y", color="#e4e8ec", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
 
 
 def places(timeline: Timeline) -> list[float]:

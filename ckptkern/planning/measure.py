@@ -26,12 +26,16 @@ from .. import memory
 from ..conversion.alike import call_kinds, same_inside
 from ..conversion.check import unmoved
 from ..conversion.trace import leaves_of, mapped
+from ..ops.registration.functions import bodies_seen
+from .live import Live, Step, gradients_as_there, step_of
 from .segments import Segment, Strategy, original_forwards
 from .timing import Clock
 
 Call = tuple[tuple, dict[str, Any]]
 REST = -1  # the owner of what is saved outside of all regions
-ROUNDS, PATIENCE = 15, 2.0  # at most so many rounds of timings, and so many seconds after the third
+# At most so many rounds of timings; so many seconds, from the fourth round on; and so many before it, where a round is so long
+# that its noise is small.
+ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
 
 
 class Held(NamedTuple):
@@ -54,6 +58,13 @@ class Cost(NamedTuple):
     workspace: int | None
 
 
+class Rise(NamedTuple):
+    """How far the forward and the backward of a region alone rise above what was there when they began."""
+
+    forward: int = 0
+    backward: int = 0
+
+
 DOES_NOT_FIT = Cost(math.inf, 0, None)  # one region alone
 
 
@@ -64,6 +75,7 @@ class Kind:
     first: Segment
     call: Call
     costs: list[Cost] = field(default_factory=list)  # in the order of its strategies
+    rises: list[Rise] = field(default_factory=list)
     eager: Cost | None = None
 
 
@@ -87,6 +99,12 @@ class Table:
     rest: Held
     eager_rest: Held | None
     device: torch.device
+    base: Step | None = None  # with every region at "full", if peaks are asked for
+
+    @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """The regions' names and modules."""
+        return [(row.segment.name, row.segment.module) for row in self.rows]
 
     @property
     def outside(self) -> int:
@@ -111,6 +129,32 @@ class Table:
     def cost(self, row: Measured, strategy: int) -> Cost:
         seconds, flops, workspace = self.kinds[row.kind].costs[strategy]
         return Cost(None if seconds is None else seconds * row.calls, flops * row.calls, workspace)
+
+    def peak(self, chosen: Sequence[int]) -> int:
+        """What the step is predicted to allocate at its peak if the regions run in these strategies: the step that was
+        recorded, with what its regions save and their rises in place of what they were.
+
+        In a stretch of the step the regions in `done` hold what they save. Beside that stands what the recorded step had, and
+        what kernels took for themselves at its peak."""
+        base, highest = self.uniform("full"), 0
+        assert self.base is not None
+        for stretch in self.base.stretches:
+            mode = self._moved(stretch.done, base, chosen)
+            if stretch.segment is None:
+                highest = max(highest, stretch.highest + mode)
+                continue
+            row = self.rows[stretch.segment]
+            was, now = (self.kinds[row.kind].rises[strategies[stretch.segment]] for strategies in (base, chosen))
+            if stretch.backward:
+                mode = self._moved(stretch.done | {stretch.segment}, base, chosen)
+            rise = now.backward - was.backward if stretch.backward else now.forward - was.forward
+            highest = max(highest, stretch.highest + mode + rise)
+        return highest + self.base.unseen
+
+    def _moved(self, segments: frozenset[int], base: Sequence[int], chosen: Sequence[int]) -> int:
+        """How many bytes more these regions save as chosen."""
+        now, was = ([self.rest, *(self.rows[i].held[which[i]] for i in segments)] for which in (chosen, base))
+        return total(now) - total(was)
 
     def uniform(self, mode: str) -> list[int]:
         """Every region in one mode."""
@@ -265,6 +309,7 @@ def costs(kind: Kind, strategies: Sequence[Strategy | None], device: torch.devic
     """Of one region in each strategy; None is its original forward. The rounds of timings interleave the strategies."""
     segment, call = kind.first, kind.call
     before, clock, seeds = segment.strategy, Clock(device), []
+    kind.rises = [Rise()] * len(strategies)
 
     @contextmanager
     def running(strategy: Strategy | None) -> Iterator[None]:
@@ -289,10 +334,11 @@ def costs(kind: Kind, strategies: Sequence[Strategy | None], device: torch.devic
                     with FlopCounterMode(display=False) as flops:
                         forward()
                         backward()
-                    found[i] = flops.get_total_flops(), workspace(segment.module, call, device), []
+                    kind.rises[i], work = rises(segment.module, call)
+                    found[i] = flops.get_total_flops(), None if device.type == "meta" else work, []
             start = time.perf_counter()
             for done in range(ROUNDS if device.type != "meta" else 0):
-                if done >= 3 and time.perf_counter() - start > PATIENCE:
+                if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG):
                     break
                 for i, (_, _, times) in found.items():
                     with running(strategies[i]):
@@ -306,14 +352,27 @@ def cost_of(flops: int, work: int | None, times: list[float]) -> Cost:
     return Cost(statistics.median(times) if times else None, flops, work)
 
 
-def workspace(module: nn.Module, call: Call, device: torch.device) -> int | None:
-    if device.type == "meta":
-        return None
-    forward, backward = step(module, call)
-    forward()
-    with memory.peak_memory(device) as peak:
-        gradients = backward()
-    return max(0, peak.bytes - sum(g.nbytes for g in gradients if g is not None))
+def rises(module: nn.Module, call: Call) -> tuple[Rise, int]:
+    """(rises, workspace) of one forward and backward, in which gradients are made or added to as in the model's step."""
+    leaves = mapped(as_input, call)
+    args, kwargs = given = mapped(as_result, leaves)
+    inputs = [one for one in (*leaves_of(leaves), *leaves_of(given)) if isinstance(one, Tensor)]
+    with gradients_as_there(module) as there, bodies_seen():
+        live = Live([*module.parameters(), *module.buffers(), *there, *inputs])
+        with live:
+            results = [
+                one for one in leaves_of(module(*args, **kwargs)) if isinstance(one, Tensor) and one.requires_grad
+            ]
+            forward = live.restart()
+            seeds = [torch.ones_like(one) for one in results]
+            live.restart()
+            start = live.now()
+            if results:
+                torch.autograd.backward(results, seeds)
+            backward = max(0, live.restart() - start)
+        made = [one.grad for one in (*module.parameters(), *inputs) if one.is_leaf and one.grad is not None]
+        new = sum(grad.nbytes for grad in made if not any(grad is one for one in there))
+    return Rise(forward, backward), max(0, backward - new)
 
 
 # -- the table
@@ -354,10 +413,11 @@ def measure(
     segments: Sequence[Segment],
     strategies: Sequence[list[Strategy]],
     shown: Callable[[str], None],
+    peaks: bool = False,
 ) -> Table:
     """The table of a model's regions in their strategies. The model, its modes and random states are afterwards as before.
 
-    strategies: of each region. shown: is told what is measured.
+    strategies: of each region. shown: is told what is measured. peaks: with a step at "full", from which peaks are predicted.
     """
     before = [segment.strategy for segment in segments]
     device = device_of(model, (args, kwargs))
@@ -391,4 +451,22 @@ def measure(
         found = costs(kind, [*row.strategies, *([None] if has_eager else [])], device)
         kind.costs, kind.eager = found[: len(row.strategies)], found[-1] if has_eager else None
     eager_rest = None if eager_held is None else eager_held.get(REST, Held())
-    return Table(rows, kinds, held[0].get(REST, Held()), eager_rest, device)
+    table = Table(rows, kinds, held[0].get(REST, Held()), eager_rest, device)
+    if peaks:
+        shown('memory over a step at "full"')
+        table.base = stepped(table, model, args, kwargs, table.uniform("full"))
+    return table
+
+
+def stepped(
+    table: Table, model: nn.Module, args: tuple, kwargs: dict[str, Any], chosen: Sequence[int], all_there: bool = False
+) -> Step:
+    """A step of the model with its regions in these strategies, which are afterwards as before."""
+    before = [row.segment.strategy for row in table.rows]
+    try:
+        for row, strategy in zip(table.rows, chosen, strict=True):
+            row.segment.set(row.strategies[strategy])
+        return step_of(model, args, kwargs, table.modules, table.device, all_there)
+    finally:
+        for row, strategy in zip(table.rows, before, strict=True):
+            row.segment.set(strategy)

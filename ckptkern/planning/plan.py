@@ -9,44 +9,117 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .. import memory
 from ..conversion.calls import check_keywords
 from ..conversion.convert import Which, convert, progress, revert
 from ..conversion.report import aligned, name_of
+from ..conversion.trace import mapped
 from ..errors import BudgetError
 from ..extras import missing
 from ..storage import Store
-from .agree import agreed, least_of
-from .measure import Measured, Table, measure
+from .agree import agreed, largest_of, least_of
+from .live import Alive, Step
+from .measure import Measured, Table, measure, stepped
+from .search import Choices
 from .segments import Segment, Strategy, blocks_of, check_model, segments_of
 from .solve import choose
 
+TRIES = 6  # steps that are measured for a budget, at most
+SMALL = (2, 64)  # sequences and tokens that a model is converted with
+SHOWN = 8  # lines of what stands at the peak
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
 
 class Plan:
     """A strategy for each region of a model, and the table that they were chosen from. print(plan) shows both.
 
-    budget: bytes that may be saved for backward. table: what was measured.
+    budget: bytes that a training step may allocate beyond what is there when it begins, or, in a plan by saved bytes, that the
+    forward may save for backward. by_peak: which of the two. peak: bytes that a step in the chosen strategies was measured to
+    allocate, and predicted: what was predicted of it; None in a plan by saved bytes. table: what was measured.
     """
 
-    def __init__(self, model: nn.Module, table: Table, budget: int, group: dist.ProcessGroup | None = None):
-        self.model, self.table, self.group = model, table, group
+    def __init__(
+        self,
+        model: nn.Module,
+        table: Table,
+        budget: int,
+        group: dist.ProcessGroup | None = None,
+        run: Callable[[Sequence[int]], Step] | None = None,
+    ):
+        self.model, self.table, self.group, self._run = model, table, group, run
+        self.by_peak = run is not None
+        self.peak: int | None = None
+        self.predicted: int | None = None
+        self._steps: dict[tuple[int, ...], Step] = {}
+        self._peaks: dict[tuple[int, ...], int] = {}
         self._hook: Any = None
+        self._follows = True  # not while a step of a choice runs
         self._limit = math.inf
         self.replan(budget)
 
     def replan(self, budget: int | str) -> None:
-        """Chooses for another budget, from the same table, and applies the choice. Raises BudgetError if no choice meets it;
-        the model is then as before."""
-        budget, rows = bytes_of(budget), self.table.rows
-        costs = [[self.cost_of(row, strategy) for strategy in range(len(row.strategies))] for row in rows]
-        chosen = choose(costs, [row.held for row in rows], self.table.rest, budget)
+        """Chooses for another budget, from the same table, and applies the choice. A plan by peak measures a step of each
+        choice that is new. Raises BudgetError if no choice meets the budget; the model is then as before."""
+        budget = bytes_of(budget)
+        chosen = self._by_peak(budget) if self.by_peak else self._by_saved(budget)
         self.chosen, self.budget = chosen, budget
-        for row, strategy in zip(rows, chosen, strict=True):
+        if self.by_peak:
+            self.peak, self.predicted = self._peaks[tuple(chosen)], self.table.peak(chosen)
+        for row, strategy in zip(self.table.rows, chosen, strict=True):
             row.segment.set(row.strategies[strategy])
+
+    def _by_saved(self, budget: int) -> list[int]:
+        rows = self.table.rows
+        costs = [[self.cost_of(row, strategy) for strategy in range(len(row.strategies))] for row in rows]
+        return choose(costs, [row.held for row in rows], self.table.rest, budget)
+
+    def _by_peak(self, budget: int) -> list[int]:
+        """The cheapest choice whose step was measured within the budget."""
+        choices = Choices(self.table, self._by_saved, self.cost_of_all)
+        target = budget
+        for _ in range(TRIES):
+            chosen = choices.within(target)
+            if chosen is None:
+                break
+            over = self.measured(chosen) - budget
+            if over <= 0:
+                return chosen
+            target = min(target, self.table.peak(chosen)) - over  # the prediction was too low
+        lowest = choices.lowest()
+        self.measured(lowest)
+        tried = [list(one) for one, peak in self._peaks.items() if peak <= budget]
+        if tried:
+            return min(tried, key=self.cost_of_all)
+        least = min(self._peaks.values())
+        raise BudgetError(
+            f"plan: wanted a step of at most {memory.format_size(budget)} ({budget} bytes), but the least that one of "
+            f"the choices allocates at its peak is {memory.format_size(least)} ({least} bytes)",
+            least,
+        )
+
+    def measured(self, chosen: Sequence[int]) -> int:
+        """The peak of a step in these strategies: the largest of all ranks, measured once."""
+        key = tuple(chosen)
+        if key not in self._peaks:
+            assert self._run is not None
+            following, self._follows = self._follows, False
+            try:
+                self._steps[key] = step = self._run(chosen)
+            finally:
+                self._follows = following
+            self._peaks[key] = largest_of(step.peak, self.table.device, self.group)
+        return self._peaks[key]
+
+    @property
+    def standing(self) -> list[Alive]:
+        """What stands at the peak of a step, the largest first; of a plan by peak."""
+        step = self._steps.get(tuple(self.chosen))
+        return [] if step is None else step.standing()
+
+    def cost_of_all(self, chosen: Sequence[int]) -> float:
+        return sum(self.cost_of(row, strategy) for row, strategy in zip(self.table.rows, chosen, strict=True))
 
     def cost_of(self, row: Measured, strategy: int) -> float:
         cost = self.table.cost(row, strategy)
@@ -68,7 +141,7 @@ class Plan:
     @property
     def cost(self) -> float:
         """Seconds of the regions' forward and backward; on the meta device, flops of their matmuls."""
-        return sum(self.cost_of(row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True))
+        return self.cost_of_all(self.chosen)
 
     @property
     def workspace(self) -> int:
@@ -80,11 +153,18 @@ class Plan:
         for kind in range(len(self.table.kinds)):
             lines += self._lines(kind)
         size = memory.format_size
+        outside = f"{size(self.table.outside)} of it outside of the regions"
+        if self.peak is None:
+            return "\n".join(
+                [*aligned(lines), f"saved: {size(self.saved)} of a budget of {size(self.budget)}, {outside}"]
+            )
         return "\n".join(
             [
                 *aligned(lines),
-                f"saved: {size(self.saved)} of a budget of {size(self.budget)}, "
-                f"{size(self.table.outside)} of it outside of the regions",
+                f"peak of a step: {size(self.peak)} of a budget of {size(self.budget)}",
+                f"saved: {size(self.saved)}, {outside}",
+                "at the peak stand",
+                *standing_lines(self.standing),
             ]
         )
 
@@ -123,9 +203,14 @@ class Plan:
 
     def check_room(self) -> None:
         """Plans again if the room has moved, as `follow` does before each training forward. A collective call."""
-        if not (self.model.training and torch.is_grad_enabled()):
+        if not (self._follows and self.model.training and torch.is_grad_enabled()):
             return
-        budget = int(min(self._limit, room(self.model, self.table, self.workspace, self.group)))
+        if self.by_peak:
+            budget = int(
+                min(self._limit, least_of(memory.free_memory(self.table.device), self.table.device, self.group))
+            )
+        else:
+            budget = int(min(self._limit, room(self.model, self.table, self.workspace, self.group)))
         if abs(budget - self.budget) <= MOVED * self.budget:
             return
         try:
@@ -133,6 +218,14 @@ class Plan:
         except BudgetError as error:
             warnings.warn(f"{error}. The step saves that, and may not fit", stacklevel=2)
             self.replan(error.least)
+
+
+def standing_lines(standing: Sequence[Alive]) -> list[str]:
+    """The largest of what stands at a peak, and the rest in one line."""
+    rows = [(f"  {memory.format_size(one.bytes)}", one.what, one.place) for one in standing[:SHOWN]]
+    if rest := sum(one.bytes for one in standing[SHOWN:]):
+        rows.append((f"  {memory.format_size(rest)}", f"{len(standing) - SHOWN} others", ""))
+    return aligned(rows)
 
 
 def time_of(seconds: float | None) -> str:
@@ -169,15 +262,32 @@ def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], includ
     """The model's regions, converted if it has none, and the blocks that may become activation checkpoints."""
     segments = segments_of(model, include, exclude)
     if not segments and not any(p.is_meta for p in model.parameters()):
-        convert(model, *args, recompute="full", include=include, exclude=exclude, **kwargs)
+        convert_small(model, args, kwargs, include, exclude)
         segments = segments_of(model)
     return segments + blocks_of(model, segments, include, exclude)
+
+
+def convert_small(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> None:
+    """Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
+    number, and its time does."""
+
+    def shortened(tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(SMALL[: tensor.dim()]):
+            tensor = tensor.narrow(dim, 0, min(size, tensor.shape[dim]))
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    small_args, small_kwargs = mapped(shortened, (args, kwargs))
+    try:
+        convert(model, *small_args, recompute="full", include=include, exclude=exclude, **small_kwargs)
+    except Exception:  # of the model's own: its inputs go together in another way
+        convert(model, *args, recompute="full", include=include, exclude=exclude, **kwargs)
 
 
 def plan(
     model: nn.Module,
     *example_inputs: Any,
     budget: int | str | None = None,
+    saved: int | str | None = None,
     stores: Iterable[Store] = (),
     adapt: bool = False,
     include: Which | Iterable[Which] | None = None,
@@ -185,9 +295,9 @@ def plan(
     group: dist.ProcessGroup | None = None,
     **example_kwargs: Any,
 ) -> Plan:
-    """Chooses how each region of a model runs, the quickest that saves at most `budget` bytes for backward, and applies it.
+    """Chooses how each region of a model runs, the quickest whose step stays within a budget, and applies it.
 
-        plan = ckptkern.plan(model, input_ids, budget="10GiB")
+        plan = ckptkern.plan(model, input_ids, labels=input_ids, budget="20GiB")
         print(plan)
 
     Regions are modules of ckptkern.nn and what convert made; a model without any is converted first. Members of lists of
@@ -196,14 +306,21 @@ def plan(
     what is saved going to one of `stores`.
 
     What is measured: saved bytes of every region, exactly, by forwards of the model that hold nothing; time, matmuls and
-    workspace of one region of each kind, alone. The choice is the optimum of an integer programme (SciPy's milp) over that
-    table. Of regions that are alike, the first are recomputed and the last save most, which peaks lowest.
+    how far memory rises in forward and backward of one region of each kind, alone; and, for `budget`, one step with all
+    regions at "full". From these the peak of every choice is predicted. The choice is the optimum of an integer programme
+    (SciPy's milp) under a bound of saved bytes, which is bisected until the predicted peak meets the budget. Then a step of the
+    choice is measured; if it is above the budget, another is chosen. So a plan that is returned was held to its budget. Of
+    regions that are alike, the first are recomputed and the last save most, which peaks lowest.
 
     example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
-    around the call of plan. On meta tensors the matmuls take the place of the time. The random states, buffers and modes are
+    around the call of plan. If the output has a `loss`, that is differentiated, else the sum of its floating-point tensors:
+    give labels, so that the LM head and loss are in the step. On meta tensors the matmuls take the place of the time, and
+    peaks are counted: of tensors that come and go, ours by the PyTorch backend. The random states, buffers and modes are
     afterwards as before.
-    budget: bytes that the forward may keep, besides parameters and buffers: an int, or a size such as "10GiB". None: what is
-    free on the device, less gradients and workspace.
+    budget: bytes that a step may allocate beyond what is there when it begins, at every point of it: saved tensors,
+    transients, and the gradients that are not there yet. An int, or a size such as "20GiB".
+    saved: instead of budget, bytes that the forward may save for backward, besides parameters and buffers. With neither of
+    them, `saved` is what is free on the device, less gradients and workspace.
     stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. Lossy ones change gradients: see storage.
     adapt: plan again, from the same table, when a training step begins and the room on the device has moved by more than a
     twentieth of the budget. At most the budget is used. Not with torch.compile, and not where forwards overlap (pipelines).
@@ -212,9 +329,8 @@ def plan(
     them must call plan.
 
     Raises errors.BudgetError, a ValueError with the `least` that would do, if the budget is too small; ImportError without
-    SciPy; TypeError for a keyword that neither plan nor the model's forward has; ValueError for a model that is compiled,
-    sharded or wrapped by DDP (plan first) or, with budget=None, on the meta device; RuntimeError on all ranks if one failed.
-    The model is then as before.
+    SciPy; ValueError for both budget and saved, for a model that is compiled, sharded or wrapped by DDP (plan first) or, with
+    neither, on the meta device; RuntimeError on all ranks if one failed. The model is then as before.
     """
     check_model("plan", model, example_inputs or example_kwargs)
     check_keywords("plan", plan, model, example_kwargs)
@@ -222,26 +338,39 @@ def plan(
         raise ImportError(f"plan: {hint}")
     stores = list(stores)
     check_stores(stores)
-    limit = math.inf if budget is None else bytes_of(budget)
+    if budget is not None and saved is not None:
+        raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
+    given, by_peak = (saved, False) if budget is None else (budget, True)
+    limit = math.inf if given is None else bytes_of(given)
 
     def table(shown: Callable[[str], None]) -> Table:
         segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
         strategies = [segment.strategies(stores) for segment in segments]
-        return measure(model, example_inputs, example_kwargs, segments, strategies, shown)
+        return measure(model, example_inputs, example_kwargs, segments, strategies, shown, by_peak)
 
     had_none = not segments_of(model)
     try:
         with progress("plan") as shown:
             found = agreed(lambda: table(shown), group)
-        if adapt or budget is None:
-            if found.device.type == "meta":
-                raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
-            limit = min(limit, room(model, found, max(found.workspaces(found.uniform("full")), default=0), group))
-        made = Plan(model, found, int(limit), group)
+
+            def run(chosen: Sequence[int]) -> Step:
+                shown("a step as planned")
+                return stepped(found, model, example_inputs, example_kwargs, chosen)
+
+            if by_peak:
+                if adapt:
+                    limit = min(limit, least_of(memory.free_memory(found.device), found.device, group))
+            elif adapt or given is None:
+                if found.device.type == "meta":
+                    raise ValueError(
+                        "plan: the model is on the meta device, which has no memory to fill: wanted a budget"
+                    )
+                limit = min(limit, room(model, found, max(found.workspaces(found.uniform("full")), default=0), group))
+            made = Plan(model, found, int(limit), group, run if by_peak else None)
     except BaseException:
         if had_none:
             revert(model)
         raise
     if adapt:
-        made.follow(math.inf if budget is None else bytes_of(budget))
+        made.follow(math.inf if given is None else bytes_of(given))
     return made

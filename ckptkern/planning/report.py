@@ -6,21 +6,20 @@ import csv
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import memory
-from ..conversion.check import unmoved
 from ..conversion.convert import progress, revert
 from ..conversion.report import aligned, name_of
-from ..conversion.trace import leaves_of
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
-from .measure import Cost, Table, measure, no_main_grad
-from .plan import found_segments, time_of
+from .live import Alive, Step, by_place, step_of
+from .measure import Cost, Table, measure, stepped
+from .plan import found_segments, standing_lines, time_of
 from .segments import Segment, Strategy, check_model, original_forwards, segments_of
 
 EAGER = "eager PyTorch"
@@ -51,12 +50,13 @@ class Report:
 
     lines: of all regions, in the model's order. totals: bytes that the whole model saves, by mode, with regions that do not
     have it at "full"; "eager PyTorch" is left out if a region has no original forward. timelines: memory
-    over one step, by mode; empty on the meta device.
+    over one step, by mode. standing: what stands at the peak of that step, the largest first, by mode.
     """
 
     lines: list[Line]
     totals: dict[str, int]
     timelines: dict[str, memory.Timeline]
+    standing: dict[str, list[Alive]]
 
     def csv(self, path: str | os.PathLike) -> None:
         """Writes a row for each line."""
@@ -69,11 +69,9 @@ class Report:
         """Draws memory over the step, one curve for each mode, into a file (PNG, SVG, PDF). Needs matplotlib."""
         if hint := missing("matplotlib"):
             raise ImportError(f"report: {hint}")
-        if not self.timelines:
-            raise ValueError("report: there is no memory to draw: the model is on the meta device")
-        from .figure import draw_timelines
+        from .figure import draw_steps
 
-        draw_timelines(self.timelines, path)
+        draw_steps(self.timelines, self.standing, path)
 
     def __str__(self) -> str:
         text = [("region", "replaced by", "mode", "saved", "of eager", "time", "GFLOP", "workspace")]
@@ -90,7 +88,17 @@ class Report:
                         "" if line.workspace is None else memory.format_size(line.workspace),
                     )
                 )  # fmt: skip
-        return "\n".join([*aligned(text), "the model saves", *self._totals()])
+        return "\n".join([*aligned(text), "the model saves", *self._totals(), *self._at_peaks()])
+
+    def _at_peaks(self) -> list[str]:
+        lines = []
+        for mode, standing in self.standing.items():
+            lines += [f"at the peak of {mode} stand", *standing_lines(standing)]
+        return lines
+
+    def by_place(self, mode: str) -> dict[str, int]:
+        """Bytes that stand at the peak, by the region in whose forward or backward they were made; "" is outside of all."""
+        return by_place(self.standing[mode])
 
     def _totals(self) -> list[str]:
         rows = []
@@ -138,72 +146,22 @@ def modes_of(segment: Segment) -> list[Strategy]:
 # -- memory over one step
 
 
-def differentiated(op: str, output: Any) -> list[Tensor]:
-    """What a step differentiates: the output's loss, or else its tensors that have a gradient. Raises ValueError for none."""
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return [loss]
-    leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-    wanted = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
-    if not wanted:
-        raise ValueError(f"{op}: wanted an output with a gradient, but no tensor that the model returned has one")
-    return wanted
-
-
-def loss_of(output: Any) -> Tensor:
-    """One number to differentiate."""
-    return torch.stack([one.float().sum() for one in differentiated("report", output)]).sum()
-
-
-@contextmanager
-def gradients_there(model: nn.Module) -> Iterator[None]:
-    """Zeros as gradients for a while, so that what backward adds to them is not seen as activations."""
-    before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
-    try:
-        for p, _ in before:
-            p.grad = torch.zeros_like(p)
-        yield
-    finally:
-        for p, grad in before:
-            p.grad = grad
-
-
-def timeline(model: nn.Module, args: tuple, kwargs: dict[str, Any], device: torch.device) -> memory.Timeline | None:
-    """Memory over one training step; None if it does not fit."""
-    try:
-        with unmoved(model), torch.enable_grad(), no_main_grad(model), gradients_there(model):
-            model.train()
-            with memory.memory_timeline(device) as found:
-                loss = loss_of(model(*args, **kwargs))
-                found.mark("backward")
-                loss.backward()
-                del loss
-    except torch.OutOfMemoryError:
-        return None
-    return found
-
-
-def timelines(
+def steps_of(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], table: Table, modes: Sequence[str]
-) -> dict[str, memory.Timeline]:
-    """Of the modes that fit."""
-    if table.device.type == "meta":
-        return {}
+) -> dict[str, Step]:
+    """A step at each of the modes that fit, without the gradients of parameters."""
+
+    def run(mode: str) -> Step:
+        if mode != EAGER:
+            return stepped(table, model, args, kwargs, table.uniform(mode), all_there=True)
+        with original_forwards(model):
+            return step_of(model, args, kwargs, table.modules, table.device, all_there=True)
+
     found = {}
-    before = [row.segment.strategy for row in table.rows]
-    try:
-        for mode in modes:
-            if mode == EAGER:
-                with original_forwards(model):
-                    found[mode] = timeline(model, args, kwargs, table.device)
-                continue
-            for row, strategy in zip(table.rows, table.uniform(mode), strict=True):
-                row.segment.set(row.strategies[strategy])
-            found[mode] = timeline(model, args, kwargs, table.device)
-    finally:
-        for row, strategy in zip(table.rows, before, strict=True):
-            row.segment.set(strategy)
-    return {mode: one for mode, one in found.items() if one is not None}
+    for mode in modes:
+        with suppress(torch.OutOfMemoryError):
+            found[mode] = run(mode)
+    return found
 
 
 def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Report:
@@ -219,7 +177,9 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
 
     Saved bytes are counted, and exact, on any device. Times are medians of one region of each kind, run alone in turns with
     its other modes, on the input that it has in the model. matmuls: torch's FlopCounterMode. Memory over the step: what the
-    profiler saw the allocator do in one training step of the whole model in each mode; a mode that does not fit is left out.
+    profiler saw the allocator do in one training step of the whole model in each mode, without the gradients of parameters; on
+    the meta device what tensors came and went. A mode that does not fit is left out. What stands at the peak: the tensors that
+    are there then, with the op that made each and the region that called it.
 
     example_inputs, example_kwargs: a call of the model, of the size that training has. If the output has a `loss`, that is
     differentiated, else the sum of its floating-point tensors.
@@ -235,8 +195,9 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
             totals = {} if table.eager_saved is None else {EAGER: table.eager_saved}
             totals |= {mode: table.saved(table.uniform(mode)) for mode in MODES}
             shown("memory over a step")
-            over_time = timelines(model, example_inputs, example_kwargs, table, list(totals))
+            steps = steps_of(model, example_inputs, example_kwargs, table, list(totals))
     finally:
         if had_none:
             revert(model)
-    return Report(lines_of(table), totals, over_time)
+    over_time = {mode: step.over_time() for mode, step in steps.items()}
+    return Report(lines_of(table), totals, over_time, {mode: step.standing() for mode, step in steps.items()})

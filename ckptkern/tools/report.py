@@ -17,11 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
     parser.add_argument("--csv", type=Path, help="write a row for each region and mode to this file")
     parser.add_argument("--figure", type=Path, help="draw memory over the step into this file (needs matplotlib)")
-    parser.add_argument("--budget", help="show what ckptkern.plan chooses for this size, such as 10GiB (needs scipy)")
+    bound = parser.add_mutually_exclusive_group()
+    bound.add_argument("--budget", help="show what ckptkern.plan chooses for this peak, such as 20GiB (needs scipy)")
+    bound.add_argument("--saved", help="show what it chooses for these saved bytes, such as 10GiB (needs scipy)")
 
 
 def main(args: argparse.Namespace) -> int:
-    needed = [*(["matplotlib"] if args.figure else []), *(["scipy"] if args.budget else [])]
+    needed = [*(["matplotlib"] if args.figure else []), *(["scipy"] if args.budget or args.saved else [])]
     try:
         if hint := missing(*needed):
             raise ValueError(hint)
@@ -34,8 +36,8 @@ def main(args: argparse.Namespace) -> int:
             found.csv(args.csv)
         if args.figure:
             found.figure(args.figure)
-        if args.budget:
-            print(f"\n{plan(model, *given, budget=args.budget, **named)}")
+        if args.budget or args.saved:
+            print(f"\n{plan(model, *given, budget=args.budget, saved=args.saved, **named)}")
     except ValueError as error:
         print(f"ckptkern report: {error}", file=sys.stderr)
         return 2

@@ -18,8 +18,8 @@ from ..conversion.check import unmoved, was_written
 from ..conversion.convert import progress
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import leaves_of, mapped
+from ..planning.live import differentiated
 from ..planning.measure import no_main_grad
-from ..planning.report import differentiated
 
 
 class Kernel(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
-from ckptkern.ops.registration import functions as _functions
+from ckptkern.ops.registration.functions import bodies_seen
 
 D, HIDDEN, HEADS = 32, 64, 2
 MODES = ("none", "selective", "full")
@@ -39,11 +39,9 @@ ATTENTION = {"qkv_weight": (3 * D, D), "qkv_bias": (3 * D,), "out_weight": (D, D
 
 def casts(monkeypatch, call, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[Counter, Counter]:
     """Of forward, and of backward."""
-    monkeypatch.setattr(_functions, "DISPATCHED", 0)  # so that the mode sees the ops' bodies
-    monkeypatch.setattr(_functions, "_OBSERVED", 0)
-    with torch.autocast("cpu", torch.bfloat16), Casts(tensors) as forward:
+    with torch.autocast("cpu", torch.bfloat16), bodies_seen(), Casts(tensors) as forward:
         y = call(x)
-    with Casts(tensors) as backward:
+    with bodies_seen(), Casts(tensors) as backward:
         y.backward(torch.ones_like(y))
     assert all(t.grad is not None for t in tensors.values())
     return forward.counts, backward.counts

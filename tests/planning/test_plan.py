@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, ids
+from architectures import ids
+from planned import MODELS, NAMES, Convolutions, model_of
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,50 +21,6 @@ from ckptkern.planning.measure import record
 from ckptkern.planning.segments import Strategy, segments_of
 
 pytest.importorskip("scipy")
-
-NAMES = ["llama", "gpt", "bert", "parallel", "decoder"]
-
-
-def model_of(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return ARCHITECTURES[name].model()
-
-
-class Convolutions(nn.Module):
-    """Nothing that an op stands for; one block is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        block = [nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.GELU(), nn.Conv1d(8, 4, 1)) for _ in range(3)]
-        self.blocks = nn.ModuleList(block)
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (*self.blocks, self.blocks[0]):
-            x = x + block(x)
-        return self.head(x)
-
-
-class Ours(nn.Module):
-    """Layers of ckptkern.nn of several kinds. The relu's output is saved by itself and by the next layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=24) for _ in range(2)])
-        self.act = ckptkern.nn.Linear(16, 16, activation="relu")
-        self.mlp = ckptkern.nn.MLP(16, 32)
-        self.encoder = ckptkern.nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.encoder(self.mlp(self.act(x)))
-
-
-MODELS = {name: (lambda name=name: model_of(name), ids) for name in NAMES} | {
-    "convolutions": (Convolutions, lambda: torch.randn(2, 4, 6)),
-    "ours": (Ours, lambda: torch.randn(2, 5, 16)),
-}  # fmt: skip
 
 
 def counted(model: nn.Module, x: Tensor) -> int:
@@ -86,7 +43,7 @@ def test_what_is_predicted_is_saved(name: str) -> None:
     make, inputs = MODELS[name]
     model, x = make(), inputs()
     stores = [ckptkern.storage.offload(min_bytes=0), ckptkern.storage.compress("int8", min_bytes=256)]
-    plan = ckptkern.plan(model, x, budget="1GiB", stores=stores)
+    plan = ckptkern.plan(model, x, saved="1GiB", stores=stores)
     assert plan.saved == counted(model, x)
     draw = random.Random(0)
     for _ in range(12):  # any mixture, not only those that are optimal
@@ -105,7 +62,7 @@ def test_what_is_predicted_is_saved(name: str) -> None:
 
 
 def test_a_region_that_is_called_twice_costs_twice() -> None:
-    table = ckptkern.plan(Convolutions(), torch.randn(2, 4, 6), budget="1GiB").table
+    table = ckptkern.plan(Convolutions(), torch.randn(2, 4, 6), saved="1GiB").table
     assert [row.calls for row in table.rows] == [2, 1, 1]
     first = table.rows[0]
     once, twice = table.kinds[first.kind].costs[0], table.cost(first, 0)
@@ -118,7 +75,7 @@ def test_a_planned_model_trains_as_before(name: str) -> None:
     make, inputs = MODELS[name]
     model, x = make().train(), inputs()
     unfused = copy.deepcopy(model)
-    plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
+    plan = ckptkern.plan(model, x, saved="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
     expected = torch.autograd.grad(unfused(x).square().mean(), list(unfused.parameters()), allow_unused=True)
     strategies = {strategy for row in plan.table.rows for strategy in range(len(row.strategies))}
     for strategy in sorted(strategies):
@@ -135,7 +92,7 @@ def test_planning_leaves_nothing_behind() -> None:
         p.grad = torch.ones_like(p)
     modes = [m.training for m in model.modules()]
     state, values = torch.get_rng_state(), copy.deepcopy(model.state_dict())
-    ckptkern.plan(model, ids(), budget="1GiB", stores=[ckptkern.storage.offload()])
+    ckptkern.plan(model, ids(), saved="1GiB", stores=[ckptkern.storage.offload()])
     assert torch.equal(state, torch.get_rng_state())
     assert modes == [m.training for m in model.modules()]
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
@@ -160,7 +117,7 @@ def test_measuring_holds_nothing() -> None:
 
 def test_the_least_that_would_fit() -> None:
     model, x = model_of("llama"), ids()
-    plan = ckptkern.plan(model, x, budget="1GiB")
+    plan = ckptkern.plan(model, x, saved="1GiB")
     strategies = plan.strategies
     with pytest.raises(BudgetError, match=r"wanted at most 10 B \(10 bytes\) .* but the least") as error:
         plan.replan(10)
@@ -170,12 +127,12 @@ def test_the_least_that_would_fit() -> None:
     assert pickle.loads(pickle.dumps(error.value)).least == error.value.least
     model = model_of("llama")
     with pytest.raises(BudgetError):
-        ckptkern.plan(model, x, budget=error.value.least - 1)
+        ckptkern.plan(model, x, saved=error.value.least - 1)
     assert not segments_of(model), "as before"
 
 
 def test_a_plan_is_shown() -> None:
-    plan = ckptkern.plan(model_of("llama"), ids(), budget="1GiB")
+    plan = ckptkern.plan(model_of("llama"), ids(), saved="1GiB")
     lines = str(plan).splitlines()
     assert lines[0].split() == ["region", "strategy", "chosen", "saved", "time", "GFLOP", "workspace"]
     assert lines[1].startswith("layers.* (2)  none")
@@ -188,7 +145,7 @@ def test_a_converted_model_is_planned_as_it_is() -> None:
     model = model_of("llama")
     ckptkern.convert(model, ids(), include="layers.1")
     before = model.layers[1].forward
-    plan = ckptkern.plan(model, ids(), budget="1GiB")
+    plan = ckptkern.plan(model, ids(), saved="1GiB")
     assert model.layers[1].forward is before
     assert set(plan.strategies) == {"layers.0", "layers.1"}, "the other is an activation checkpoint, or none"
     plan.replan(plan.table.saved(plan.table.uniform("full")))
@@ -197,13 +154,13 @@ def test_a_converted_model_is_planned_as_it_is() -> None:
 
 
 def test_include_and_exclude() -> None:
-    assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", exclude="layers.0").strategies) == {"layers.1"}
-    assert set(ckptkern.plan(model_of("llama"), ids(), budget="1GiB", include="layers.0").strategies) == {"layers.0"}
+    assert set(ckptkern.plan(model_of("llama"), ids(), saved="1GiB", exclude="layers.0").strategies) == {"layers.1"}
+    assert set(ckptkern.plan(model_of("llama"), ids(), saved="1GiB", include="layers.0").strategies) == {"layers.0"}
 
 
 def test_blocks_that_no_second_forward_may_run_are_no_regions() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)) for _ in range(2)), nn.Conv1d(4, 4, 1))
-    plan = ckptkern.plan(model, torch.randn(2, 4, 6), budget="1GiB")
+    plan = ckptkern.plan(model, torch.randn(2, 4, 6), saved="1GiB")
     assert plan.strategies == {}
     assert plan.saved == counted(model, torch.randn(2, 4, 6))
     assert torch.equal(model[0][1].running_mean, torch.zeros(4)) is False, "counted above, and not by plan"
@@ -215,12 +172,12 @@ def test_on_the_meta_device_matmuls_are_what_counts() -> None:
         return nn.Sequential(*layer)
 
     x = torch.empty(2, 5, 16, device="meta", requires_grad=True)
-    plan = ckptkern.plan(layers("meta"), x, budget="1GiB")
+    plan = ckptkern.plan(layers("meta"), x, saved="1GiB")
     assert {str(strategy) for strategy in plan.strategies.values()} <= {"none", "none/selective"}, (
         "no matmul is recomputed"
     )
     assert plan.workspace == 0
-    real = ckptkern.plan(layers("cpu"), torch.randn(2, 5, 16, requires_grad=True), budget="1GiB")
+    real = ckptkern.plan(layers("cpu"), torch.randn(2, 5, 16, requires_grad=True), saved="1GiB")
     for ours, theirs in zip(plan.table.rows, real.table.rows, strict=True):
         assert [held.bytes for held in ours.held] == [held.bytes for held in theirs.held]
         assert [cost.flops for cost in plan.table.kinds[0].costs] == [cost.flops for cost in real.table.kinds[0].costs]
@@ -234,7 +191,7 @@ def test_on_the_meta_device_matmuls_are_what_counts() -> None:
 
 def test_a_copy_keeps_the_modes_and_not_the_stores() -> None:
     model, x = model_of("llama"), ids()
-    plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
+    plan = ckptkern.plan(model, x, saved="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
     for row in plan.table.rows:
         row.segment.set(Strategy("full", plan.table.rows[0].strategies[-1].store))
     other = copy.deepcopy(model)
@@ -245,7 +202,7 @@ def test_a_copy_keeps_the_modes_and_not_the_stores() -> None:
 def test_under_autocast() -> None:
     model, x = model_of("llama").train(), ids()
     with torch.autocast("cpu", torch.bfloat16):
-        plan = ckptkern.plan(model, x, budget="1GiB")
+        plan = ckptkern.plan(model, x, saved="1GiB")
         for row in plan.table.rows:
             row.segment.set(Strategy("full"))
         chosen = plan.table.uniform("full")
@@ -264,7 +221,7 @@ def test_a_weight_that_autocast_casts_once_for_two_regions() -> None:
     model[2][0].weight = model[1][0].weight
     x = torch.randn(4, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        plan = ckptkern.plan(model, x, budget="1GiB", exclude="0")
+        plan = ckptkern.plan(model, x, saved="1GiB", exclude="0")
         for row in plan.table.rows:
             row.segment.set(Strategy("none"))
         with memory.saved_tensors(model) as found:
@@ -284,7 +241,7 @@ def test_the_plan_follows_the_room_on_the_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ckptkern.Plan, "cost_of", lambda self, row, strategy: self.table.cost(row, strategy).flops)
     model, x = model_of("llama"), ids()
     gradients = sum(p.nbytes for p in model.parameters())
-    plan = ckptkern.plan(model, x, budget=20_000, adapt=True)
+    plan = ckptkern.plan(model, x, saved=20_000, adapt=True)
     assert plan.budget == 20_000
     roomy = plan.saved
 
@@ -346,7 +303,7 @@ def test_wrong_arguments(arguments: tuple, options: dict, kind: type, message: s
     with pytest.raises(kind, match=message):
         ckptkern.plan(model_of("llama"), *arguments, **options)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
-        ckptkern.plan(3, ids(), budget=10)
+        ckptkern.plan(3, ids(), saved=10)
 
 
 def test_a_compiled_model_is_refused() -> None:
@@ -365,7 +322,7 @@ def test_a_strategy_in_which_one_region_does_not_fit(monkeypatch: pytest.MonkeyP
         return run(module, call, *seeds)
 
     monkeypatch.setattr(measure, "step", step)
-    plan = ckptkern.plan(model_of("llama"), ids(), budget="1GiB", stores=[ckptkern.storage.offload()])
+    plan = ckptkern.plan(model_of("llama"), ids(), saved="1GiB", stores=[ckptkern.storage.offload()])
     assert not any(str(strategy).startswith("none") for strategy in plan.strategies.values())
     assert plan.cost < float("inf")
     assert "does not fit" in str(plan)
@@ -376,7 +333,7 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.modules["ckptkern.planning.plan"], "missing", lambda *packages: "scipy is not installed: pip install scipy"
     )
     with pytest.raises(ImportError, match="scipy is not installed"):
-        ckptkern.plan(model_of("llama"), ids(), budget=10)
+        ckptkern.plan(model_of("llama"), ids(), saved=10)
 
 
 # -- two ranks
@@ -385,7 +342,7 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
 def _check_ranks(rank: int) -> None:
     model = model_of("llama")
     many = torch.cat([ids(seed) for seed in range(1 + rank)])  # the second rank has more samples
-    plan = ckptkern.plan(model, many, budget=45_000)
+    plan = ckptkern.plan(model, many, saved=45_000)
     strategies = [{name: str(strategy) for name, strategy in plan.strategies.items()}]
     theirs: list = [None, None]
     torch.distributed.all_gather_object(theirs, (strategies, plan.saved, plan.cost))
@@ -401,9 +358,9 @@ def _check_ranks(rank: int) -> None:
     with pytest.raises(
         (ArithmeticError, RuntimeError), match=r"no" if rank else r"rank 1 of the group failed with .*no"
     ):
-        ckptkern.plan(Fails() if rank else nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), budget=10)
+        ckptkern.plan(Fails() if rank else nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), saved=10)
     with pytest.raises(RuntimeError, match="has other regions"):
-        ckptkern.plan(model_of("gpt" if rank else "llama"), ids(), budget="1GiB")
+        ckptkern.plan(model_of("gpt" if rank else "llama"), ids(), saved="1GiB")
     # the room of the rank that has least
     assert agree.least_of(10 + rank, torch.device("cpu"), None) == 10
 

@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_the_report_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out, figure = tmp_path / "rows.csv", tmp_path / "memory.png"
-    given = ["report", f"{file}:build", "--csv", str(out), "--figure", str(figure), "--budget", "256B"]
+    given = ["report", f"{file}:build", "--csv", str(out), "--figure", str(figure), "--saved", "256B"]
     assert main(given) == 0
     text = capsys.readouterr().out
     assert "eager PyTorch" in text
@@ -49,7 +49,8 @@ def test_the_report_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.
     [
         ("model.py", [], "wanted FILE:FUNCTION but got 'model.py'"),
         ("{file}:alone", [], "must return (model, inputs), to measure with"),
-        ("{file}:build", ["--budget", "1B"], "wanted at most 1 B (1 bytes) saved for backward, but the least"),
+        ("{file}:build", ["--saved", "1B"], "wanted at most 1 B (1 bytes) saved for backward, but the least"),
+        ("{file}:build", ["--budget", "1B"], "wanted a step of at most 1 B (1 bytes), but the least"),
         ("{file}:build", ["--budget", "some"], "budget must be a number of bytes, or a size such as"),
     ],
 )

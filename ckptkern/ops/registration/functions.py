@@ -13,6 +13,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
@@ -49,6 +52,26 @@ _WRAPPED, _MAIN_GRAD = int(Observed.WRAPPED), int(Observed.MAIN_GRAD)
 def _traced(x: Tensor) -> bool:
     """Does x stand for others: of a graph that is compiled, or of a batch?"""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(x)
+
+
+class _Bodies:
+    """Are ops run as their bodies, whatever observes them? Process-wide: backward has threads of its own."""
+
+    seen = False
+
+
+@contextlib.contextmanager
+def bodies_seen() -> Iterator[None]:
+    """Inside, a dispatch mode sees what an op's body calls, and not the library op around it."""
+    before, _Bodies.seen = _Bodies.seen, True
+    try:
+        yield
+    finally:
+        _Bodies.seen = before
+
+
+def bodies_are_seen() -> bool:
+    return _Bodies.seen
 
 
 def _distinct(tensors: tuple) -> tuple:
@@ -139,7 +162,7 @@ def _gradients(registered: Registered, second_order: type):
             grads = second_order.apply(options, needs, dy, *flat)
         else:
             seen = _OBSERVED if torch.compiler.is_compiling() else state.observe((dy, *flat))
-            if not seen & _OBSERVED:
+            if not seen & _OBSERVED or (_Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED)):
                 return direct_backward(op, dy, flat, options, needs, seen)
             tensors, saved = call_of(op, flat, options)
             grads = bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs))
@@ -167,7 +190,7 @@ def _eager_function(registered: Registered, gradients) -> type:
         @staticmethod
         def forward(ctx, options, needs, *tensors):
             seen = state.observe(tensors)
-            if seen & DISPATCHED:
+            if seen & DISPATCHED and not _Bodies.seen:
                 results = call_forward(registered, tensors, options)
             else:
                 results = direct_forward(op, tensors, options, seen)

@@ -1,0 +1,107 @@
+"""ckptkern.frontier: the size that it finds trains within the budget, and the next does not."""
+
+import math
+
+import pytest
+import torch
+from planned import model_of
+from torch import Tensor, nn
+
+import ckptkern
+from ckptkern.errors import BudgetError
+from ckptkern.memory import peak_memory
+from ckptkern.planning.frontier import CLOSE, search
+from ckptkern.planning.live import step_of
+
+pytest.importorskip("scipy")
+
+
+def layers(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=48, device=device) for _ in range(3)))
+
+
+def tokens(size: int, device: str = "cpu") -> Tensor:
+    return torch.randn(1, size, 16, device=device, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "peak",
+    [
+        lambda n: 1000 + 7 * n,
+        lambda n: 1000 + 7 * n + n * n // 50,  # scores that are written out
+        lambda n: 1000 + 7 * n + 900 * -(-n // 300),  # chunks
+        lambda n: 10**6 if n > 700 else 1000 + n,
+        lambda n: math.inf if n > 700 else 1000 + n,  # out of memory
+        lambda n: 5000 + (n > 900) * 10**6,  # flat
+    ],
+)
+@pytest.mark.parametrize("budget", [2000, 6000, 50_000])
+def test_the_search_ends_beside_a_size_that_does_not_fit(budget: int, peak) -> None:
+    calls = []
+    try:
+        found, tried = search(lambda n: calls.append(n) or peak(n), budget, 4, 4, 100_000)
+    except BudgetError:
+        assert peak(4) > budget
+        return
+    assert peak(found) <= budget
+    assert found == 100_000 or any(peak(n) > budget for n in tried if found < n <= found + max(4, found // CLOSE))
+    assert set(calls) == set(tried)
+    assert len(calls) == len(tried) <= 25
+
+
+def test_it_ends_at_the_limit() -> None:
+    assert search(lambda n: n, 10**9, 64, 64, 1000)[0] == 960
+    assert search(lambda n: n, 10**9, 1, 1, 10)[0] == 10
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_longest_sequence(device: str) -> None:
+    model = layers(device)
+    found = ckptkern.frontier(model, lambda n: tokens(n, device), "1MiB", multiple=16)
+    assert found.peak <= found.budget == 2**20
+    if device == "cpu":
+        for p in model.parameters():
+            p.grad = None
+        x = tokens(found.size)
+        with peak_memory("cpu") as peak:
+            y = model.train()(x)
+            y.sum().backward()
+        assert peak.bytes <= 2**20
+    for layer in model:
+        layer.recompute = "full"
+        layer.zero_grad()
+    beyond = found.size + max(16, found.size // CLOSE)
+    assert step_of(model, (tokens(beyond, device),), {}, [], torch.device(device)).peak > 2**20
+    assert f"largest size within 1 MiB: {found.size}" in str(found)
+
+
+def test_a_model_that_is_converted_and_a_batch() -> None:
+    def batch(size: int) -> Tensor:
+        return torch.randint(0, 20, (size, 12))
+
+    model = model_of("llama")
+    found = ckptkern.frontier(model, batch, "512KiB", multiple=1, limit=64)
+    assert 1 < found.size <= 64
+    assert set(found.plan.strategies) == {"layers.0", "layers.1"}
+
+
+def test_a_budget_that_the_first_size_does_not_meet() -> None:
+    model = model_of("llama")
+    with pytest.raises(BudgetError, match="frontier: wanted a step of at most 1 B, but size 2 takes") as error:
+        ckptkern.frontier(model, lambda n: torch.randint(0, 20, (n, 12)), 1, multiple=2)
+    assert error.value.least > 1000
+    assert not any("forward" in m.__dict__ for m in model.modules()), "converted no more"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"multiple": 0}, "multiple must be a positive int, not 0"),
+        ({"limit": 1.5}, "limit must be a positive int, not 1.5"),
+        ({"budget": "much"}, "budget must be a number of bytes"),
+    ],
+)
+def test_bad_arguments(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ckptkern.frontier(layers(), tokens, **({"budget": "1MiB"} | options))
