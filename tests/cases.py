@@ -564,14 +564,18 @@ def through_export(call: Callable[[Tensors], Tensor], tensors: Tensors) -> Tenso
     class Module(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.rest = torch.nn.ParameterDict({name: t for name, t in tensors.items() if name != "x"})
+            rest = {
+                name.replace(".", "-"): t for name, t in tensors.items() if name != "x"
+            }  # torch splits names at dots
+            self.rest = torch.nn.ParameterDict(rest)
 
         def forward(self, x: Tensor) -> Tensor:
-            return call({"x": x, **self.rest})
+            return call({"x": x, **{name.replace("-", "."): t for name, t in self.rest.items()}})
 
     exported = torch.export.export(Module(), (tensors["x"],)).module()
     leaves = {"x": clone(tensors)["x"]}
-    leaves |= {name.removeprefix("rest."): parameter for name, parameter in exported.named_parameters()}
+    rest = {name.removeprefix("rest."): parameter for name, parameter in exported.named_parameters()}
+    leaves |= {name.replace("-", "."): parameter for name, parameter in rest.items()}
 
     def run(leaves: Tensors) -> Tensor:
         torch.manual_seed(SEED)
