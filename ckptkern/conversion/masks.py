@@ -70,7 +70,7 @@ def mask_function(
 
     usual = kwargs.get("mask_function", causal_mask_function) is causal_mask_function and not use_vmap
     whole = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
-    if usual and allow_is_causal_skip and whole and kwargs.get("local_size") is None:
+    if usual and allow_is_causal_skip and whole:
         if attention_mask is None:
             return None
         if attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length:

@@ -18,6 +18,8 @@ from ckptkern.conversion.binding import Segment
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function  # noqa: E402
+
 from ckptkern.conversion import masks  # noqa: E402
 
 V, S = 97, 13
@@ -106,6 +108,19 @@ def test_padding_stays_two_dimensional(name: str, masks_of_layers) -> None:
             assert set(masks_of_layers) == ({wanted} if wanted else set())
     if windowed:  # its masks are more than causal, so they are transformers' own
         assert {len(shape) for shape in masks_of_layers} == {4}
+
+
+@pytest.mark.parametrize("changes", [
+    dict(kv_length=20), dict(q_offset=3), dict(q_offset=torch.tensor(0)), dict(use_vmap=True), dict(allow_is_causal_skip=False),
+    dict(kv_offset=2), dict(mask_function=sliding_window_causal_mask_function(4), local_size=4),
+    dict(attention_mask=torch.rand(2, 4) > 0.5),
+], ids=str)  # fmt: skip
+def test_what_is_more_than_causal_is_transformers_own(changes: dict) -> None:
+    arguments = dict(batch_size=2, q_length=10, kv_length=10, attention_mask=torch.rand(2, 10) > 0.5) | changes
+    arguments["attention_mask"] = torch.nn.functional.pad(arguments["attention_mask"], (0, arguments["kv_length"] - 10))
+    assert torch.equal(masks.mask_function(**arguments), sdpa_mask(**arguments))
+    usual = dict(batch_size=2, q_length=10, kv_length=10, attention_mask=torch.rand(2, 10) > 0.5)
+    assert masks.mask_function(**usual) is usual["attention_mask"]
 
 
 def test_no_square_is_written(monkeypatch) -> None:
