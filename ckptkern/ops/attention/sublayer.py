@@ -75,7 +75,7 @@ class AttentionSublayer(Sublayer):
 
     @functools.cached_property
     def group_count(self) -> int:
-        return group_count(self.x.shape[0], self.t, self.o)
+        return group_count(self.x, self.t, self.o)
 
     def groups(self) -> Iterator[AttentionSublayer]:
         """The sublayer itself if all fits the workspace, else the sublayers of each group of heads."""
