@@ -19,6 +19,7 @@ from cases import (
 import ckptkern
 from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.ops.attention import sublayer as _sublayer
+from ckptkern.ops.registration import gradients as _gradients
 
 OPTIONS = (
     Block("slopes", Attention(slopes=(HEADS,), layout="heads", kv_heads=2)),
@@ -38,9 +39,21 @@ GROUPED = [
 @pytest.fixture(autouse=True)
 def counts(monkeypatch) -> list[int]:
     """How many groups each sublayer took."""
-    seen, count = [], _sublayer.group_count
-    monkeypatch.setattr(_sublayer, "group_count", lambda *args: seen.append(count(*args)) or seen[-1])
+    seen, division = [], _sublayer.division
+
+    def recorded(*args):
+        made = division(*args)
+        seen.append(made.groups)
+        return made
+
+    monkeypatch.setattr(_sublayer, "division", recorded)
     return seen
+
+
+@pytest.fixture
+def few_rows(monkeypatch) -> None:
+    """Chunks of rows where there are few rows: h is formed in four chunks."""
+    monkeypatch.setattr(_gradients, "CHUNK_ROWS", 4)
 
 
 def in_groups(block: Block) -> Block:
@@ -48,6 +61,7 @@ def in_groups(block: Block) -> Block:
 
 
 @pytest.mark.parametrize("block", in_turn(GROUPED) + in_turn(GROUPED, shift=1) + in_turn(GROUPED, shift=2))
+@pytest.mark.usefixtures("few_rows")
 def test_groups_change_rounding_alone(block, counts):
     tensors = block.make(torch.float64)
     whole = gradients(block.fused, tensors)
@@ -65,12 +79,30 @@ def test_groups_change_rounding_alone(block, counts):
         for one in in_turn(GROUPED, shift=shift)
     ],
 )
+@pytest.mark.usefixtures("few_rows")
 def test_gradients_are_as_exact_as_torchs(block, dtype):
     draws = [block.make(dtype, seed=seed) for seed in range(2 * DRAWS)]
     assert_as_exact(*map(joined_biases, over_draws(in_groups(block).fused, block.plain, draws)))
 
 
+def test_input_gradients_are_summed_in_float32():
+    """Over 32 groups, whose 96 terms would each be rounded to bfloat16."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"x": (64, 32), "q": (128, 32), "k": (128, 32), "v": (128, 32), "out": (32, 128)}
+    tensors = {name: torch.randn(shape, generator=draw).bfloat16().requires_grad_() for name, shape in shapes.items()}
+
+    def dx(workspace, dtype=torch.bfloat16):
+        x, *qkv, out = (t.detach().to(dtype).requires_grad_() for t in tensors.values())
+        y = ckptkern.attention_block(x, qkv, None, out, None, 32, scale=0.02, workspace=workspace)
+        return torch.autograd.grad(y, x, output_gradient(y))[0].double()
+
+    exact = dx(None, torch.float64)
+    of_groups, of_all = ((dx(workspace) - exact).norm() for workspace in (1, None))
+    assert of_groups < 1.1 * of_all
+
+
 @pytest.mark.parametrize("block", in_turn(GROUPED, ("none", "full")))
+@pytest.mark.usefixtures("few_rows")
 def test_every_level_gives_the_same_bits(block):
     """Recompute takes the groups of forward."""
     tensors = block.make(torch.bfloat16)
@@ -93,6 +125,7 @@ def test_what_is_saved_does_not_change(block):
 
 
 @pytest.mark.parametrize("name", ["llama", "crossing", "low-rank in heads", "bias of samples"])
+@pytest.mark.usefixtures("few_rows")
 def test_parts_of_a_main_grad(name):
     """Each group adds to its part of a weight's main_grad, which then has what all heads at once would add."""
     block = next(one for one in GROUPED if one.name == name).with_(recompute="full")

@@ -112,7 +112,11 @@ class Sublayer:
 
     def inputs(self) -> Tensor:
         """What the branch reads: norm(x), or x."""
-        return self.norm(self.x, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
+        return self.input_rows(self.x)
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        """What the branch reads for some rows of x."""
+        return self.norm(x, self.o.dtype) if self.leading else x.to(self.o.dtype)
 
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
