@@ -242,7 +242,8 @@ def transformer_layer(
     and key_value itself. "none" and "selective" save these of both attentions. A pair of modes, of the attentions and of the
     MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is "selective" with what passes
     between the sublayers saved, ("full", "none") recomputes attention alone.
-    workspace: bytes of transient memory of each sublayer, as in attention_block and mlp_block. Raises as the two blocks do.
+    workspace: bytes of transient memory of each sublayer, as in attention_block and mlp_block; beside them are, in backward, o
+    and what passes between the sublayers. Raises as the two blocks do.
     """
     op = "transformer_layer"
     check_arguments(op, "attention_arguments", attention_arguments, *ATTENTION_ARGUMENTS)

@@ -3,8 +3,14 @@ attention sublayer fits the workspace."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from torch import Tensor
+
 from ... import eager
+from ..registration.gradients import token_chunks
 from ..registration.rows import row_count
+from ..sublayer.residual import has_trailing_norm
 from .tensors import AttentionOptions, AttentionTensors, head_dim, in_group, over_all_heads
 
 
@@ -34,19 +40,35 @@ def group_of(
     return t, o._replace(num_heads=H, num_kv_heads=o.num_kv_heads // count), core
 
 
-def group_count(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
-    """The fewest equal groups of kv heads of which each fits the workspace, for `rows` rows of x; at most one for each kv head.
+class Division(NamedTuple):
+    """How a sublayer is computed: in equal groups of heads, and from h in chunks [start, stop) of its rows; one chunk is held
+    from group to group, several are formed again in each."""
 
-    A norm over all heads takes one group. Without a workspace one, so that no comparison depends on symbolic sizes.
+    groups: int
+    chunks: list[tuple[int, int]]
+
+
+def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
+    """The fewest groups of which each fits the workspace, for x [tokens, d]; at most one for each kv head.
+
+    If h does not fit beside a group of one kv head, it is formed in chunks. A norm over all heads takes one group. Without a
+    workspace there is one of both, so that no comparison depends on symbolic sizes.
     """
-    D = head_dim(t, o)
-    if o.workspace is None or over_all_heads(t.q_norm, D) or over_all_heads(t.k_norm, D):
-        return 1
-    bytes_ = sublayer_bytes(rows, t, o)
-    if bytes_ <= o.workspace:
-        return 1
-    counts = [n for n in range(1, o.num_kv_heads + 1) if o.num_kv_heads % n == 0 and _cuts(n, D, t, o)]
-    return next((n for n in counts if bytes_ <= o.workspace * n), counts[-1])
+    D, whole = head_dim(t, o), [(0, x.shape[0])]
+    if o.workspace is None:
+        return Division(1, whole)
+    (h, others), bytes_ = bytes_beside(x, t, o), bytes_of_heads(x.shape[0], t, o)
+    if bytes_ + h + others <= o.workspace:
+        return Division(1, whole)
+    all_heads = over_all_heads(t.q_norm, D) or over_all_heads(t.k_norm, D)
+    limit = 1 if all_heads else o.num_kv_heads
+    counts = [n for n in range(1, limit + 1) if o.num_kv_heads % n == 0 and _cuts(n, D, t, o)]
+    rows = token_chunks(x.shape[0], h * 4 // max(x.shape[0], 1), o.workspace // 4)  # beside what a norm holds
+    for beside, chunks in ((h + others, whole), (others, rows)):
+        for n in counts:
+            if bytes_ <= (o.workspace - beside) * n:
+                return Division(n, chunks)
+    return Division(counts[-1], chunks)
 
 
 def _cuts(count: int, D: int, t: AttentionTensors, o: AttentionOptions) -> bool:
@@ -55,9 +77,37 @@ def _cuts(count: int, D: int, t: AttentionTensors, o: AttentionOptions) -> bool:
     return count == 1 or not drops or o.backend == "eager" or o.num_heads // count * D % 32 == 0
 
 
-def sublayer_bytes(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
-    """Of what is transient of all heads in backward: q, k, v and their gradients, before and after rotation, o and do."""
-    D = head_dim(t, o)
+def bytes_beside(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[int, int]:
+    """Of the transient rows of all heads: (h; o in forward, if it is not saved, or in backward the gradients of h and of the
+    branch's result, as far as they are not those of x and y)."""
+    (rows, d), (e, width), size, cast = x.shape, t.wo.shape, o.dtype.itemsize, x.dtype != o.dtype
+    h = d * size if cast or (o.norm and o.norm_first) else 0
+    trailing = has_trailing_norm(o)
+    changed = (
+        cast or trailing or o.resid_p or o.path_p or o.post_norm or o.branch_factor != 1.0 or t.layer_scale is not None
+    )
+    df = e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
+    dh = 4 * d if size < 4 else d * size if cast else 0
+    return rows * h, rows * max(width * size if o.recompute == "full" else 0, df + dh)
+
+
+def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
+    """Of what is transient of all heads at once, in the pass that takes more.
+
+    Both form q, k, v, rotated copies of q and k if they are not rotated in place, and o. Backward has do, dq, dk and dv, the
+    buffer of all three if they are not what the projections read, and the temporaries of PyTorch ops.
+    """
+    D, size, eagerly = head_dim(t, o), o.dtype.itemsize, o.backend == "eager"
     key_value_rows = rows if t.key_value is None else row_count(t.key_value)
     q, kv = rows * o.num_heads * D, key_value_rows * o.num_kv_heads * D
-    return (3 * (q + 2 * kv) + 2 * q) * o.dtype.itemsize
+    qkv = q + 2 * kv
+    raw = 0 if o.recompute == "none" else qkv
+    copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
+    grads = qkv if not eagerly or o.num_heads == o.num_kv_heads else 3 * q
+    repeated = grads - qkv and 2 * q  # torch's attention on a CPU has as many heads of k and v as of q
+    core = raw + copies + repeated + 3 * q + grads
+    rotated = (raw if t.q_norm is not None else 0) + 2 * qkv
+    temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)
+    copied = 4 * q if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
+    of_rows = 3 * 4 * rows * o.num_heads  # lse, and delta twice
+    return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows

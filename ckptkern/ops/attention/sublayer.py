@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ..registration.gradients import PartGrads, add_matmul
+from ..registration.gradients import PartGrads, WeightGrad, add_matmul
 from ..registration.needs import needed_names
 from ..registration.rows import rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of
-from ..sublayer.residual import Sublayer, after_branch, reads_branch
+from ..sublayer.residual import Sublayer, reads_branch
 from .core import CoreOptions, CoreTensors, attend, attention_grads, core_of
-from .groups import group_count, group_of
+from .gradients import behind_core, core_needs, reads_core
+from .groups import Division, division, group_of
 from .masks import merged_mask
 from .rotary import positions_of, rotary_tables
 from .tensors import (
@@ -74,8 +75,12 @@ class AttentionSublayer(Sublayer):
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
 
     @functools.cached_property
+    def division(self) -> Division:
+        return division(self.x, self.t, self.o)
+
+    @property
     def group_count(self) -> int:
-        return group_count(self.x.shape[0], self.t, self.o)
+        return self.division.groups
 
     def groups(self) -> Iterator[AttentionSublayer]:
         """The sublayer itself if all fits the workspace, else the sublayers of each group of heads."""
@@ -91,6 +96,7 @@ class AttentionSublayer(Sublayer):
             t = t._replace(key_value=self.key_value.view(t.key_value.shape))
         made = AttentionSublayer(self.x.view(*self.lead, self.x.shape[1]), t, o, shares=self.shares)
         made.index, made.count, made.core, made.angles = index, count, core, self.angles
+        made.division = self.division
         made.projections = projections(self.t, self.o, index, count)
         return made
 
@@ -141,15 +147,31 @@ class AttentionSublayer(Sublayer):
             yield part, block[:, start : start + width]
             starts[part.of_key_value] += width
 
-    def project(self, h: Tensor) -> Tensor:
+    def held_inputs(self) -> Tensor | None:
+        """h, if it fits the workspace beside a group."""
+        return self.inputs() if len(self.division.chunks) == 1 else None
+
+    def read(self, h: Tensor | None, of_key_value: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """(their place, rows) of what projections read: of h, formed a chunk at a time unless it is held, or of key_value."""
+        if of_key_value:
+            yield slice(None), self.key_value
+        elif h is not None:
+            yield slice(None), h
+        else:
+            for start, stop in self.division.chunks:
+                yield slice(start, stop), self.input_rows(self.x[start:stop])
+
+    def project(self, h: Tensor | None) -> Tensor:
         """q, k and v: all weights write into one buffer, none is copied."""
-        qkv = h.new_empty(projected_shape(self.B, self.S, self.t, self.o))
-        for part, out in self.parts(qkv):
-            rows = self.key_value if part.of_key_value else h
-            w, b = self.cast(part.weight, last=False), self.cast(part.bias)
-            torch.mm(rows, w.t(), out=out) if b is None else torch.addmm(b, rows, w.t(), out=out)
-            if (pair := self.update(part)) is not None:
-                pair.add(self.p, out, rows)
+        qkv = self.x.new_empty(projected_shape(self.B, self.S, self.t, self.o), dtype=self.o.dtype)
+        for of_key_value in (False, True):
+            parts = [(*one, self.update(one[0])) for one in self.parts(qkv) if one[0].of_key_value == of_key_value]
+            parts = [(self.cast(part.weight, last=False), self.cast(part.bias), *others) for part, *others in parts]
+            for place, rows in self.read(h, of_key_value) if parts else ():
+                for w, b, out, pair in parts:
+                    eager.linear(rows, w, b, out=out[place])
+                    if pair is not None:
+                        pair.add(self.p, out[place], rows, place.start or 0)
         return qkv
 
     def split(self, qkv: Tensor, index: int = 0, count: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,13 +236,14 @@ class AttentionSublayer(Sublayer):
 
     def attend(self, save_raw: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """(out, lse, qkv): o and lse of the core, and the projections if `save_raw`, raw then."""
-        h = self.inputs()
+        h = self.held_inputs()
         if self.group_count == 1:
             qkv = self.project(h)
             out, lse, _ = attend(self.p, *self.heads(self.split(qkv), save_raw), self.core)
             return out, lse, qkv
         qkv = self.project(h) if save_raw else None
-        out = eager.empty_heads(h.new_empty(()).expand(self.B, self.o.num_heads, self.S, self.D))
+        heads = self.x.new_empty((), dtype=self.o.dtype).expand(self.B, self.o.num_heads, self.S, self.D)
+        out = eager.empty_heads(heads)
         lse = None
         for group in self.groups():
             heads = group.heads(group.raw(h, self, qkv), save_raw)
@@ -231,7 +254,7 @@ class AttentionSublayer(Sublayer):
             lse_part.copy_(of_group)
         return out, lse, qkv
 
-    def raw(self, h: Tensor, whole: AttentionSublayer, qkv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def raw(self, h: Tensor | None, whole: AttentionSublayer, qkv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """This group's projections [B, S, heads, D]: of qkv, which holds all heads', if it was saved."""
         return self.split(self.project(h)) if qkv is None else whole.split(qkv, self.index, self.count)
 
@@ -263,37 +286,39 @@ class AttentionSublayer(Sublayer):
             self.update(part).add_input_gradient(self.p, du, total)
         return total
 
-    def add_weight_gradients(
-        self,
-        part: Projection,
-        d: Tensor,
-        du: Tensor | None,
-        rows: Tensor | None,
-        need: Collection[str],
-        grads: PartGrads,
-    ) -> None:
-        """Of a projection's weight, bias and low-rank update, from the gradient d of its result and the rows it reads."""
-        (w, b), of_update = (f"w{part.letter}", f"b{part.letter}"), names_of(part.letter)
-        place, of_out = part.rows, part.letter == "o"
+    def weight_sums(
+        self, part: Projection, need: Collection[str], grads: PartGrads, chunks: int = 1
+    ) -> dict[str, WeightGrad]:
+        """What sums the needed gradients of a projection's weight and low-rank update, over chunks of rows."""
+        of_update, place, of_out = names_of(part.letter), part.rows, part.letter == "o"
         if of_out and self.count > 1:
             place = slice(None), slice(self.index * self.width, (self.index + 1) * self.width)
-        if w in need:
-            grad = grads.of_weight(w, place)
-            grad.add(d, rows)
-            grads.written(w, grad)
-        if b in need and not (of_out and self.index):  # the output's bias is all groups'
-            grads.put(b, eager.column_sum(d, part.bias.dtype), None if of_out else place)
-        if need.isdisjoint(of_update):
-            return
-        shared = of_update[of_out]  # the other one is cut as the weight is
-        sums = {
-            name: grads.sum_of(name) if place is None or name == shared else grads.of_weight(name, place)
-            for name in of_update if name in need
+        shared = of_update[of_out]  # which all groups read; the other one is cut as the weight is
+        return {
+            name: grads.sum_of(name) if name == shared else grads.of_weight(name, place, chunks)
+            for name in (f"w{part.letter}", *of_update) if name in need
         }  # fmt: skip
-        self.update(part).add_gradients(self.p, d, du, rows, *map(sums.get, of_update))
-        for name, grad in sums.items():
-            if name not in grads.sums:
-                grads.written(name, grad)
+
+    def add_to_sums(
+        self, sums: dict[str, WeightGrad], part: Projection, d: Tensor, du: Tensor | None, rows: Tensor, start: int = 0
+    ) -> None:
+        """From the gradient d of a projection's result and the rows, from `start` on, that it reads."""
+        of_update = tuple(map(sums.get, names_of(part.letter)))
+        if (of_weight := sums.get(f"w{part.letter}")) is not None:
+            of_weight.add(d, rows)
+        if of_update != (None, None):
+            self.update(part).add_gradients(self.p, d, du, rows, *of_update, start)
+
+    def add_out_gradients(
+        self, df: Tensor, du: Tensor | None, out: Tensor | None, need: Collection[str], grads: PartGrads
+    ) -> None:
+        """Adds those of the output projection, from the gradient of the branch's result and o."""
+        part = out_projection(self.t)
+        if "bo" in need and not self.index:  # all groups'
+            grads.grads["bo"] = eager.column_sum(df, part.bias.dtype)
+        if sums := self.weight_sums(part, need, grads):
+            self.add_to_sums(sums, part, df, du, self.out_rows(out))
+            grads.written(sums)
 
     def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """(dqkv of `projected_shape`, the places of dq, dk, dv in it)."""
@@ -357,26 +382,29 @@ class AttentionSublayer(Sublayer):
             grads.put(name, grad, (slice(None),) * dim + (slice(first, first + grad.shape[dim]),))
 
     def add_projection_gradients(
-        self,
-        ds: list[Tensor | None],
-        h: Tensor,
-        need: Collection[str],
-        grads: PartGrads,
+        self, ds: list[Tensor | None], h: Tensor | None, need: Collection[str], grads: PartGrads,
         totals: dict[bool, Tensor | None],
-    ) -> None:
-        """Adds those of the projections' weights and biases, and of h and key_value in `totals`, from those of their results.
-
-        ds: is emptied.
-        """
-        inputs = {False: (h, self.needs_dh(need)), True: (self.key_value, "key_value" in need)}
-        for part in self.projections:
-            d, (rows, wanted) = ds.pop(0), inputs[part.of_key_value]
+    ) -> None:  # fmt: skip
+        """Adds those of the projections' weights and biases, and in `totals` of h and key_value, from those of results."""
+        wanted = {False: self.needs_dh(need), True: "key_value" in need}
+        formed: dict[bool, list] = {False: [], True: []}
+        for part, d in zip(self.projections, ds, strict=True):
             if d is None:
                 continue
-            du = self.inner_gradient(part, d, need, wanted)
-            self.add_weight_gradients(part, d, du, rows, need, grads)
-            if wanted:
+            reads_input, chunks = wanted[part.of_key_value], 1 if h is not None else len(self.division.chunks)
+            du = self.inner_gradient(part, d, need, reads_input)
+            if (name := f"b{part.letter}") in need:
+                grads.put(name, eager.column_sum(d, part.bias.dtype), part.rows)
+            if sums := self.weight_sums(part, need, grads, 1 if part.of_key_value else chunks):
+                formed[part.of_key_value].append((sums, part, d, du))
+            if reads_input:
                 totals[part.of_key_value] = self.add_input_gradient(part, d, du, totals[part.of_key_value])
+        for of_key_value, parts in formed.items():
+            for place, rows in self.read(h, of_key_value) if parts else ():
+                for sums, part, d, du in parts:
+                    self.add_to_sums(sums, part, d[place], du if du is None else du[place], rows, place.start or 0)
+            for sums, *_ in parts:
+                grads.written(sums)
 
     def add_gradients(
         self, whole: AttentionSublayer, h: Tensor | None, df: Tensor, du: Tensor | None, saved: dict[str, Tensor | None],
@@ -394,16 +422,15 @@ class AttentionSublayer(Sublayer):
             raw = self.raw(h, whole, qkv)
             heads = self.heads(raw, save_raw=qkv is not None or t.q_norm is not None)
         do = delta = None
-        last = out_projection(t)
         if inner:
-            do = self.add_input_gradient(last, df, du, None)
+            do = self.add_input_gradient(out_projection(t), df, du, None)
             do = do.view(self.B, self.S, o.num_heads, self.D).transpose(1, 2)
         if recomputed:
             out, lse, delta = attend(self.p, *heads, self.core, do)
         elif out is not None and self.count > 1:
             out, lse = in_group((out, lse), self.index, self.count, 1)
             lse = lse.clone(memory_format=torch.contiguous_format)  # at an address as aligned as that of all
-        self.add_weight_gradients(last, df, du, self.out_rows(out) if reads_core(need) else None, need, grads)
+        self.add_out_gradients(df, du, out, need, grads)
         if inner:
             made, buffer = self.core_gradients(heads, do, out, lse, delta, inner, grads)
             heads = do = out = lse = delta = None
@@ -425,31 +452,6 @@ def attention_sublayer(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> t
     return sublayer.output(sublayer.branch(out)), {"out": out, "lse": lse, "qkv": qkv}
 
 
-OF_OUTPUT = frozenset(("wo", "bo", *names_of("o")))
-
-
-def behind_core(need: Collection[str], o: AttentionOptions) -> set[str]:
-    """The inputs whose gradients come through the core."""
-    return set(need) - OF_OUTPUT - after_branch(o)
-
-
-def reads_core(need: Collection[str]) -> bool:
-    """Are there gradients of what reads o?"""
-    return not OF_OUTPUT.isdisjoint(need - {"bo"})
-
-
-def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]:
-    """(need dq, need dk and dv) for the gradients of `inner`."""
-    inner = set(inner) - {"mask"}
-    behind_q, of_q = {"q_norm", "q_norm_bias"}, {"wq", "bq", *names_of("q")}
-    packed, read_by_q = of_q if t.wk is None else set(), {"x", "norm_weight", "norm_bias"}
-    behind_both = packed if t.key_value is not None else packed | read_by_q
-    behind_q |= (of_q | read_by_q) - behind_both
-    if behind_both & inner:
-        return True, True
-    return bool(behind_q & inner), bool(inner - behind_q)
-
-
 def attention_sublayer_backward(
     dy: Tensor, sublayer: AttentionSublayer, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
 ) -> dict[str, Tensor | None]:
@@ -467,8 +469,8 @@ def attention_sublayer_backward(
         f = sublayer.branch(saved["out"])
     dy, df, grads = sublayer.branch_gradients(dy, f, need)
     f = None
-    h = sublayer.inputs() if inner or (saved.get("out") is None and reads_core(need)) else None
-    parts, totals = PartGrads(t, sublayer.group_count), {False: None, True: None}
+    h = sublayer.held_inputs() if inner or (saved.get("out") is None and reads_core(need)) else None
+    parts, totals = PartGrads(t, sublayer.group_count * len(sublayer.division.chunks)), {False: None, True: None}
     du = sublayer.inner_gradient(out_projection(t), df, need, bool(inner))
     for group in sublayer.groups():
         group.add_gradients(sublayer, h, df, du, saved, need, parts, totals)

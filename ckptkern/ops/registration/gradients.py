@@ -167,7 +167,7 @@ class WeightGrad:
         """a [m, N], b [m, K] -> total [N, K]."""
         sums = self.chunks > 1 or self.main is not None
         wide = sums or (a.dtype != self.dtype if a.is_cuda else a.is_cpu and upcasts(a.dtype))
-        if self.into is not None and not wide and a.dtype == self.dtype:
+        if self.total is None and self.into is not None and not wide and a.dtype == self.dtype:
             self.total = torch.mm(a.t(), b, out=self.into)
         else:
             self.total = add_matmul(self.total, a.t(), b, wide=wide)
@@ -224,15 +224,18 @@ class PartGrads:
             self.grads[name] = parameter.new_empty(parameter.shape)
         return self.grads[name]
 
-    def of_weight(self, name: str, place: Place | None) -> WeightGrad:
-        """What sums the gradient of the weight's part; `written` when it is complete."""
+    def of_weight(self, name: str, place: Place | None, chunks: int = 1) -> WeightGrad:
+        """What sums the gradient of the weight's part over chunks; `written` when it is complete."""
         weight = getattr(self.t, name)
         into = None if place is None or main_grad_of(weight) is not None else self.whole(name)
-        return WeightGrad(weight, 1, place=place, into=into)
+        return WeightGrad(weight, chunks, place=place, into=into)
 
-    def written(self, name: str, grad: WeightGrad) -> None:
-        result = grad.result()
-        self.grads[name] = result if grad.into is None else self.grads[name]
+    def written(self, sums: dict[str, WeightGrad]) -> None:
+        """Of these, those that nothing more is added to."""
+        for name, grad in sums.items():
+            if name not in self.sums:
+                result = grad.result()
+                self.grads[name] = result if grad.into is None else self.grads[name]
 
     def sum_of(self, name: str) -> WeightGrad:
         """What sums the gradient of a weight that all parts read."""

@@ -85,10 +85,13 @@ class Sublayer:
         return name in need and (self.is_part or getattr(self.t, name).dtype)
 
     def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have."""
-        if self.o.backend != "eager":
+        """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have.
+
+        Most of the workspace is for what is alive beside them.
+        """
+        if self.o.backend != "eager" or self.o.workspace is None:
             return [(0, x.shape[0])]
-        return token_chunks(x.shape[0], NORM_TENSORS * x.shape[1] * max(x.element_size(), 4), self.o.workspace)
+        return token_chunks(x.shape[0], NORM_TENSORS * x.shape[1] * max(x.element_size(), 4), self.o.workspace // 4)
 
     def norm_fwd(self, x: Tensor, weight, bias, eps: float, kind: str, dtype: torch.dtype) -> Tensor:
         chunks = self.norm_chunks(x)
@@ -122,7 +125,11 @@ class Sublayer:
 
     def inputs(self) -> Tensor:
         """What the branch reads: norm(x), or x."""
-        return self.norm(self.x, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
+        return self.input_rows(self.x)
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        """What the branch reads for some rows of x."""
+        return self.norm(x, self.o.dtype) if self.leading else x.to(self.o.dtype)
 
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
