@@ -241,6 +241,15 @@ def room(model: nn.Module, table: Table, workspace: int, group: dist.ProcessGrou
     return least_of(memory.free_memory(table.device) - gradients - workspace, table.device, group)
 
 
+def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.ProcessGroup | None) -> int:
+    """Bytes on the device for what a plan bounds: all that a step allocates, or what it saves."""
+    if by_peak:
+        return least_of(memory.free_memory(table.device), table.device, group)
+    if table.device.type == "meta":
+        raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
+    return room(model, table, max(table.workspaces(table.uniform("full")), default=0), group)
+
+
 def bytes_of(budget: int | str) -> int:
     size = memory.parse_size(budget) if isinstance(budget, str) else budget
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -305,12 +314,10 @@ def plan(
     region are its modes; those of a layer also a mode for each sublayer, such as "full/none"; and each of them with
     what is saved going to one of `stores`.
 
-    What is measured: saved bytes of every region, exactly, by forwards of the model that hold nothing; time, matmuls and
-    how far memory rises in forward and backward of one region of each kind, alone; and, for `budget`, one step with all
-    regions at "full". From these the peak of every choice is predicted. The choice is the optimum of an integer programme
-    (SciPy's milp) under a bound of saved bytes, which is bisected until the predicted peak meets the budget. Then a step of the
-    choice is measured; if it is above the budget, another is chosen. So a plan that is returned was held to its budget. Of
-    regions that are alike, the first are recomputed and the last save most, which peaks lowest.
+    Measures saved bytes of every region, exactly; time, matmuls and transient memory of one region of each kind, alone; and,
+    for `budget`, one step with all regions at "full", from which it predicts the peak of every choice. The choice is the
+    optimum of an integer programme (SciPy's milp). A step of it is then measured, and another is chosen if that is above the
+    budget. Of regions that are alike, the first are recomputed and the last save most, which peaks lowest.
 
     example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
     around the call of plan. If the output has a `loss`, that is differentiated, else the sum of its floating-point tensors:
@@ -357,15 +364,8 @@ def plan(
                 shown("a step as planned")
                 return stepped(found, model, example_inputs, example_kwargs, chosen)
 
-            if by_peak:
-                if adapt:
-                    limit = min(limit, least_of(memory.free_memory(found.device), found.device, group))
-            elif adapt or given is None:
-                if found.device.type == "meta":
-                    raise ValueError(
-                        "plan: the model is on the meta device, which has no memory to fill: wanted a budget"
-                    )
-                limit = min(limit, room(model, found, max(found.workspaces(found.uniform("full")), default=0), group))
+            if adapt or given is None:
+                limit = min(limit, room_for_step(model, found, by_peak, group))
             made = Plan(model, found, int(limit), group, run if by_peak else None)
     except BaseException:
         if had_none:

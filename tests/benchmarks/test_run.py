@@ -447,7 +447,7 @@ def test_trade_names_the_strategy_that_failed(monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr(trade.measure, "cpu_clock", clock)
-    with pytest.raises(RuntimeError, match="plain: MemoryError: no room; 2: "):
+    with pytest.raises(RuntimeError, match="eager: MemoryError: no room; 2: "):
         trade.run(torch.device("cpu"), 16, 64, 1)
 
 
