@@ -196,13 +196,13 @@ def test_a_forward_of_its_own_stays_and_an_error_leaves_the_module_as_it_was():
 def test_main_grad():
     torch.manual_seed(0)
     fn, x = ckptkern.nn.MLP(WIDTH, 4 * WIDTH, recompute="full").bfloat16(), tokens(dtype=torch.bfloat16)
-    twin = copy.deepcopy(fn)
-    for module in (fn, twin):
+    copied = copy.deepcopy(fn)
+    for module in (fn, copied):
         for p in module.parameters():
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
     tiled(fn, x, 5).float().sum().backward()
-    twin(x).float().sum().backward()
-    for ours, theirs in zip(fn.parameters(), twin.parameters(), strict=True):
+    copied(x).float().sum().backward()
+    for ours, theirs in zip(fn.parameters(), copied.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None) == (theirs.dim() == 2)
         ours, theirs = (p.main_grad if p.grad is None else p.grad.float() for p in (ours, theirs))
         assert (ours - theirs).abs().max() < 2e-2 * theirs.abs().max()

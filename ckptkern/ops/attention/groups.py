@@ -103,8 +103,9 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     qkv = q + 2 * kv
     raw = 0 if o.recompute == "none" else qkv
     copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
-    grads = qkv if not eagerly or o.num_heads == o.num_kv_heads else 3 * q
-    repeated = grads - qkv and 2 * q  # torch's attention on a CPU has as many heads of k and v as of q
+    # torch's attention on a CPU has as many heads of k and v as of q, and their gradients are summed
+    repeats = eagerly and o.num_heads != o.num_kv_heads
+    grads, repeated = (3 * q + 2 * kv, 2 * q) if repeats else (qkv, 0)
     core = raw + copies + repeated + 3 * q + grads
     rotated = (raw if t.q_norm is not None else 0) + 2 * qkv
     temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)

@@ -47,9 +47,10 @@ def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor 
 
 def sublayer_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
     mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
+    workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
     options = CoreOptions(
         o.dropout_p, o.scale, o.left, o.right, o.max_len, o.max_len, o.backend, o.precision, o.fused, o.softcap, o.first_plane,
-        o.planes, o.workspace,
+        o.planes, workspace,
     )  # fmt: skip
     return core_of(CoreTensors(mask, t.slopes, t.rng, t.cu, t.cu), options)
 
