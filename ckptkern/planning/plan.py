@@ -321,9 +321,8 @@ def plan(
 
     example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
     around the call of plan. If the output has a `loss`, that is differentiated, else the sum of its floating-point tensors:
-    give labels, so that the LM head and loss are in the step. On meta tensors the matmuls take the place of the time, and
-    peaks are counted: of tensors that come and go, ours by the PyTorch backend. The random states, buffers and modes are
-    afterwards as before.
+    give labels, so that the LM head and loss are in the step. On meta tensors FLOPs of matmuls replace times, and peaks are
+    counted. The random states, buffers and modes are afterwards as before.
     budget: bytes that a step may allocate beyond what is there when it begins, at every point of it: saved tensors,
     transients, and the gradients that are not there yet. An int, or a size such as "20GiB".
     saved: instead of budget, bytes that the forward may save for backward, besides parameters and buffers. With neither of
@@ -343,8 +342,7 @@ def plan(
     check_keywords("plan", plan, model, example_kwargs)
     if hint := missing("scipy"):
         raise ImportError(f"plan: {hint}")
-    stores = list(stores)
-    check_stores(stores)
+    check_stores(stores := list(stores))
     if budget is not None and saved is not None:
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
     given, by_peak = (saved, False) if budget is None else (budget, True)
