@@ -60,12 +60,27 @@ def _flash_bwd(do, q, k, v, o, lse, causal, scale):
     )
 
 
+def _cpu_fwd(q, k, v, causal, scale):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
+    all_k, all_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, all_k, all_v, o, lse, 0.0, causal, scale=scale
+    )
+    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
+
+
 FUSED = {
     "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd),
     "flash": FusedAttention(
         lambda q, k, v, causal, scale: _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2],
         _flash_bwd,
     ),
+    # of tensors on the meta device, where only what is allocated counts
+    "cpu": FusedAttention(_cpu_fwd, _cpu_bwd),
 }
 
 

@@ -27,15 +27,15 @@ class _WeightSum:
 
     def __init__(self, p, weight: Tensor, chunks: int, precision: str):
         self.p, self.weight, self.precision, self.main = p, weight, precision, main_grad_of(weight)
-        self.adds = self.main is not None or chunks > 1
-        if self.main is not None:
-            self.out = self.main if self.main.stride(-1) == 1 else self.main.contiguous()
-        elif self.adds:
-            self.out = weight.new_zeros(weight.shape, dtype=eager.wide_of(weight.dtype))
-        else:
-            self.out = weight.new_empty(weight.shape)
+        self.adds, self.out = self.main is not None or chunks > 1, None  # made when it is first added to
 
     def add(self, a: Tensor, b: Tensor, groups: eager.Groups, gathered: str) -> None:
+        if self.out is None and self.main is not None:
+            self.out = self.main if self.main.stride(-1) == 1 else self.main.contiguous()
+        elif self.out is None and self.adds:
+            self.out = self.weight.new_zeros(self.weight.shape, dtype=eager.wide_of(self.weight.dtype))
+        elif self.out is None:
+            self.out = self.weight.new_empty(self.weight.shape)
         self.p.experts_dw(a, b, groups, self.precision, self.out, gathered=gathered, add=self.adds)
 
     def result(self) -> Tensor | None:

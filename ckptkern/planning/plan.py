@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .. import memory
 from ..conversion.calls import check_keywords
 from ..conversion.convert import Which, convert, progress, revert
 from ..conversion.report import aligned, name_of
-from ..conversion.trace import mapped
+from ..conversion.trace import leaves_of, mapped
 from ..errors import BudgetError
 from ..extras import missing
 from ..storage import Store
@@ -250,6 +251,19 @@ def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.Pro
     return room(model, table, max(table.workspaces(table.uniform("full")), default=0), group)
 
 
+@contextmanager
+def without_gradients(absent: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, these have none: a plan is for steps that begin as the one did when it was made, whenever it is made again."""
+    before = [one.grad for one in absent]
+    try:
+        for one in absent:
+            one.grad = None
+        yield
+    finally:
+        for one, grad in zip(absent, before, strict=True):
+            one.grad = grad
+
+
 def bytes_of(budget: int | str) -> int:
     size = memory.parse_size(budget) if isinstance(budget, str) else budget
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -327,23 +341,19 @@ def plan(
     transients, and the gradients that are not there yet. An int, or a size such as "20GiB".
     saved: instead of budget, bytes that the forward may save for backward, besides parameters and buffers. With neither of
     them, `saved` is what is free on the device, less gradients and workspace.
-    stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. Lossy ones change gradients: see storage.
-    adapt: plan again, from the same table, when a training step begins and the room on the device has moved by more than a
-    twentieth of the budget. At most the budget is used. Not with torch.compile, and not where forwards overlap (pipelines).
-    include, exclude: the modules that may be regions, as in convert.
-    group: the ranks that must choose alike, by default all: bytes and workspace are their largest, times their mean. All of
-    them must call plan.
+    stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. adapt: plan again, from the same table, when a
+    step begins and the room on the device has moved by a twentieth of the budget; not with torch.compile or pipelines.
+    include, exclude: as in convert. group: the ranks that must choose alike (by default all), by their largest bytes.
 
-    Raises errors.BudgetError, a ValueError with the `least` that would do, if the budget is too small; ImportError without
-    SciPy; ValueError for both budget and saved, for a model that is compiled, sharded or wrapped by DDP (plan first) or, with
-    neither, on the meta device; RuntimeError on all ranks if one failed. The model is then as before.
+    Raises errors.BudgetError with the `least` that would do; ImportError without SciPy; ValueError for both budgets, a model
+    that is compiled, sharded or wrapped by DDP or, with neither, on the meta device; RuntimeError on all ranks if one failed.
     """
     check_model("plan", model, example_inputs or example_kwargs)
     check_keywords("plan", plan, model, example_kwargs)
     if hint := missing("scipy"):
         raise ImportError(f"plan: {hint}")
     check_stores(stores := list(stores))
-    if budget is not None and saved is not None:
+    if None not in (budget, saved):
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
     given, by_peak = (saved, False) if budget is None else (budget, True)
     limit = math.inf if given is None else bytes_of(given)
@@ -353,14 +363,18 @@ def plan(
         strategies = [segment.strategies(stores) for segment in segments]
         return measure(model, example_inputs, example_kwargs, segments, strategies, shown, by_peak)
 
-    had_none = not segments_of(model)
+    had_none, leaves = not segments_of(model), leaves_of((example_inputs, example_kwargs))
+    absent = [
+        one for one in (*model.parameters(), *leaves) if isinstance(one, Tensor) and one.is_leaf and one.grad is None
+    ]
     try:
         with progress("plan") as shown:
             found = agreed(lambda: table(shown), group)
 
             def run(chosen: Sequence[int]) -> Step:
                 shown("a step as planned")
-                return stepped(found, model, example_inputs, example_kwargs, chosen)
+                with without_gradients(absent):
+                    return stepped(found, model, example_inputs, example_kwargs, chosen)
 
             if adapt or given is None:
                 limit = min(limit, room_for_step(model, found, by_peak, group))

@@ -108,7 +108,7 @@ NEAR_MISSES = {
     "does not compute": lambda: type("Clamped", (Theirs,), {"forward": clamped})(),
     "does not compute what": lambda: type("UpFirst", (Theirs,), {"forward": up_first})(),
     "does not compute what ckptkern": lambda: type("NoRouting", (Theirs,), {"forward": lambda self, x: x})(),
-    "has a forward of its own": lambda: other(forward=MethodType(up_first, Theirs())),
+    "has a forward set on the instance": lambda: other(forward=MethodType(up_first, Theirs())),
 }
 
 

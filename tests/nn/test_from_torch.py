@@ -105,9 +105,9 @@ REFUSED = {
     "two activations": (
         ours.LinearStack, sequential(fc(), nn.ReLU(), fc(), nn.SiLU()), "share one activation, but there are relu, silu",
     ),
-    "a last dropout": (ours.MLP, sequential(fc(), nn.ReLU(), fc(), nn.Dropout()), "has a 3 that is no nn.Linear: Dropout"),
-    "two activations in a row": (ours.MLP, sequential(fc(), nn.ReLU(), nn.ReLU(), fc()), "has a ReLU that is no nn.Dropout"),
-    "a dropout in evaluation": (ours.MLP, sequential(fc(), nn.ReLU(), nn.Dropout().eval(), fc()), "or another mode"),
+    "a last dropout": (ours.MLP, sequential(fc(), nn.ReLU(), fc(), nn.Dropout()), "has a 3 that is not an nn.Linear: Dropout"),
+    "two activations in a row": (ours.MLP, sequential(fc(), nn.ReLU(), nn.ReLU(), fc()), "ReLU that is not an unmodified"),
+    "a dropout in evaluation": (ours.MLP, sequential(fc(), nn.ReLU(), nn.Dropout().eval(), fc()), "has a Dropout that is not an unmodified nn.Dropout in the module's training mode"),
 }  # fmt: skip
 
 

