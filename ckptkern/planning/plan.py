@@ -253,7 +253,7 @@ def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.Pro
 
 @contextmanager
 def without_gradients(absent: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, these have none: a plan is for steps that begin as the one did when it was made, whenever it is made again."""
+    """Inside, these have none: a plan is for steps that begin as they did when plan was called."""
     before = [one.grad for one in absent]
     try:
         for one in absent:
