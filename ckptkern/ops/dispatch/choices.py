@@ -413,6 +413,10 @@ class workspace:
         _choice.workspace = self.outer
 
 
+_MODES = int(Observed.MODES)
+UNBOUNDED = 2**62  # of tensors without memory, unless a mode counts what they would take: chunks would only take time
+
+
 def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 0) -> int:
     """workspace in bytes: the given value, that of `workspace`, or the default of x's device, and on a CPU at least the float32
     sums of the weight that has most elements, `summed`, over which each chunk makes a pass."""
@@ -420,6 +424,8 @@ def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 
         return parse_bytes(op, value)
     if _choice.workspace:
         return int(_choice.workspace)
+    if x.is_meta and not torch.compiler.is_compiling() and not observe(()) & _MODES:
+        return UNBOUNDED
     return max(WORKSPACE, 4 * summed) if x.is_cpu else default_workspace(x.device.type, x.device.index)
 
 
