@@ -117,7 +117,36 @@ PyObject* observe(PyObject*, PyObject* tensors) {
   return PyLong_FromUnsignedLongLong(seen | needs << needs_shift);
 }
 
+// Is it a plain tensor of floating-point numbers, of sizes that are numbers?
+bool plain(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.is_floating_point() &&
+      !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// (x, weight, bias, in_features) -> are weight [N, in_features] and bias [N] or None plain tensors on x's device? False too for
+// what this does not judge: subclasses, symbolic sizes.
+PyObject* layer_fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 4 || !THPVariable_CheckExact(given[0]) || !THPVariable_CheckExact(given[1]) || !PyLong_CheckExact(given[3])) {
+    Py_RETURN_FALSE;
+  }
+  const auto& weight = THPVariable_Unpack(given[1]);
+  const auto device = THPVariable_Unpack(given[0]).device();
+  bool fits = plain(weight) && weight.device() == device && weight.dim() == 2 && weight.size(1) == PyLong_AsLongLong(given[3]);
+  if (fits && given[2] != Py_None) {
+    fits = THPVariable_CheckExact(given[2]);
+    if (fits) {
+      const auto& bias = THPVariable_Unpack(given[2]);
+      fits = plain(bias) && bias.device() == device && bias.dim() == 1 && bias.size(0) == weight.size(0);
+    }
+  }
+  return PyBool_FromLong(fits);
+}
+
 PyMethodDef functions[] = {
+    {"layer_fits",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(layer_fits)),
+     METH_FASTCALL,
+     "(x, weight, bias, in_features) -> are they surely a linear layer's, for x's device?"},
     {"observe",
      observe,
      METH_O,

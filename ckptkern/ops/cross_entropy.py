@@ -191,7 +191,7 @@ class LinearCrossEntropy(Op):
     def backward(dy, tensors, saved, o, needs):
         x, w, b, target, class_weight = tensors
         lse, logits, parts, z_t = (saved.get(name) for name in ("lse", "logits", "parts", "z_t"))
-        p, (V, d), lead = primitives(o.backend), w.shape, target.shape
+        p, (V, d), targets = primitives(o.backend), w.shape, target
         need_dx, need_dw, need_db = flags(needs, 3)
         dtype, wide = logits.dtype if x is None else x.dtype, lse.dtype
         rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
@@ -239,7 +239,7 @@ class LinearCrossEntropy(Op):
             dx = cast_parameter(all_reduced(dx, o.group) if o.group else dx, dtype)
         if main is not None:
             w.grad_added_to_main_grad = True
-        return unflattened(dx, lead) if need_dx else None, dw if main is None else None, db, None, None
+        return unflattened(dx, targets[..., None]) if need_dx else None, dw if main is None else None, db, None, None
 
     @staticmethod
     def made_on_meta(x, made, o):

@@ -122,12 +122,12 @@ class Experts(Op):
 
         made = by_chunks(chunks, of_tokens)
         gu = made["gu"].view(-1, w.shape[1]) if save_gu else None
-        return unflattened(made["y"], x.shape[:-1]), groups._asdict() | {"gu": gu}
+        return unflattened(made["y"], x), groups._asdict() | {"gu": gu}
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         x, index, s, w, b, wd, bd = tensors
-        p, dtype, lead = primitives(o.backend), dy.dtype, dy.shape[:-1]
+        p, dtype, whole = primitives(o.backend), dy.dtype, dy
         need_x, _, need_s, need_w, need_b, need_wd, need_bd = flags(needs, 7)
         dy, x, weights, index = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s), rows_2d(index)
         (T, top_k), gus = weights.shape, saved.get("gu")
@@ -173,7 +173,7 @@ class Experts(Op):
         grads |= {place: one.result() for place, one in sums.items()}
         grads |= {place: cast_parameter(total, tensors[place].dtype) for place, total in of_biases.items()}
         grads |= {S: made["ds"].view(s.shape)} if need_s else {}
-        grads |= {X: unflattened(made["dx"], lead)} if need_x else {}
+        grads |= {X: unflattened(made["dx"], whole)} if need_x else {}
         return tuple(grads.values())
 
     @staticmethod

@@ -91,12 +91,12 @@ class TransformerLayer(Op):
         mid = x
         for i, (t, one) in enumerate(sublayers):
             mid, made = attention_sublayer(mid, t, one)
-            mid = made["mid"] = unflattened(mid, x.shape[:-1])
+            mid = made["mid"] = unflattened(mid, x)
             saved |= {f"{name}{i}": made[name] for name in _saved_of(one, o)}
             made = None
         y, made = mlp_sublayer(x if o.parallel else mid, t_mlp, o.mlp)
         y = rows_2d(mid) + y if o.parallel else y
-        return unflattened(y, x.shape[:-1]), saved | made
+        return unflattened(y, x), saved | made
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
@@ -147,7 +147,7 @@ def _recomputed(
                 made = sublayer.attend(save_raw=sublayer.group_count == 1)
                 core = dict(zip(("out", "lse", "qkv"), made, strict=True))
             f = sublayer.branch(core["out"])
-            mid = unflattened(sublayer.output(f), x.shape[:-1])
+            mid = unflattened(sublayer.output(f), x)
             f = f if reads_branch(one, needed_names(AttentionTensors, own)) else None
         cores.append((sublayer, core, f))
     return mid, cores

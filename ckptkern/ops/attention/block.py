@@ -31,7 +31,7 @@ class AttentionBlock(Op):
     def forward(tensors, o):
         x, *others = tensors
         y, saved = attention_sublayer(x, AttentionTensors(*others), o)
-        return unflattened(y, x.shape[:-1]), saved
+        return unflattened(y, x), saved
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):

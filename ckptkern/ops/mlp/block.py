@@ -33,7 +33,7 @@ class MLPBlock(Op):
     def forward(tensors, o):
         x, *others = tensors
         y, saved = mlp_sublayer(x, MLPTensors(*others), o)
-        return unflattened(y, x.shape[:-1]), saved
+        return unflattened(y, x), saved
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):

@@ -11,7 +11,7 @@ once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -58,22 +58,20 @@ def saves(gated: bool, o: Any) -> tuple[str, ...]:
 
 class MLPBranch:
     """One call. t: gate_weight (None: not gated), up_weight, down_weight, their biases, rng and what `low_rank` reads, by name;
-    o: BranchOptions' fields and what `low_rank` reads. cast: of a parameter, once for all chunks and matmuls."""
+    o: BranchOptions' fields and what `low_rank` reads."""
 
-    def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, cast: Callable = cast_parameter):
-        self.t, self.o, self.p, self.dtype, self.cast = t, o, primitives(o.backend), dtype, cast
-        self.copies: dict[str, Tensor | None] = {}
-        self.read_x: tuple[Tensor | None, ...] = ()
+    def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype):
+        self.t, self.o, self.p, self.dtype = t, o, primitives(o.backend), dtype
+        self.copies: dict[str, Tensor] = {}
         self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = t.gate_weight is not None
         self.first = LAYERS[:2] if self.gated else LAYERS[1:2]  # the layers that read x
-        self.updates = {layer: low_rank(t, o, LAYERS, layer, rows, cast) for layer in LAYERS} if o.lora else {}
+        self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS} if o.lora else {}
 
     def inner(self) -> tuple[Tensor | None, ...]:
         """Weight and bias of each layer that reads x, in the compute dtype."""
-        if not self.read_x:
-            self.read_x = tuple(one for layer in self.first for one in (self.weight(layer), self.bias(layer)))
-        return self.read_x
+        up = self.weight("up"), self.bias("up")
+        return (self.weight("gate"), self.bias("gate"), *up) if self.gated else up
 
     def weight(self, layer: str) -> Tensor:
         return self.parameter(WEIGHT[layer])
@@ -82,9 +80,12 @@ class MLPBranch:
         return self.parameter(BIAS[layer])
 
     def parameter(self, name: str) -> Tensor | None:
-        """In the compute dtype, cast once."""
+        """In the compute dtype, cast once for all chunks and matmuls."""
+        parameter = getattr(self.t, name)
+        if parameter is None or parameter.dtype is self.dtype:
+            return parameter
         if name not in self.copies:
-            self.copies[name] = self.cast(getattr(self.t, name), self.dtype)
+            self.copies[name] = parameter.to(self.dtype)
         return self.copies[name]
 
     # -- forward
@@ -92,9 +93,8 @@ class MLPBranch:
     def linear(self, layer: str, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
         given = x, self.weight(layer), self.bias(layer)
         y = self.p.linear(*given) if out is None else self.p.linear(*given, out=out)
-        if not self.updates or self.updates[layer] is None:
-            return y
-        return self.updates[layer].add(self.p, y, x, start)
+        update = self.updates.get(layer)
+        return y if update is None else update.add(self.p, y, x, start)
 
     def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
         """(h, [z] or [g, u], None unless `save`)."""
@@ -130,7 +130,7 @@ class MLPBranch:
     def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """`forward` of rows that begin at `start`; y is written to `y`, if there is one."""
         names = saves(self.gated, self.o)
-        h, before = self.hidden(x, start, len(names) > ("h" in names))
+        h, before = self.hidden(x, start, bool(names) and names != ("h",))
         y = self.linear("down", h, start, y)
         if not names:
             return y, {}
@@ -216,7 +216,9 @@ class MLPBranch:
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None
     ) -> Tensor | None:
         """`backward` of rows that begin at `start`: adds to the sums; returns the gradient of x, in `dx` if there is one."""
-        h, before, behind = saved.get("h"), [t for name, t in saved.items() if name != "h"], sums.behind
+        h, before, behind = None, [], sums.behind
+        if saved:
+            h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
         gradients: list[Tensor] | None = None
         if behind and not self.updates:
             # relu's own result tells what z would

@@ -53,11 +53,11 @@ class LinearAct(Op):
         else:
             keep = dict(save_z="z" in saves, save_bits="bits" in saves)
             y, z, bits = p.linear_fwd(rows, w, b, o.activation, o.precision, **keep)
-        return unflattened(y, x.shape[:-1]), {"z": z, "bits": bits}
+        return unflattened(y, x), {"z": z, "bits": bits}
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
-        (x, w, b), p, lead = tensors, primitives(o.backend), dy.shape[:-1]
+        (x, w, b), p, whole = tensors, primitives(o.backend), dy
         dy, x = rows_2d(dy), None if x is None else rows_2d(x)
         recomputes = o.activation != "identity" and not saved
         w_ = cast_parameter(w, dy.dtype) if recomputes or needed(needs, X) else None
@@ -73,7 +73,7 @@ class LinearAct(Op):
         if needed(needs, W):
             dw.add(dz, x)
         return (
-            unflattened(p.mm(dz, w_), lead) if needed(needs, X) else None,
+            unflattened(p.mm(dz, w_), whole) if needed(needs, X) else None,
             dw.result() if needed(needs, W) else None,
             db,
         )

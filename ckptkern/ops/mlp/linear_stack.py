@@ -99,7 +99,7 @@ class LinearStack(Op):
             packed = p.pack_stack(weights, [b for b in biases if b is not None], width, x.dtype)
             last = weights[-1].shape[0]
             y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, save_bits=save_bits)
-            return unflattened(y, x.shape[:-1]), saved
+            return unflattened(y, x), saved
         ws, bs = _cast_all(weights, x.dtype), _cast_all(biases, x.dtype)
         save_z = o.recompute in ("none", "selective") and o.activation != "relu"
 
@@ -114,7 +114,7 @@ class LinearStack(Op):
             return made | {"y": h} | ({"bits": bits} if save_bits else {})
 
         saved = by_chunks(token_chunks(rows.shape[0], _row_bytes(o, weights, x.dtype, x.is_cuda), o.workspace), of_rows)
-        return unflattened(saved["y"], x.shape[:-1]), saved
+        return unflattened(saved["y"], x), saved
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
@@ -128,7 +128,7 @@ class LinearStack(Op):
         need_db = [needed(needs, 1 + L + i) for i in range(L)]
         if width is not None:
             dx, *others = _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs)
-            return [None if dx is None else unflattened(dx, x.shape[:-1]), *itertools.chain(*others)]
+            return [None if dx is None else unflattened(dx, x), *itertools.chain(*others)]
         ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype)
         stored = [rows_2d(h) for h in hidden]
         chunks = token_chunks(M, _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
@@ -184,7 +184,7 @@ class LinearStack(Op):
         for start, stop in chunks if lowest < L else ():
             add(start, stop)
         return [
-            unflattened(dx, x.shape[:-1]) if needed(needs, X) else None,
+            unflattened(dx, x) if needed(needs, X) else None,
             *(grad.result() if need else None for grad, need in zip(weight_grads, need_dw, strict=True)),
             *(grad.result() if need else None for grad, need in zip(bias_grads, need_db, strict=True)),
         ]

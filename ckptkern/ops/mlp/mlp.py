@@ -50,7 +50,7 @@ class MLP(Op):
         x, *others = tensors
         rows = rows_2d(x)
         y, saved = MLPBranch(cls.Tensors(*others), o, rows.shape[0], rows.dtype).forward(rows)
-        return unflattened(y, x.shape[:-1]), saved
+        return unflattened(y, x), saved
 
     @classmethod
     def backward(cls, dy, tensors, saved, o, needs):
@@ -59,7 +59,7 @@ class MLP(Op):
         branch = MLPBranch(cls.Tensors(*others), o, rows.shape[0], rows.dtype)
         grads = branch.backward(rows, branch_x, saved, needed_names(cls.Tensors, needs))
         if "x" in grads:
-            grads["x"] = unflattened(grads["x"], dy.shape[:-1])
+            grads["x"] = unflattened(grads["x"], dy)
         return in_order(grads, cls.Tensors, needs)
 
     @classmethod

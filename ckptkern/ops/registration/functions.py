@@ -188,8 +188,8 @@ def _eager_function(registered: Registered, gradients) -> type:
         jvp = _no_jvp(op)
 
         @staticmethod
-        def forward(ctx, options, needs, *tensors):
-            seen = state.observe(tensors)
+        def forward(ctx, options, needs, seen, *tensors):
+            """seen: what `observe` saw of the tensors."""
             if seen & DISPATCHED and not _Bodies.seen:
                 results = call_forward(registered, tensors, options)
             else:
@@ -206,7 +206,7 @@ def _eager_function(registered: Registered, gradients) -> type:
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
-                return (None, None, *gradients(dy, flat, options, needs))
+                return (None, None, None, *gradients(dy, flat, options, needs))
 
     return named(Eager, op, "")
 
@@ -228,7 +228,7 @@ def _bare_function(registered: Registered, eager: type) -> type:
 
         @staticmethod
         def backward(ctx, dy):
-            return (None, *eager.backward(ctx, dy))
+            return eager.backward(ctx, dy)
 
     return named(Bare, op, "Op")
 
@@ -303,8 +303,9 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
             return functional.apply(options, needs, *_distinct(tensors))[0]
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
+            seen = state.observe(tensors)
         needs = seen >> state.NEEDS if len(tensors) <= state.MOST_NEEDS else wanted(tensors)
-        return apply_eager(options if needs else for_inference(options), needs, *tensors)
+        return apply_eager(options if needs else for_inference(options), needs, seen, *tensors)
 
     apply.for_inference = for_inference
     return apply

@@ -198,7 +198,7 @@ class BiasGrad:
 
 def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
     """`WeightGrad` of all tokens at once."""
-    if a.dtype is weight.dtype and a.dtype.itemsize >= 4 and not hasattr(weight, "main_grad"):
+    if a.dtype is weight.dtype and not hasattr(weight, "main_grad") and not (a.is_cpu and upcasts(a.dtype)):
         return torch.mm(a.t(), b)
     grad = WeightGrad(weight, 1)
     grad.add(a, b)

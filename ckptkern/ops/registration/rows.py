@@ -18,9 +18,10 @@ def rows_2d(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(row_count(x), x.shape[-1])
 
 
-def unflattened(rows: Tensor, lead: torch.Size) -> Tensor:
-    """[rows, K] -> [*lead, K], not a view, because autograd refuses to change a view that a Function returned in place."""
-    return rows if len(lead) == 1 else torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[1]))
+def unflattened(rows: Tensor, like: Tensor) -> Tensor:
+    """[rows, K] -> [..., K] as `like`, not a view, because autograd refuses to change a view that a Function returned in
+    place."""
+    return rows if like.dim() == 2 else torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[1]))
 
 
 def cast_parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -56,7 +56,7 @@ class Dropout(Op):
         arguments, drop = dropout_arguments(rng, o.p), primitives(o.backend).dropout
         samples = rows_2d(x).split(x.shape[-2]) if o.row_step else (rows_2d(x),)
         parts = [drop(one, *arguments, row_base=o.row_base + i * o.row_step) for i, one in enumerate(samples)]
-        return unflattened(parts[0] if len(parts) == 1 else torch.cat(parts), x.shape[:-1]), {}
+        return unflattened(parts[0] if len(parts) == 1 else torch.cat(parts), x), {}
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -106,9 +106,7 @@ def names_of(layer: str) -> tuple[str, str]:
     return f"{layer}_lora_a", f"{layer}_lora_b"
 
 
-def low_rank(
-    t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int, cast: Callable = cast_parameter
-) -> LowRank | None:
+def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> LowRank | None:
     """A layer's update, among those of a sublayer whose inputs have at most `rows` rows."""
     if not o.lora:
         return None
@@ -117,7 +115,7 @@ def low_rank(
         return None
     place = layers.index(layer)
     scale, p = o.lora[2 * place : 2 * place + 2]
-    a, b = (cast(one, o.lora_dtype) for one in (a, b))
+    a, b = (cast_parameter(one, o.lora_dtype) for one in (a, b))
     return LowRank(a, b, scale, dropout_arguments(t.lora_rng if p else None, p), place * rows)
 
 
