@@ -14,6 +14,7 @@ from .. import eager
 from ..errors import DtypeError, ShapeError
 from .dispatch.checks import check_choice, check_input, check_mode, check_number, check_tensor, check_weight
 from .dispatch.choices import (
+    WORKSPACE_OF_LOSS,
     autocast_off,
     cast_input,
     choose_backend,
@@ -350,7 +351,7 @@ def linear_cross_entropy(
         return (loss, lse) if return_lse else loss
     options = LinearCrossEntropyOptions(
         label_smoothing, logit_scale, softcap, ignore_index, first, name, size, vocab_start is None, choose_mode(recompute),
-        choose_backend(NAME, x), matmul_precision(x), choose_workspace(NAME, workspace, x),
+        choose_backend(NAME, x), matmul_precision(x), choose_workspace(NAME, workspace, x, least=WORKSPACE_OF_LOSS),
     )  # fmt: skip
     losses, squares, lse = _apply(options, x, linear_weight, linear_bias, target, weight).unbind(0)
     loss = reduced(losses, squares, target, weight, reduction, ignore_index, z_loss)

@@ -366,7 +366,8 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-WORKSPACE = 2**25  # bytes, where no GPU says how much memory it has; benchmarks/NOTES.md has the times of others
+# Bytes, where no GPU says how much memory it has; the loss takes no more time with less. benchmarks/NOTES.md has the times.
+WORKSPACE, WORKSPACE_OF_LOSS = 2**25, 2**24
 
 
 @functools.cache
@@ -398,8 +399,8 @@ class workspace:
     It works as torch.set_grad_enabled does: the call sets the workspace, and the end of a `with` sets the one of before.
 
     size: an int, a string such as "64MiB", or None for the device's default: 1/32 of a GPU's memory but at least 256 MiB; on a
-    CPU 32 MiB, or the largest weight in float32 if that is more. It is read in forward and saved for backward. torch.compile
-    guards on it. Raises ValueError for another size.
+    CPU 32 MiB, or the largest weight in float32 if that is more, and 16 MiB for linear_cross_entropy. It is read in forward and
+    saved for backward. torch.compile guards on it. Raises ValueError for another size.
     """
 
     def __init__(self, size: int | str | None):
@@ -417,16 +418,16 @@ _MODES = int(Observed.MODES)
 UNBOUNDED = 2**62  # of tensors without memory, unless a mode counts what they would take: chunks would only take time
 
 
-def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 0) -> int:
-    """workspace in bytes: the given value, that of `workspace`, or the default of x's device, and on a CPU at least the float32
-    sums of the weight that has most elements, `summed`, over which each chunk makes a pass."""
+def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 0, least: int = WORKSPACE) -> int:
+    """workspace in bytes: the given value, that of `workspace`, or the default of x's device, and on a CPU `least`, or the
+    float32 sums of the weight that has most elements, `summed`, over which each chunk makes a pass."""
     if value is not None:
         return parse_bytes(op, value)
     if _choice.workspace:
         return int(_choice.workspace)
     if x.is_meta and not torch.compiler.is_compiling() and not observe(()) & _MODES:
         return UNBOUNDED
-    return max(WORKSPACE, 4 * summed) if x.is_cpu else default_workspace(x.device.type, x.device.index)
+    return max(least, 4 * summed) if x.is_cpu else default_workspace(x.device.type, x.device.index)
 
 
 def parse_bytes(op: str, value: int | str | None) -> int | None:
