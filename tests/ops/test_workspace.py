@@ -188,8 +188,8 @@ def workspaces(run: Callable[[], object]) -> list[int]:
     seen = []
     choose = _choices.choose_workspace
 
-    def spy(*args):
-        seen.append(choose(*args))
+    def spy(*args, **given):
+        seen.append(choose(*args, **given))
         return seen[-1]
 
     with contextlib.ExitStack() as stack:
