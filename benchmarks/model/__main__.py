@@ -48,6 +48,11 @@ def parser() -> argparse.ArgumentParser:
         "--impl", choices=_impls.IMPLS, metavar="IMPL",
         help="of all matmuls that may take it, not the table's (ops/dispatch/implementations.py): dual or triton:128x128",
     )  # fmt: skip
+    made.add_argument(
+        "--workspace", metavar="SIZE",
+        help="of every op, such as 256MiB: chunks of tokens and groups of heads are then as many as it takes (default: that of "
+        "the GPU)",
+    )  # fmt: skip
     made.add_argument("--workers", type=int, default=2, help="compiling processes (default: %(default)s)")
     return made
 
@@ -100,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.workers < 1:
             raise ValueError(f"--workers: wanted at least 1 but got {args.workers}")
         re.compile(args.explain or "")
+        _choices.parse_bytes("--workspace", args.workspace)
         items = chosen(args.cases)
         if args.published:
             _published(args)
@@ -114,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         say(f"benchmarks.model: {error}")
         return 2
-    with _choices.forced_impl(args.impl) if args.impl else contextlib.nullcontext():
+    with _choices.forced_impl(args.impl) if args.impl else contextlib.nullcontext(), _choices.workspace(args.workspace):
         steps = sheet.traces(gpu, items, modes)
     codes = sheet.codes_of(gpu, steps, args.workers)
     if args.explain is not None:
@@ -122,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(sheet.explanation(gpu, told, codes))
     found = sheet.rows(gpu, steps, codes)
     print(sheet.table(gpu, found))
-    whole = not (args.cases or args.modes or args.rates or args.impl)
+    whole = not (args.cases or args.modes or args.rates or args.impl or args.workspace)
     if folder := args.out or (DEFAULT_RESULTS / "model" if whole else None):
         sheet.write(gpu, found, folder / f"{gpu.name}.csv")
         print(f"cost model in {folder / gpu.name}.csv")

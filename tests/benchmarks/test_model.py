@@ -616,19 +616,21 @@ def test_arguments_that_make_no_sense(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_an_implementation_instead_of_the_tables(monkeypatch, capsys):
+def test_an_implementation_and_a_workspace_instead_of_the_tables(monkeypatch, capsys):
     seen = []
 
     def traces(gpu, items, modes):
         with trace.as_on(gpu):
             x = torch.empty(16384, 64, dtype=torch.bfloat16, device="meta")
             seen.append(_choices.choose_impl("mlp", x, 64, 64, 64))
+            seen.append(_choices.choose_workspace("mlp", None, x))
         return {}
 
     monkeypatch.setattr(sheet, "traces", traces)
-    for impl in ([], ["--impl", "triton:256x128"]):
-        assert main(["--cases", "mlp", *impl]) == 0
-    assert seen == ["triton", "triton:256x128"]
+    for given in ([], ["--impl", "triton:256x128", "--workspace", "64MiB"]):
+        assert main(["--cases", "mlp", *given]) == 0
+    assert seen == ["triton", rates.GPUS["h200"].memory // 32, "triton:256x128", 2**26]
+    assert main(["--workspace", "much"]) == 2
     with pytest.raises(SystemExit):
         main(["--impl", "triton:96x96"])
     assert "triton:96x96" in capsys.readouterr().err
