@@ -11,6 +11,7 @@ from cases import (
     assert_as_exact,
     assert_same,
     assert_same_within_rounding,
+    clone,
     gradients,
     output_gradient,
     over_samples,
@@ -34,6 +35,8 @@ GROUPED = [
     block for block in (*BLOCKS, *VARIANTS, *OPTIONS)
     if block.attention is not None and block.attention.kv_heads > 1 and not block.attention.qk_norm.endswith("all")
 ]  # fmt: skip
+# Whose kernels read what a group cuts: a mask's planes, slopes, biases, norms of heads, packed and rotated q and k.
+ON_KERNELS = [block for block in GROUPED if block.name in ("llama", "slopes", "bias of samples", "normed heads")]
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +86,17 @@ def test_groups_change_rounding_alone(block, counts):
 def test_gradients_are_as_exact_as_torchs(block, dtype):
     draws = [block.make(dtype, seed=seed) for seed in range(2 * SAMPLES)]
     assert_as_exact(*map(joined_biases, over_samples(in_groups(block).fused, block.unfused, draws)))
+
+
+@pytest.mark.parametrize("block", in_turn(ON_KERNELS, ("none", "full")))
+def test_groups_on_the_kernels(block, counts):
+    """Core attention, dropout planes, slopes and norms of a group's heads, interpreted: twice eager's error at most."""
+    tensors = block.make(torch.bfloat16)
+    with ckptkern.backend("triton"):
+        ours = gradients(in_groups(block).fused, tensors)
+    assert max(counts) > 1
+    eager, exact = gradients(block.unfused, tensors), gradients(block.unfused, clone(tensors, torch.float64))
+    assert_as_exact(*map(joined_biases, (ours, eager, exact)))
 
 
 def test_input_gradients_are_summed_in_float32():
