@@ -362,12 +362,29 @@ class Fused(Forward):
         return True
 
 
+def is_cache(value: object) -> bool:
+    """Does it collect keys and values, as transformers' caches do?"""
+    return hasattr(value, "get_seq_length")
+
+
+def without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A call with None in place of caches."""
+    return tuple(None if is_cache(v) else v for v in args), {k: None if is_cache(v) else v for k, v in kwargs.items()}
+
+
 class General(Forward):
-    """The class's forward as an activation checkpoint, or as it is at recompute="none"."""
+    """The class's forward as an activation checkpoint, or as it is at recompute="none". Caches stay empty in training, as under
+    any checkpointing: a recompute would fill them twice."""
 
     def run(self, *args, **kwargs):
         if not torch.is_grad_enabled() or self.recompute == "none":
             return self.original(*args, **kwargs)
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if caches:
+            if not self.module.training or any(cache.get_seq_length() for cache in caches):
+                return self.original(*args, **kwargs)
+            _warn_of_cache()
+            args, kwargs = without_caches(args, kwargs)
         return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
 
 

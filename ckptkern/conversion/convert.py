@@ -15,11 +15,12 @@ from torch.nn.utils import parametrize
 from .. import nn as drop_ins
 from ..extras import missing
 from ..nn.unmodified import untouched
-from ..ops.dispatch.checks import check_mode
+from ..ops.dispatch.checks import check_choice, check_mode
 from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import own_dispatch
 from . import masks
 from .alike import Checked
+from .around import Around, around, is_layer
 from .binding import Forward, General, Runs
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
@@ -36,6 +37,7 @@ DROP_INS = {
     nn.TransformerDecoderLayer: drop_ins.TransformerDecoderLayer,
 }
 ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
+OTHERWISE = ("leave", "checkpoint")
 PATTERNS = 4  # kinds of arguments that are checked of one module
 
 Which = str | type | Callable[[str, nn.Module], bool]
@@ -123,9 +125,9 @@ class _Conversion:
 
     def __init__(
         self, recompute: str, workspace: int | str | None, include, exclude, calls: dict[nn.Module, list[Call]],
-        hooked: set[nn.Module], heads: Heads | None, shards: Shards, shown: Callable[[str], None],
+        hooked: set[nn.Module], heads: Heads | None, shards: Shards, shown: Callable[[str], None], otherwise: str,
     ):  # fmt: skip
-        self.workspace = workspace
+        self.workspace, self.otherwise = workspace, otherwise
         self.recompute, self.include, self.exclude, self.calls = recompute, include, exclude, calls
         self.hooked, self.heads, self.shards = hooked, heads, shards
         self.shown = shown  # is told the name of each module that is tried
@@ -150,10 +152,21 @@ class _Conversion:
                 found.put()
                 self.rows += found.rows
                 return
+            layer = None
             if is_block(name, module):
                 self.rows += found.rows
+                layer = self.layer(name, module) if found.rows else None
+            start = len(self.rows)
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
+            if layer is not None and (made := layer.checkpointed(found.rows[-1], self.recompute, self.rows[start:])):
+                self.set(module, made)
+
+    def layer(self, name: str, module: nn.Module) -> Around | None:
+        """The layer, if an activation checkpoint may stand around it."""
+        if self.otherwise == "leave" or self.recompute == "none" or module in self.hooked or holds_sharded(module):
+            return None
+        return around(module, self.calls.get(module, [])) if is_layer(name, module) else None
 
     def drop_in(self, name: str, module: nn.Module) -> Found | None:
         drop_in = DROP_INS.get(class_of(module))
@@ -272,6 +285,7 @@ def convert(
     workspace: int | str | None = None,
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
+    otherwise: str = "checkpoint",
     **example_kwargs: Any,
 ) -> Conversion:
     """Puts ckptkern's layers into a model that exists, whatever its architecture, and says what it did.
@@ -299,19 +313,23 @@ def convert(
     "64MiB". None: that of ckptkern.workspace when the model is called, or its device's default.
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
     may be converted, and what may not, with all that is inside.
+    otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op: "checkpoint" runs it as an
+    activation checkpoint where that saves less, so that the model saves no more than under gradient checkpointing; what is
+    fused inside runs in mode "none" in the recompute. "leave" leaves it, with what is fused inside.
 
     A model that fully_shard already took is converted by all ranks at once, with examples of the same kind: each sharded module
     is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
 
     Raises TypeError if model is no nn.Module or a keyword is of neither convert nor its forward; ValueError for a model that is
-    compiled or that FullyShardedDataParallel already took (convert first) and unknown recompute modes. An error of the
-    model's own call is its own.
+    compiled or that FullyShardedDataParallel already took (convert first), unknown recompute modes and another `otherwise`. An
+    error of the model's own call is its own.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, not {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ValueError("convert: the model is compiled: convert first, then compile")
     check_mode("convert", recompute)
+    check_choice("convert", "otherwise", otherwise, OTHERWISE)
     parse_bytes("convert", workspace)
     check_keywords("convert", convert, model, example_kwargs)
     check_not_fsdp1(model)
@@ -323,7 +341,16 @@ def convert(
     shards = Shards(model)
     with progress("convert", len(places)) as shown:
         conversion = _Conversion(
-            recompute, workspace, include, exclude, calls, hooked, heads, shards, lambda name: shown(name, places[name])
+            recompute,
+            workspace,
+            include,
+            exclude,
+            calls,
+            hooked,
+            heads,
+            shards,
+            lambda name: shown(name, places[name]),
+            otherwise,
         )
         conversion.visit("", model)
     masks.open_up(model)

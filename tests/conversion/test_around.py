@@ -1,0 +1,213 @@
+"""`otherwise`: a layer that is no fused op as a whole runs as an activation checkpoint around what is fused inside."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from architectures import WIDTH, Gated, Llama, RMSNorm, Stack, fused_of, ids, results, with_tables
+from torch import Tensor, nn
+
+import ckptkern
+from ckptkern.conversion import around as _around
+from ckptkern.conversion.binding import Fused, General
+from ckptkern.memory import saved_tensors
+
+
+class Scaled(Llama):
+    """A sum that no op has: only attention and MLP are read."""
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
+        return x + torch.tanh(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Dropped(Scaled):
+    """Which draws numbers."""
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        return nn.functional.dropout(super().forward(x, tables, attention_mask), 0.3, self.training)
+
+
+class Counting(Scaled):
+    """Which keeps state: each forward gives another result."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return super().forward(x, tables, attention_mask) * self.calls
+
+
+class Normed(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        return self.statistics(super().forward(x, tables, attention_mask).transpose(1, 2)).transpose(1, 2)
+
+
+class Stage(nn.Module):
+    """Layers in a layer: the inner ones are checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+
+    def forward(self, x: Tensor, tables=None) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x, tables))
+        return x
+
+
+class Routed(Scaled):
+    """Experts in a list, which are no layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleList(Gated() for _ in range(2))
+        self.norm = RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        x = x + torch.tanh(self.self_attn(self.norm(x), tables, attention_mask)[0])
+        return x + sum(torch.sin(one(x)) for one in self.mlp)
+
+
+def model_of(layer: type[nn.Module]) -> Stack:
+    torch.manual_seed(0)
+    return Stack(layer, with_tables).train()
+
+
+def saved(model: nn.Module) -> int:
+    with saved_tensors(model) as found:
+        model(ids())
+    return found.bytes
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("layer", [Scaled, Dropped, Routed])
+def test_a_layer_that_is_no_op_is_a_checkpoint(layer: type[nn.Module], mode: str) -> None:
+    model = model_of(layer)
+    plain, left = results(model), ckptkern.convert(copy.deepcopy(model), ids(), recompute=mode, otherwise="leave")
+    conversion = ckptkern.convert(model, ids(), recompute=mode)
+    rows = {row.name: row for row in conversion}
+    for i in range(2):
+        row = rows[f"layers.{i}"]
+        assert row.replaced_by == "checkpoint"
+        assert row.reason.startswith("no fused op: ")
+        assert row.saved_before > 4 * row.saved_after  # its input, and a random state
+        assert type(model.layers[i].forward) is General
+        inner = [one for one in conversion.converted if one.name.startswith(f"layers.{i}.")]
+        assert inner
+        assert all(one.saved_before is one.saved_after is None for one in inner)
+    assert "attention_block" in fused_of(conversion)
+    assert [row.replaced_by for row in left if row.name == "layers.0"] == [None]
+    if layer is not Dropped:
+        for name, one in results(model).items():
+            torch.testing.assert_close(one, plain[name], rtol=1e-4, atol=1e-6)
+    ckptkern.revert(model)
+    assert type(model.layers[0].forward) is not General
+
+
+def test_it_saves_what_gradient_checkpointing_saves() -> None:
+    model = Stack(Scaled, lambda x: {}).train()  # torch's keeps further arguments, such as tables, where no hook sees them
+    fused = copy.deepcopy(model)
+    ckptkern.convert(fused, ids(), recompute="full")
+    for layer in model.layers:  # torch's, by hand
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    assert saved(fused) <= 1.05 * saved(model)
+
+
+def test_a_layer_is_left_where_a_recompute_would_be_wrong() -> None:
+    for layer, reason in (
+        (Counting, "its forward changes the attribute calls"),
+        (Normed, "its forward changes a buffer"),
+    ):
+        conversion = ckptkern.convert(model_of(layer), ids(), recompute="full")
+        found = [row for row in conversion if row.name == "layers.0"]
+        assert [row.replaced_by for row in found] == [None], layer
+        assert reason in found[0].reason
+
+
+def test_the_innermost_layers_are_checkpoints() -> None:
+    model = model_of(Stage)
+    ckptkern.convert(model, ids(), recompute="full")
+    for stage in model.layers:
+        assert "forward" not in stage.__dict__
+        assert [type(block.forward) for block in stage.blocks] == [General] * 2
+
+
+def test_none_saves_everything_and_a_whole_layer_is_fused() -> None:
+    assert "checkpoint" not in fused_of(ckptkern.convert(model_of(Scaled), ids(), recompute="none"))
+    model = model_of(Llama)
+    assert fused_of(ckptkern.convert(model, ids())) == ["transformer_layer"] * 2
+    assert type(model.layers[0].forward) is Fused
+    with pytest.raises(ValueError, match="convert: otherwise must be one of 'leave', 'checkpoint', not 'keep'"):
+        ckptkern.convert(model, ids(), otherwise="keep")
+
+
+def test_what_may_not_be_converted_is_no_checkpoint() -> None:
+    for which in ({"exclude": "layers.0"}, {"include": "*.self_attn"}):
+        model = model_of(Scaled)
+        ckptkern.convert(model, ids(), **which)
+        assert "forward" not in model.layers[0].__dict__
+
+
+def test_a_copy_and_a_pickle_are_checkpoints() -> None:
+    model = model_of(Scaled)
+    ckptkern.convert(model, ids(), recompute="full")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert saved(other) == saved(model)
+        assert all(one.forward.module is one for one in other.layers)
+
+
+def test_a_compiled_checkpoint() -> None:
+    model = model_of(Scaled)
+    plain = results(model)
+    ckptkern.convert(model, ids(), recompute="full")
+    compiled = torch.compile(model, backend="aot_eager")
+    for name, one in results(compiled).items():
+        torch.testing.assert_close(one, plain[name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-6)
+
+
+class Cache:
+    """As transformers' caches are asked."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def get_seq_length(self) -> int:
+        return len(self.seen)
+
+
+class Caching(Scaled):
+    def forward(self, x: Tensor, tables=None, past_key_values: Cache | None = None) -> Tensor:
+        if past_key_values is not None:
+            past_key_values.seen.append(x)
+        return super().forward(x, tables)
+
+
+def test_a_cache_stays_empty_in_training() -> None:
+    model = Stack(Caching, lambda x: with_tables(x) | {"past_key_values": Cache()}).train()
+    ckptkern.convert(model, ids(), recompute="full")
+    layer, cache = model.layers[0], Cache()
+    assert type(layer.forward) is General
+    x = torch.randn(2, 6, WIDTH, requires_grad=True)
+    layer(x, **with_tables(x), past_key_values=cache).sum().backward()
+    assert cache.seen == []
+    with torch.no_grad():  # generation reads it
+        layer.eval()(x, **with_tables(x), past_key_values=cache)
+    assert len(cache.seen) == 1
+    layer.train()(x, **with_tables(x), past_key_values=cache)  # with what is in it, the forward runs as it is
+    assert len(cache.seen) == 2
+
+
+def test_what_is_no_layer() -> None:
+    assert not _around.is_layer("mlp", Llama())
+    assert not _around.is_layer("layers.0", nn.Linear(2, 2))
+    assert not _around.is_layer("experts.0", Gated())
+    assert _around.is_layer("layers.0", Llama())
