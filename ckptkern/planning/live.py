@@ -21,6 +21,7 @@ from .. import memory
 from ..conversion.check import unmoved
 from ..conversion.trace import leaves_of
 from ..ops.registration.functions import bodies_seen
+from ..ops.registration.library import FLOPS
 
 
 class Alive(NamedTuple):
@@ -38,7 +39,8 @@ class Alive(NamedTuple):
 
 
 class Live(TorchDispatchMode):
-    """Bytes that are allocated beyond `known`, as ops run: `bytes` now, `peak`, and what stood at the peak."""
+    """Bytes that are allocated beyond `known`, as ops run: `bytes` now, `peak`, and what stood at the peak; and the matmuls'
+    flops."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()
@@ -49,6 +51,7 @@ class Live(TorchDispatchMode):
         self.place = ""
         self.highest = 0  # since the last `restart`
         self.over_time: list[int] = []  # after each op
+        self.flops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.forget()
@@ -56,6 +59,8 @@ class Live(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.note(tensor, func)
+        if formula := FLOPS.get(func._overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         self.over_time.append(self.bytes)
         self.highest = max(self.highest, self.bytes)
         if self.bytes > self.peak:

@@ -22,10 +22,11 @@ from ..extras import missing
 from ..storage import Store
 from .agree import agreed, largest_of, least_of
 from .live import Alive, Step
-from .measure import Measured, Table, measure, stepped
+from .measure import measure, stepped
 from .search import Choices
 from .segments import Segment, Strategy, blocks_of, check_model, segments_of
 from .solve import choose
+from .table import Table
 
 TRIES = 6  # steps that are measured for a budget, at most
 SMALL = (2, 64)  # sequences and tokens that a model is converted with
@@ -73,12 +74,12 @@ class Plan:
 
     def _by_saved(self, budget: int) -> list[int]:
         rows = self.table.rows
-        costs = [[self.cost_of(row, strategy) for strategy in range(len(row.strategies))] for row in rows]
+        costs = [[self.table.cost(row, strategy) for strategy in range(len(row.strategies))] for row in rows]
         return choose(costs, [row.held for row in rows], self.table.rest, budget)
 
     def _by_peak(self, budget: int) -> list[int]:
         """The cheapest choice whose step was measured within the budget."""
-        choices = Choices(self.table, self._by_saved, self.cost_of_all)
+        choices = Choices(self.table, self._by_saved)
         target = budget
         for _ in range(TRIES):
             chosen = choices.within(target)
@@ -86,13 +87,14 @@ class Plan:
                 break
             over = self.measured(chosen) - budget
             if over <= 0:
-                return chosen
+                break
             target = min(target, self.table.peak(chosen)) - over  # the prediction was too low
-        lowest = choices.lowest()
-        self.measured(lowest)
-        tried = [list(one) for one, peak in self._peaks.items() if peak <= budget]
-        if tried:
-            return min(tried, key=self.cost_of_all)
+        else:
+            chosen = None
+        if chosen is None:
+            self.measured(choices.lowest())
+        if tried := [list(one) for one, peak in self._peaks.items() if peak <= budget]:
+            return min(tried, key=self.table.cost_of)
         least = min(self._peaks.values())
         raise BudgetError(
             f"plan: wanted a step of at most {memory.format_size(budget)} ({budget} bytes), but the least that one of "
@@ -119,13 +121,6 @@ class Plan:
         step = self._steps.get(tuple(self.chosen))
         return [] if step is None else step.standing()
 
-    def cost_of_all(self, chosen: Sequence[int]) -> float:
-        return sum(self.cost_of(row, strategy) for row, strategy in zip(self.table.rows, chosen, strict=True))
-
-    def cost_of(self, row: Measured, strategy: int) -> float:
-        cost = self.table.cost(row, strategy)
-        return cost.flops if cost.seconds is None else cost.seconds
-
     @property
     def strategies(self) -> dict[str, Strategy]:
         """The strategy of each region, by its name."""
@@ -142,15 +137,15 @@ class Plan:
     @property
     def cost(self) -> float:
         """Seconds of the regions' forward and backward; on the meta device, flops of their matmuls."""
-        return self.cost_of_all(self.chosen)
+        return self.table.cost_of(self.chosen)
 
     @property
-    def workspace(self) -> int:
-        """The most that the backward of one region rises above what is saved, besides gradients; 0 on the meta device."""
-        return max(self.table.workspaces(self.chosen), default=0)
+    def transient(self) -> int:
+        """The most that the backward of one region rises above what is saved, besides gradients."""
+        return max(self.table.transients(self.chosen), default=0)
 
     def __str__(self) -> str:
-        lines = [("region", "strategy", "chosen", "saved", "time", "GFLOP", "workspace")]
+        lines = [("region", "strategy", "chosen", "saved", "time", "GFLOP", "transient")]
         for kind in range(len(self.table.kinds)):
             lines += self._lines(kind)
         size = memory.format_size
@@ -171,10 +166,15 @@ class Plan:
 
     def _lines(self, kind: int) -> list[tuple[str, ...]]:
         """Of regions that are alike."""
-        rows = [(row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True) if row.kind == kind]
-        first, lines = rows[0][0], []
+        rows = [
+            (row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True) if row.kinds[0] == kind
+        ]
+        lines: list[tuple[str, ...]] = []
+        if not rows:
+            return lines
+        first = rows[0][0]
         for strategy, name in enumerate(first.strategies):
-            cost = self.table.cost(first, strategy)
+            cost = self.table.kinds[kind].costs[strategy]
             count = sum(chosen == strategy for _, chosen in rows)
             lines.append(
                 (
@@ -182,7 +182,7 @@ class Plan:
                     memory.format_size(first.held[strategy].bytes),
                     time_of(cost.seconds),
                     memory.three_digits(cost.flops / 1e9),
-                    "" if cost.workspace is None else memory.format_size(cost.workspace),
+                    memory.format_size(cost.transient),
                 )
             )  # fmt: skip
         return lines
@@ -211,7 +211,7 @@ class Plan:
                 min(self._limit, least_of(memory.free_memory(self.table.device), self.table.device, self.group))
             )
         else:
-            budget = int(min(self._limit, room(self.model, self.table, self.workspace, self.group)))
+            budget = int(min(self._limit, room(self.model, self.table, self.transient, self.group)))
         if abs(budget - self.budget) <= MOVED * self.budget:
             return
         try:
@@ -235,11 +235,11 @@ def time_of(seconds: float | None) -> str:
     return f"{memory.three_digits(seconds * 1e3)} ms" if math.isfinite(seconds) else "does not fit"
 
 
-def room(model: nn.Module, table: Table, workspace: int, group: dist.ProcessGroup | None) -> int:
-    """Bytes that a step may keep: what is free now, less the gradients that backward will allocate, and its workspace. The
+def room(model: nn.Module, table: Table, transient: int, group: dist.ProcessGroup | None) -> int:
+    """Bytes that a step may keep: what is free now, less the gradients that backward will allocate, and its transients. The
     least of all ranks."""
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
-    return least_of(memory.free_memory(table.device) - gradients - workspace, table.device, group)
+    return least_of(memory.free_memory(table.device) - gradients - transient, table.device, group)
 
 
 def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.ProcessGroup | None) -> int:
@@ -248,7 +248,7 @@ def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.Pro
         return least_of(memory.free_memory(table.device), table.device, group)
     if table.device.type == "meta":
         raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
-    return room(model, table, max(table.workspaces(table.uniform("full")), default=0), group)
+    return room(model, table, max(table.transients(table.uniform("full")), default=0), group)
 
 
 @contextmanager
@@ -340,7 +340,7 @@ def plan(
     budget: bytes that a step may allocate beyond what is there when it begins, at every point of it: saved tensors,
     transients, and the gradients that are not there yet. An int, or a size such as "20GiB".
     saved: instead of budget, bytes that the forward may save for backward, besides parameters and buffers. With neither of
-    them, `saved` is what is free on the device, less gradients and workspace.
+    them, `saved` is what is free on the device, less gradients and transients.
     stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. adapt: plan again, from the same table, when a
     step begins and the room on the device has moved by a twentieth of the budget; not with torch.compile or pipelines.
     include, exclude: as in convert. group: the ranks that must choose alike (by default all), by their largest bytes.

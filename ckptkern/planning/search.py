@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import BudgetError
 from ..ops.dispatch.checks import MODES
-from .measure import Table
+from .table import Table
 
 STEPS = 12  # of the bisection: a choice is found to 1/4,096 of what the regions save
 
@@ -18,8 +18,8 @@ class Choices:
     A bound of saved bytes is what the integer programme takes, and the peak moves with it; the bound is bisected.
     """
 
-    def __init__(self, table: Table, by_saved: Callable[[int], list[int]], cost_of: Callable[[Sequence[int]], float]):
-        self.table, self.by_saved, self.cost_of = table, by_saved, cost_of
+    def __init__(self, table: Table, by_saved: Callable[[int], list[int]]):
+        self.table, self.by_saved = table, by_saved
         self.found: dict[tuple[int, ...], int] = {}
         self.least_saved = self._least_saved()
         for mode in MODES:
@@ -49,7 +49,7 @@ class Choices:
         return list(min(self.able(), key=lambda key: self.found[key]))
 
     def able(self) -> list[tuple[int, ...]]:
-        return [key for key in self.found if math.isfinite(self.cost_of(key))]
+        return [key for key in self.found if math.isfinite(self.table.cost_of(key))]
 
     def within(self, bound: int) -> list[int] | None:
         """The cheapest found whose peak is predicted within the bound."""
@@ -63,4 +63,4 @@ class Choices:
             else:
                 high = middle
         fit = [key for key in self.able() if self.found[key] <= bound]
-        return list(min(fit, key=self.cost_of)) if fit else None
+        return list(min(fit, key=self.table.cost_of)) if fit else None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..errors import BudgetError
 from ..memory import format_size
-from .measure import Held, total
+from .table import Held, total
 
 KIB = 2**10  # bytes are counted in KiB: the solver's tolerance, 1e-6, is then far below one byte
 

@@ -16,6 +16,7 @@ from ckptkern.errors import BudgetError
 from ckptkern.planning import measure
 from ckptkern.planning.live import Live, step_of
 from ckptkern.planning.measure import stepped
+from ckptkern.planning.table import Table
 
 pytest.importorskip("scipy")
 
@@ -131,7 +132,7 @@ def test_the_choice_is_the_cheapest_of_all() -> None:
         except BudgetError:
             regret.append(None)
             continue
-        best = min(plan.cost_of_all(choice) for choice in choices if peaks[choice] <= budget)
+        best = min(table.cost_of(choice) for choice in choices if peaks[choice] <= budget)
         regret.append(plan.cost / best - 1)
     assert None not in regret
     assert max(regret) <= 0.05
@@ -148,8 +149,8 @@ def test_budgets_that_nothing_meets_leave_the_model_as_it_was() -> None:
 
 
 def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    predicted = measure.Table.peak
-    monkeypatch.setattr(measure.Table, "peak", lambda self, chosen: int(0.8 * predicted(self, chosen)))
+    predicted = Table.peak
+    monkeypatch.setattr(Table, "peak", lambda self, chosen: int(0.8 * predicted(self, chosen)))
     model, x = layers(), sequence()
     plan = ckptkern.plan(model, x, budget="1GiB")
     least = least_of(plan)
@@ -211,8 +212,10 @@ def test_live_counts_each_storage_once_and_until_it_is_gone() -> None:
 
 def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    costs = measure.costs
-    monkeypatch.setattr(measure, "costs", lambda kind, *others: found.append(kind.first.name) or costs(kind, *others))
+    alone = measure.measure_alone
+    monkeypatch.setattr(
+        measure, "measure_alone", lambda kind, *others: found.append(kind.first.name) or alone(kind, *others)
+    )
     ckptkern.plan(layers(6), sequence(), budget="1GiB")
     assert found == ["0"]
 
