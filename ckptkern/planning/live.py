@@ -118,9 +118,11 @@ class Step:
         self.backward = False
         self.done: set[int] = set()
         self.start = self.ops_of_forward = 0
+        self.has_timeline = False
 
     def cut(self, segment: int | None, name: str = "") -> None:
         """A stretch ends here, and another begins."""
+        self.mark()
         highest = self.live.restart()
         done = frozenset(self.done - {self.segment})
         self.stretches.append(Stretch(self.segment, self.backward, done, self.start, highest))
@@ -130,10 +132,16 @@ class Step:
     def peak(self) -> int:
         return max(self.live.peak, self.timeline.peak)
 
-    @property
-    def unseen(self) -> int:
-        """How far the allocator's peak was above that of the tensors."""
-        return self.peak - self.live.peak
+    def mark(self) -> None:
+        """The place in the timeline at which a stretch ends."""
+        if self.has_timeline:
+            self.timeline.mark(f"stretch {len(self.stretches)}")
+
+    def see_allocator(self) -> None:
+        """What kernels of libraries take for themselves is in the timeline alone: every stretch is as high as it is there."""
+        for i, stretch in enumerate(self.stretches if self.has_timeline else ()):
+            heights = self.timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
+            self.stretches[i] = stretch._replace(highest=max(stretch.highest, *heights))
 
     def mark_backward(self) -> None:
         """Backward begins."""
@@ -213,7 +221,7 @@ def step_of(
                 stack.callback(handle.remove)
         model.train()
         if device.type != "meta":
-            step.timeline = stack.enter_context(memory.memory_timeline(device))
+            step.timeline, step.has_timeline = stack.enter_context(memory.memory_timeline(device)), True
         stack.enter_context(bodies_seen())
         stack.enter_context(step.live)
         output = model(*args, **kwargs)  # a training loop holds it while backward runs
@@ -226,6 +234,7 @@ def step_of(
         loss.backward()
         del loss, output
         step.cut(None)
+    step.see_allocator()
     return step
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -216,17 +216,21 @@ def measure_alone(kind: Kind, strategies: Sequence[Strategy | None], device: tor
         with unmoved(segment.module), torch.enable_grad(), no_main_grad(segment.module):
             segment.module.train()
             start = time.perf_counter()
-            for i in (0, *range(len(strategies))):  # the first twice: its first run loads libraries
-                with running(strategies[i]), suppress(torch.OutOfMemoryError):
-                    kind.costs[i], kind.held[i] = watched_alone(segment.module, call, known)
-                    if (
-                        device.type != "cpu"
-                    ):  # a kernel's matmuls are no ops of PyTorch: by the formulas of the library ops
-                        run = prepare()
-                        with FlopCounterMode(display=False) as flops:
-                            run()
-                        kind.costs[i] = kind.costs[i]._replace(flops=flops.get_total_flops())
-                    times[i] = []
+            with (
+                nullcontext(memory.Timeline()) if device.type == "meta" else memory.memory_timeline(device) as timeline
+            ):
+                for i in (0, *range(len(strategies))):  # the first twice: its first run loads libraries
+                    with running(strategies[i]), suppress(torch.OutOfMemoryError):
+                        mark = marks(i, timeline, device)
+                        kind.costs[i], kind.held[i] = watched_alone(segment.module, call, known, mark)
+                        if device.type != "cpu":  # a kernel's matmuls are in the formulas of the library ops alone
+                            run = prepare()
+                            with FlopCounterMode(display=False) as flops:
+                                run()
+                            kind.costs[i] = kind.costs[i]._replace(flops=flops.get_total_flops())
+                        times[i] = []
+            for i in times if device.type != "meta" else ():
+                kind.costs[i] = as_allocated(kind.costs[i], timeline, i)
             for done in range(ROUNDS if device.type != "meta" else 0):
                 if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):
                     break
@@ -240,36 +244,82 @@ def measure_alone(kind: Kind, strategies: Sequence[Strategy | None], device: tor
             kind.costs[i] = kind.costs[i]._replace(seconds=statistics.median(own) if own else None)
 
 
-def watched_alone(module: nn.Module, call: Call, known: dict[StorageWeakRef, tuple | None]) -> tuple[Cost, Held]:
+def marks(i: int, timeline: memory.Timeline, device: torch.device) -> Callable[[str], None]:
+    """Notes moments of a pass; on the meta device there is no timeline."""
+    return (lambda name: None) if device.type == "meta" else (lambda name: timeline.mark(f"{i} {name}"))
+
+
+def as_allocated(cost: Cost, timeline: memory.Timeline, i: int) -> Cost:
+    """With what kernels of libraries take for themselves, which no op returns."""
+    rises = []
+    for first, last, seen in (("forward", "seeds", cost.forward), ("backward", "end", cost.backward)):
+        start, *heights = timeline.between(f"{i} {first}", f"{i} {last}")
+        rises.append(max(seen, max(heights, default=start) - start))
+    return cost._replace(
+        forward=rises[0], backward=rises[1], transient=max(0, cost.transient + rises[1] - cost.backward)
+    )
+
+
+class Seed(torch.autograd.Function):
+    """Gradients of ones, which backward makes and nothing else holds, as in a model; then it calls begin()."""
+
+    @staticmethod
+    def forward(ctx, begin: Callable[[], None], *results: Tensor) -> Tensor:
+        ctx.begin, ctx.like = begin, [(one.shape, one.dtype) for one in results]
+        return results[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        seeds = [torch.ones(shape, dtype=dtype, device=grad.device) for shape, dtype in ctx.like]
+        ctx.begin()
+        return None, *seeds
+
+
+def watched_alone(
+    module: nn.Module, call: Call, known: dict[StorageWeakRef, tuple | None], mark: Callable[[str], None]
+) -> tuple[Cost, Held]:
     """One forward and backward, seen op by op, in which gradients are made or added to as in the model's step: the cost, and
-    what is saved, by the places of inputs and outputs. seconds are those of a pass that is watched."""
+    what is saved, by the places of inputs and outputs. seconds are those of a pass that is watched. mark: notes moments."""
     leaves = mapped(as_input, call)
-    args, kwargs = given = mapped(as_result, leaves)
-    inputs = [one for one in (*leaves_of(leaves), *leaves_of(given)) if isinstance(one, Tensor)]
+    inputs = [one for one in leaves_of(leaves) if isinstance(one, Tensor)]
     names, saved = dict(known), {}
+    start = 0
 
     def name(role: str, values: Any) -> None:
         for place, storage in parts_of(role, values):
             names.setdefault(StorageWeakRef(storage), place)
 
-    name("in", given)
+    def begin_backward() -> None:
+        nonlocal start
+        mark("backward")
+        live.restart()
+        start = live.now()
+
     with gradients_as_there(module) as there, bodies_seen():
         live = Live([*module.parameters(), *module.buffers(), *there, *inputs])
         with live:
+            args, kwargs = given = mapped(as_result, leaves)
+            name("in", given)
+            live.restart()
+            before = live.now()
+            mark("forward")
             begin = time.perf_counter()
             with memory.counting(lambda tensor: saved.update(storages_of(tensor))):
                 output = module(*args, **kwargs)
             name("out", output)
             results = [one for one in leaves_of(output) if isinstance(one, Tensor) and one.requires_grad]
-            del output
-            forward = live.restart()
-            seeds = [torch.ones_like(one) for one in results]
-            live.restart()
-            start = live.now()
+            del output, args, kwargs, given  # in a model nothing but the graph holds them
+            forward = live.restart() - before
+            mark("seeds")
             if results:
-                torch.autograd.backward(results, seeds)
+                root = Seed.apply(begin_backward, *results)
+                results.clear()
+                root.backward()
+            else:
+                begin_backward()
             seconds = time.perf_counter() - begin
             backward = max(0, live.restart() - start)
+            mark("end")
         made = [one.grad for one in (*module.parameters(), *inputs) if one.is_leaf and one.grad is not None]
         new = sum(grad.nbytes for grad in made if not any(grad is one for one in there))
     return Cost(seconds, live.flops, forward, backward, max(0, backward - new)), held_of(saved, names)

@@ -121,8 +121,7 @@ class Table:
         """What the step is predicted to allocate at its peak if the regions run in these strategies: the step that was
         recorded, with what its regions save and their rises in place of what they were.
 
-        In a stretch of the step the regions in `done` hold what they save. Beside that stands what the recorded step had, and
-        what kernels took for themselves at its peak."""
+        In a stretch of the step the regions in `done` hold what they save. Beside that stands what the recorded step had."""
         base, highest = self.uniform("full"), 0
         assert self.base is not None
         for stretch in self.base.stretches:
@@ -136,7 +135,7 @@ class Table:
                 mode = self._moved(stretch.done | {stretch.segment}, base, chosen)
             rise = now.backward - was.backward if stretch.backward else now.forward - was.forward
             highest = max(highest, stretch.highest + mode + rise)
-        return highest + self.base.unseen
+        return highest
 
     def _moved(self, segments: frozenset[int], base: Sequence[int], chosen: Sequence[int]) -> int:
         """How many bytes more these regions save as chosen."""

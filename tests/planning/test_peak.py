@@ -1,6 +1,7 @@
 """ckptkern.plan by peak: what a step allocates is what was predicted, and never above the budget."""
 
 import itertools
+import random
 import sys
 from typing import Any
 
@@ -103,16 +104,24 @@ def test_a_step_stays_within_the_budget_and_is_as_predicted(name: str, gradients
     reset()
 
 
-@pytest.mark.parametrize("vocabulary", [None, 4000], ids=["peak in a layer", "peak at the loss"])
-def test_every_uniform_choice_is_predicted(vocabulary: int | None) -> None:
-    model, inputs = layers(4), (sequence(),)
-    if vocabulary is not None:
-        model, inputs = WithLoss(model, vocabulary), (*inputs, torch.randint(0, vocabulary, (2, 256)))
-    plan = ckptkern.plan(model, *inputs, budget="1GiB")
-    for place in range(len(plan.table.rows[0].strategies)):
-        chosen = [min(place, len(row.strategies) - 1) for row in plan.table.rows]
+@pytest.mark.parametrize("name", [*CASES, "peak at the loss"])
+def test_every_choice_is_predicted(name: str) -> None:
+    """Uniform ones and mixtures. Where a loss of the model's own gives the last layer a gradient with memory, to the byte."""
+    torch.manual_seed(0)
+    if name == "peak at the loss":
+        model, inputs = WithLoss(layers(), 4000), (sequence(), torch.randint(0, 4000, (2, 256)))
+    else:
+        make, given = CASES[name]
+        model, inputs = make(), given()
+    plan, draw = ckptkern.plan(model, *inputs, budget="1GiB"), random.Random(0)
+    rows = plan.table.rows
+    places = range(max(len(row.strategies) for row in rows))
+    choices = [[min(place, len(row.strategies) - 1) for row in rows] for place in places]
+    choices += [[draw.randrange(len(row.strategies)) for row in rows] for _ in range(6)]
+    for chosen in choices:
         measured = plan.measured(chosen)
-        assert abs(plan.table.peak(chosen) - measured) <= 0.06 * measured
+        allowed = SCALARS if "loss" in name else 0.05 * measured
+        assert abs(plan.table.peak(chosen) - measured) <= allowed, plan.strategies
 
 
 def test_the_choice_is_the_cheapest_of_all() -> None:
