@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -62,7 +63,7 @@ def joined(table: Table, all_ranks: Sequence[tuple]) -> Table:
             of_all[0]._replace(start=max(one.start for one in of_all), highest=max(one.highest for one in of_all))
             for of_all in zip(*(one[3] for one in all_ranks), strict=True)
         ]
-    return Table(rows, table.kinds, held[-1][0], table.eager_rest, table.device, table.base)
+    return dataclasses.replace(table, rows=rows, rest=held[-1][0])
 
 
 def largest(held: Sequence[Held]) -> Held:

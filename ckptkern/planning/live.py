@@ -23,6 +23,8 @@ from ..conversion.trace import leaves_of
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 
+SELDOM = 16  # ops, after which it is looked for what is gone
+
 
 class Alive(NamedTuple):
     """A tensor that stands at the peak. place: the region in whose forward or backward it was made, "" outside of all."""
@@ -47,25 +49,31 @@ class Live(TorchDispatchMode):
         self.known = {part.untyped_storage()._cdata for tensor in known for part in memory.dense_parts(tensor)}
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.bytes = self.peak = 0
-        self.at_peak: list[Alive] = []
+        self._at_peak: list[tuple[StorageWeakRef, Alive]] = []
         self.place = ""
         self.highest = 0  # since the last `restart`
-        self.over_time: list[int] = []  # after each op
-        self.flops = 0
+        self.over_time: list[int] = []  # after ops that may have reached a new height, and every SELDOM-th
+        self.flops = self.ops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forget()
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.note(tensor, func)
         if formula := FLOPS.get(func._overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        self.over_time.append(self.bytes)
-        self.highest = max(self.highest, self.bytes)
-        if self.bytes > self.peak:
-            self.peak, self.at_peak = self.bytes, [alive for _, alive in self.alive.values()]
+        self.ops += 1
+        if self.bytes > self.highest or self.ops % SELDOM == 0:  # with what is gone by now: it may be no new height
+            self.forget()
+            self.over_time.append(self.bytes)
+            self.highest = max(self.highest, self.bytes)
+            if self.bytes > self.peak:
+                self.peak, self._at_peak = self.bytes, list(self.alive.values())
         return result
+
+    @property
+    def at_peak(self) -> list[Alive]:
+        return [alive for _, alive in self._at_peak]
 
     def note(self, tensor: Tensor, func: Any) -> None:
         for part in memory.dense_parts(tensor):
@@ -79,7 +87,8 @@ class Live(TorchDispatchMode):
                 self.bytes += alive.bytes
 
     def forget(self) -> None:
-        for key in [key for key, (ref, _) in self.alive.items() if ref.expired()]:
+        expired = torch.UntypedStorage._expired
+        for key in [key for key in self.alive if expired(key)]:
             self.bytes -= self.alive.pop(key)[1].bytes
 
     def now(self) -> int:

@@ -9,6 +9,7 @@ are those of a union, exact, and not a sum.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,11 @@ from ..conversion.check import unmoved
 from ..conversion.trace import leaves_of, mapped
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
+from ..storage import offload
 from .live import Live, Step, gradients_as_there, step_of
-from .segments import Segment, Strategy, original_forwards
+from .segments import Segment, Strategy, Workspaces, original_forwards
 from .table import DOES_NOT_FIT, Call, Cost, Held, Kind, Measured, Table
-from .timing import Clock
+from .timing import Clock, Rates, estimated
 
 # At most so many rounds of timings; so many seconds, from the fourth round on; and so many before it, where a round is so long
 # that its noise is small. On a CPU the first pass over the strategies is such a round if it is as long.
@@ -191,9 +193,12 @@ def as_result(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def measure_alone(kind: Kind, strategies: Sequence[Strategy | None], device: torch.device, known: dict) -> None:
+def measure_alone(
+    kind: Kind, strategies: Sequence[Strategy | None], device: torch.device, known: dict, rates: Rates | None = None
+) -> None:
     """Fills the kind's costs and what it saves in each strategy; None is its original forward. known: the storages of the
-    model's parameters and buffers. The rounds of timings interleave the strategies."""
+    model's parameters and buffers. rates: of a GPU whose times are estimated on the meta device. The rounds of timings
+    interleave the strategies."""
     segment, call = kind.first, kind.call
     before, clock, seeds = segment.strategy, Clock(device), []
     kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
@@ -223,11 +228,9 @@ def measure_alone(kind: Kind, strategies: Sequence[Strategy | None], device: tor
                     with running(strategies[i]), suppress(torch.OutOfMemoryError):
                         mark = marks(i, timeline, device)
                         kind.costs[i], kind.held[i] = watched_alone(segment.module, call, known, mark)
-                        if device.type != "cpu":  # a kernel's matmuls are in the formulas of the library ops alone
-                            run = prepare()
-                            with FlopCounterMode(display=False) as flops:
-                                run()
-                            kind.costs[i] = kind.costs[i]._replace(flops=flops.get_total_flops())
+                        if device.type != "cpu":
+                            copied = 0 if rates is None else to_host(kind, strategies, i)
+                            kind.costs[i] = by_formulas(kind.costs[i], segment.module, call, rates, copied)
                         times[i] = []
             for i in times if device.type != "meta" else ():
                 kind.costs[i] = as_allocated(kind.costs[i], timeline, i)
@@ -240,8 +243,30 @@ def measure_alone(kind: Kind, strategies: Sequence[Strategy | None], device: tor
     finally:
         segment.set(before)
     for i, own in times.items():
-        if own or device.type == "meta":
-            kind.costs[i] = kind.costs[i]._replace(seconds=statistics.median(own) if own else None)
+        if own:
+            kind.costs[i] = kind.costs[i]._replace(seconds=statistics.median(own))
+
+
+def to_host(kind: Kind, strategies: Sequence[Strategy | None], i: int) -> int:
+    """Bytes that are copied to the host in a strategy: which stay on the device in the same mode."""
+    strategy = strategies[i]
+    if strategy is None or not isinstance(strategy.store, offload):
+        return 0
+    return kind.held[strategies.index(Strategy(strategy.mode))].bytes - kind.held[i].bytes
+
+
+def by_formulas(cost: Cost, module: nn.Module, call: Call, rates: Rates | None, copied: int) -> Cost:
+    """With the flops of library ops by their formulas, since a kernel's matmuls are no ops of PyTorch's, and the seconds that
+    the rates give, if there are some. Copies to the host and back run beside the forward and backward of a region; what takes
+    longer is what the region takes."""
+    spans = []
+    with FlopCounterMode(display=False) as flops:
+        for run in step(module, call):
+            if rates is None:
+                run()
+            else:
+                spans.append(max(estimated(run, rates), copied / rates.host))
+    return cost._replace(flops=flops.get_total_flops(), seconds=sum(spans) if spans else None)
 
 
 def marks(i: int, timeline: memory.Timeline, device: torch.device) -> Callable[[str], None]:
@@ -365,11 +390,13 @@ def measure(
     shown: Callable[[str], None],
     peaks: bool = False,
     eager: bool = False,
+    rates: Rates | None = None,
 ) -> Table:
     """The table of a model's regions in their strategies. The model, its modes and random states are afterwards as before.
 
     strategies: of each region. shown: is told what is measured. peaks: with a step at "full", from which peaks are predicted.
-    eager: with the original forwards, where there are some.
+    eager: with the original forwards, where there are some. rates: of the GPU that a model on the meta device is planned for,
+    whose default workspace the ops then have.
     """
     device = device_of(model, (args, kwargs))
     before = [segment.strategy for segment in segments]
@@ -383,10 +410,13 @@ def measure(
             segment.set(strategy)
     kinds: list[Kind] = []
     of_calls = {i: [kind_of(kinds, segments[i], one.call) for one in calls] for i, calls in recorded.calls.items()}
-    for i, kind in enumerate(kinds):
-        shown(f"{kind.first.name or 'the model'} alone")
-        own = next(strategies[place] for place, numbers in of_calls.items() if i in numbers)
-        measure_alone(kind, [*own, *([None] if eager and kind.first.has_eager else [])], device, recorded.known)
+    workspaces, workspace = Workspaces(model), None if rates is None else rates.memory // 32
+    with workspaces.at(workspace):
+        for i, kind in enumerate(kinds):
+            shown(f"{kind.first.name or 'the model'} alone")
+            own = next(strategies[place] for place, numbers in of_calls.items() if i in numbers)
+            original = [None] if eager and kind.first.has_eager else []
+            measure_alone(kind, [*own, *original], device, recorded.known, rates)
     rows = []
     for i, numbers in sorted(of_calls.items()):  # of the regions that the model calls
         alone = zip(*(kinds[number].held for number in numbers), strict=True)
@@ -396,11 +426,30 @@ def measure(
     if eager and any(segment.has_eager for segment in segments):
         with original_forwards(model):
             eager_rest = record(model, args, kwargs, segments).rest
-    table = Table(rows, kinds, recorded.rest, eager_rest, device)
+    table = Table(rows, kinds, recorded.rest, eager_rest, device, workspaces, workspace, rates)
     if peaks:
         shown('memory over a step at "full"')
         table.base = stepped(table, model, args, kwargs, table.uniform("full"))
     return table
+
+
+def narrower(
+    table: Table, model: nn.Module, args: tuple, kwargs: dict[str, Any], shown: Callable[[str], None]
+) -> Table:
+    """The same regions in a smaller workspace: the power of two that is at most a quarter of what the table's takes."""
+    most = table.rise(table.uniform("full"))
+    size = 1 << max(0, min(table.workspace or most, most).bit_length() - 3)
+    kinds = [Kind(kind.first, kind.call) for kind in table.kinds]
+    other = dataclasses.replace(table, kinds=kinds, workspace=size)
+    known = Recorder(model, []).known
+    with table.workspaces.at(size):
+        for i, kind in enumerate(kinds):
+            shown(f"{kind.first.name or 'the model'} alone, with a workspace of {memory.format_size(size)}")
+            measure_alone(
+                kind, next(row for row in table.rows if i in row.kinds).strategies, table.device, known, table.rates
+            )
+    other.base = stepped(other, model, args, kwargs, table.uniform("full"))
+    return other
 
 
 def joined(held: Sequence[Held]) -> Held:
@@ -411,12 +460,13 @@ def joined(held: Sequence[Held]) -> Held:
 def stepped(
     table: Table, model: nn.Module, args: tuple, kwargs: dict[str, Any], chosen: Sequence[int], all_there: bool = False
 ) -> Step:
-    """A step of the model with its regions in these strategies, which are afterwards as before."""
+    """A step of the model with its regions in these strategies and the table's workspace, which are afterwards as before."""
     before = [row.segment.strategy for row in table.rows]
     try:
         for row, strategy in zip(table.rows, chosen, strict=True):
             row.segment.set(row.strategies[strategy])
-        return step_of(model, args, kwargs, table.modules, table.device, all_there)
+        with table.workspaces.at(table.workspace):
+            return step_of(model, args, kwargs, table.modules, table.device, all_there)
     finally:
         for row, strategy in zip(table.rows, before, strict=True):
             row.segment.set(strategy)

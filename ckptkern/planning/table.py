@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from .live import Step
-from .segments import Segment, Strategy
+from .segments import Segment, Strategy, Workspaces
+from .timing import Rates
 
 Call = tuple[tuple, dict[str, Any]]
 
@@ -31,8 +32,8 @@ class Held(NamedTuple):
 class Cost(NamedTuple):
     """Of one forward and backward of a region alone.
 
-    seconds: None on the meta device. flops: of matmuls. forward, backward: how far each rises above what was there when it
-    began. transient: the same of backward, besides gradients.
+    seconds: None on the meta device, unless it stands for a GPU. flops: of matmuls. forward, backward: how far each rises above
+    what was there when it began. transient: the same of backward, besides gradients.
     """
 
     seconds: float | None
@@ -73,13 +74,17 @@ class Measured(NamedTuple):
 
 @dataclass
 class Table:
-    """What choices are made from. rest, eager_rest: what is saved outside of the regions."""
+    """What choices are made from. rest, eager_rest: what is saved outside of the regions. workspace: at most so many bytes of
+    each op's; None is what it was given."""
 
     rows: list[Measured]
     kinds: list[Kind]
     rest: Held
     eager_rest: Held | None
     device: torch.device
+    workspaces: Workspaces
+    workspace: int | None = None
+    rates: Rates | None = None  # of the GPU that a model on the meta device is planned for
     base: Step | None = None  # with every region at "full", if peaks are asked for
 
     @property
@@ -98,6 +103,13 @@ class Table:
             self.kinds[row.kinds[0]].costs[strategy].transient for row, strategy in zip(self.rows, chosen, strict=True)
         ]
 
+    def rise(self, chosen: Sequence[int]) -> int:
+        """The most that a smaller workspace could take from the peak."""
+        assert self.base is not None
+        outside = [one.highest - one.start for one in self.base.stretches if one.segment is None]
+        forward = [self.kinds[row.kinds[0]].costs[w].forward for row, w in zip(self.rows, chosen, strict=True)]
+        return max(*outside, *forward, *self.transients(chosen))
+
     def saved(self, chosen: Sequence[int]) -> int:
         """Bytes that the model's forward saves if the regions run in these strategies."""
         return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
@@ -113,6 +125,11 @@ class Table:
         """Seconds of the region's forwards and backwards; on the meta device, flops of their matmuls."""
         costs = [self.kinds[kind].costs[strategy] for kind in row.kinds]
         return sum(cost.flops if cost.seconds is None else cost.seconds for cost in costs)
+
+    @property
+    def cheapest(self) -> float:
+        """The cost of the quickest choice there is."""
+        return sum(min(self.cost(row, strategy) for strategy in range(len(row.strategies))) for row in self.rows)
 
     def cost_of(self, chosen: Sequence[int]) -> float:
         return sum(self.cost(row, strategy) for row, strategy in zip(self.rows, chosen, strict=True))
