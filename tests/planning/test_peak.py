@@ -112,9 +112,15 @@ def test_a_step_stays_within_the_budget_and_is_as_predicted(
     reset()
 
 
+# Part of the peak by which a prediction may be wrong. The gradient of a sum has no memory, and that of a region alone does; so
+# where the last region's output is summed, it counts one gradient too many.
+SUMMED = dict.fromkeys(["ours", "llama layers", "encoder"], 0.05)
+EXACT = dict.fromkeys(["head and loss", "peak at the loss"], 0.0)
+
+
 @pytest.mark.parametrize("name", [*CASES, "peak at the loss"])
 def test_every_choice_is_predicted(name: str) -> None:
-    """Uniform ones and mixtures. Where a loss of the model's own gives the last layer a gradient with memory, to the byte."""
+    """Uniform ones and mixtures."""
     torch.manual_seed(0)
     if name == "peak at the loss":
         model, inputs = WithLoss(layers(), 4000), (sequence(), torch.randint(0, 4000, (2, 256)))
@@ -128,8 +134,8 @@ def test_every_choice_is_predicted(name: str) -> None:
     choices += [[draw.randrange(len(row.strategies)) for row in rows] for _ in range(6)]
     for chosen in choices:
         measured = plan.choices.measured(chosen)
-        allowed = SCALARS if "loss" in name else 0.05 * measured
-        assert abs(plan.table.peak(chosen) - measured) <= allowed, plan.strategies
+        allowed = SCALARS + measured * (SUMMED | EXACT).get(name, 0.01)
+        assert abs(plan.table.peak(chosen) - measured) <= allowed, chosen
 
 
 def test_the_choice_is_the_cheapest_of_all() -> None:
@@ -169,22 +175,27 @@ def workspaces(model: nn.Module) -> set:
     return {m.workspace for layer in model for m in (layer, layer.self_attn, layer.mlp)}
 
 
-def test_a_smaller_workspace_meets_a_budget_that_modes_alone_do_not() -> None:
+def test_a_smaller_workspace_meets_a_budget_that_modes_alone_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_module = sys.modules["ckptkern.planning.plan"]
+    tried, narrower = [], plan_module.narrower
+    monkeypatch.setattr(plan_module, "narrower", lambda *given: tried.append(narrower(*given)) or tried[-1])
     model, x = layers(), sequence()
     model[1].workspace = 512
     plan = ckptkern.plan(model, x, budget="1GiB")
+    assert not tried, "nothing could be quicker"
     assert plan.workspace is None
     assert workspaces(model) == {None, 512}, "left as it was"
     least = plan.choices.measured(plan.choices.lowest())
     plan.replan(int(0.7 * least))
+    assert plan.workspace in {table.workspace for table in tried}
     assert peak_of(model, (x,)) <= 0.7 * least + SCALARS
     assert workspaces(model) == {plan.workspace, 512}, "that which was less already is left as it was"
     assert f"workspace: {memory.format_size(plan.workspace)}" in str(plan).splitlines()
     for one in (*model.parameters(), x):
         one.grad = None
-    for row in plan.table.rows:
-        chosen = plan.table.uniform("full")
-        assert abs(plan.table.peak(chosen) - plan.choices.measured(chosen)) <= 0.01 * plan.table.peak(chosen), row
+    for mode in ("none", "selective"):
+        chosen = plan.table.uniform(mode)
+        assert abs(plan.table.peak(chosen) - plan.choices.measured(chosen)) <= 0.05 * plan.table.peak(chosen)
     plan.replan("1GiB")
     assert plan.workspace is None
     assert workspaces(model) == {None, 512}, "room for the quicker"
