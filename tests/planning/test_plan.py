@@ -62,6 +62,40 @@ def test_what_is_predicted_is_saved(name: str) -> None:
     assert costs == sorted(costs)
 
 
+class Calls(nn.Module):
+    """Calls its regions in ways of which one region alone may show too little."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        kinds = [ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=24) for _ in range(2)]
+        self.layers, self.act, self.how = nn.ModuleList(kinds), ckptkern.nn.Linear(16, 16, activation="relu"), how
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh())])  # copies what has gaps
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        x = self.act(x)
+        if self.how == "in a checkpoint":
+            return second(torch.utils.checkpoint.checkpoint(first, x, use_reentrant=False))
+        if self.how == "two lengths":
+            return first(x).sum() + first(second(x[:, :3])).sum()
+        if self.how == "a part of a tensor":
+            return self.blocks[0](second(first(x))[:, 1:4]).sum()
+        return second(first(x.transpose(0, 1)).transpose(0, 1)) + x
+
+
+@pytest.mark.parametrize("how", ["in a checkpoint", "two lengths", "a part of a tensor", "transposed"])
+def test_what_is_predicted_is_saved_however_a_region_is_called(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Calls(how), torch.randn(2, 6, 16, requires_grad=True)
+    plan = ckptkern.plan(model, x, saved="1GiB")
+    rows, draw = plan.table.rows, random.Random(0)
+    for _ in range(12):
+        chosen = [draw.randrange(len(row.strategies)) for row in rows]
+        for row, strategy in zip(rows, chosen, strict=True):
+            row.segment.set(row.strategies[strategy])
+        assert plan.table.saved(chosen) == counted(model, x), chosen
+
+
 def test_a_region_that_is_called_twice_costs_twice() -> None:
     table = ckptkern.plan(Convolutions(), torch.randn(2, 4, 6, requires_grad=True), saved="1GiB").table
     assert [len(row.kinds) for row in table.rows] == [2, 1, 1]
