@@ -6,6 +6,7 @@ Saved bytes are exact on any device. ``saved_tensors`` counts them with ``torch.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import threading
@@ -218,6 +219,11 @@ class Timeline:
     @property
     def peak(self) -> int:
         return max(self.bytes, default=0)
+
+    def between(self, first: str, last: str) -> list[int]:
+        """The bytes at mark `first`, and all that follow up to mark `last`."""
+        begin, end = (bisect.bisect_right(self.milliseconds, self.marks[name]) for name in (first, last))
+        return [self.bytes[begin - 1] if begin else 0, *self.bytes[begin:end]]
 
 
 _MARK = "ckptkern.memory: "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from .measure import Cost, Held, Rise, Table
+from .table import Cost, Held, Table
 
 
 def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Table:
@@ -38,14 +39,13 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
 def figures(table: Table) -> tuple:
     """(what must be equal, bytes, costs), to be sent."""
     names = [
-        (row.segment.name, type(row.segment.module).__name__, row.kind, row.calls, *map(str, row.strategies))
+        (row.segment.name, type(row.segment.module).__name__, tuple(row.kinds), *map(str, row.strategies))
         for row in table.rows
     ]
     return (
         names,
         [*(row.held for row in table.rows), [table.rest]],
         [kind.costs for kind in table.kinds],
-        [kind.rises for kind in table.kinds],
         [] if table.base is None else table.base.stretches,
     )
 
@@ -57,17 +57,13 @@ def joined(table: Table, all_ranks: Sequence[tuple]) -> Table:
     ]
     for place, kind in enumerate(table.kinds):
         kind.costs = [mean(of_all) for of_all in zip(*(one[2][place] for one in all_ranks), strict=True)]
-        kind.rises = [
-            Rise(*map(max, zip(*of_all, strict=True)))
-            for of_all in zip(*(one[3][place] for one in all_ranks), strict=True)
-        ]
     rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=False)]
     if table.base is not None:
         table.base.stretches = [
             of_all[0]._replace(start=max(one.start for one in of_all), highest=max(one.highest for one in of_all))
-            for of_all in zip(*(one[4] for one in all_ranks), strict=True)
+            for of_all in zip(*(one[3] for one in all_ranks), strict=True)
         ]
-    return Table(rows, table.kinds, held[-1][0], table.eager_rest, table.device, table.base)
+    return dataclasses.replace(table, rows=rows, rest=held[-1][0])
 
 
 def largest(held: Sequence[Held]) -> Held:
@@ -77,10 +73,8 @@ def largest(held: Sequence[Held]) -> Held:
 
 def mean(costs: Sequence[Cost]) -> Cost:
     seconds = [one.seconds for one in costs if one.seconds is not None]
-    work = [one.workspace for one in costs if one.workspace is not None]
-    return Cost(
-        statistics.fmean(seconds) if seconds else None, max(one.flops for one in costs), max(work) if work else None
-    )
+    largest = (max(values) for values in list(zip(*costs, strict=True))[1:])
+    return Cost(statistics.fmean(seconds) if seconds else None, *largest)
 
 
 def largest_of(value: int, device: torch.device, group: dist.ProcessGroup | None) -> int:

@@ -21,6 +21,9 @@ from .. import memory
 from ..conversion.check import unmoved
 from ..conversion.trace import leaves_of
 from ..ops.registration.functions import bodies_seen
+from ..ops.registration.library import FLOPS
+
+SELDOM = 16  # ops, after which it is looked for what is gone
 
 
 class Alive(NamedTuple):
@@ -38,29 +41,39 @@ class Alive(NamedTuple):
 
 
 class Live(TorchDispatchMode):
-    """Bytes that are allocated beyond `known`, as ops run: `bytes` now, `peak`, and what stood at the peak."""
+    """Bytes that are allocated beyond `known`, as ops run: `bytes` now, `peak`, and what stood at the peak; and the matmuls'
+    flops."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()
         self.known = {part.untyped_storage()._cdata for tensor in known for part in memory.dense_parts(tensor)}
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.bytes = self.peak = 0
-        self.at_peak: list[Alive] = []
+        self._at_peak: list[tuple[StorageWeakRef, Alive]] = []
         self.place = ""
         self.highest = 0  # since the last `restart`
-        self.over_time: list[int] = []  # after each op
+        self.over_time: list[int] = []  # after ops that may have reached a new height, and every SELDOM-th
+        self.flops = self.ops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forget()
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.note(tensor, func)
-        self.over_time.append(self.bytes)
-        self.highest = max(self.highest, self.bytes)
-        if self.bytes > self.peak:
-            self.peak, self.at_peak = self.bytes, [alive for _, alive in self.alive.values()]
+        if formula := FLOPS.get(func._overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        self.ops += 1
+        if self.bytes > self.highest or self.ops % SELDOM == 0:  # with what is gone by now: it may be no new height
+            self.forget()
+            self.over_time.append(self.bytes)
+            self.highest = max(self.highest, self.bytes)
+            if self.bytes > self.peak:
+                self.peak, self._at_peak = self.bytes, list(self.alive.values())
         return result
+
+    @property
+    def at_peak(self) -> list[Alive]:
+        return [alive for _, alive in self._at_peak]
 
     def note(self, tensor: Tensor, func: Any) -> None:
         for part in memory.dense_parts(tensor):
@@ -74,7 +87,8 @@ class Live(TorchDispatchMode):
                 self.bytes += alive.bytes
 
     def forget(self) -> None:
-        for key in [key for key, (ref, _) in self.alive.items() if ref.expired()]:
+        expired = torch.UntypedStorage._expired
+        for key in [key for key in self.alive if expired(key)]:
             self.bytes -= self.alive.pop(key)[1].bytes
 
     def now(self) -> int:
@@ -113,9 +127,11 @@ class Step:
         self.backward = False
         self.done: set[int] = set()
         self.start = self.ops_of_forward = 0
+        self.has_timeline = False
 
     def cut(self, segment: int | None, name: str = "") -> None:
         """A stretch ends here, and another begins."""
+        self.mark()
         highest = self.live.restart()
         done = frozenset(self.done - {self.segment})
         self.stretches.append(Stretch(self.segment, self.backward, done, self.start, highest))
@@ -125,10 +141,16 @@ class Step:
     def peak(self) -> int:
         return max(self.live.peak, self.timeline.peak)
 
-    @property
-    def unseen(self) -> int:
-        """How far the allocator's peak was above that of the tensors."""
-        return self.peak - self.live.peak
+    def mark(self) -> None:
+        """The place in the timeline at which a stretch ends."""
+        if self.has_timeline:
+            self.timeline.mark(f"stretch {len(self.stretches)}")
+
+    def see_allocator(self) -> None:
+        """What kernels of libraries take for themselves is in the timeline alone: every stretch is as high as it is there."""
+        for i, stretch in enumerate(self.stretches if self.has_timeline else ()):
+            heights = self.timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
+            self.stretches[i] = stretch._replace(highest=max(stretch.highest, *heights))
 
     def mark_backward(self) -> None:
         """Backward begins."""
@@ -208,7 +230,7 @@ def step_of(
                 stack.callback(handle.remove)
         model.train()
         if device.type != "meta":
-            step.timeline = stack.enter_context(memory.memory_timeline(device))
+            step.timeline, step.has_timeline = stack.enter_context(memory.memory_timeline(device)), True
         stack.enter_context(bodies_seen())
         stack.enter_context(step.live)
         output = model(*args, **kwargs)  # a training loop holds it while backward runs
@@ -221,6 +243,7 @@ def step_of(
         loss.backward()
         del loss, output
         step.cut(None)
+    step.see_allocator()
     return step
 
 

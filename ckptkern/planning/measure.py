@@ -1,20 +1,19 @@
 """What each region of a model saves, and what it costs, in each of its strategies.
 
-Saved bytes: the model's forward runs once for each strategy, with saved-tensor hooks that count and hold nothing, so a model
-may be measured that would not fit. A storage that several regions may save, such as what one hands to the next, has one name
-in all of these runs, so that the bytes of any mixture of strategies are those of a union: exact, and not a sum.
-
-Time, matmuls and workspace: one region of each kind runs alone, forward and backward, on the input that it had in the model.
+One forward of the model at first, with saved-tensor hooks that count and hold nothing: who is called with what, and what is
+saved outside of the regions. Then one region of each kind runs alone in each of its strategies, forward and backward, on the
+input that it had in the model: its saved bytes, matmuls, transient memory and time. What it saves of its inputs and outputs
+has a name in the model, by which it is counted once if a neighbour saves it too: so the bytes of any mixture of strategies
+are those of a union, exact, and not a sum.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,192 +25,86 @@ from .. import memory
 from ..conversion.alike import call_kinds, same_inside
 from ..conversion.check import unmoved
 from ..conversion.trace import leaves_of, mapped
+from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
+from ..storage import offload
 from .live import Live, Step, gradients_as_there, step_of
-from .segments import Segment, Strategy, original_forwards
-from .timing import Clock
+from .segments import Segment, Strategy, Workspaces, original_forwards
+from .table import DOES_NOT_FIT, Call, Cost, Held, Kind, Measured, Table
+from .timing import Clock, Rates, estimated
 
-Call = tuple[tuple, dict[str, Any]]
-REST = -1  # the owner of what is saved outside of all regions
 # At most so many rounds of timings; so many seconds, from the fourth round on; and so many before it, where a round is so long
-# that its noise is small.
+# that its noise is small. On a CPU the first pass over the strategies is such a round if it is as long.
 ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
-
-
-class Held(NamedTuple):
-    """Bytes that one owner saves: storages that no other sees, and others by name."""
-
-    own: int = 0
-    shared: dict[tuple, int] = {}  # noqa: RUF012 (never written)
-
-    @property
-    def bytes(self) -> int:
-        return total([self])
-
-
-class Cost(NamedTuple):
-    """Of one forward and backward. seconds, workspace: None on the meta device. flops: of matmuls. workspace: how far
-    backward rises above what forward saved, besides gradients."""
-
-    seconds: float | None
-    flops: int
-    workspace: int | None
-
-
-class Rise(NamedTuple):
-    """How far the forward and the backward of a region alone rise above what was there when they began."""
-
-    forward: int = 0
-    backward: int = 0
-
-
-DOES_NOT_FIT = Cost(math.inf, 0, None)  # one region alone
-
-
-@dataclass
-class Kind:
-    """Segments that are alike, of which one is timed."""
-
-    first: Segment
-    call: Call
-    costs: list[Cost] = field(default_factory=list)  # in the order of its strategies
-    rises: list[Rise] = field(default_factory=list)
-    eager: Cost | None = None
-
-
-class Measured(NamedTuple):
-    """One region of a table. eager: what it saved before convert, None where there was no other forward."""
-
-    segment: Segment
-    kind: int
-    calls: int
-    strategies: list[Strategy]
-    held: list[Held]
-    eager: Held | None
-
-
-@dataclass
-class Table:
-    """What choices are made from. rest, eager_rest: what is saved outside of the regions."""
-
-    rows: list[Measured]
-    kinds: list[Kind]
-    rest: Held
-    eager_rest: Held | None
-    device: torch.device
-    base: Step | None = None  # with every region at "full", if peaks are asked for
-
-    @property
-    def modules(self) -> list[tuple[str, nn.Module]]:
-        """The regions' names and modules."""
-        return [(row.segment.name, row.segment.module) for row in self.rows]
-
-    @property
-    def outside(self) -> int:
-        """Bytes saved outside of all regions that no region saves."""
-        seen = {name for row in self.rows for held in row.held for name in held.shared}
-        return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
-
-    def workspaces(self, chosen: Sequence[int]) -> list[int]:
-        return [self.cost(row, strategy).workspace or 0 for row, strategy in zip(self.rows, chosen, strict=True)]
-
-    def saved(self, chosen: Sequence[int]) -> int:
-        """Bytes that the model's forward saves if the regions run in these strategies."""
-        return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
-
-    @property
-    def eager_saved(self) -> int | None:
-        """Bytes that the model saved before convert."""
-        if self.eager_rest is None or any(row.eager is None for row in self.rows):
-            return None
-        return total([self.eager_rest, *(row.eager for row in self.rows)])
-
-    def cost(self, row: Measured, strategy: int) -> Cost:
-        seconds, flops, workspace = self.kinds[row.kind].costs[strategy]
-        return Cost(None if seconds is None else seconds * row.calls, flops * row.calls, workspace)
-
-    def peak(self, chosen: Sequence[int]) -> int:
-        """What the step is predicted to allocate at its peak if the regions run in these strategies: the step that was
-        recorded, with what its regions save and their rises in place of what they were.
-
-        In a stretch of the step the regions in `done` hold what they save. Beside that stands what the recorded step had, and
-        what kernels took for themselves at its peak."""
-        base, highest = self.uniform("full"), 0
-        assert self.base is not None
-        for stretch in self.base.stretches:
-            mode = self._moved(stretch.done, base, chosen)
-            if stretch.segment is None:
-                highest = max(highest, stretch.highest + mode)
-                continue
-            row = self.rows[stretch.segment]
-            was, now = (self.kinds[row.kind].rises[strategies[stretch.segment]] for strategies in (base, chosen))
-            if stretch.backward:
-                mode = self._moved(stretch.done | {stretch.segment}, base, chosen)
-            rise = now.backward - was.backward if stretch.backward else now.forward - was.forward
-            highest = max(highest, stretch.highest + mode + rise)
-        return highest + self.base.unseen
-
-    def _moved(self, segments: frozenset[int], base: Sequence[int], chosen: Sequence[int]) -> int:
-        """How many bytes more these regions save as chosen."""
-        now, was = ([self.rest, *(self.rows[i].held[which[i]] for i in segments)] for which in (chosen, base))
-        return total(now) - total(was)
-
-    def uniform(self, mode: str) -> list[int]:
-        """Every region in one mode."""
-        return [
-            row.strategies.index(Strategy(mode))
-            if Strategy(mode) in row.strategies
-            else row.strategies.index(Strategy("full"))
-            for row in self.rows
-        ]
-
-
-def total(held: Sequence[Held]) -> int:
-    named: dict[tuple, int] = {}
-    for one in held:
-        named.update(one.shared)
-    return sum(one.own for one in held) + sum(named.values())
 
 
 # -- bytes
 
 
+def parts_of(role: str, values: Any) -> Iterator[tuple[tuple, torch.UntypedStorage]]:
+    """(place, storage) of all tensors inside."""
+    for i, value in enumerate(leaves_of(values)):
+        if isinstance(value, Tensor):
+            for j, part in enumerate(memory.dense_parts(value)):
+                yield (role, i, j), part.untyped_storage()
+
+
+def storages_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
+    return {StorageWeakRef(storage): storage.nbytes() for _, storage in parts_of("", tensor)}
+
+
+def held_of(saved: dict[StorageWeakRef, int], names: dict[StorageWeakRef, tuple | None]) -> Held:
+    """Of these storages; those whose name is None are parameters and buffers, which do not count."""
+    shared = {names[key]: nbytes for key, nbytes in saved.items() if names.get(key) is not None}
+    return Held(sum(nbytes for key, nbytes in saved.items() if key not in names), shared)
+
+
+class Called(NamedTuple):
+    """A call of a region. names: of its inputs and outputs, by their place: their name in the model, and their bytes. hidden:
+    it is inside a checkpoint of the model's own, for which nothing that it saves is saved."""
+
+    call: Call
+    names: dict[tuple, tuple[tuple | None, int]]
+    hidden: bool
+
+    def held(self, alone: Held) -> Held:
+        """What this call saves in the model, if it is `alone` by the places of inputs and outputs."""
+        if self.hidden:
+            return Held()
+        named = [self.names[place] for place in alone.shared]
+        return Held(alone.own, {name: nbytes for name, nbytes in named if name is not None})
+
+
 class Recorder:
-    """Who saves what in one forward of the model, and the first call of each region."""
+    """Who is called with what in one forward of the model, and what is saved outside of all regions."""
 
     def __init__(self, model: nn.Module, segments: Sequence[Segment]):
         self.segments = segments
-        self.parameters = {
-            StorageWeakRef(part.untyped_storage())
-            for tensor in (*model.parameters(), *model.buffers())
-            for part in memory.dense_parts(tensor)
-        }
-        self.saved: dict[int, dict[StorageWeakRef, int]] = {}
-        self.names: dict[StorageWeakRef, tuple] = {}
-        self.calls: dict[int, Call] = {}  # the first of each region
-        self.counts: dict[int, int] = {}
-        self.within: list[int] = []
+        known = (storages_of(tensor) for tensor in (*model.parameters(), *model.buffers()))
+        self.known: dict[StorageWeakRef, tuple | None] = dict.fromkeys(key for storages in known for key in storages)
+        self.names = dict(self.known)
+        self.outside: dict[StorageWeakRef, int] = {}
+        self.calls: dict[int, list[Called]] = {}
+        self.within: list[Called] = []
         self.count = 0
 
     def save(self, tensor: Tensor) -> None:
-        own = self.saved.setdefault(self.within[-1] if self.within else REST, {})
-        for part in memory.dense_parts(tensor):
-            storage = part.untyped_storage()
-            own[StorageWeakRef(storage)] = storage.nbytes()
+        if not self.within:
+            self.outside.update(storages_of(tensor))
 
     def name(self, role: str, values: Any) -> None:
-        for i, value in enumerate(leaves_of(values)):
-            if isinstance(value, Tensor):
-                for j, part in enumerate(memory.dense_parts(value)):
-                    self.names.setdefault(StorageWeakRef(part.untyped_storage()), (role, self.count, i, j))
+        for place, storage in parts_of(role, values):
+            name = self.names.setdefault(StorageWeakRef(storage), (self.count, *place))
+            self.within[-1].names[place] = name, storage.nbytes()
 
     def enter(self, segment: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hidden = not torch.is_grad_enabled() or getattr(hooks and hooks[1], "__module__", "") in RECOMPUTING
+        called = Called(mapped(as_input, (args, kwargs)), {}, hidden)
+        self.calls.setdefault(segment, []).append(called)
         self.count += 1
-        self.within.append(segment)
+        self.within.append(called)
         self.name("in", (args, kwargs))
-        self.counts[segment] = self.counts.get(segment, 0) + 1
-        if segment not in self.calls:
-            self.calls[segment] = mapped(as_input, (args, kwargs))
 
     def leave(self, output: Any) -> None:
         self.name("out", output)
@@ -229,20 +122,9 @@ class Recorder:
                 stack.callback(after.remove)
             yield
 
-    def held(self) -> dict[int, Held]:
-        owners: dict[StorageWeakRef, int] = {}
-        for saved in self.saved.values():
-            for key in saved:
-                owners[key] = owners.get(key, 0) + 1
-        for i, (key, count) in enumerate(owners.items()):
-            if count > 1:  # neither input nor output of a region: a weight that autocast cast once for all
-                self.names.setdefault(key, ("other", i))
-        found = {}
-        for owner, saved in self.saved.items():
-            saved = {key: nbytes for key, nbytes in saved.items() if key not in self.parameters}
-            shared = {self.names[key]: nbytes for key, nbytes in saved.items() if key in self.names}
-            found[owner] = Held(sum(saved.values()) - sum(shared.values()), shared)
-        return found
+    @property
+    def rest(self) -> Held:
+        return held_of(self.outside, self.names)
 
 
 def as_input(tensor: Tensor) -> Tensor:
@@ -250,7 +132,7 @@ def as_input(tensor: Tensor) -> Tensor:
 
 
 def record(model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment]) -> Recorder:
-    """One forward of the model in training mode, of which nothing is left but the figures."""
+    """One forward of the model in training mode, of which nothing is left but the figures and the calls."""
     recorder = Recorder(model, segments)
     with unmoved(model), torch.enable_grad(), recorder.hooks(), memory.counting(recorder.save, hold=False):
         model.train()
@@ -301,15 +183,26 @@ def step(
 
 
 def as_result(tensor: Tensor) -> Tensor:
-    """An input is the result of something: modules may write into it, and FlopCounterMode refuses leaves."""
-    return tensor.clone() if tensor.requires_grad else tensor
+    """An input is the result of something: modules may write into it, and FlopCounterMode refuses leaves. Its strides decide
+    what a region copies, and saves."""
+    if not tensor.requires_grad:
+        return tensor
+    result = tensor.clone()
+    if result.stride() == tensor.stride() or 0 in tensor.stride():
+        return result
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def costs(kind: Kind, strategies: Sequence[Strategy | None], device: torch.device) -> list[Cost]:
-    """Of one region in each strategy; None is its original forward. The rounds of timings interleave the strategies."""
+def measure_alone(
+    kind: Kind, strategies: Sequence[Strategy | None], device: torch.device, known: dict, rates: Rates | None = None
+) -> None:
+    """Fills the kind's costs and what it saves in each strategy; None is its original forward. known: the storages of the
+    model's parameters and buffers. rates: of a GPU whose times are estimated on the meta device. The rounds of timings
+    interleave the strategies."""
     segment, call = kind.first, kind.call
     before, clock, seeds = segment.strategy, Clock(device), []
-    kind.rises = [Rise()] * len(strategies)
+    kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
+    times: dict[int, list[float]] = {}  # of the strategies that fit
 
     @contextmanager
     def running(strategy: Strategy | None) -> Iterator[None]:
@@ -324,55 +217,137 @@ def costs(kind: Kind, strategies: Sequence[Strategy | None], device: torch.devic
         forward, backward = step(segment.module, call, seeds)
         return lambda: (forward(), backward())
 
-    found: dict[int, tuple[int, int | None, list[float]]] = {}  # of the strategies that fit
     try:
         with unmoved(segment.module), torch.enable_grad(), no_main_grad(segment.module):
             segment.module.train()
-            for i, strategy in enumerate(strategies):
-                with running(strategy), suppress(torch.OutOfMemoryError):
-                    forward, backward = step(segment.module, call, seeds)
-                    with FlopCounterMode(display=False) as flops:
-                        forward()
-                        backward()
-                    kind.rises[i], work = rises(segment.module, call)
-                    found[i] = flops.get_total_flops(), None if device.type == "meta" else work, []
             start = time.perf_counter()
+            with (
+                nullcontext(memory.Timeline()) if device.type == "meta" else memory.memory_timeline(device) as timeline
+            ):
+                for i in (0, *range(len(strategies))):  # the first twice: its first run loads libraries
+                    with running(strategies[i]), suppress(torch.OutOfMemoryError):
+                        mark = marks(i, timeline, device)
+                        kind.costs[i], kind.held[i] = watched_alone(segment.module, call, known, mark)
+                        if device.type != "cpu":
+                            copied = 0 if rates is None else to_host(kind, strategies, i)
+                            kind.costs[i] = by_formulas(kind.costs[i], segment.module, call, rates, copied)
+                        times[i] = []
+            for i in times if device.type != "meta" else ():
+                kind.costs[i] = as_allocated(kind.costs[i], timeline, i)
             for done in range(ROUNDS if device.type != "meta" else 0):
-                if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG):
+                if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):
                     break
-                for i, (_, _, times) in found.items():
+                for i in times:
                     with running(strategies[i]):
-                        times.append(clock(prepare))
+                        times[i].append(clock(prepare))
     finally:
         segment.set(before)
-    return [cost_of(*found[i]) if i in found else DOES_NOT_FIT for i in range(len(strategies))]
+    for i, own in times.items():
+        if own:
+            kind.costs[i] = kind.costs[i]._replace(seconds=statistics.median(own))
 
 
-def cost_of(flops: int, work: int | None, times: list[float]) -> Cost:
-    return Cost(statistics.median(times) if times else None, flops, work)
+def to_host(kind: Kind, strategies: Sequence[Strategy | None], i: int) -> int:
+    """Bytes that are copied to the host in a strategy: which stay on the device in the same mode."""
+    strategy = strategies[i]
+    if strategy is None or not isinstance(strategy.store, offload):
+        return 0
+    return kind.held[strategies.index(Strategy(strategy.mode))].bytes - kind.held[i].bytes
 
 
-def rises(module: nn.Module, call: Call) -> tuple[Rise, int]:
-    """(rises, workspace) of one forward and backward, in which gradients are made or added to as in the model's step."""
+def by_formulas(cost: Cost, module: nn.Module, call: Call, rates: Rates | None, copied: int) -> Cost:
+    """With the flops of library ops by their formulas, since a kernel's matmuls are no ops of PyTorch's, and the seconds that
+    the rates give, if there are some. Copies to the host and back run beside the forward and backward of a region; what takes
+    longer is what the region takes."""
+    spans = []
+    with FlopCounterMode(display=False) as flops:
+        for run in step(module, call):
+            if rates is None:
+                run()
+            else:
+                spans.append(max(estimated(run, rates), copied / rates.host))
+    return cost._replace(flops=flops.get_total_flops(), seconds=sum(spans) if spans else None)
+
+
+def marks(i: int, timeline: memory.Timeline, device: torch.device) -> Callable[[str], None]:
+    """Notes moments of a pass; on the meta device there is no timeline."""
+    return (lambda name: None) if device.type == "meta" else (lambda name: timeline.mark(f"{i} {name}"))
+
+
+def as_allocated(cost: Cost, timeline: memory.Timeline, i: int) -> Cost:
+    """With what kernels of libraries take for themselves, which no op returns."""
+    rises = []
+    for first, last, seen in (("forward", "seeds", cost.forward), ("backward", "end", cost.backward)):
+        start, *heights = timeline.between(f"{i} {first}", f"{i} {last}")
+        rises.append(max(seen, max(heights, default=start) - start))
+    return cost._replace(
+        forward=rises[0], backward=rises[1], transient=max(0, cost.transient + rises[1] - cost.backward)
+    )
+
+
+class Seed(torch.autograd.Function):
+    """Gradients of ones, which backward makes and nothing else holds, as in a model; then it calls begin()."""
+
+    @staticmethod
+    def forward(ctx, begin: Callable[[], None], *results: Tensor) -> Tensor:
+        ctx.begin, ctx.like = begin, [(one.shape, one.dtype) for one in results]
+        return results[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        seeds = [torch.ones(shape, dtype=dtype, device=grad.device) for shape, dtype in ctx.like]
+        ctx.begin()
+        return None, *seeds
+
+
+def watched_alone(
+    module: nn.Module, call: Call, known: dict[StorageWeakRef, tuple | None], mark: Callable[[str], None]
+) -> tuple[Cost, Held]:
+    """One forward and backward, seen op by op, in which gradients are made or added to as in the model's step: the cost, and
+    what is saved, by the places of inputs and outputs. seconds are those of a pass that is watched. mark: notes moments."""
     leaves = mapped(as_input, call)
-    args, kwargs = given = mapped(as_result, leaves)
-    inputs = [one for one in (*leaves_of(leaves), *leaves_of(given)) if isinstance(one, Tensor)]
+    inputs = [one for one in leaves_of(leaves) if isinstance(one, Tensor)]
+    names, saved = dict(known), {}
+    start = 0
+
+    def name(role: str, values: Any) -> None:
+        for place, storage in parts_of(role, values):
+            names.setdefault(StorageWeakRef(storage), place)
+
+    def begin_backward() -> None:
+        nonlocal start
+        mark("backward")
+        live.restart()
+        start = live.now()
+
     with gradients_as_there(module) as there, bodies_seen():
         live = Live([*module.parameters(), *module.buffers(), *there, *inputs])
         with live:
-            results = [
-                one for one in leaves_of(module(*args, **kwargs)) if isinstance(one, Tensor) and one.requires_grad
-            ]
-            forward = live.restart()
-            seeds = [torch.ones_like(one) for one in results]
+            args, kwargs = given = mapped(as_result, leaves)
+            name("in", given)
             live.restart()
-            start = live.now()
+            before = live.now()
+            mark("forward")
+            begin = time.perf_counter()
+            with memory.counting(lambda tensor: saved.update(storages_of(tensor))):
+                output = module(*args, **kwargs)
+            name("out", output)
+            results = [one for one in leaves_of(output) if isinstance(one, Tensor) and one.requires_grad]
+            del output, args, kwargs, given  # in a model nothing but the graph holds them
+            forward = live.restart() - before
+            mark("seeds")
             if results:
-                torch.autograd.backward(results, seeds)
+                root = Seed.apply(begin_backward, *results)
+                results.clear()
+                root.backward()
+            else:
+                begin_backward()
+            seconds = time.perf_counter() - begin
             backward = max(0, live.restart() - start)
+            mark("end")
         made = [one.grad for one in (*module.parameters(), *inputs) if one.is_leaf and one.grad is not None]
         new = sum(grad.nbytes for grad in made if not any(grad is one for one in there))
-    return Rise(forward, backward), max(0, backward - new)
+    return Cost(seconds, live.flops, forward, backward, max(0, backward - new)), held_of(saved, names)
 
 
 # -- the table
@@ -414,59 +389,84 @@ def measure(
     strategies: Sequence[list[Strategy]],
     shown: Callable[[str], None],
     peaks: bool = False,
+    eager: bool = False,
+    rates: Rates | None = None,
 ) -> Table:
     """The table of a model's regions in their strategies. The model, its modes and random states are afterwards as before.
 
     strategies: of each region. shown: is told what is measured. peaks: with a step at "full", from which peaks are predicted.
+    eager: with the original forwards, where there are some. rates: of the GPU that a model on the meta device is planned for,
+    whose default workspace the ops then have.
     """
-    before = [segment.strategy for segment in segments]
     device = device_of(model, (args, kwargs))
-    records = []
+    before = [segment.strategy for segment in segments]
+    shown("a forward")
     try:
-        for i in range(max(map(len, strategies), default=1)):
-            shown(f"saved bytes, strategy {i + 1}")
-            for segment, own in zip(segments, strategies, strict=True):
-                segment.set(own[min(i, len(own) - 1)])
-            records.append(record(model, args, kwargs, segments))
+        for segment, own in zip(segments, strategies, strict=True):
+            segment.set(own[-1])
+        recorded = record(model, args, kwargs, segments)
     finally:
         for segment, strategy in zip(segments, before, strict=True):
             segment.set(strategy)
-    held = [one.held() for one in records]
-    eager_held = None
-    if any(segment.has_eager for segment in segments):
+    kinds: list[Kind] = []
+    of_calls = {i: [kind_of(kinds, segments[i], one.call) for one in calls] for i, calls in recorded.calls.items()}
+    workspaces, workspace = Workspaces(model), None if rates is None else rates.memory // 32
+    with workspaces.at(workspace):
+        for i, kind in enumerate(kinds):
+            shown(f"{kind.first.name or 'the model'} alone")
+            own = next(strategies[place] for place, numbers in of_calls.items() if i in numbers)
+            original = [None] if eager and kind.first.has_eager else []
+            measure_alone(kind, [*own, *original], device, recorded.known, rates)
+    rows = []
+    for i, numbers in sorted(of_calls.items()):  # of the regions that the model calls
+        alone = zip(*(kinds[number].held for number in numbers), strict=True)
+        held = [joined([c.held(one) for c, one in zip(recorded.calls[i], of_call, strict=True)]) for of_call in alone]
+        rows.append(Measured(segments[i], numbers, strategies[i], held))
+    eager_rest = None
+    if eager and any(segment.has_eager for segment in segments):
         with original_forwards(model):
-            eager_held = record(model, args, kwargs, segments).held()
-    rows, kinds = [], []
-    for i, (segment, own) in enumerate(zip(segments, strategies, strict=True)):
-        if i not in records[0].calls:
-            continue  # the model does not call it
-        saved = [held[min(j, len(held) - 1)].get(i, Held()) for j in range(len(own))]
-        eager_saved = eager_held.get(i, Held()) if segment.has_eager else None
-        kind = kind_of(kinds, segment, records[0].calls[i])
-        rows.append(Measured(segment, kind, records[0].counts[i], own, saved, eager_saved))
-    for i, kind in enumerate(kinds):
-        shown(f"time of {kind.first.name or 'the model'}")
-        row = next(row for row in rows if row.kind == i)
-        has_eager = row.eager is not None
-        found = costs(kind, [*row.strategies, *([None] if has_eager else [])], device)
-        kind.costs, kind.eager = found[: len(row.strategies)], found[-1] if has_eager else None
-    eager_rest = None if eager_held is None else eager_held.get(REST, Held())
-    table = Table(rows, kinds, held[0].get(REST, Held()), eager_rest, device)
+            eager_rest = record(model, args, kwargs, segments).rest
+    table = Table(rows, kinds, recorded.rest, eager_rest, device, workspaces, workspace, rates)
     if peaks:
         shown('memory over a step at "full"')
         table.base = stepped(table, model, args, kwargs, table.uniform("full"))
     return table
 
 
+def narrower(
+    table: Table, model: nn.Module, args: tuple, kwargs: dict[str, Any], shown: Callable[[str], None]
+) -> Table:
+    """The same regions in a smaller workspace: the power of two that is at most a quarter of what the table's takes."""
+    most = table.rise(table.uniform("full"))
+    size = 1 << max(0, min(table.workspace or most, most).bit_length() - 3)
+    kinds = [Kind(kind.first, kind.call) for kind in table.kinds]
+    other = dataclasses.replace(table, kinds=kinds, workspace=size)
+    known = Recorder(model, []).known
+    with table.workspaces.at(size):
+        for i, kind in enumerate(kinds):
+            shown(f"{kind.first.name or 'the model'} alone, with a workspace of {memory.format_size(size)}")
+            measure_alone(
+                kind, next(row for row in table.rows if i in row.kinds).strategies, table.device, known, table.rates
+            )
+    other.base = stepped(other, model, args, kwargs, table.uniform("full"))
+    return other
+
+
+def joined(held: Sequence[Held]) -> Held:
+    """Of all calls of a region."""
+    return Held(sum(one.own for one in held), {name: n for one in held for name, n in one.shared.items()})
+
+
 def stepped(
     table: Table, model: nn.Module, args: tuple, kwargs: dict[str, Any], chosen: Sequence[int], all_there: bool = False
 ) -> Step:
-    """A step of the model with its regions in these strategies, which are afterwards as before."""
+    """A step of the model with its regions in these strategies and the table's workspace, which are afterwards as before."""
     before = [row.segment.strategy for row in table.rows]
     try:
         for row, strategy in zip(table.rows, chosen, strict=True):
             row.segment.set(row.strategies[strategy])
-        return step_of(model, args, kwargs, table.modules, table.device, all_there)
+        with table.workspaces.at(table.workspace):
+            return step_of(model, args, kwargs, table.modules, table.device, all_there)
     finally:
         for row, strategy in zip(table.rows, before, strict=True):
             row.segment.set(strategy)

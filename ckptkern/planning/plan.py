@@ -20,16 +20,18 @@ from ..conversion.trace import leaves_of, mapped
 from ..errors import BudgetError
 from ..extras import missing
 from ..storage import Store
-from .agree import agreed, largest_of, least_of
+from .agree import agreed, least_of
 from .live import Alive, Step
-from .measure import Measured, Table, measure, stepped
-from .search import Choices
+from .measure import measure, narrower, stepped
+from .search import Choices, Search
 from .segments import Segment, Strategy, blocks_of, check_model, segments_of
-from .solve import choose
+from .solve import by_saved
+from .table import Table
+from .timing import RATES, Rates
 
-TRIES = 6  # steps that are measured for a budget, at most
 SMALL = (2, 64)  # sequences and tokens that a model is converted with
 SHOWN = 8  # lines of what stands at the peak
+LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
 
@@ -38,7 +40,8 @@ class Plan:
 
     budget: bytes that a training step may allocate beyond what is there when it begins, or, in a plan by saved bytes, that the
     forward may save for backward. by_peak: which of the two. peak: bytes that a step in the chosen strategies was measured to
-    allocate, and predicted: what was predicted of it; None in a plan by saved bytes. table: what was measured.
+    allocate, and predicted: what was predicted of it; None in a plan by saved bytes. table: what was measured; choices: what
+    was tried of it.
     """
 
     def __init__(
@@ -47,84 +50,47 @@ class Plan:
         table: Table,
         budget: int,
         group: dist.ProcessGroup | None = None,
-        run: Callable[[Sequence[int]], Step] | None = None,
+        search: Search | None = None,
     ):
-        self.model, self.table, self.group, self._run = model, table, group, run
-        self.by_peak = run is not None
+        self.model, self.table, self.group, self._search = model, table, group, search
+        self.by_peak = search is not None
         self.peak: int | None = None
         self.predicted: int | None = None
-        self._steps: dict[tuple[int, ...], Step] = {}
-        self._peaks: dict[tuple[int, ...], int] = {}
+        self.choices: Choices | None = None
         self._hook: Any = None
         self._follows = True  # not while a step of a choice runs
         self._limit = math.inf
         self.replan(budget)
 
     def replan(self, budget: int | str) -> None:
-        """Chooses for another budget, from the same table, and applies the choice. A plan by peak measures a step of each
-        choice that is new. Raises BudgetError if no choice meets the budget; the model is then as before."""
+        """Chooses for another budget, from the same measurements, and applies the choice. A plan by peak measures a step of
+        each choice that is new, and smaller workspaces when they may be of use. Raises BudgetError if no choice meets the
+        budget; the model is then as before."""
         budget = bytes_of(budget)
-        chosen = self._by_peak(budget) if self.by_peak else self._by_saved(budget)
+        if self._search is None:
+            chosen = by_saved(self.table, budget)
+        else:
+            following, self._follows = self._follows, False
+            try:
+                self.choices, chosen = self._search.best(budget)
+            finally:
+                self._follows = following
+            self.table = self.choices.table
+            self.peak, self.predicted = self.choices.measured(chosen), self.table.peak(chosen)
         self.chosen, self.budget = chosen, budget
-        if self.by_peak:
-            self.peak, self.predicted = self._peaks[tuple(chosen)], self.table.peak(chosen)
+        self.table.workspaces.set(self.table.workspace)
         for row, strategy in zip(self.table.rows, chosen, strict=True):
             row.segment.set(row.strategies[strategy])
 
-    def _by_saved(self, budget: int) -> list[int]:
-        rows = self.table.rows
-        costs = [[self.cost_of(row, strategy) for strategy in range(len(row.strategies))] for row in rows]
-        return choose(costs, [row.held for row in rows], self.table.rest, budget)
-
-    def _by_peak(self, budget: int) -> list[int]:
-        """The cheapest choice whose step was measured within the budget."""
-        choices = Choices(self.table, self._by_saved, self.cost_of_all)
-        target = budget
-        for _ in range(TRIES):
-            chosen = choices.within(target)
-            if chosen is None:
-                break
-            over = self.measured(chosen) - budget
-            if over <= 0:
-                return chosen
-            target = min(target, self.table.peak(chosen)) - over  # the prediction was too low
-        lowest = choices.lowest()
-        self.measured(lowest)
-        tried = [list(one) for one, peak in self._peaks.items() if peak <= budget]
-        if tried:
-            return min(tried, key=self.cost_of_all)
-        least = min(self._peaks.values())
-        raise BudgetError(
-            f"plan: wanted a step of at most {memory.format_size(budget)} ({budget} bytes), but the least that one of "
-            f"the choices allocates at its peak is {memory.format_size(least)} ({least} bytes)",
-            least,
-        )
-
-    def measured(self, chosen: Sequence[int]) -> int:
-        """The peak of a step in these strategies: the largest of all ranks, measured once."""
-        key = tuple(chosen)
-        if key not in self._peaks:
-            assert self._run is not None
-            following, self._follows = self._follows, False
-            try:
-                self._steps[key] = step = self._run(chosen)
-            finally:
-                self._follows = following
-            self._peaks[key] = largest_of(step.peak, self.table.device, self.group)
-        return self._peaks[key]
+    @property
+    def workspace(self) -> int | None:
+        """Bytes of each op's workspace, where that was not less before; None if it was left as it was."""
+        return self.table.workspace
 
     @property
     def standing(self) -> list[Alive]:
         """What stands at the peak of a step, the largest first; of a plan by peak."""
-        step = self._steps.get(tuple(self.chosen))
-        return [] if step is None else step.standing()
-
-    def cost_of_all(self, chosen: Sequence[int]) -> float:
-        return sum(self.cost_of(row, strategy) for row, strategy in zip(self.table.rows, chosen, strict=True))
-
-    def cost_of(self, row: Measured, strategy: int) -> float:
-        cost = self.table.cost(row, strategy)
-        return cost.flops if cost.seconds is None else cost.seconds
+        return [] if self.choices is None else self.choices.steps[tuple(self.chosen)].standing()
 
     @property
     def strategies(self) -> dict[str, Strategy]:
@@ -142,15 +108,15 @@ class Plan:
     @property
     def cost(self) -> float:
         """Seconds of the regions' forward and backward; on the meta device, flops of their matmuls."""
-        return self.cost_of_all(self.chosen)
+        return self.table.cost_of(self.chosen)
 
     @property
-    def workspace(self) -> int:
-        """The most that the backward of one region rises above what is saved, besides gradients; 0 on the meta device."""
-        return max(self.table.workspaces(self.chosen), default=0)
+    def transient(self) -> int:
+        """The most that the backward of one region rises above what is saved, besides gradients."""
+        return max(self.table.transients(self.chosen), default=0)
 
     def __str__(self) -> str:
-        lines = [("region", "strategy", "chosen", "saved", "time", "GFLOP", "workspace")]
+        lines = [("region", "strategy", "chosen", "saved", "time", "GFLOP", "transient")]
         for kind in range(len(self.table.kinds)):
             lines += self._lines(kind)
         size = memory.format_size
@@ -163,6 +129,7 @@ class Plan:
             [
                 *aligned(lines),
                 f"peak of a step: {size(self.peak)} of a budget of {size(self.budget)}",
+                *([] if self.workspace is None else [f"workspace: {size(self.workspace)}"]),
                 f"saved: {size(self.saved)}, {outside}",
                 "at the peak stand",
                 *standing_lines(self.standing),
@@ -171,10 +138,15 @@ class Plan:
 
     def _lines(self, kind: int) -> list[tuple[str, ...]]:
         """Of regions that are alike."""
-        rows = [(row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True) if row.kind == kind]
-        first, lines = rows[0][0], []
+        rows = [
+            (row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True) if row.kinds[0] == kind
+        ]
+        lines: list[tuple[str, ...]] = []
+        if not rows:
+            return lines
+        first = rows[0][0]
         for strategy, name in enumerate(first.strategies):
-            cost = self.table.cost(first, strategy)
+            cost = self.table.kinds[kind].costs[strategy]
             count = sum(chosen == strategy for _, chosen in rows)
             lines.append(
                 (
@@ -182,7 +154,7 @@ class Plan:
                     memory.format_size(first.held[strategy].bytes),
                     time_of(cost.seconds),
                     memory.three_digits(cost.flops / 1e9),
-                    "" if cost.workspace is None else memory.format_size(cost.workspace),
+                    memory.format_size(cost.transient),
                 )
             )  # fmt: skip
         return lines
@@ -211,7 +183,7 @@ class Plan:
                 min(self._limit, least_of(memory.free_memory(self.table.device), self.table.device, self.group))
             )
         else:
-            budget = int(min(self._limit, room(self.model, self.table, self.workspace, self.group)))
+            budget = int(min(self._limit, room(self.model, self.table, self.transient, self.group)))
         if abs(budget - self.budget) <= MOVED * self.budget:
             return
         try:
@@ -235,11 +207,11 @@ def time_of(seconds: float | None) -> str:
     return f"{memory.three_digits(seconds * 1e3)} ms" if math.isfinite(seconds) else "does not fit"
 
 
-def room(model: nn.Module, table: Table, workspace: int, group: dist.ProcessGroup | None) -> int:
-    """Bytes that a step may keep: what is free now, less the gradients that backward will allocate, and its workspace. The
+def room(model: nn.Module, table: Table, transient: int, group: dist.ProcessGroup | None) -> int:
+    """Bytes that a step may keep: what is free now, less the gradients that backward will allocate, and its transients. The
     least of all ranks."""
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
-    return least_of(memory.free_memory(table.device) - gradients - workspace, table.device, group)
+    return least_of(memory.free_memory(table.device) - gradients - transient, table.device, group)
 
 
 def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.ProcessGroup | None) -> int:
@@ -248,20 +220,53 @@ def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.Pro
         return least_of(memory.free_memory(table.device), table.device, group)
     if table.device.type == "meta":
         raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
-    return room(model, table, max(table.workspaces(table.uniform("full")), default=0), group)
+    return room(model, table, max(table.transients(table.uniform("full")), default=0), group)
 
 
-@contextmanager
-def without_gradients(absent: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, these have none: a plan is for steps that begin as they did when plan was called."""
-    before = [one.grad for one in absent]
-    try:
-        for one in absent:
-            one.grad = None
-        yield
-    finally:
-        for one, grad in zip(absent, before, strict=True):
-            one.grad = grad
+class Example:
+    """The call of the model that plan was given, as its steps begin then: with the gradients that were there."""
+
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], group: dist.ProcessGroup | None):
+        self.call, self.group = (model, args, kwargs), group
+        self.shown: Callable[..., None] = lambda stage: None
+        leaves = [one for one in (*model.parameters(), *leaves_of((args, kwargs))) if isinstance(one, Tensor)]
+        self.absent = [one for one in leaves if one.is_leaf and one.grad is None]
+
+    def measured(
+        self, stores: Sequence[Store], include: Any, exclude: Any, by_peak: bool, rates: Rates | None
+    ) -> Table:
+        segments = found_segments(*self.call, include, exclude)
+        strategies = [segment.strategies(stores) for segment in segments]
+        return measure(*self.call, segments, strategies, self.shown, by_peak, rates=rates)
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        before = [one.grad for one in self.absent]
+        try:
+            for one in self.absent:
+                one.grad = None
+            yield
+        finally:
+            for one, grad in zip(self.absent, before, strict=True):
+                one.grad = grad
+
+    def step(self, table: Table, chosen: Sequence[int]) -> Step:
+        self.shown("a step as planned")
+        with self.as_then():
+            return stepped(table, *self.call, chosen)
+
+    def search(self, table: Table) -> Search:
+        return Search(Choices(table, self.step, self.group), self.narrower)
+
+    def narrower(self, choices: Choices) -> Choices | None:
+        """In a smaller workspace; None if that lowers the peak no more."""
+        table = choices.table
+        if not table.workspaces.given:
+            return None
+        with self.as_then():
+            found = agreed(lambda: narrower(table, *self.call, self.shown), self.group)
+        full = table.uniform("full")
+        return Choices(found, self.step, self.group) if found.peak(full) < LOWER * table.peak(full) else None
 
 
 def bytes_of(budget: int | str) -> int:
@@ -271,6 +276,16 @@ def bytes_of(budget: int | str) -> int:
             f"plan: budget must be a number of bytes, or a size such as '10GiB' or '512MiB', not {budget!r}"
         )
     return size
+
+
+def rates_of(device: str | None, model: nn.Module) -> Rates | None:
+    if device is None:
+        return None
+    if device not in RATES:
+        raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
+    if not all(p.is_meta for p in model.parameters()):
+        raise ValueError("plan: device is of a model on the meta device; elsewhere times are measured: leave it out")
+    return RATES[device]
 
 
 def check_stores(stores: Sequence[Store]) -> None:
@@ -316,6 +331,7 @@ def plan(
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
     group: dist.ProcessGroup | None = None,
+    device: str | None = None,
     **example_kwargs: Any,
 ) -> Plan:
     """Chooses how each region of a model runs, the quickest whose step stays within a budget, and applies it.
@@ -331,7 +347,9 @@ def plan(
     Measures saved bytes of every region, exactly; time, matmuls and transient memory of one region of each kind, alone; and,
     for `budget`, one step with all regions at "full", from which it predicts the peak of every choice. The choice is the
     optimum of an integer programme (SciPy's milp). A step of it is then measured, and another is chosen if that is above the
-    budget. Of regions that are alike, the first are recomputed and the last save most, which peaks lowest.
+    budget. Of regions that are alike, the first are recomputed and the last save most, which peaks lowest. If no choice meets
+    the budget, or a smaller workspace may save more time than it takes, the same is measured for a quarter of the workspace;
+    a second plan starts with what the first one set, and `replan` with what the ops were given.
 
     example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
     around the call of plan. If the output has a `loss`, that is differentiated, else the sum of its floating-point tensors:
@@ -340,10 +358,12 @@ def plan(
     budget: bytes that a step may allocate beyond what is there when it begins, at every point of it: saved tensors,
     transients, and the gradients that are not there yet. An int, or a size such as "20GiB".
     saved: instead of budget, bytes that the forward may save for backward, besides parameters and buffers. With neither of
-    them, `saved` is what is free on the device, less gradients and workspace.
+    them, `saved` is what is free on the device, less gradients and transients.
     stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. adapt: plan again, from the same table, when a
     step begins and the room on the device has moved by a twentieth of the budget; not with torch.compile or pipelines.
     include, exclude: as in convert. group: the ranks that must choose alike (by default all), by their largest bytes.
+    device: "h100", "h200" or "a100": for a model on the meta device, the GPU whose rates give times (a roofline of each op, and
+    of copies to the host beside the region's own work), and whose default workspace the ops have.
 
     Raises errors.BudgetError with the `least` that would do; ImportError without SciPy; ValueError for both budgets, a model
     that is compiled, sharded or wrapped by DDP or, with neither, on the meta device; RuntimeError on all ranks if one failed.
@@ -356,29 +376,15 @@ def plan(
     if None not in (budget, saved):
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
     given, by_peak = (saved, False) if budget is None else (budget, True)
-    limit = math.inf if given is None else bytes_of(given)
-
-    def table(shown: Callable[[str], None]) -> Table:
-        segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
-        strategies = [segment.strategies(stores) for segment in segments]
-        return measure(model, example_inputs, example_kwargs, segments, strategies, shown, by_peak)
-
-    had_none, leaves = not segments_of(model), leaves_of((example_inputs, example_kwargs))
-    absent = [
-        one for one in (*model.parameters(), *leaves) if isinstance(one, Tensor) and one.is_leaf and one.grad is None
-    ]
+    limit, rates = math.inf if given is None else bytes_of(given), rates_of(device, model)
+    example = Example(model, example_inputs, example_kwargs, group)
+    had_none = not segments_of(model)
     try:
-        with progress("plan") as shown:
-            found = agreed(lambda: table(shown), group)
-
-            def run(chosen: Sequence[int]) -> Step:
-                shown("a step as planned")
-                with without_gradients(absent):
-                    return stepped(found, model, example_inputs, example_kwargs, chosen)
-
+        with progress("plan") as example.shown:
+            found = agreed(lambda: example.measured(stores, include, exclude, by_peak, rates), group)
             if adapt or given is None:
                 limit = min(limit, room_for_step(model, found, by_peak, group))
-            made = Plan(model, found, int(limit), group, run if by_peak else None)
+            made = Plan(model, found, int(limit), group, example.search(found) if by_peak else None)
     except BaseException:
         if had_none:
             revert(model)

@@ -18,9 +18,10 @@ from ..conversion.report import aligned, name_of
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
 from .live import Alive, Step, by_place, step_of
-from .measure import Cost, Table, measure, stepped
+from .measure import measure, stepped
 from .plan import found_segments, standing_lines, time_of
 from .segments import Segment, Strategy, check_model, original_forwards, segments_of
+from .table import Table
 
 EAGER = "eager PyTorch"
 
@@ -30,8 +31,8 @@ class Line:
     """A region in a mode, "eager PyTorch" for its forward before convert.
 
     saved: bytes that it saves for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
-    their matmuls. workspace: bytes that backward rises above what is saved, besides gradients. seconds and
-    workspace are None on the meta device.
+    their matmuls. transient: bytes that backward rises above what is saved, besides gradients. seconds is None on the meta
+    device.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Line:
     saved: int
     seconds: float | None
     flops: int
-    workspace: int | None
+    transient: int
 
 
 @dataclasses.dataclass
@@ -74,7 +75,7 @@ class Report:
         draw_steps(self.timelines, self.standing, path)
 
     def __str__(self) -> str:
-        text = [("region", "replaced by", "mode", "saved", "of eager", "time", "GFLOP", "workspace")]
+        text = [("region", "replaced by", "mode", "saved", "of eager", "time", "GFLOP", "transient")]
         for names, lines in self._alike():
             before = next((line.saved for line in lines if line.mode == EAGER), None)
             for i, line in enumerate(lines):
@@ -85,7 +86,7 @@ class Report:
                         f"{line.saved / before:.1%}" if before else "",
                         time_of(line.seconds),
                         memory.three_digits(line.flops / 1e9),
-                        "" if line.workspace is None else memory.format_size(line.workspace),
+                        memory.format_size(line.transient),
                     )
                 )  # fmt: skip
         return "\n".join([*aligned(text), "the model saves", *self._totals(), *self._at_peaks()])
@@ -125,16 +126,13 @@ class Report:
 def lines_of(table: Table) -> list[Line]:
     lines = []
     for row in table.rows:
-        segment, kind = row.segment, table.kinds[row.kind]
-        found: list[tuple[str, int, Cost]] = []
-        if row.eager is not None and kind.eager is not None:
-            found.append((EAGER, row.eager.bytes, kind.eager))
-        found += [
-            (str(strategy), held.bytes, cost)
-            for strategy, held, cost in zip(row.strategies, row.held, kind.costs, strict=True)
-        ]
-        for mode, saved, cost in found:
-            lines.append(Line(segment.name, type(segment.module).__name__, segment.replaced_by, mode, saved, *cost))
+        segment, costs = row.segment, table.kinds[row.kinds[0]].costs
+        modes = [*map(str, row.strategies), EAGER]
+        order = range(len(row.held)) if row.eager is None else [-1, *range(len(row.strategies))]
+        for i in order:
+            seconds, flops, *_, transient = costs[i]
+            of = segment.name, type(segment.module).__name__, segment.replaced_by, modes[i]
+            lines.append(Line(*of, row.held[i].bytes, seconds, flops, transient))
     return lines
 
 
@@ -191,7 +189,9 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
     try:
         with progress("report") as shown:
             segments = found_segments(model, example_inputs, example_kwargs, None, None)
-            table = measure(model, example_inputs, example_kwargs, segments, list(map(modes_of, segments)), shown)
+            table = measure(
+                model, example_inputs, example_kwargs, segments, list(map(modes_of, segments)), shown, eager=True
+            )
             totals = {} if table.eager_saved is None else {EAGER: table.eager_saved}
             totals |= {mode: table.saved(table.uniform(mode)) for mode in MODES}
             shown("memory over a step")

@@ -16,6 +16,7 @@ from ..conversion.convert import ORIGINAL_CLASS, Which, check_not_split, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.unmodified import runs_class_forward
 from ..ops.dispatch.checks import MODES
+from ..ops.dispatch.choices import parse_bytes
 from ..storage import Store
 
 LAYERS = (drop_ins.LlamaDecoderLayer, drop_ins.TransformerEncoderLayer, drop_ins.TransformerDecoderLayer)
@@ -101,6 +102,38 @@ class Segment(NamedTuple):
 
     def strategies(self, stores: Sequence[Store]) -> list[Strategy]:
         return [Strategy(mode, store) for store in (None, *stores) for mode in self.modes()]
+
+
+class Workspaces:
+    """The workspace of every op of a model: the modules and forwards that have one, and what each was given."""
+
+    def __init__(self, model: nn.Module):
+        self.size: int | None = None
+        self.given = [(one, one.workspace) for module in model.modules() for one in having_workspace(module)]
+
+    def set(self, size: int | None) -> None:
+        """At most so many bytes for each; None is what they were given."""
+        self.size = size
+        for one, own in self.given:
+            is_larger = own is None or (size is not None and parse_bytes("plan", own) > size)
+            one.workspace = size if size is not None and is_larger else own
+
+    @contextlib.contextmanager
+    def at(self, size: int | None) -> Iterator[None]:
+        before = self.size
+        self.set(size)
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
+def having_workspace(module: nn.Module) -> list:
+    """The module, if it is of ours, and what replaces its forward."""
+    forward = module.__dict__.get("forward")
+    found = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
+    runs = [run for *_, run in forward.runs] if isinstance(forward, Runs) else []
+    return [*found, forward, *runs] if isinstance(forward, Forward) else found
 
 
 def segments_of(

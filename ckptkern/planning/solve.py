@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..errors import BudgetError
 from ..memory import format_size
-from .measure import Held, total
+from .table import Held, Table, total
 
 KIB = 2**10  # bytes are counted in KiB: the solver's tolerance, 1e-6, is then far below one byte
 
@@ -52,6 +52,12 @@ def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], res
         f"can keep is {format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of them",
         least,
     )
+
+
+def by_saved(table: Table, budget: int) -> list[int]:
+    """The cheapest choice that saves at most so many bytes."""
+    costs = [[table.cost(row, strategy) for strategy in range(len(row.strategies))] for row in table.rows]
+    return choose(costs, [row.held for row in table.rows], table.rest, budget)
 
 
 def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:

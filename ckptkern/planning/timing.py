@@ -1,13 +1,18 @@
-"""The time of a step: on a GPU that of its kernels, not of their launches; elsewhere the clock's."""
+"""The time of a step: on a GPU that of its kernels, not of their launches; on the meta device an estimate for a GPU that is not
+there; elsewhere the clock's."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 Step = Callable[[], Any]
 SLEEP, LONGEST_SLEEP = 2**21, 2**26  # cycles: about 1 and 34 ms at 2 GHz
@@ -88,3 +93,51 @@ def copies(nbytes: int, cache: int) -> int:
 def cache_of(device: torch.device) -> int:
     """Bytes of a GPU's L2; 0 elsewhere, where operands are not taken interleaved."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+class Rates(NamedTuple):
+    """What a GPU reaches: FLOP/s of 16-bit and of float32 matmuls, bytes/s of its memory and of copies to and from the host,
+    and bytes of memory."""
+
+    matmuls: float
+    float32: float
+    bandwidth: float
+    host: float
+    memory: int
+
+
+# Data sheets (SXM), and the parts of them that are reached, which are assumed: dense 16-bit 989 and 312 TFLOP/s, 0.7-0.87;
+# float32 67 and 19.5, 0.8; memory 4.8, 3.35 and 2.04 TB/s, 0.86-0.9; PCIe 5 and 4 x16, 64 and 32 GB/s, 0.8.
+RATES = {
+    "h200": Rates(750e12, 54e12, 4.3e12, 51e9, 140 * 2**30),
+    "h100": Rates(700e12, 54e12, 3.0e12, 51e9, 79 * 2**30),
+    "a100": Rates(270e12, 16e12, 1.75e12, 25e9, 79 * 2**30),
+}
+
+
+class Roofline(TorchDispatchMode):
+    """seconds: of the ops inside, if each takes as long as its matmuls or as the bytes that it reads and writes, whichever is
+    longer. A library op of ours counts as one: its kernels hold on the chip what is between."""
+
+    def __init__(self, rates: Rates):
+        super().__init__()
+        self.rates, self.seconds = rates, 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        read, written = ([t for t in tree_leaves(of) if isinstance(t, Tensor)] for of in ((args, kwargs), result))
+        if func.is_view or not written or "empty" in func.name():
+            return result
+        formula = flop_registry.get(func._overloadpacket)
+        flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
+        rate = self.rates.float32 if any(t.dtype == torch.float32 for t in read[:1]) else self.rates.matmuls
+        nbytes = sum(t.nbytes for t in (*read, *written))
+        self.seconds += max(flops / rate, nbytes / self.rates.bandwidth)
+        return result
+
+
+def estimated(run: Callable[[], Any], rates: Rates) -> float:
+    """Seconds on a GPU of these rates."""
+    with Roofline(rates) as line:
+        run()
+    return line.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import threading
@@ -202,7 +203,8 @@ class offload(Store):
     """Moves saved tensors to the host, bit for bit, and copies them back before backward needs them.
 
     A side stream copies CUDA tensors into pinned buffers; their device memory is freed when the copy has completed. CPU
-    tensors are copied into unlinked memory-mapped files. Tensors on other devices stay.
+    tensors are copied into unlinked memory-mapped files. Meta tensors are let go, and made anew in backward, so that a step
+    counts as it would elsewhere. Tensors on other devices stay.
 
     directory: of these files, by default ``tempfile.gettempdir()``, which may itself be in memory (a tmpfs). prefetch:
     the number of tensors that are copied back ahead of backward, in reverse order of saving. in_flight: the number of
@@ -246,9 +248,11 @@ class offload(Store):
         return sum(lane.bytes for lane in list(self._lanes.values()))
 
     def accepts(self, tensor: Tensor) -> bool:
-        return tensor.device.type in ("cpu", "cuda")
+        return tensor.device.type in ("cpu", "cuda", "meta")
 
-    def put(self, flat: Tensor) -> _Copy:
+    def put(self, flat: Tensor) -> _Copy | functools.partial:
+        if flat.is_meta:
+            return functools.partial(torch.empty, flat.shape, dtype=flat.dtype, device="meta")
         lane = self._lanes.get(flat.device)
         if lane is None:
             with self._lock:
@@ -258,8 +262,8 @@ class offload(Store):
                     lane = self._lanes[flat.device] = kind(flat.device, *self._settings)
         return lane.put(flat)
 
-    def resident(self, saved: _Copy) -> Iterator[Tensor]:
+    def resident(self, saved: _Copy | functools.partial) -> Iterator[Tensor]:
         return iter(())
 
-    def get(self, saved: _Copy) -> Tensor:
-        return saved.lane.get(saved)
+    def get(self, saved: _Copy | functools.partial) -> Tensor:
+        return saved.lane.get(saved) if isinstance(saved, _Copy) else saved()

@@ -1,6 +1,7 @@
 """ckptkern.plan by peak: what a step allocates is what was predicted, and never above the budget."""
 
 import itertools
+import random
 import sys
 from typing import Any
 
@@ -16,6 +17,8 @@ from ckptkern.errors import BudgetError
 from ckptkern.planning import measure
 from ckptkern.planning.live import Live, step_of
 from ckptkern.planning.measure import stepped
+from ckptkern.planning.table import Measured, Table
+from ckptkern.planning.timing import RATES
 
 pytest.importorskip("scipy")
 
@@ -50,9 +53,9 @@ CASES = {name: (make, (lambda inputs=inputs: (inputs(),))) for name, (make, inpu
     "head and loss": (lambda: WithLoss(layers(2), 300), lambda: (sequence(), torch.randint(0, 300, (2, 256)))),
     "encoder": (
         lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(16, 2, 48, 0.1, batch_first=True), 5, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(16, 2, 48, 0.1, batch_first=True), 3, enable_nested_tensor=False
         ),
-        lambda: (sequence(),),
+        lambda: (sequence(tokens=64),),
     ),
 }  # fmt: skip
 
@@ -68,6 +71,10 @@ def peak_of(model: nn.Module, inputs: tuple) -> int:
     return peak.bytes
 
 
+def flops_of(table: Table, row: Measured, strategy: int) -> int:
+    return sum(table.kinds[kind].costs[strategy].flops for kind in row.kinds)
+
+
 def least_of(plan: ckptkern.Plan) -> int:
     with pytest.raises(BudgetError, match="wanted a step of at most 1 B") as error:
         plan.replan(1)
@@ -76,7 +83,10 @@ def least_of(plan: ckptkern.Plan) -> int:
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["gradients there", "no gradients"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_stays_within_the_budget_and_is_as_predicted(name: str, gradients: bool) -> None:
+def test_a_step_stays_within_the_budget_and_is_as_predicted(
+    name: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Table, "cost", flops_of)  # times of one round are noise
     make, inputs = CASES[name]
     torch.manual_seed(0)
     model, given = make(), inputs()
@@ -102,16 +112,30 @@ def test_a_step_stays_within_the_budget_and_is_as_predicted(name: str, gradients
     reset()
 
 
-@pytest.mark.parametrize("vocabulary", [None, 4000], ids=["peak in a layer", "peak at the loss"])
-def test_every_uniform_choice_is_predicted(vocabulary: int | None) -> None:
-    model, inputs = layers(4), (sequence(),)
-    if vocabulary is not None:
-        model, inputs = WithLoss(model, vocabulary), (*inputs, torch.randint(0, vocabulary, (2, 256)))
-    plan = ckptkern.plan(model, *inputs, budget="1GiB")
-    for place in range(len(plan.table.rows[0].strategies)):
-        chosen = [min(place, len(row.strategies) - 1) for row in plan.table.rows]
-        measured = plan.measured(chosen)
-        assert abs(plan.table.peak(chosen) - measured) <= 0.06 * measured
+# Part of the peak by which a prediction may be wrong. The gradient of a sum has no memory, and that of a region alone does; so
+# where the last region's output is summed, it counts one gradient too many.
+SUMMED = dict.fromkeys(["ours", "llama layers", "encoder"], 0.05)
+EXACT = dict.fromkeys(["head and loss", "peak at the loss"], 0.0)
+
+
+@pytest.mark.parametrize("name", [*CASES, "peak at the loss"])
+def test_every_choice_is_predicted(name: str) -> None:
+    """Uniform ones and mixtures."""
+    torch.manual_seed(0)
+    if name == "peak at the loss":
+        model, inputs = WithLoss(layers(), 4000), (sequence(), torch.randint(0, 4000, (2, 256)))
+    else:
+        make, given = CASES[name]
+        model, inputs = make(), given()
+    plan, draw = ckptkern.plan(model, *inputs, budget="1GiB"), random.Random(0)
+    rows = plan.table.rows
+    places = range(max(len(row.strategies) for row in rows))
+    choices = [[min(place, len(row.strategies) - 1) for row in rows] for place in places]
+    choices += [[draw.randrange(len(row.strategies)) for row in rows] for _ in range(6)]
+    for chosen in choices:
+        measured = plan.choices.measured(chosen)
+        allowed = SCALARS + measured * (SUMMED | EXACT).get(name, 0.01)
+        assert abs(plan.table.peak(chosen) - measured) <= allowed, chosen
 
 
 def test_the_choice_is_the_cheapest_of_all() -> None:
@@ -131,7 +155,7 @@ def test_the_choice_is_the_cheapest_of_all() -> None:
         except BudgetError:
             regret.append(None)
             continue
-        best = min(plan.cost_of_all(choice) for choice in choices if peaks[choice] <= budget)
+        best = min(table.cost_of(choice) for choice in choices if peaks[choice] <= budget)
         regret.append(plan.cost / best - 1)
     assert None not in regret
     assert max(regret) <= 0.05
@@ -147,9 +171,67 @@ def test_budgets_that_nothing_meets_leave_the_model_as_it_was() -> None:
         ckptkern.plan(model, x, budget=10, saved=10)
 
 
+def workspaces(model: nn.Module) -> set:
+    return {m.workspace for layer in model for m in (layer, layer.self_attn, layer.mlp)}
+
+
+def test_a_smaller_workspace_meets_a_budget_that_modes_alone_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_module = sys.modules["ckptkern.planning.plan"]
+    tried, narrower = [], plan_module.narrower
+    monkeypatch.setattr(plan_module, "narrower", lambda *given: tried.append(narrower(*given)) or tried[-1])
+    model, x = layers(), sequence()
+    model[1].workspace = 512
+    plan = ckptkern.plan(model, x, budget="1GiB")
+    assert not tried, "nothing could be quicker"
+    assert plan.workspace is None
+    assert workspaces(model) == {None, 512}, "left as it was"
+    least = plan.choices.measured(plan.choices.lowest())
+    plan.replan(int(0.7 * least))
+    assert plan.workspace in {table.workspace for table in tried}
+    assert peak_of(model, (x,)) <= 0.7 * least + SCALARS
+    assert workspaces(model) == {plan.workspace, 512}, "that which was less already is left as it was"
+    assert f"workspace: {memory.format_size(plan.workspace)}" in str(plan).splitlines()
+    for one in (*model.parameters(), x):
+        one.grad = None
+    for mode in ("none", "selective"):
+        chosen = plan.table.uniform(mode)
+        assert abs(plan.table.peak(chosen) - plan.choices.measured(chosen)) <= 0.05 * plan.table.peak(chosen)
+    plan.replan("1GiB")
+    assert plan.workspace is None
+    assert workspaces(model) == {None, 512}, "room for the quicker"
+    chosen = plan.strategies
+    with pytest.raises(BudgetError) as error:
+        plan.replan(1)
+    assert error.value.least < 0.7 * least
+    assert (plan.strategies, workspaces(model)) == (chosen, {None, 512})
+
+
+def test_a_smaller_workspace_that_leaves_room_for_a_quicker_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Table, "cost", flops_of)
+    model, x = layers(), sequence()
+    plan = ckptkern.plan(model, x, budget="1GiB")
+    first = plan.choices
+    budget = first.measured(first.lowest())
+    alone = first.table.cost_of(first.best(budget))
+    plan.replan(budget)
+    assert plan.workspace is not None
+    assert plan.peak <= budget
+    assert plan.cost <= 0.98 * alone
+
+
+def test_a_model_that_convert_replaced_gets_its_workspace_back() -> None:
+    model = model_of("llama")
+    before = [vars(m).copy() for m in model.modules()]
+    plan = ckptkern.plan(model, ids(), budget="1GiB")
+    plan.table.workspaces.set(1024)
+    assert {row.segment.forward.workspace for row in plan.table.rows} == {1024}
+    ckptkern.revert(model)
+    assert [vars(m).keys() for m in model.modules()] == [one.keys() for one in before]
+
+
 def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    predicted = measure.Table.peak
-    monkeypatch.setattr(measure.Table, "peak", lambda self, chosen: int(0.8 * predicted(self, chosen)))
+    predicted = Table.peak
+    monkeypatch.setattr(Table, "peak", lambda self, chosen: int(0.8 * predicted(self, chosen)))
     model, x = layers(), sequence()
     plan = ckptkern.plan(model, x, budget="1GiB")
     least = least_of(plan)
@@ -165,8 +247,38 @@ def test_on_the_meta_device_as_on_the_cpu() -> None:
     peaks = {}
     for device in ("cpu", "meta"):
         plan = ckptkern.plan(layers(device=device), sequence(device=device), budget="1GiB")
-        peaks[device] = [plan.measured(plan.table.uniform(mode)) for mode in ("none", "selective", "full")]
+        peaks[device] = [plan.choices.measured(plan.table.uniform(mode)) for mode in ("none", "selective", "full")]
     assert all(abs(a - b) <= 0.05 * a for a, b in zip(*peaks.values(), strict=True)), peaks
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rates are the times, and copies to the host are free as long as the region's own work is longer."""
+    monkeypatch.setattr("ckptkern.planning.search.SMALLER", 0)
+    to = {"device": "meta", "dtype": torch.bfloat16}
+    model = nn.Sequential(*(ckptkern.nn.LlamaDecoderLayer(1024, 8, intermediate_size=4096, **to) for _ in range(3)))
+    x = torch.empty(1, 2048, 1024, requires_grad=True, **to)
+    plan = ckptkern.plan(model, x, budget="1024GiB", stores=[ckptkern.storage.offload(min_bytes=0)], device="h100")
+    assert plan.workspace == 79 * 2**30 // 32
+    rates, costs, row = RATES["h100"], plan.table.kinds[0].costs, plan.table.rows[0]
+    by_name = {str(strategy): i for i, strategy in enumerate(row.strategies)}
+    for name, place in by_name.items():
+        assert costs[place].seconds >= costs[place].flops / rates.matmuls
+        if "offload" not in name:
+            assert costs[place].seconds <= 3 * costs[place].flops / rates.matmuls
+            away = by_name[f"{name} + offload"]
+            copied = 2 * (row.held[place].bytes - row.held[away].bytes) / rates.host
+            assert costs[away].seconds >= copied > 0
+            assert costs[away].seconds <= 1.2 * max(costs[place].seconds, copied) + copied / 2
+            assert costs[away].transient >= row.held[place].bytes - row.held[away].bytes, "what comes back"
+    assert set(map(str, plan.strategies.values())) <= {"none", "none/none", "none/selective"}
+    plan.replan(plan.choices.measured(plan.table.uniform("full")))
+    assert plan.peak <= plan.budget
+    fewest = ckptkern.plan(model, x, budget="1024GiB", device="a100")
+    assert fewest.cost > 2 * 3 * min(cost.seconds for cost in costs), "a slower GPU"
+    with pytest.raises(ValueError, match="device must be one of h200, h100, a100, not 'tpu'"):
+        ckptkern.plan(model, x, budget="1024GiB", device="tpu")
+    with pytest.raises(ValueError, match="device is of a model on the meta device"):
+        ckptkern.plan(layers(), sequence(), budget="1024GiB", device="h100")
 
 
 def test_what_stands_at_the_peak() -> None:
@@ -211,8 +323,10 @@ def test_live_counts_each_storage_once_and_until_it_is_gone() -> None:
 
 def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    costs = measure.costs
-    monkeypatch.setattr(measure, "costs", lambda kind, *others: found.append(kind.first.name) or costs(kind, *others))
+    alone = measure.measure_alone
+    monkeypatch.setattr(
+        measure, "measure_alone", lambda kind, *others: found.append(kind.first.name) or alone(kind, *others)
+    )
     ckptkern.plan(layers(6), sequence(), budget="1GiB")
     assert found == ["0"]
 
@@ -220,6 +334,7 @@ def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch
 def test_adapting_follows_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [2**30]
     monkeypatch.setattr(memory, "free_memory", lambda device: free[0])
+    monkeypatch.setattr("ckptkern.planning.search.SMALLER", 0)
     model, x = layers(), sequence()
     plan = ckptkern.plan(model, x, budget="1GiB", adapt=True)
     quick = plan.peak
@@ -230,7 +345,8 @@ def test_adapting_follows_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     plan.stop()
 
 
-def test_stores_take_part() -> None:
+def test_stores_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkern.planning.search.SMALLER", 0)
     model, x = layers(), sequence()
     plan = ckptkern.plan(model, x, budget="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
     plan.replan(least_of(plan))

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from ckptkern.errors import BudgetError
-from ckptkern.planning.measure import Held, total
 from ckptkern.planning.solve import choose
+from ckptkern.planning.table import Held, total
 
 pytest.importorskip("scipy")
 

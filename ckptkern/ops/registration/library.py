@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from ..dispatch.choices import read_precision
 from . import codec as _codec
@@ -120,6 +120,15 @@ def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
 
 
 _addmm_flops._get_raw = True  # tensors, not their shapes
+FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch lacks these
+    torch.ops.aten.addmm_: _addmm_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 def _flops(on_meta: Callable) -> Callable:
