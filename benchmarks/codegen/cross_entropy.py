@@ -24,10 +24,9 @@ def _head(case, given):
 def _fwd(case, given):
     tensors, head, _ = _head(case, given)
     keep = case.extras or case.activation == "saved"
-    lse, z_t, wz, saved, _ = given.backend.cross_entropy_fwd(
-        *tensors, head, weighted=case.activation == "everything", keep=keep
-    )
-    return lse, z_t, wz, saved if head.softcap else None  # what exponentials are relative to differs between backends
+    found = given.backend.cross_entropy_fwd(*tensors, head, weighted=case.activation == "everything", keep=keep)
+    # what exponentials are relative to differs between backends
+    return *found.statistics, found.logits if head.softcap else None
 
 
 def _bwd(case, given):

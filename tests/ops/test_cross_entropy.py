@@ -740,6 +740,7 @@ WRONG = {
         "no gradient .* logit_scale",
     ),
     "z_loss": (dict(z_loss="much"), TypeError, "z_loss must be a number, not 'much'"),
+    "return_lse": (dict(return_lse="sum"), TypeError, "return_lse must be a bool, not 'sum'"),
     "workspace": (dict(workspace=-1), ValueError, "workspace must be a positive number of bytes"),
     "a place without a group": (
         dict(vocab_start=3),
