@@ -5,6 +5,7 @@ counts what its backward holds.
 """
 
 import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -133,6 +134,26 @@ def test_nothing_runs_where_nothing_is_dropped():
 
 
 RUNS = [one for one in cases(0) if one.id != "dropout-training"]
+
+
+def fields(options) -> dict:
+    """Their values by name, those of NamedTuples in them too; of two fields of one name, the outer one's."""
+    inner = [one for one in options if isinstance(one, tuple)]
+    found = {}
+    for one in (*inner, *itertools.chain(*inner)):
+        found |= fields(one) if hasattr(one, "_fields") else {}
+    return found | (options._asdict() if hasattr(options, "_fields") else {})
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_an_option_reaches_the_field_of_its_name(case):
+    """Each bool, and of the others the one that has another value than its default: no two are swapped."""
+    (_, (_, *lists)), _ = calls_of(case)
+    found, entry = fields(codec.unpack(codec.layout_of(case.entry.op.Options), lists)), case.entry
+    given = {name: one.default for name, one in entry.parameters.items()} | case.arguments
+    for name in found.keys() & given.keys():
+        if isinstance(found[name], bool) or (name == case.option and isinstance(given[name], int | float | str)):
+            assert found[name] == given[name], name
 
 
 @pytest.mark.parametrize("case", RUNS)
