@@ -156,6 +156,10 @@ def _ends(*rows: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
+def _slopes(s: Sizes) -> Tensor:
+    return 0.5 ** torch.arange(1, s.heads + 1)
+
+
 def _seen(rows: int, columns: int) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool).tril(1)
 
@@ -172,7 +176,7 @@ def _attention_options(s: Sizes) -> dict[str, Arguments]:
         **_with(q_norm, qk_norm_kind="layer", qk_norm_eps=0.1), **_with({"rotary": 100.0}, rotary_interleaved=True),
         **_alone(
             key_value=_normal(B, S + 1, d), qkv_layout="heads", rotary=100.0, is_causal=True, attn_mask=_normal(S, S),
-            key_padding_mask=padding, window_size=(1, 0), alibi_slopes=torch.tensor([0.5, 0.25][: s.heads]), scale=0.7,
+            key_padding_mask=padding, window_size=(1, 0), alibi_slopes=_slopes(s), scale=0.7,
             softcap=2.0, dropout_p=P, lora=lora, residual=True,
         ),
     }  # fmt: skip
@@ -198,7 +202,7 @@ def _sdpa_options(s: Sizes) -> dict[str, Arguments]:
     one = dict.fromkeys(("key", "value"), _normal(s.lead[0], 1, s.lead[1] + 1, HEAD_DIM))
     return _with(one, enable_gqa=True) | _alone(
         attn_mask=_normal(s.lead[1], s.lead[1] + 1), dropout_p=P, is_causal=True, scale=0.7, window_size=(1, 0),
-        alibi_slopes=torch.tensor([0.5, 0.25][: s.heads]), softcap=2.0,
+        alibi_slopes=_slopes(s), softcap=2.0,
     )  # fmt: skip
 
 

@@ -201,9 +201,9 @@ class LinearCrossEntropy(Op):
             return {name: one for name, one in named.items() if one is not None}
 
         M, eagerly = rows.shape[0], o.backend == "eager"
-        per_token = V * wide.itemsize * (3 if o.softcap else 2) if eagerly else V // 8
-        if keep and eagerly:
-            per_token += V * x.dtype.itemsize
+        per_token = 4 * p.slice_count(x, V) * (2 if o.label_smoothing else 1)  # lse and wz of slices
+        if eagerly:
+            per_token = V * (wide.itemsize * (3 if o.softcap else 2) + (x.dtype.itemsize if keep else 0))
         # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
         chunks = [(0, M)] if keep and not eagerly else token_chunks(M, per_token, o.workspace)
         made = by_chunks(chunks, of_tokens)
