@@ -20,12 +20,14 @@ from triton.runtime.interpreter import InterpretedFunction
 import ckptkern
 from ckptkern.memory import memory_timeline, peak_memory
 from ckptkern.ops import catalog
-from ckptkern.ops.catalog import OPS, Entry, Sizes
+from ckptkern.ops.catalog import IN_TORCH_OPS, OPS, Entry, Sizes
 from ckptkern.ops.registration import codec
 from ckptkern.ops.registration.needs import joined, needed
 from ckptkern.ops.registration.op import run_forward
 
 SIZES = Sizes()
+OF_OPS = tuple(OPS.values())
+ALL = (*OF_OPS, *IN_TORCH_OPS)
 
 
 class Case(NamedTuple):
@@ -61,14 +63,14 @@ def alone(entry: Entry) -> list[str]:
     return ["", *(name for name in chosen if catalog.ACROSS_RANKS not in chosen[name].values())]
 
 
-def cases(*modes: int, names=tuple(OPS)) -> list:
-    """pytest parameters: every option of these ops, at the modes in these places, the default's first."""
+def cases(*modes: int, entries=OF_OPS) -> list:
+    """pytest parameters: every option of these entries, at the modes in these places, the default's first."""
     found = []
-    for name in names:
-        chosen = [OPS[name].modes[i] for i in modes] if OPS[name].modes else [""]
-        for option in alone(OPS[name]):
+    for entry in entries:
+        chosen = [entry.modes[i] for i in modes] if entry.modes else [""]
+        for option in alone(entry):
             own = [""] if option == "recompute" else chosen
-            found += [Case(OPS[name], option, mode) for mode in own]
+            found += [Case(entry, option, mode) for mode in own]
     return [
         pytest.param(one, id="-".join(filter(None, (one.entry.name, one.option or "none", one.mode)))) for one in found
     ]
@@ -171,7 +173,16 @@ def test_the_reference_implementation_has_the_option(case):
         torch.testing.assert_close(ours[i], grad)
 
 
-@pytest.mark.parametrize("case", cases(0, -1))
+@pytest.mark.parametrize("case", cases(0, entries=IN_TORCH_OPS))
+def test_what_runs_in_torch_ops_has_the_option(case):
+    """It gives what the op gives of its own arguments."""
+    leaves, op = case.make(), case._replace(entry=OPS[case.entry.function.__name__])
+    for ours, theirs in zip(case.results(leaves), op.results(leaves), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.requires_grad == theirs.requires_grad
+
+
+@pytest.mark.parametrize("case", cases(0, -1, entries=ALL))
 def test_results_that_have_a_graph_have_gradients(case):
     """A statistic without a gradient is detached, or its gradient is right."""
     leaves = case.make()
@@ -182,7 +193,7 @@ def test_results_that_have_a_graph_have_gradients(case):
     assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("case", cases(0))
+@pytest.mark.parametrize("case", cases(0, entries=ALL))
 def test_second_order(case):
     leaves = case.make()
 
@@ -198,7 +209,7 @@ def test_fakes(case):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("case", cases(0))
+@pytest.mark.parametrize("case", cases(0, entries=ALL))
 def test_compiled_equals_eager(case):
     torch._dynamo.reset()
     leaves = case.make(torch.float32)
@@ -249,7 +260,7 @@ def test_ops_with_a_workspace_are_bounded():
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("case", cases(0, -1, names=tuple(BOUNDED)))
+@pytest.mark.parametrize("case", cases(0, -1, entries=[OPS[name] for name in BOUNDED]))
 def test_the_workspace_counts_what_a_pass_holds(case, backend, monkeypatch):
     """With room for four of the smallest chunks forward takes no fifth, and backward neither. Kernels are not run: here they
     are what their launchers allocate."""
