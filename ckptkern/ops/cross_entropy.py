@@ -372,7 +372,8 @@ def linear_cross_entropy(
     Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
     DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
     """
-    check_arguments(input, linear_weight, linear_bias, reduction, recompute, return_lse=return_lse)
+    flags = dict(return_lse=return_lse)
+    check_arguments(input, linear_weight, linear_bias, reduction, recompute, flags)
     label_smoothing, logit_scale, softcap, z_loss = check_scalars(label_smoothing, logit_scale, softcap, z_loss)
     ignore_index = -100 if ignore_index is None else ignore_index
     x = cast_input(NAME, input, linear_weight)
@@ -380,7 +381,7 @@ def linear_cross_entropy(
     check_target(input, linear_weight, target, probabilities)
     name, size, first = place_in(group, linear_weight.shape[0], vocab_start)
     check_class_weights(weight, input, first + linear_weight.shape[0], split=group is not None)
-    returned = tuple(one for one, wanted in {"lse": return_lse}.items() if wanted)
+    returned = tuple(one.removeprefix("return_") for one, wanted in flags.items() if wanted)
     if probabilities:
         if group is not None:
             raise ValueError(f"{NAME}: targets that are probabilities cannot be split over a process group")
@@ -419,7 +420,7 @@ def reduced(results: TokenResults, target, weight, reduction: str, ignore_index:
     return loss + z_loss * over_tokens(results.lse_squared, count) if z_loss else loss
 
 
-def check_arguments(x, w, b, reduction: str, recompute: str, **flags: bool) -> None:
+def check_arguments(x, w, b, reduction: str, recompute: str, flags: dict[str, bool]) -> None:
     check_mode(NAME, recompute)
     check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
     check_flags(NAME, **flags)

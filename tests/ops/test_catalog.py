@@ -150,13 +150,16 @@ def fields(options) -> dict:
 
 @pytest.mark.parametrize("case", RUNS)
 def test_an_option_reaches_the_field_of_its_name(case):
-    """Each bool, and of the others the one that has another value than its default: no two are swapped."""
+    """Each bool, and of the others the one that has another value than its default: no two are swapped. What `return_NAME` asks
+    for is the result of that name."""
     (_, (_, *lists)), _ = calls_of(case)
     found, entry = fields(codec.unpack(codec.layout_of(case.entry.op.Options), lists)), case.entry
     given = {name: one.default for name, one in entry.parameters.items()} | case.arguments
     for name in found.keys() & given.keys():
         if isinstance(found[name], bool) or (name == case.option and isinstance(given[name], int | float | str)):
             assert found[name] == given[name], name
+    returned = {name for name in given if name.startswith("return_") and given[name]}
+    assert returned == {f"return_{one}" for one in found.get("results", ())} & given.keys()
 
 
 @pytest.mark.parametrize("case", RUNS)

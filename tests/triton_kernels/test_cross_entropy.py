@@ -156,7 +156,8 @@ def test_any_tile(row, interpreted):
     ours = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, tile=tile).statistics
     default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
     for one, other in zip(ours, default, strict=True):
-        torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
+        if one is not None:
+            torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
     out = torch.empty(37, 150)
     db = triton_kernels.cross_entropy_bwd(*tensors, default.lse, dstats_of(37, "cpu"), head, out, db=True, tile=tile)
     expected = gradient(triton_kernels, tensors, default.lse, dstats_of(37, "cpu"), head)
@@ -189,7 +190,7 @@ def test_empty(M, V, device):
     head = eager.Head(1.0, 0.0, IGNORED)
     lse, *others = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
     assert torch.equal(lse, torch.full((M,), float("-inf"), device=device))
-    assert not any(one.any() for one in others)
+    assert not any(one.any() for one in others if one is not None)
     found = gradient(triton_kernels, tensors, lse, dstats_of(M, device), head)
     assert found["db"].shape == (V,)
     assert not found["db"].any()
@@ -203,7 +204,8 @@ def test_the_same_bits_again(device, repeats):
         found = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
         counted, lse = tensors[3] != IGNORED, found.statistics.lse
         gradients = gradient(triton_kernels, tensors, lse, dstats_of(37, device), head)
-        return [*(one[counted] for one in found.statistics), found.logits, *gradients.values()]
+        statistics = [one[counted] for one in found.statistics if one is not None]
+        return [*statistics, found.logits, *gradients.values()]
 
     first = run()
     for _ in range(repeats):
