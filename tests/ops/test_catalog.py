@@ -26,6 +26,7 @@ from ckptkern.ops.registration.needs import joined, needed
 from ckptkern.ops.registration.op import run_forward
 
 SIZES = Sizes()
+TILED = Sizes((2, 3), 36, 40, 70)  # several of the interpreter's tiles, the last of which are not full
 OF_OPS = tuple(OPS.values())
 ALL = (*OF_OPS, *IN_TORCH_OPS)
 
@@ -212,6 +213,12 @@ def test_fakes(case):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("case", cases(0, -1, entries=[one for one in OF_OPS if "made_on_meta" in vars(one.op)]))
+def test_fakes_of_what_kernels_save_in_other_shapes(case):
+    with ckptkern.backend("triton"):
+        test_fakes(case._replace(sizes=TILED))
+
+
 @pytest.mark.parametrize("case", cases(0, entries=ALL))
 def test_compiled_equals_eager(case):
     torch._dynamo.reset()
@@ -229,7 +236,6 @@ def test_compiled_equals_eager(case):
     assert_same_within_rounding(gradients(seeded(compiled)), gradients(seeded(call)))
 
 
-TILED = Sizes((2, 3), 36, 40, 70)  # several of the interpreter's tiles, the last of which are not full
 MANY = Sizes((2, 3), 8, 40, 2050)  # three times as many slices of classes as are combined at once
 
 
