@@ -41,13 +41,18 @@ class GatedGradient(NamedTuple):
     dbu: Tensor | None
 
 
-class CrossEntropyForward(NamedTuple):
-    """A token's statistics, float32 [M]: lse of its logits, z_t of its target, wz the sum of logits weighted by class. What
-    "none" saves: logits [M, V] or their exponentials in x's dtype, and of those, parts [slices, M], what each slice of columns
-    was divided by."""
+class TokenStatistics(NamedTuple):
+    """Of each token, float32 [M]: lse of its logits, z_t of its target, wz the sum of logits weighted by class."""
 
     lse: Tensor
     z_t: Tensor
-    wz: Tensor | None
+    wz: Tensor | None = None
+
+
+class CrossEntropyForward(NamedTuple):
+    """The statistics, and what "none" saves: logits [M, V] or their exponentials in x's dtype, and of those, parts [slices, M],
+    what each slice of columns was divided by."""
+
+    statistics: TokenStatistics
     logits: Tensor | None
     parts: Tensor | None

@@ -5,6 +5,8 @@ It runs in a process of its own, without TRITON_INTERPRET, because a kernel deco
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -23,7 +25,7 @@ from benchmarks.codegen import cases, sass
 from benchmarks.codegen.compiling import compile_launch
 from benchmarks.model import rates, trace
 from ckptkern import triton_kernels
-from ckptkern.eager import AttentionCore, Groups, Head
+from ckptkern.eager import AttentionCore
 from ckptkern.ops import backend, catalog
 from ckptkern.ops.catalog import ACROSS_RANKS
 from ckptkern.tools import compiling, race
@@ -100,100 +102,72 @@ def specializations(call, arch: int) -> set[str]:
     return keys
 
 
-def launches(
-    M: int = 4096,
-    K: int = 1024,
-    N: int = 4096,
-    D: int = 1024,
-    *,
-    activation: str = "relu",
-    view: Callable[[int, int], torch.Tensor] = meta,
-    threshold: int = 6554,
-    first_row: int = 0,
-) -> dict[str, Callable[[], object]]:
-    """Every launcher with everything it can give; `view` makes its matrices."""
-    seed, first_col = meta(2, dtype=torch.int64), first_row // 32 * 32
-    dropped = {"dropout": (seed, threshold, 65536 / (65537 - threshold), first_col), "row_base": first_row}
-    x, dy, dh, b, w, v = view(M, K), view(M, D), view(M, N), meta(N), view(N, K), view(D, N)
-    bits, narrow = meta(M, -(-N // 8), dtype=torch.uint8), (meta(3, 64, 64), meta(3, 64))
-    gain, angles, qkv = meta(K), meta(M, 64, dtype=torch.float32), meta(2, M, 3, 4, 64)
-    q, *heads = qkv[:, :, 0], *(part.transpose(1, 2) for part in qkv.unbind(2))
-    lse = meta(2, 4, M, dtype=torch.float32)
-    core = AttentionCore(0.125, "ieee", (None, 0), dropout=dropped["dropout"], plane_base=first_row, planes=first_row)
-    how, t = (activation, "ieee"), triton_kernels
-    by_tma = {"persistent": True, **dropped}
-    target, row, head = (
-        meta(M, dtype=torch.int64),
-        meta(M, dtype=torch.float32),
-        Head(0.5, 30.0, first_row - 100, first_row),
-    )
-    of_head, dstats = (x, w, b, target, meta(N, dtype=torch.float32)), (row, row, row)
-    int32 = {"dtype": torch.int32}
-    groups, s = Groups(meta(M, **int32), meta(M, **int32), meta(9, **int32), 1), meta(M, 1, dtype=torch.float32)
-    gu, wgu, wd, bgu = view(M, 2 * N), meta(8, 2 * N, K), meta(8, K, N), meta(8, 2 * N)
-    return {
-        "experts_fwd": lambda: t.experts_fwd(x, wgu, bgu, groups, *how, save_gu=True),
-        "experts_bwd": lambda: t.experts_bwd(x, wgu, bgu, view(M, K), wd, s, groups, *how),
-        "experts_act_grad": lambda: t.experts_act_grad(gu, view(M, K), wd, s, groups, *how),
-        "experts_gemm": lambda: t.experts_gemm(dh, wd, meta(8, K), groups, "ieee", transposed=True),
-        "experts_dw": lambda: t.experts_dw(gu, x, groups, "ieee", meta(8, 2 * N, K), gathered="b"),
-        "experts_combine": lambda: t.experts_combine(view(M, K), s, groups),
-        "experts_sums": lambda: t.experts_sums(gu, s, groups, gathered=False),
-        "cross_entropy_fwd": lambda: t.cross_entropy_fwd(*of_head, head, weighted=True, keep=True),
-        "cross_entropy_bwd": lambda: t.cross_entropy_bwd(*of_head, row, dstats, head, dh, db=True),
-        "cross_entropy_saved_bwd": lambda: t.cross_entropy_saved_bwd(
-            dh, None, row, first_row % 1024, *of_head[3:], row, dstats, head, dh, db=True
-        ),
-        "linear_fwd": lambda: t.linear_fwd(x, w, b, *how, save_z=True, save_bits=activation == "relu", **dropped),
-        "linear_bwd": lambda: t.linear_bwd(x, w, b, dh, *how, db=True),
-        "act_grad": lambda: t.act_grad(dy, v, dh, *how, save_h=True, db=True, **dropped),
-        "mlp_bwd": lambda: t.mlp_bwd(x, w, b, dy, v, *how, db=True, **dropped),
-        "gated_fwd": lambda: t.gated_fwd(x, w, b, w, b, *how, save_gu=True, **dropped),
-        "gated_bwd": lambda: t.gated_bwd(x, w, b, w, b, dy, v, *how, dbg=True, dbu=True, **dropped),
-        "gated_act_grad": lambda: t.gated_act_grad(dy, v, dh, dh, *how, dbg=True, dbu=True, **dropped),
-        "linear_fwd, persistent": lambda: t.linear_fwd(x, w, b, *how, save_z=True, **by_tma),
-        "act_grad, persistent": lambda: t.act_grad(dy, v, dh, *how, save_h=True, db=True, **by_tma),
-        "gated_act_grad, persistent": lambda: t.gated_act_grad(dy, v, dh, dh, *how, dbg=True, dbu=True, **by_tma),
-        "act_fwd": lambda: t.act_fwd(dh, dh, activation),
-        "act_bwd": lambda: t.act_bwd(dh, dh, activation, db=True),
-        "act_bwd of bits": lambda: t.act_bwd(dh, bits, "relu", bits=True, db=True),
-        "hidden_grad": lambda: t.hidden_grad(dh, dh, activation, save_h=True, db=True),
-        "gated_hidden_grad": lambda: t.gated_hidden_grad(dh, dh, dh, activation, dbg=True, dbu=True),
-        "dropout": lambda: t.dropout(dh, *dropped["dropout"], row_base=first_row),
-        "norm_fwd": lambda: t.norm_fwd(x, gain, gain, 1e-5, "layer", torch.bfloat16),
-        "norm_bwd": lambda: t.norm_bwd(x, x, gain, 1e-5, "layer", residual=x, need_dweight=True, need_dbias=True),
-        "heads_fwd": lambda: t.heads_fwd(q, gain[:64], 1e-6, angles, angles, out=q),
-        "heads_bwd": lambda: t.heads_bwd(q, q, gain[:64], 1e-6, angles, angles, out=q, need_dweight=True),
-        "attn_fwd": lambda: t.attn_fwd(*heads, core),
-        "attn_fwd_delta": lambda: t.attn_fwd(*heads, core, do=heads[0]),
-        "attn_delta": lambda: t.attn_delta(*heads[:2], core),
-        "attn_dkdv": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dq=False),
-        "attn_dmask": lambda: t.attn_dmask(*heads, heads[0], lse, lse, core, (1, 4, 1, 1)),
-        "attn_dq": lambda: t.attn_bwd(*heads, heads[0], lse, lse, core, need_dkv=False),
-        "stack_fwd": lambda: t.stack_fwd(view(M, 64), *narrow, 64, *how, save_bits=activation == "relu"),
-        "stack_bwd": lambda: t.stack_bwd(view(M, 64), *narrow, view(M, 64), bits[:, :8], "relu", "ieee"),
+class Sized(cases.Inputs):
+    """Of any sizes; `view` makes matrices."""
+
+    TOP_K = 1
+
+    def __init__(self, M=4096, K=1024, N=4096, D=1024, *, view=meta, threshold=6554, first_row=0):
+        self.letters, self.LENGTH = dict(M=M, K=K, N=N, D=D), M
+        self.view, self.threshold, self.first_row = view, threshold, first_row
+
+    def __call__(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        plain = len(shape) != 2 or dtype != torch.bfloat16
+        return meta(*shape, dtype=dtype) if plain else self.view(*shape)
+
+    def sizes(self, case: cases.Case) -> dict[str, int]:
+        return self.letters
+
+    def dropout(self, wanted: bool) -> tuple:
+        first_col = self.first_row // 32 * 32
+        return meta(2, dtype=torch.int64), self.threshold, 65536 / (65537 - self.threshold), first_col
+
+    def dmask(self) -> torch.Tensor:
+        """Its case's mask has strides that are lengths, which enter addresses."""
+        q, lse = meta(2, self.LENGTH, 4, 64).transpose(1, 2), meta(2, 4, self.LENGTH, dtype=torch.float32)
+        planes = {"plane_base": self.first_row, "planes": self.first_row}
+        core = AttentionCore(0.125, "ieee", (None, 0), dropout=self.dropout(True), **planes)
+        return triton_kernels.attn_dmask(q, q, q, q, lse, lse, core, (1, 4, 1, 1))
+
+
+def launches(*sizes: int, **given) -> dict[str, Callable[[], object]]:
+    """Every launcher with everything it can give: the heaviest cases of the code-generation check, as `Sized` says."""
+    heaviest = {op: cases.heaviest(op, 90, "bfloat16") for op in cases.OPS}
+    with_bits = [op for op in cases.OPS if op not in cases.VARIANTS]
+    heaviest |= {f"{op}, relu": dataclasses.replace(heaviest[op], activation="relu") for op in with_bits}
+    heaviest |= {f"{op}, persistent": cases.heaviest(op, 90, "bfloat16", "persistent") for op in cases.PERSISTENT_OPS}
+    heaviest |= {op: cases.AttentionCase(op, 90, "bfloat16", 64, True, True) for op in cases.ATTENTION_OPS}
+    sized = Sized(*sizes, **given)
+    return {name: functools.partial(case.launch, sized) for name, case in heaviest.items()} | {
+        "attn_dmask": sized.dmask
     }
 
 
-def specialized() -> dict[str, list[str]]:
-    """The compilations of each launcher over every pair of lengths, dropout probabilities and first rows."""
-    rows, thresholds = (1, 2, 16, 17, 1024, 2**20 + 1), (1, 16, 17, 6554, 32768, 65536)
+def compilations(*settings: dict) -> dict[str, list[str]]:
+    """Those of each launcher in all of these settings."""
+    keys: dict[str, set[str]] = {}
+    for setting in settings:
+        for name, call in launches(**setting).items():
+            keys.setdefault(name, set()).update(specializations(call, 90))
+    return {name: sorted(found) for name, found in keys.items()}
+
+
+def specialized() -> list[dict[str, list[str]]]:
+    """The compilations over every pair of lengths, dropout probabilities and first rows, and those for a few and for many
+    rows."""
+    rows, thresholds = (1, 2, 16, 17, 1024, 2**18 + 1), (1, 16, 17, 6554, 32768, 65536)
     first_rows = (0, 16, 128, 2**20, 2**30 + 128)
-    keys: dict[str, set[str]] = {}
-    for (i, M), (j, threshold) in itertools.product(enumerate(rows), enumerate(thresholds)):
-        first_row = first_rows[(i + j) % len(first_rows)]
-        for name, call in launches(M, threshold=threshold, first_row=first_row).items():
-            keys.setdefault(name, set()).update(specializations(call, 90))
-    return {name: sorted(found) for name, found in keys.items()}
+    settings = [
+        dict(M=M, threshold=threshold, first_row=first_rows[(i + j) % len(first_rows)])
+        for (i, M), (j, threshold) in itertools.product(enumerate(rows), enumerate(thresholds))
+    ]
+    return [compilations(*settings), compilations(dict(M=16), dict(M=2**18))]
 
 
-def widths() -> dict[str, list[str]]:
-    """The compilations of each launcher over sizes that are multiples of 8 and not of 16."""
-    keys: dict[str, set[str]] = {}
-    for K, N, D in ((1032, 4104, 1032), (1048, 5000, 776), (1800, 4120, 2072)):
-        for name, call in launches(K=K, N=N, D=D).items():
-            keys.setdefault(name, set()).update(specializations(call, 90))
-    return {name: sorted(found) for name, found in keys.items()}
+def widths() -> list[dict[str, list[str]]]:
+    """The compilations over sizes that are multiples of 8 and not of 16, and those for the first of these."""
+    settings = [dict(K=K, N=N, D=D) for K, N, D in ((1032, 4104, 1032), (1048, 5000, 776), (1800, 4120, 2072))]
+    return [compilations(*settings), compilations(settings[0])]
 
 
 # Launches that look aligned in all respects but one.
@@ -208,12 +182,19 @@ UNEVEN = {
 def forms(caught: Iterable[tuple]) -> set[tuple[str, str, object]]:
     """(kernel, argument, what it is) of launches: a constant's value, or whether a pointer is there."""
     found = set()
+
+    def look_at(kernel: str, name: str, value: object) -> None:
+        if isinstance(value, tuple):
+            for i, one in enumerate(value):
+                look_at(kernel, f"{name}[{i}]", one)
+        elif isinstance(value, (bool, str)) and name not in sass.TILE_KEYS:
+            found.add((kernel, name, value))
+        elif value is None or not isinstance(value, (bool, int, float, str)):
+            found.add((kernel, name, value is None))
+
     for kernel, args, kwargs in caught:
         for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():
-            if isinstance(value, (bool, str)) and name not in sass.TILE_KEYS:
-                found.add((kernel.fn.__name__, name, value))
-            elif value is None or not isinstance(value, (bool, int, float, str)):
-                found.add((kernel.fn.__name__, name, value is None))
+            look_at(kernel.fn.__name__, name, value)
     return found
 
 
@@ -249,7 +230,7 @@ def uneven() -> dict[str, list[str]]:
     def tiles(**options) -> dict[str, dict]:
         found = {}
         for name, arch in itertools.product(matmuls, cases.ARCHS):
-            (_, _, arguments), *_ = compiling.catch_launches(launches(activation="gelu", **options)[name], arch)
+            (_, _, arguments), *_ = compiling.catch_launches(launches(**options)[name], arch)
             found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in sass.TILE_KEYS}
         return found
 

@@ -365,6 +365,24 @@ def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_o
         assert parameters(reference) == parameters(launcher), name
 
 
+POSITIONAL = {"ckptkern.ops.mlp.mlp", "ckptkern.ops.mlp.gated_mlp"}  # where a call's host time counts
+
+
+def built_by_place(source: str) -> list[str]:
+    """The calls of an Options with values that have no name."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [ast.unparse(call) for call in calls if call.args and ast.unparse(call.func).endswith("Options")]
+
+
+def test_options_are_built_by_name():
+    """Two swapped values of one type raise nothing; `test_catalog.py` looks at the values of those that are built by place."""
+    assert built_by_place("def f(a, b):\n    return _apply(SomeOptions(a, last=b))") == ["SomeOptions(a, last=b)"]
+    found = {
+        name: built_by_place(source) for name, (_, source) in sources().items() if name.startswith("ckptkern.ops.")
+    }
+    assert {name for name, calls in found.items() if calls} == POSITIONAL
+
+
 def public_callables() -> Iterator[tuple[str, object]]:
     parallel = importlib.import_module("ckptkern.parallel")  # not imported by ckptkern, because it takes a second
     for module in (ckptkern, ckptkern.nn, ckptkern.storage, ckptkern.memory, parallel):

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..results import CrossEntropyForward
+from ..results import CrossEntropyForward, TokenStatistics
 from .attention_scores import tanh_tile
 from .elementwise import block_of, load_tile, store_tile
 from .linear import grid_of, partial_rows
@@ -79,9 +79,8 @@ def any_counts(targets, offs_m, M, V):
 
 
 @triton.jit
-def _fwd_store(
-    acc, n0, b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, saved_rows, scale, softcap, pid_m, M, V
-):  # fmt: skip
+def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, scale, softcap, pid_m, M, V):
+    parts_ptr, zt_ptr, wz_ptr = statistics
     offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
     column = target_columns(targets, offs_m, M, V)
     u = logits_tile(acc, b_ptr, offs_v, V, scale)
@@ -110,11 +109,11 @@ def _fwd_store(
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
 def _cross_entropy_fwd_kernel(
-    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, parts_ptr, zt_ptr, wz_ptr, saved_rows, first, ignore_index, M, V, K,
-    scale, softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, statistics, saved_rows, first, ignore_index, M, V, K, scale, softcap,
+    PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """parts_ptr, wz_ptr: [slices, M] float32, a slice being BLOCK_N / SUB columns."""
+    """statistics: float32, of `_fwd_store`'s order; lse and wz are [slices, M], a slice being BLOCK_N / SUB columns."""
     pid_m, pid_n = program_tile(M, V, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -123,7 +122,7 @@ def _cross_entropy_fwd_kernel(
     acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _fwd_store,
-        (b_ptr, cw_ptr, targets, parts_ptr, zt_ptr, wz_ptr, saved_rows, scale, softcap, pid_m, M, V), SUB,
+        (b_ptr, cw_ptr, targets, statistics, saved_rows, scale, softcap, pid_m, M, V), SUB,
     )  # fmt: skip
 
 
@@ -186,8 +185,8 @@ def _bwd_store(
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
 def _cross_entropy_bwd_kernel(
-    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, lse_ptr, dlse_ptr, dzt_ptr, dwz_ptr, dz_rows, db_ptr, first, ignore_index,
-    M, V, K, scale, softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, lse_ptr, dstats, dz_rows, db_ptr, first, ignore_index, M, V, K, scale,
+    softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = program_tile(M, V, BLOCK_M, BLOCK_N)
@@ -196,7 +195,6 @@ def _cross_entropy_bwd_kernel(
     targets = (target_ptr, first, ignore_index)
     K = multiple(K, UNIT) * any_counts(targets, offs_m, M, V)
     acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
-    dstats = (dlse_ptr, dzt_ptr, dwz_ptr)
     by_slices(
         (acc,), pid_n * BLOCK_N, _bwd_store,
         (b_ptr, cw_ptr, targets, lse_ptr, dstats, dz_rows, db_ptr, scale, softcap, pid_m, M, V), SUB,
@@ -205,8 +203,8 @@ def _cross_entropy_bwd_kernel(
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index", "first_slice"])
 def _cross_entropy_saved_bwd_kernel(
-    saved_rows, parts_ptr, zt_ptr, cw_ptr, target_ptr, lse_ptr, dlse_ptr, dzt_ptr, dwz_ptr, dz_rows, db_ptr, first,
-    ignore_index, first_slice, M, V, scale, softcap, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    saved_rows, parts_ptr, zt_ptr, cw_ptr, target_ptr, lse_ptr, dstats, dz_rows, db_ptr, first, ignore_index, first_slice,
+    M, V, scale, softcap, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N is forward's slice of columns, of which parts_ptr [slices, M] has the lse. The target's p is exact: of z_t."""
     pid_m, pid_n = block_of(V, BLOCK_N)
@@ -225,7 +223,6 @@ def _cross_entropy_saved_bwd_kernel(
         p = tl.exp(z - lse[:, None])
     p_t = tl.exp(tl.load(zt_ptr + offs_m, mask=mask_m, other=0.0) - lse)
     p = tl.where(column[:, None] == offs_v[None, :], p_t[:, None], p)
-    dstats = (dlse_ptr, dzt_ptr, dwz_ptr)
     write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, dstats, dz_rows, db_ptr, scale, pid_m, M, V)
 
 
@@ -243,10 +240,11 @@ def combine(parts: torch.Tensor, log: bool) -> torch.Tensor:
     """[slices, M] -> [M]."""
     slices, M = parts.shape
     out = torch.empty(M, dtype=parts.dtype, device=parts.device)
-    launch(
-        _combine_kernel, (triton.cdiv(M, 32),), parts, out, M, slices, LOG=log, BLOCK_M=32, BLOCK_S=32, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    if M:
+        launch(
+            _combine_kernel, (triton.cdiv(M, 32),), parts, out, M, slices, LOG=log, BLOCK_M=32, BLOCK_S=32, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
@@ -268,14 +266,13 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
     saved = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
     if M and V:
         launch(
-            _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, parts, z_t, wz,
+            _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, (parts, z_t, wz),
             matrix(saved), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
             PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
-    lse = combine(parts, True) if M else torch.empty(M, **made)
-    if weighted:
-        wz = combine(wz, False) if M else torch.empty(M, **made)
-    return CrossEntropyForward(lse, z_t, wz, saved, parts if keep and not head.softcap else None)
+    lse, wz = combine(parts, True), combine(wz, False) if weighted else None
+    statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz)
+    return CrossEntropyForward(statistics, saved, parts if keep and not head.softcap else None)
 
 
 def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False, tile=None):
@@ -291,7 +288,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, 
     partial = partial_rows(M, V, tile, x) if db else None
     if M and V:
         launch(
-            _cross_entropy_bwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, lse, *dstats,
+            _cross_entropy_bwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, lse, dstats,
             matrix(out), partial, head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
             PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
@@ -309,7 +306,7 @@ def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse,
     if M and V:
         launch(
             _cross_entropy_saved_bwd_kernel, (triton.cdiv(M, 32) * triton.cdiv(V, width),), matrix(saved), parts, z_t,
-            class_weight, target, lse, *dstats, matrix(out), partial, head.first, head.ignore_index, start // width, M, V,
+            class_weight, target, lse, dstats, matrix(out), partial, head.first, head.ignore_index, start // width, M, V,
             head.scale, head.softcap or None, **blocks, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return partial.sum(0) if db else None

@@ -226,6 +226,7 @@ class Inputs:
     UNALIGNED = (1001, 515, 1037, 517)  # rows, features in, hidden, features out
     BATCH, LENGTH, HEADS = 2, 4096, 16
     EXPERTS, TOP_K = 8, 2
+    first_row = 0  # of the unsharded tensor that dropout's masks, planes of attention and classes are counted in
 
     @property
     def backend(self):
@@ -298,7 +299,7 @@ def launch_gemm(case: Case, given: Inputs):
         tensors.append(given(*shape, dtype=given.dtype(case.dtype), scale=scale))
     options = dict.fromkeys(launcher.wants, case.extras) | given.of_kernels(case)
     if launcher.dropout:
-        options["dropout"] = given.dropout(case.dropout)
+        options |= {"dropout": given.dropout(case.dropout), "row_base": given.first_row}
     if case.activation != "relu":  # only relu's backward needs no more of z than its sign
         options.pop("save_bits", None)
     return getattr(given.backend, case.op)(*tensors, case.activation, _precision(case), **options)
@@ -339,7 +340,7 @@ def _launch_gated_hidden_grad(case: Case, given: Inputs):
 
 
 def _launch_dropout(case: Case, given: Inputs):
-    return given.backend.dropout(_matrix(case, given), *given.dropout(True)[:3])
+    return given.backend.dropout(_matrix(case, given), *given.dropout(True), row_base=given.first_row)
 
 
 def _narrow(case: Case, given: Inputs):
@@ -378,6 +379,7 @@ def _launch_norm_fwd(case: Case, given: Inputs):
 def _launch_norm_bwd(case: Case, given: Inputs):
     kind, x, weight, dtype = _norm(case, given)
     dy, residual = given(*x.shape, dtype=dtype), given(*x.shape, dtype=x.dtype)
+    residual = None if kind == "rms" and not case.extras else residual
     return given.backend.norm_bwd(
         dy, x, weight, 1e-5, kind, residual=residual, need_dweight=weight.dtype, need_dbias=kind == "layer" and weight.dtype
     )  # fmt: skip
@@ -433,6 +435,7 @@ def _launch_attention(case: AttentionCase, given: Inputs):
         "varlen": lambda: given.lengths(B, S),
     }.get("additive" if case.kind == "small" else case.kind, dict)()
     options |= {"mask": given(*shape, dtype=dtype)} if case.op == "attn_dmask" else {}
+    options |= {"plane_base": given.first_row, "planes": given.first_row}
     core = AttentionCore(0.125, _precision(case), window, dropout=given.dropout(case.dropout), **options)
     with mock.patch.object(attention, "shared_memory_of", return_value=case.shared):
         if case.op in ("attn_fwd", "attn_fwd_delta"):

@@ -15,8 +15,8 @@ def _head(case, given):
     x, w = given(M, K, dtype=given.dtype(case.dtype)), given(V, K, dtype=given.dtype(case.dtype), scale=K**-0.5)
     bias = None if case.activation == "plain" else given(V, dtype=x.dtype)
     target, weights = given(M, dtype=given.dtype("int64")), given(V, dtype=wide) if everything else None
-    backward = case.op != "cross_entropy_fwd"  # which gives something for ignored tokens, too
-    head = Head(0.5, 5.0 * everything, 3 if backward else -100, 0, precision_of(case))
+    ignored = -100 if case.op == "cross_entropy_fwd" else 3  # forward gives something for ignored tokens, too
+    head = Head(0.5, 5.0 * everything, given.first_row + ignored, given.first_row, precision_of(case))
     dstats = (given(M, dtype=wide), given(M, dtype=wide), given(M, dtype=wide) if everything else None)
     return (x, w, bias, target, weights), head, dstats
 
@@ -24,10 +24,9 @@ def _head(case, given):
 def _fwd(case, given):
     tensors, head, _ = _head(case, given)
     keep = case.extras or case.activation == "saved"
-    lse, z_t, wz, saved, _ = given.backend.cross_entropy_fwd(
-        *tensors, head, weighted=case.activation == "everything", keep=keep
-    )
-    return lse, z_t, wz, saved if head.softcap else None  # what exponentials are relative to differs between backends
+    found = given.backend.cross_entropy_fwd(*tensors, head, weighted=case.activation == "everything", keep=keep)
+    # what exponentials are relative to differs between backends
+    return *found.statistics, found.logits if head.softcap else None
 
 
 def _bwd(case, given):
@@ -42,7 +41,9 @@ def _saved_bwd(case, given):
     saved, dz = (given(M, V, dtype=x.dtype) for _ in range(2))
     lse, z_t, part = (given(M, dtype=wide) for _ in range(3))
     parts = None if head.softcap else part.expand(given.backend.slice_count(x, V), M).contiguous()
-    db = given.backend.cross_entropy_saved_bwd(saved, parts, z_t, 0, *others, lse, dstats, head, dz, db=case.extras)
+    db = given.backend.cross_entropy_saved_bwd(
+        saved, parts, z_t, given.first_row % 1024, *others, lse, dstats, head, dz, db=case.extras
+    )  # fmt: skip
     return dz, db
 
 

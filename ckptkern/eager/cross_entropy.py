@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..results import CrossEntropyForward
+from ..results import CrossEntropyForward, TokenStatistics
 from .elementwise import wide_of
 
 HEADROOM = 2.0**15  # saved exponentials are at most this, so that float16 holds those down to e^-27 of the largest
@@ -84,13 +84,13 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
     wz = None
     if weighted:
         wz = z.sum(1) if class_weight is None else z @ class_weight
-    if not keep:
-        return CrossEntropyForward(lse, z_t, wz, None, None)
-    if head.softcap:
-        return CrossEntropyForward(lse, z_t, wz, u.to(x.dtype), None)
-    shift = lse.masked_fill(lse == -math.inf, 0)
-    exponentials = z.sub_(shift[:, None]).exp_().mul_(HEADROOM).to(x.dtype)
-    return CrossEntropyForward(lse, z_t, wz, exponentials, shift[None])
+    statistics, logits, parts = TokenStatistics(lse=lse, z_t=z_t, wz=wz), None, None
+    if keep and head.softcap:
+        logits = u.to(x.dtype)
+    elif keep:
+        shift = lse.masked_fill(lse == -math.inf, 0)
+        logits, parts = z.sub_(shift[:, None]).exp_().mul_(HEADROOM).to(x.dtype), shift[None]
+    return CrossEntropyForward(statistics, logits, parts)
 
 
 def _write_gradient(p, u, target, class_weight, dstats, head, out, db):

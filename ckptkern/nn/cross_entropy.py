@@ -10,7 +10,7 @@ from torch.nn.modules.loss import _WeightedLoss
 
 from .. import eager, ops
 from ..errors import ShapeError
-from ..ops.cross_entropy import check_scalars, loss_of_logits, scaled_and_capped
+from ..ops.cross_entropy import check_scalars, reduced, results_of_logits, scaled_and_capped
 from ..ops.dispatch.checks import check_choice, check_mode
 from ..ops.dispatch.choices import parse_bytes
 from .share import check_kind, share
@@ -109,8 +109,8 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
             target = target.movedim(1, -1) if target.is_floating_point() else target
         z = scaled_and_capped(z.to(eager.wide_of(z.dtype)), self.logit_scale, self.softcap or 0.0)
         ignored = -100 if self.ignore_index is None else self.ignore_index
-        given = self.weight, self.reduction, ignored, self.label_smoothing, self.z_loss
-        return loss_of_logits(z, target, *given)[0]
+        results = results_of_logits(z, target, self.weight, ignored, self.label_smoothing)
+        return reduced(results, target, self.weight, self.reduction, ignored, self.z_loss)
 
     def extra_repr(self) -> str:
         own = [f"{name}={value!r}" for name, default in OWN.items() if (value := getattr(self, name)) != default]

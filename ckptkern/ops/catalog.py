@@ -156,6 +156,10 @@ def _ends(*rows: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
+def _slopes(s: Sizes) -> Tensor:
+    return 0.5 ** torch.arange(1, s.heads + 1)
+
+
 def _seen(rows: int, columns: int) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool).tril(1)
 
@@ -172,7 +176,7 @@ def _attention_options(s: Sizes) -> dict[str, Arguments]:
         **_with(q_norm, qk_norm_kind="layer", qk_norm_eps=0.1), **_with({"rotary": 100.0}, rotary_interleaved=True),
         **_alone(
             key_value=_normal(B, S + 1, d), qkv_layout="heads", rotary=100.0, is_causal=True, attn_mask=_normal(S, S),
-            key_padding_mask=padding, window_size=(1, 0), alibi_slopes=torch.tensor([0.5, 0.25][: s.heads]), scale=0.7,
+            key_padding_mask=padding, window_size=(1, 0), alibi_slopes=_slopes(s), scale=0.7,
             softcap=2.0, dropout_p=P, lora=lora, residual=True,
         ),
     }  # fmt: skip
@@ -198,7 +202,7 @@ def _sdpa_options(s: Sizes) -> dict[str, Arguments]:
     one = dict.fromkeys(("key", "value"), _normal(s.lead[0], 1, s.lead[1] + 1, HEAD_DIM))
     return _with(one, enable_gqa=True) | _alone(
         attn_mask=_normal(s.lead[1], s.lead[1] + 1), dropout_p=P, is_causal=True, scale=0.7, window_size=(1, 0),
-        alibi_slopes=torch.tensor([0.5, 0.25][: s.heads]), softcap=2.0,
+        alibi_slopes=_slopes(s), softcap=2.0,
     )  # fmt: skip
 
 
@@ -243,26 +247,38 @@ def _cross_entropy(s: Sizes) -> Arguments:
 
 
 def _cross_entropy_options(s: Sizes) -> dict[str, Arguments]:
-    return _alone(
-        weight=torch.linspace(0.5, 2.0, s.out), reduction="none", ignore_index=1, label_smoothing=0.1, logit_scale=0.7,
-        softcap=3.0, z_loss=0.1, return_lse=True, group=ACROSS_RANKS, vocab_start=ACROSS_RANKS,
+    weight = torch.linspace(0.5, 2.0, s.out)
+    return _with({"reduction": "sum"}, weight=weight) | _alone(
+        reduction="none", ignore_index=1, label_smoothing=0.1, logit_scale=0.7, softcap=3.0, z_loss=0.1, return_lse=True,
+        group=ACROSS_RANKS, vocab_start=ACROSS_RANKS,
     )  # fmt: skip
+
+
+def _of_probabilities(s: Sizes) -> Arguments:
+    given = _cross_entropy(s)
+    return given | {"target": torch.nn.functional.one_hot(given["target"], s.out).float()}
+
+
+def _of_probabilities_options(s: Sizes) -> dict[str, Arguments]:
+    return {name: one for name, one in _cross_entropy_options(s).items() if name != "ignore_index"}
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
-    """function: the public one. op: its description. inputs: what must be given. chosen: the options that only it has."""
+    """function: the public one. op: its description. inputs: what must be given. chosen: the options that only it has.
+    of: what it is called on, if that is not all that it is called on."""
 
     function: Callable[..., Any]
     op: type[Op]
     inputs: Callable[[Sizes], Arguments]
     chosen: Callable[[Sizes], dict[str, Arguments]]
+    of: str = ""
 
     @property
     def name(self) -> str:
-        return self.function.__name__
+        return "-".join(filter(None, (self.function.__name__, self.of)))
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -309,6 +325,11 @@ OPS = {
         Entry(dropout, Dropout, lambda s: {"x": _normal(*s.lead, s.features)}, lambda s: _alone(p=P, training=False)),
     )
 }  # fmt: skip
+
+# Arguments of which a function gives in PyTorch ops what its op gives of the arguments above.
+IN_TORCH_OPS = (
+    Entry(linear_cross_entropy, LinearCrossEntropy, _of_probabilities, _of_probabilities_options, of="probabilities"),
+)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

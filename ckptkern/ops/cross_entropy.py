@@ -12,7 +12,16 @@ from torch.nn import functional as F
 
 from .. import eager
 from ..errors import DtypeError, ShapeError
-from .dispatch.checks import check_choice, check_input, check_mode, check_number, check_tensor, check_weight
+from ..results import TokenStatistics
+from .dispatch.checks import (
+    check_choice,
+    check_flags,
+    check_input,
+    check_mode,
+    check_number,
+    check_tensor,
+    check_weight,
+)
 from .dispatch.choices import (
     WORKSPACE_OF_LOSS,
     autocast_off,
@@ -65,6 +74,27 @@ def check_equal_shards(entries: Tensor, mine: int, size: int) -> None:
         raise ValueError(f"{message}, but here are {mine} of {int(entries)} classes on one of {size} ranks")
 
 
+class TokenResults(NamedTuple):
+    """What the op gives of each token, [M] in the wide type; y has a row for each that was asked for, 0 of ignored tokens."""
+
+    loss: Tensor
+    lse_squared: Tensor | None = None
+    lse: Tensor | None = None
+
+
+DIFFERENTIABLE = ("loss", "lse_squared", "lse")  # `Sums.gradients` reads their gradients; others are detached
+
+
+def as_rows(results: TokenResults, names: tuple[str, ...], ignored: Tensor) -> Tensor:
+    """y [rows, M]."""
+    return torch.stack([getattr(results, name) for name in names]).masked_fill(ignored, 0)
+
+
+def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
+    """The inverse."""
+    return TokenResults(**dict(zip(names, y.unbind(0), strict=True)))
+
+
 class Sums:
     """What a token's loss needs besides its statistics: the weight of its class, and label smoothing's share of all classes.
 
@@ -79,36 +109,35 @@ class Sums:
         self.even = smoothing / entries if smoothing else None
         self.all = smoothing if class_weight is None or not smoothing else self.even * class_weight.sum()
 
-    def losses(self, lse: Tensor, z_t: Tensor, wz: Tensor | None) -> Tensor:
-        """y [3, M]: the loss, lse^2 and lse of every token, 0 of those that are ignored."""
-        loss = self.share * (lse - z_t)
-        if wz is not None:
-            loss = loss + (self.all * lse - self.even * wz)
-        return torch.stack((loss, lse.square(), lse)).masked_fill(self.ignored, 0)
+    def results(self, s: TokenStatistics) -> TokenResults:
+        loss = self.share * (s.lse - s.z_t)
+        if s.wz is not None:
+            loss = loss + (self.all * s.lse - self.even * s.wz)
+        return TokenResults(loss=loss, lse_squared=s.lse.square(), lse=s.lse)
 
-    def gradients(self, dy: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gradients(self, dy: TokenResults, lse: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Those of lse, z_t and wz, each [M]."""
-        dloss, dsquare, dlse = dy
-        dz_t = self.share * dloss
-        dlse = dlse + 2 * lse * dsquare + dz_t
+        dz_t = self.share * dy.loss
+        dlse = dz_t if dy.lse is None else dz_t + dy.lse
+        if dy.lse_squared is not None:
+            dlse = dlse + 2 * lse * dy.lse_squared
         if self.even is None:
             return dlse, dz_t.neg(), None
-        return dlse + self.all * dloss, dz_t.neg(), -self.even * dloss
+        return dlse + self.all * dy.loss, dz_t.neg(), -self.even * dy.loss
 
 
-def gathered(statistics: list[Tensor | None], entries: int, group: str, size: int):
-    """(lse, z_t, wz or None of the whole vocabulary, its entries as a scalar tensor), from those of this rank's shard.
+def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tuple[TokenStatistics, Tensor]:
+    """(those of the whole vocabulary, its entries as a scalar tensor), from those of this rank's shard.
 
     One collective; ranks are combined in their order, so that all of them have equal bits.
     """
-    M = statistics[0].shape[0]
-    mine = [one for one in statistics if one is not None]
-    sent = torch.cat([*mine, mine[0].new_full((1,), entries)])
-    parts = torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group)
+    sent = {name: one for name, one in mine._asdict().items() if one is not None}
+    parts = torch.cat([*sent.values(), mine.lse.new_full((1,), entries)])
+    parts = torch.ops._c10d_functional.all_gather_into_tensor(parts, size, group)
     parts = torch.ops._c10d_functional.wait_tensor(parts).view(size, -1)
-    lse, *sums = parts[:, :-1].view(size, len(mine), M).unbind(1)
-    sums = [one.sum(0) for one in sums]
-    return torch.logsumexp(lse, 0), sums[0], sums[1] if len(sums) > 1 else None, parts[:, -1].sum()
+    ranks = dict(zip(sent, parts[:, :-1].view(size, len(sent), -1).unbind(1), strict=True))
+    whole = {name: one.sum(0) for name, one in ranks.items() if name != "lse"}
+    return TokenStatistics(lse=torch.logsumexp(ranks["lse"], 0), **whole), parts[:, -1].sum()
 
 
 def all_reduced(x: Tensor, group: str) -> Tensor:
@@ -117,7 +146,7 @@ def all_reduced(x: Tensor, group: str) -> Tensor:
 
 class LinearCrossEntropyOptions(NamedTuple):
     """vocab_start: class of w's first row; group, size: of the ranks that share the vocabulary, "" for none; equal_shards: was
-    vocab_start taken for granted?"""
+    vocab_start taken for granted? results: the names of y's rows."""
 
     label_smoothing: float
     logit_scale: float
@@ -131,6 +160,7 @@ class LinearCrossEntropyOptions(NamedTuple):
     backend: str
     precision: str
     workspace: int
+    results: tuple[str, ...]
 
 
 class LinearCrossEntropy(Op):
@@ -167,26 +197,27 @@ class LinearCrossEntropy(Op):
             made = p.cross_entropy_fwd(
                 rows[start:stop], w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep
             )
-            named = made._asdict().items()
-            return {name: one.t() if name == "parts" else one for name, one in named if one is not None}
+            parts = None if made.parts is None else made.parts.t()
+            named = made.statistics._asdict() | {"logits": made.logits, "parts": parts}
+            return {name: one for name, one in named.items() if one is not None}
 
         M, eagerly = rows.shape[0], o.backend == "eager"
-        per_token = V * wide.itemsize * (3 if o.softcap else 2) if eagerly else V // 8
-        if keep and eagerly:
-            per_token += V * x.dtype.itemsize
+        per_token = 4 * p.slice_count(x, V) * (2 if o.label_smoothing else 1)  # lse and wz of slices
+        if eagerly:
+            per_token = V * (wide.itemsize * (3 if o.softcap else 2) + (x.dtype.itemsize if keep else 0))
         # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
         chunks = [(0, M)] if keep and not eagerly else token_chunks(M, per_token, o.workspace)
         made = by_chunks(chunks, of_tokens)
-        lse, z_t, wz, logits, parts = (made.get(name) for name in ("lse", "z_t", "wz", "logits", "parts"))
-        entries = V
+        logits, parts, entries = made.pop("logits", None), made.pop("parts", None), V
+        statistics = TokenStatistics(**made)
         if o.group:
-            lse, z_t, wz, entries = gathered([lse, z_t, wz], V, o.group, o.size)
+            statistics, entries = gathered(statistics, V, o.group, o.size)
             check_targets(target, entries, o.ignore_index)
             if o.equal_shards:
                 check_equal_shards(entries, V, o.size)
-        y = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries).losses(lse, z_t, wz)
-        parts = None if parts is None else parts.t()
-        return y, {"lse": lse, "entries": entries, "z_t": z_t, "logits": logits, "parts": parts}
+        sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries)
+        saved = {"entries": entries, "logits": logits, "parts": None if parts is None else parts.t()}
+        return as_rows(sums.results(statistics), o.results, sums.ignored), saved | statistics._asdict()
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
@@ -198,7 +229,7 @@ class LinearCrossEntropy(Op):
         rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
         w_, b_, all_weights = cast_parameter(w, dtype), cast_parameter(b, dtype), cast_parameter(class_weight, wide)
         sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
-        dstats = sums.gradients(dy, lse)
+        dstats = sums.gradients(of_rows(dy, o.results), lse)
         weights = all_weights if o.label_smoothing else None
 
         transient = M * dtype.itemsize
@@ -254,15 +285,10 @@ class LinearCrossEntropy(Op):
         x, w, b, target, class_weight = tensors
         if o.group:
             raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
-        wide, target = eager.wide_of(x.dtype), target.reshape(-1)
         z = reference_logits(rows_2d(x), w, b, o.logit_scale, o.softcap)
-        ignored, weights = (target == o.ignore_index)[:, None], cast_parameter(class_weight, wide)
-        z = z.masked_fill(ignored, 0)  # where an ignored token's logits are infinite, derivatives would be NaN
-        z_t = z.gather(1, target[:, None].masked_fill(ignored, 0)).squeeze(1)
-        wz = None if not o.label_smoothing else z.sum(1) if weights is None else z @ weights
-        return Sums(target, weights, o.ignore_index, o.label_smoothing, w.shape[0]).losses(
-            torch.logsumexp(z, 1), z_t, wz
-        )
+        weight = None if class_weight is None else class_weight.detach()
+        results = results_of_logits(z, target, weight, o.ignore_index, o.label_smoothing)
+        return as_rows(results, o.results, target.reshape(-1) == o.ignore_index)
 
 
 def reference_logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float) -> Tensor:
@@ -275,6 +301,22 @@ def reference_logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softc
 def scaled_and_capped(z: Tensor, scale: float, softcap: float) -> Tensor:
     z = z * scale
     return torch.tanh(z / softcap) * softcap if softcap else z
+
+
+def results_of_logits(
+    z: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> TokenResults:
+    """Those of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them ignored."""
+    z, weight, options = rows_2d(z), cast_parameter(weight, z.dtype), dict(reduction="none", label_smoothing=smoothing)
+    if target.is_floating_point():
+        loss, lse = F.cross_entropy(z, rows_2d(target.to(z.dtype)), weight, **options), torch.logsumexp(z, 1)
+    else:
+        target = target.reshape(-1)
+        ignored = target == ignore_index
+        z = z.masked_fill(ignored[:, None], 0)  # where these are infinite, derivatives would be NaN
+        loss = F.cross_entropy(z, target, weight, ignore_index=ignore_index, **options)
+        lse = torch.logsumexp(z, 1).masked_fill(ignored, 0)
+    return TokenResults(loss=loss, lse_squared=lse.square(), lse=lse)
 
 
 _apply = build(LinearCrossEntropy)
@@ -331,81 +373,72 @@ def linear_cross_entropy(
     Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
     DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
     """
-    check_arguments(input, linear_weight, linear_bias, weight, reduction, recompute)
+    flags = dict(return_lse=return_lse)
+    check_arguments(input, linear_weight, linear_bias, reduction, recompute, flags)
     label_smoothing, logit_scale, softcap, z_loss = check_scalars(label_smoothing, logit_scale, softcap, z_loss)
     ignore_index = -100 if ignore_index is None else ignore_index
     x = cast_input(NAME, input, linear_weight)
     probabilities = isinstance(target, Tensor) and target.is_floating_point()
     check_target(input, linear_weight, target, probabilities)
-    V = linear_weight.shape[0]
-    name, size, first = place_in(group, V, vocab_start)
-    if weight is not None and len(weight) < first + V if group else weight is not None and len(weight) != V:
-        raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
+    name, size, first = place_in(group, linear_weight.shape[0], vocab_start)
+    check_class_weights(weight, input, first + linear_weight.shape[0], split=group is not None)
+    returned = tuple(one.removeprefix("return_") for one, wanted in flags.items() if wanted)
     if probabilities:
         if group is not None:
             raise ValueError(f"{NAME}: targets that are probabilities cannot be split over a process group")
         compose(NAME, "a target of probabilities needs all logits at once")
         with autocast_off(x):
             z = reference_logits(x, linear_weight, linear_bias, logit_scale, softcap)
-            loss, lse = loss_of_logits(z, target, weight, reduction, ignore_index, label_smoothing, z_loss)
-        return (loss, lse) if return_lse else loss
-    options = LinearCrossEntropyOptions(
-        label_smoothing, logit_scale, softcap, ignore_index, first, name, size, vocab_start is None, choose_mode(recompute),
-        choose_backend(NAME, x), matmul_precision(x), choose_workspace(NAME, workspace, x, least=WORKSPACE_OF_LOSS),
-    )  # fmt: skip
-    losses, squares, lse = _apply(options, x, linear_weight, linear_bias, target, weight).unbind(0)
-    loss = reduced(losses, squares, target, weight, reduction, ignore_index, z_loss)
-    return (loss, lse.view(target.shape)) if return_lse else loss
-
-
-def reduced(losses, squares, target, weight, reduction: str, ignore_index: int, z_loss: float) -> Tensor:
-    """The loss of all tokens from those of each, [M]."""
-    if reduction == "none":
-        return (losses + z_loss * squares if z_loss else losses).view(target.shape)
-    loss, squares = losses.sum(), squares.sum()
-    if reduction == "mean":
-        counted = target != ignore_index
-        count = counted.sum()
-        total = count if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum(dtype=loss.dtype)
-        loss, squares = loss / total, squares / count
-    return loss + z_loss * squares if z_loss else loss
-
-
-def loss_of_logits(
-    z: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int, smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    """(loss, lse) of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them ignored."""
-    lse, rows, weight = torch.logsumexp(z, -1), rows_2d(z), cast_parameter(weight, z.dtype)
-    if target.is_floating_point():
-        loss = F.cross_entropy(
-            rows, rows_2d(target.to(z.dtype)), weight, reduction=reduction, label_smoothing=smoothing
-        )
-        counted = torch.ones_like(lse, dtype=torch.bool)
+            results = results_of_logits(z, target, weight, ignore_index, label_smoothing)
     else:
-        options = dict(ignore_index=ignore_index, label_smoothing=smoothing)
-        loss = F.cross_entropy(rows, target.reshape(-1), weight, reduction=reduction, **options)
+        options = LinearCrossEntropyOptions(
+            label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index,
+            vocab_start=first, group=name, size=size, equal_shards=vocab_start is None, recompute=choose_mode(recompute),
+            backend=choose_backend(NAME, x), precision=matmul_precision(x),
+            workspace=choose_workspace(NAME, workspace, x, least=WORKSPACE_OF_LOSS),
+            results=("loss", *(("lse_squared",) if z_loss else ()), *returned),
+        )  # fmt: skip
+        results = of_rows(_apply(options, x, linear_weight, linear_bias, target, weight), options.results)
+    loss = reduced(results, target, weight, reduction, ignore_index, z_loss)
+    found = {one: getattr(results, one).view(x.shape[:-1]) for one in returned}
+    return (loss, *(t if one in DIFFERENTIABLE else t.detach() for one, t in found.items())) if found else loss
+
+
+def reduced(results: TokenResults, target, weight, reduction: str, ignore_index: int, z_loss: float) -> Tensor:
+    """The loss of all tokens from those of each, of which none is ignored where targets are probabilities [..., V]."""
+    classes, count, total = not target.is_floating_point(), results.loss.shape[0], results.loss.shape[0]
+    if classes and reduction == "mean":
         counted = target != ignore_index
-        lse = lse.masked_fill(~counted, 0)
-    loss = loss.view(lse.shape) if reduction == "none" else loss
-    if z_loss:
-        squares = lse.square()
-        if reduction != "none":
-            squares = squares.sum() / (counted.sum() if reduction == "mean" else 1)
-        loss = loss + z_loss * squares
-    return loss, lse
+        count = total = counted.sum()
+        if weight is not None:
+            total = (weight[target.masked_fill(~counted, 0)] * counted).sum(dtype=results.loss.dtype)
+
+    def over_tokens(one: Tensor, divisor: Tensor | int) -> Tensor:
+        if reduction == "none":
+            return one.view(target.shape if classes else target.shape[:-1])
+        return one.sum() / divisor if reduction == "mean" else one.sum()
+
+    loss = over_tokens(results.loss, total)
+    return loss + z_loss * over_tokens(results.lse_squared, count) if z_loss else loss
 
 
-def check_arguments(x, w, b, weight, reduction: str, recompute: str) -> None:
+def check_arguments(x, w, b, reduction: str, recompute: str, flags: dict[str, bool]) -> None:
     check_mode(NAME, recompute)
     check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
+    check_flags(NAME, **flags)
     check_input(NAME, x)
     check_weight(NAME, "linear_weight", w, b, x, x.shape[-1], "input")
-    if weight is not None:
-        check_tensor(NAME, "weight", weight, x)
-        if weight.dim() != 1:
-            raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
-        if weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{NAME}: weight gets no gradient; detach it")
+
+
+def check_class_weights(weight: Tensor | None, x: Tensor, classes: int, split: bool) -> None:
+    """A shard may be followed by other ranks' classes."""
+    if weight is None:
+        return
+    check_tensor(NAME, "weight", weight, x)
+    if weight.dim() != 1 or (len(weight) < classes if split else len(weight) != classes):
+        raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{NAME}: weight gets no gradient; detach it")
 
 
 def check_scalars(label_smoothing, logit_scale, softcap, z_loss) -> tuple[float, float, float, float]:

@@ -232,12 +232,9 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
 def _call(op, x, index, s, w, b, wd, bd, activation, recompute, workspace):
     x = cast_input(op, x, w, b, wd, bd)
     options = ExpertsOptions(
-        activation,
-        choose_mode(recompute),
-        choose_backend(op, x),
-        matmul_precision(x),
-        choose_workspace(op, workspace, x, w.numel()),
-    )
+        activation=activation, recompute=choose_mode(recompute), backend=choose_backend(op, x), precision=matmul_precision(x),
+        workspace=choose_workspace(op, workspace, x, w.numel()),
+    )  # fmt: skip
     return _apply(options, x, index, s, w, b, wd, bd)
 
 

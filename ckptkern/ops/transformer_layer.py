@@ -280,5 +280,6 @@ def transformer_layer(
             f"{tm.down_weight.shape[0]}"
         )
     attention = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
-    options = LayerOptions(tuple(o._replace(lora_dtype=lora_dtype) for _, o in sublayers), om, parallel)
+    of_attention = tuple(o._replace(lora_dtype=lora_dtype) for _, o in sublayers)
+    options = LayerOptions(attention=of_attention, mlp=om, parallel=parallel)
     return _apply(options, x, *attention, *drawn(tm, om, x, training))

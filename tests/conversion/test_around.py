@@ -114,7 +114,9 @@ def test_a_layer_that_is_no_op_is_a_checkpoint(layer: type[nn.Module], mode: str
 
 
 def test_it_saves_what_gradient_checkpointing_saves() -> None:
-    model = Stack(Scaled, lambda x: {}).train()  # torch's keeps further arguments, such as tables, where no hook sees them
+    model = Stack(
+        Scaled, lambda x: {}
+    ).train()  # torch's keeps further arguments, such as tables, where no hook sees them
     fused = copy.deepcopy(model)
     ckptkern.convert(fused, ids(), recompute="full")
     for layer in model.layers:  # torch's, by hand

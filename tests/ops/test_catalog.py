@@ -5,6 +5,7 @@ counts what its backward holds.
 """
 
 import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -14,16 +15,20 @@ import torch
 from cases import MODES, SEED, assert_same_within_rounding, output_gradient, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from triton.runtime.interpreter import InterpretedFunction
 
 import ckptkern
-from ckptkern.memory import peak_memory
+from ckptkern.memory import memory_timeline, peak_memory
 from ckptkern.ops import catalog
-from ckptkern.ops.catalog import OPS, Entry, Sizes
+from ckptkern.ops.catalog import IN_TORCH_OPS, OPS, Entry, Sizes
 from ckptkern.ops.registration import codec
 from ckptkern.ops.registration.needs import joined, needed
 from ckptkern.ops.registration.op import run_forward
 
 SIZES = Sizes()
+TILED = Sizes((2, 3), 36, 40, 70)  # several of the interpreter's tiles, the last of which are not full
+OF_OPS = tuple(OPS.values())
+ALL = (*OF_OPS, *IN_TORCH_OPS)
 
 
 class Case(NamedTuple):
@@ -43,14 +48,14 @@ class Case(NamedTuple):
     def make(self, dtype=torch.float64) -> dict:
         return catalog.random_leaves(self.arguments, dtype)
 
-    def results(self, leaves: dict, **more) -> list[torch.Tensor]:
-        """Those that have a graph."""
+    def results(self, leaves: dict, **more) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(SEED)
         found = catalog.call(self.entry, self.arguments, leaves, **more)
-        return [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
+        return found if isinstance(found, tuple) else (found,)
 
     def function(self, leaves: dict, **more) -> torch.Tensor:
-        return torch.cat([one.reshape(-1) for one in self.results(leaves, **more)])
+        """Those that have a graph."""
+        return torch.cat([one.reshape(-1) for one in self.results(leaves, **more) if one.requires_grad])
 
 
 def alone(entry: Entry) -> list[str]:
@@ -59,14 +64,14 @@ def alone(entry: Entry) -> list[str]:
     return ["", *(name for name in chosen if catalog.ACROSS_RANKS not in chosen[name].values())]
 
 
-def cases(*modes: int, names=tuple(OPS)) -> list:
-    """pytest parameters: every option of these ops, at the modes in these places, the default's first."""
+def cases(*modes: int, entries=OF_OPS) -> list:
+    """pytest parameters: every option of these entries, at the modes in these places, the default's first."""
     found = []
-    for name in names:
-        chosen = [OPS[name].modes[i] for i in modes] if OPS[name].modes else [""]
-        for option in alone(OPS[name]):
+    for entry in entries:
+        chosen = [entry.modes[i] for i in modes] if entry.modes else [""]
+        for option in alone(entry):
             own = [""] if option == "recompute" else chosen
-            found += [Case(OPS[name], option, mode) for mode in own]
+            found += [Case(entry, option, mode) for mode in own]
     return [
         pytest.param(one, id="-".join(filter(None, (one.entry.name, one.option or "none", one.mode)))) for one in found
     ]
@@ -135,6 +140,29 @@ def test_nothing_runs_where_nothing_is_dropped():
 RUNS = [one for one in cases(0) if one.id != "dropout-training"]
 
 
+def fields(options) -> dict:
+    """Their values by name, those of NamedTuples in them too; of two fields of one name, the outer one's."""
+    inner = [one for one in options if isinstance(one, tuple)]
+    found = {}
+    for one in (*inner, *itertools.chain(*inner)):
+        found |= fields(one) if hasattr(one, "_fields") else {}
+    return found | (options._asdict() if hasattr(options, "_fields") else {})
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_an_option_reaches_the_field_of_its_name(case):
+    """Each bool, and of the others the one that has another value than its default: no two are swapped. What `return_NAME` asks
+    for is the result of that name."""
+    (_, (_, *lists)), _ = calls_of(case)
+    found, entry = fields(codec.unpack(codec.layout_of(case.entry.op.Options), lists)), case.entry
+    given = {name: one.default for name, one in entry.parameters.items()} | case.arguments
+    for name in found.keys() & given.keys():
+        if isinstance(found[name], bool) or (name == case.option and isinstance(given[name], int | float | str)):
+            assert found[name] == given[name], name
+    returned = {name for name in given if name.startswith("return_") and given[name]}
+    assert returned == {f"return_{one}" for one in found.get("results", ())} & given.keys()
+
+
 @pytest.mark.parametrize("case", RUNS)
 def test_the_reference_implementation_has_the_option(case):
     """Its values and its gradients are forward's and backward's, in float64."""
@@ -149,7 +177,16 @@ def test_the_reference_implementation_has_the_option(case):
         torch.testing.assert_close(ours[i], grad)
 
 
-@pytest.mark.parametrize("case", cases(0, -1))
+@pytest.mark.parametrize("case", cases(0, entries=IN_TORCH_OPS))
+def test_what_runs_in_torch_ops_has_the_option(case):
+    """It gives what the op gives of its own arguments."""
+    leaves, op = case.make(), case._replace(entry=OPS[case.entry.function.__name__])
+    for ours, theirs in zip(case.results(leaves), op.results(leaves), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.requires_grad == theirs.requires_grad
+
+
+@pytest.mark.parametrize("case", cases(0, -1, entries=ALL))
 def test_results_that_have_a_graph_have_gradients(case):
     """A statistic without a gradient is detached, or its gradient is right."""
     leaves = case.make()
@@ -160,7 +197,7 @@ def test_results_that_have_a_graph_have_gradients(case):
     assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("case", cases(0))
+@pytest.mark.parametrize("case", cases(0, entries=ALL))
 def test_second_order(case):
     leaves = case.make()
 
@@ -176,7 +213,13 @@ def test_fakes(case):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("case", cases(0))
+@pytest.mark.parametrize("case", cases(0, -1, entries=[one for one in OF_OPS if "made_on_meta" in vars(one.op)]))
+def test_fakes_of_what_kernels_save_in_other_shapes(case):
+    with ckptkern.backend("triton"):
+        test_fakes(case._replace(sizes=TILED))
+
+
+@pytest.mark.parametrize("case", cases(0, entries=ALL))
 def test_compiled_equals_eager(case):
     torch._dynamo.reset()
     leaves = case.make(torch.float32)
@@ -193,22 +236,56 @@ def test_compiled_equals_eager(case):
     assert_same_within_rounding(gradients(seeded(compiled)), gradients(seeded(call)))
 
 
-BOUNDED = {name: Sizes((1280,), 8, 64, 8) for name in ("linear_stack", "mlp", "gated_mlp")}
-BOUNDED["linear_cross_entropy"] = Sizes((256,), 16, 16, 2048)  # in chunks of the vocabulary
+MANY = Sizes((2, 3), 8, 40, 2050)  # three times as many slices of classes as are combined at once
 
 
-@pytest.mark.parametrize("case", cases(0, -1, names=tuple(BOUNDED)))
-def test_the_workspace_counts_what_backward_holds(case):
-    """With room for four of the smallest chunks it takes no fifth."""
+@pytest.mark.parametrize("case", cases(0, -1))
+def test_kernels_compute_what_eager_does(case):
+    """Every result, with a graph or without, and the gradients."""
+    case = case._replace(sizes=MANY if case.entry.function is ckptkern.linear_cross_entropy else TILED)
+    leaves = case.make(torch.float32)
+
+    def found() -> dict[str, torch.Tensor]:
+        results = case.results(leaves)
+        y = torch.cat([one.reshape(-1) for one in results if one.requires_grad])
+        grads = torch.autograd.grad(y, list(leaves.values()), output_gradient(y))
+        return {str(i): one.detach() for i, one in enumerate(results)} | dict(zip(leaves, grads, strict=True))
+
+    with ckptkern.backend("triton"):
+        ours = found()
+    assert_same_within_rounding(ours, found())
+
+
+BOUNDED = {"linear_cross_entropy": Sizes((640,), 16, 16, 2048)}  # scaled_dot_product_attention: test_query_blocks.py
+BOUNDED |= dict.fromkeys(("attention_block", "transformer_layer"), Sizes((2, 256), 8, 64, 8, 4))
+LAYERS = ("linear_stack", "mlp", "gated_mlp", "mlp_block", "moe_mlp", "grouped_gated_mlp")
+BOUNDED |= dict.fromkeys(LAYERS, Sizes((1280,), 8, 64, 8))
+
+
+def test_ops_with_a_workspace_are_bounded():
+    assert BOUNDED.keys() == {name for name in OPS if "workspace" in OPS[name].parameters} - {
+        "scaled_dot_product_attention"
+    }
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("case", cases(0, -1, entries=[OPS[name] for name in BOUNDED]))
+def test_the_workspace_counts_what_a_pass_holds(case, backend, monkeypatch):
+    """With room for four of the smallest chunks forward takes no fifth, and backward neither. Kernels are not run: here they
+    are what their launchers allocate."""
+    monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **options: None)
     case = case._replace(sizes=BOUNDED[case.entry.name])
     leaves = case.make(torch.float32)
 
-    def transient(workspace):
-        y = case.function(leaves, workspace=workspace)
+    def transient(workspace: int) -> tuple[int, int]:
+        """How far memory rises above what stays."""
+        with ckptkern.backend(backend), memory_timeline("cpu") as forward:
+            results = case.results(leaves, workspace=workspace)
+        y = torch.cat([one.reshape(-1) for one in results if one.requires_grad])
         dy = output_gradient(y)
-        with peak_memory("cpu") as peak:
+        with peak_memory("cpu") as backward:
             grads = torch.autograd.grad(y, list(leaves.values()), dy)
-        return peak.bytes - sum(grad.nbytes for grad in grads)
+        return forward.peak - forward.bytes[-1], backward.bytes - sum(grad.nbytes for grad in grads)
 
-    least = transient(1)
-    assert transient(4 * least) <= 4 * least
+    for i, least in enumerate(transient(1)):
+        assert transient(4 * least)[i] <= 4 * least, ("forward", "backward")[i]

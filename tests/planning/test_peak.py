@@ -283,7 +283,9 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_stands_at_the_peak() -> None:
     model, x = layers(), sequence()
-    plan = ckptkern.plan(model, x, budget="830KiB")  # which "full" alone meets: others have kernels' own memory at their peak
+    plan = ckptkern.plan(
+        model, x, budget="830KiB"
+    )  # which "full" alone meets: others have kernels' own memory at their peak
     standing = plan.standing
     assert 0 <= plan.peak - sum(one.bytes for one in standing) <= 0.05 * plan.peak
     assert standing == sorted(standing, key=lambda one: -one.bytes)

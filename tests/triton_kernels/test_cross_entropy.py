@@ -34,10 +34,13 @@ def dstats_of(M, device, weighted=True, seed=1):
 
 def statistics(backend, tensors, head, **options):
     """Forward's results by name; 0 for ignored tokens, of which it gives anything."""
-    lse, z_t, wz, _, _ = backend.cross_entropy_fwd(*tensors, head, **options)
+    found = backend.cross_entropy_fwd(*tensors, head, **options).statistics._asdict()
     ignored = tensors[3] == head.ignore_index
-    found = {"lse": lse, "z_t": z_t} | ({} if wz is None else {"wz": wz})
-    return {name: value.masked_fill(ignored, 0) for name, value in found.items()}
+    return {name: value.masked_fill(ignored, 0) for name, value in found.items() if value is not None}
+
+
+def lse_of(backend, tensors, head):
+    return backend.cross_entropy_fwd(*tensors, head).statistics.lse
 
 
 def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
@@ -47,10 +50,9 @@ def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
     out = torch.empty(len(x), len(w) - start, dtype=x.dtype, device=x.device)
     part = [None if t is None else t[start:] for t in (w, b, weights)]
     if keep:
-        _, z_t, _, saved, parts = backend.cross_entropy_fwd(
-            *tensors, head._replace(first=head.first - start), keep=True
-        )
-        given = saved[:, start:], parts, z_t, start, target, part[2], lse, dstats, head
+        made = backend.cross_entropy_fwd(*tensors, head._replace(first=head.first - start), keep=True)
+        saved = made.logits[:, start:], made.parts, made.statistics.z_t
+        given = *saved, start, target, part[2], lse, dstats, head
         total = backend.cross_entropy_saved_bwd(*given, out, db=db)
     else:
         total = backend.cross_entropy_bwd(x, part[0], part[1], target, part[2], lse, dstats, head, out, db=db)
@@ -94,7 +96,7 @@ def test_backward_recomputes_the_logits_of_forward(dtype, device):
     target = (tensors := inputs_of(dtype, device))[3]
     for softcap in (0.0, 3.0):
         head = eager.Head(0.7, softcap, IGNORED)
-        _, z_t, *_ = triton_kernels.cross_entropy_fwd(*tensors, head)
+        z_t = triton_kernels.cross_entropy_fwd(*tensors, head).statistics.z_t
         ones = torch.ones_like(z_t)
         dz = gradient(triton_kernels, tensors, z_t, (ones, torch.zeros_like(ones), None), head, db=False)["dz"]
         assert (dz[target == IGNORED] == 0).all()
@@ -110,7 +112,7 @@ def test_softcapped_logits_that_are_saved_give_the_bits_of_recomputed_ones(devic
     """In float32 nothing is rounded between."""
     tensors = inputs_of(torch.float32, device, weights=True)
     head = eager.Head(0.7, 3.0, IGNORED)
-    lse = triton_kernels.cross_entropy_fwd(*tensors, head)[0]
+    lse = lse_of(triton_kernels, tensors, head)
     dstats = dstats_of(37, device)
     recomputed, saved = (
         gradient(triton_kernels, tensors, lse, dstats, head, keep=keep)["dz"] for keep in (False, True)
@@ -126,7 +128,7 @@ def test_softcapped_logits_that_are_saved_give_the_bits_of_recomputed_ones(devic
 def test_chunks_of_the_vocabulary_have_the_bits_of_the_whole(dtype, keep, device):
     tensors = inputs_of(dtype, device, V=300, weights=True)
     head = eager.Head(1.0, 0.0, IGNORED)
-    lse = triton_kernels.cross_entropy_fwd(*tensors, head)[0]
+    lse = lse_of(triton_kernels, tensors, head)
     dstats = dstats_of(37, device)
     whole, part = (gradient(triton_kernels, tensors, lse, dstats, head, keep, start=start) for start in (0, 256))
     assert torch.equal(whole["dz"][:, 256:], part["dz"])
@@ -151,13 +153,14 @@ def test_any_tile(row, interpreted):
     tile = Tile(16, 64, 16, 4, 1, 2) if row == "16" else Tile(64, 32, 64, 4, 1)
     tensors = inputs_of(torch.float32, V=150)
     head = eager.Head(1.0, 0.0, IGNORED)
-    ours = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, tile=tile)
-    default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True)
-    for one, other in zip(ours[:3], default[:3], strict=True):
-        torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
+    ours = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, tile=tile).statistics
+    default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
+    for one, other in zip(ours, default, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
     out = torch.empty(37, 150)
-    db = triton_kernels.cross_entropy_bwd(*tensors, default[0], dstats_of(37, "cpu"), head, out, db=True, tile=tile)
-    expected = gradient(triton_kernels, tensors, default[0], dstats_of(37, "cpu"), head)
+    db = triton_kernels.cross_entropy_bwd(*tensors, default.lse, dstats_of(37, "cpu"), head, out, db=True, tile=tile)
+    expected = gradient(triton_kernels, tensors, default.lse, dstats_of(37, "cpu"), head)
     torch.testing.assert_close(out, expected["dz"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(db, expected["db"], rtol=1e-5, atol=1e-5)
 
@@ -170,10 +173,9 @@ def test_ignored_tokens_and_infinities(keep, device):
     b[:70] = float("-inf")
     target[1] = 80
     head = eager.Head(1.0, 0.0, IGNORED)
-    lse = triton_kernels.cross_entropy_fwd(*tensors, head)[0]
+    lse = lse_of(triton_kernels, tensors, head)
     counted = target != IGNORED
-    expected = eager.cross_entropy_fwd(*tensors, head)[0]
-    torch.testing.assert_close(lse[counted], expected[counted])
+    torch.testing.assert_close(lse[counted], lse_of(eager, tensors, head)[counted])
     found = gradient(triton_kernels, tensors, lse, dstats_of(37, device, False), head, keep)
     here = torch.zeros(37, 100, dtype=torch.bool, device=device)
     here[counted & (target < 100), target[counted & (target < 100)]] = True
@@ -186,10 +188,9 @@ def test_ignored_tokens_and_infinities(keep, device):
 def test_empty(M, V, device):
     tensors = inputs_of(torch.float32, device, M=M, V=V)
     head = eager.Head(1.0, 0.0, IGNORED)
-    lse, z_t, wz, _, _ = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True)
+    lse, *others = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
     assert torch.equal(lse, torch.full((M,), float("-inf"), device=device))
-    assert not z_t.any()
-    assert not wz.any()
+    assert not any(one.any() for one in others if one is not None)
     found = gradient(triton_kernels, tensors, lse, dstats_of(M, device), head)
     assert found["db"].shape == (V,)
     assert not found["db"].any()
@@ -200,15 +201,11 @@ def test_the_same_bits_again(device, repeats):
     head = eager.Head(1.0, 5.0, IGNORED)
 
     def run():
-        lse, z_t, wz, saved, _ = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
-        counted = tensors[3] != IGNORED
-        return [
-            lse[counted],
-            z_t,
-            wz[counted],
-            saved,
-            *gradient(triton_kernels, tensors, lse, dstats_of(37, device), head).values(),
-        ]
+        found = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
+        counted, lse = tensors[3] != IGNORED, found.statistics.lse
+        gradients = gradient(triton_kernels, tensors, lse, dstats_of(37, device), head)
+        statistics = [one[counted] for one in found.statistics if one is not None]
+        return [*statistics, found.logits, *gradients.values()]
 
     first = run()
     for _ in range(repeats):

@@ -124,5 +124,7 @@ def linear_act(
     check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
     x = cast_input("linear_act", x, weight)
     impl = choose_impl("linear_act", x, weight.shape[1], 0, weight.shape[0])
-    options = LinearActOptions(activation, choose_mode(recompute), impl, matmul_precision(x))
+    options = LinearActOptions(
+        activation=activation, recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(x)
+    )
     return _apply(options, x, weight, bias)

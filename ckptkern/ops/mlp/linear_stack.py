@@ -248,7 +248,7 @@ def linear_stack(
         features = w.shape[0]
     x = cast_input(op, x, *weights)
     options = LinearStackOptions(
-        activation, choose_mode(recompute), choose_backend(op, x), matmul_precision(x),
-        choose_workspace(op, workspace, x, max(w.numel() for w in weights)), len(weights),
+        activation=activation, recompute=choose_mode(recompute), backend=choose_backend(op, x), precision=matmul_precision(x),
+        workspace=choose_workspace(op, workspace, x, max(w.numel() for w in weights)), layers=len(weights),
     )  # fmt: skip
     return _apply(options, x, *weights, *biases)

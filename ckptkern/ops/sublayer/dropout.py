@@ -101,4 +101,5 @@ def replayed_dropout(x: Tensor, rng: Tensor | None, p: float, row_base: int = 0,
     unsharded tensor's rows."""
     if rng is None:
         return x
-    return _apply(DropoutOptions(float(p), row_base, row_step, choose_backend("dropout", x)), x, rng)
+    options = DropoutOptions(p=float(p), row_base=row_base, row_step=row_step, backend=choose_backend("dropout", x))
+    return _apply(options, x, rng)
