@@ -19,6 +19,7 @@ from ..subclasses import PLAIN
 from .binding import Forward, mode_of
 from .check import TOLERANCE, difference, results, rms, unmoved, wide
 from .logits import Matmul, Step, Wanted
+from .norms import replaced, watching
 from .report import Row
 from .trace import Unreadable, leaves_of
 
@@ -144,6 +145,9 @@ class Heads:
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         candidates = [m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes]
         self.logs: dict[nn.Module, list[Wanted]] = {}
+        self.norms: dict[
+            nn.Module, Tensor
+        ] = {}  # whose results heads read that become one op with their loss; their inputs
         self.refused = ""
         if candidates := [m for m in candidates if untouched(m) and dense(m) and not m.weight.is_meta]:
             try:
@@ -160,7 +164,7 @@ class Heads:
         try:
             for module, head in heads.items():
                 head.log, module.forward = [], head
-            with unmoved(self.model), torch.no_grad():
+            with unmoved(self.model), torch.no_grad(), watching(self.model) as results:
                 self.model.eval()
                 after = scalars(self.model(*args, **kwargs))
         finally:
@@ -170,7 +174,12 @@ class Heads:
         for ours, theirs in zip(after, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
+        self.norms = results.behind(one.logits.matmul.x for head in heads.values() for one in head.log if one.covered)
         return {module: head.log for module, head in heads.items()}
+
+    def norm(self, name: str, module: nn.Module, recompute: str) -> tuple[Row, Forward] | None:
+        """The row of a norm before a head in the table, and its new forward, if that saves less."""
+        return replaced(name, module, self.norms[module], recompute) if module in self.norms else None
 
     def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Head | None]:
         """Its row in the table, and its new forward if it is replaced; no row for a layer that is no head."""
