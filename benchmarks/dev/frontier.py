@@ -80,6 +80,12 @@ def converted(model: nn.Module, ids: Tensor, **options) -> nn.Module:
     return model
 
 
+def stacked(model: nn.Module, every: int) -> nn.Module:
+    """Saves the input of every k-th layer alone. transformers walks through a list of one member, it."""
+    model.model.layers = nn.ModuleList([ckptkern.nn.LayerStack(model.model.layers, every=every)])
+    return model
+
+
 def variants(make: Callable[[], nn.Module], ids: Tensor) -> dict[str, Step]:
     sdpa = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
     found = {
@@ -90,6 +96,8 @@ def variants(make: Callable[[], nn.Module], ids: Tensor) -> dict[str, Step]:
         "ckptkern.convert, defaults": (converted(make(), ids), whole_loss),
         'ckptkern.convert, "full"': (converted(make(), ids, recompute="full"), whole_loss),
         'ckptkern.convert, "full", 4 MiB': (converted(make(), ids, recompute="full", workspace="4MiB"), whole_loss),
+        'ckptkern.convert, "full", LayerStack of 2': (stacked(converted(make(), ids, recompute="full"), 2), whole_loss),
+        'ckptkern.convert, "full", LayerStack of 3': (stacked(converted(make(), ids, recompute="full"), 3), whole_loss),
     }
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         found["checkpointing, torch's chunked loss"] = (checkpointed(make()), torchs_loss)
