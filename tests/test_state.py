@@ -759,12 +759,12 @@ def test_a_batch_of_gradients_is_observed():
 
 def test_a_layer_fits_where_nothing_is_wrong_with_it():
     x, w, b = torch.randn(3, 8), torch.nn.Parameter(torch.randn(5, 8)), torch.randn(5)
-    assert layer_fits(x, w, b, 8) and layer_fits(x, w, None, 8) and layer_fits(x, w.bfloat16(), b.double(), 8)
+    assert all(layer_fits(x, *one, 8) for one in ((w, b), (w, None), (w.bfloat16(), b.double())))
     meta = torch.empty(5, 8, device="meta")
     subclass = torch.masked.masked_tensor(torch.randn(5, 8), torch.ones(5, 8, dtype=torch.bool))
     weights = (None, [1.0], w[0], w.t(), torch.randn(2, 5, 8), w.int(), w.to_sparse(), meta, subclass)
     biases = ([1.0], torch.randn(1, 5), torch.randn(8), torch.tensor(1.0), b.int(), b.to_sparse(), meta[:, 0])
     assert not any(layer_fits(x, weight, b, 8) for weight in weights)
     assert not any(layer_fits(x, w, bias, 8) for bias in biases)
-    assert not layer_fits(x, w, b, 7) and not layer_fits(x, w, b, 8.0) and not layer_fits([1.0], w, b, 8)
+    assert not any(layer_fits(*one) for one in ((x, w, b, 7), (x, w, b, 8.0), ([1.0], w, b, 8)))
     assert layer_fits(x.to("meta"), meta, meta[:, 0], 8)

@@ -189,7 +189,10 @@ class _Conversion:
         return Found([row], put)
 
     def head(self, name: str, module: nn.Module) -> Found | None:
+        """An LM head, or the norm before it."""
         row, forward = self.heads.row(name, module, self.recompute) if self.heads else (None, None)
+        if self.heads and (norm := self.heads.norm(name, module, self.recompute)):
+            row, forward = norm
         if forward is not None:
             return Found([row], lambda: self.set(module, forward))
         return Found([row]) if row is not None and self.include is None else None
@@ -298,7 +301,8 @@ def convert(
     parameters: output, input gradient and the gradient of every parameter agree to rounding, or the module is left as it is.
     torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their drop-in
     replacements in ckptkern.nn. The experts of an MoE layer become moe_mlp. The linear layer whose logits the call
-    hands to F.cross_entropy becomes, with it, linear_cross_entropy; the call must have labels for that.
+    hands to F.cross_entropy becomes, with it, linear_cross_entropy; the call must have labels for that. A norm before it
+    that saves more than its input then runs in chunks of tokens, which backward recomputes.
 
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
     modules is set, and in the configuration of a transformers model the attention implementation, so that layers get padding

@@ -111,6 +111,20 @@ def tiled(
     return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) else run(fn, x)
 
 
+def run_in_chunks(
+    module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, workspace: int | str | None
+) -> Tensor:
+    """`tiled` of a module's own forward, inside a call of the module, along dimension -2. It draws no random numbers."""
+    dim = x.dim() - 2
+    length = _length(module, forward, x, None, dim, choose_workspace("tiled", workspace, x))
+    return _run(module, forward, x, dim, length, preserve_rng_state=False)
+
+
+def check_token_wise(fn: Callable, forward: Callable, x: Tensor) -> None:
+    """Raises ValueError or ShapeError if a token's output, along dimension -2, depends on other tokens."""
+    _check_token_wise(fn, forward, x, x.dim() - 2, -(-x.shape[-2] // 2))
+
+
 def _name(fn: Callable) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
@@ -271,7 +285,10 @@ class _InputGradient:
         """grad, at its place in the whole; as it is where it is differentiable or no plain memory."""
         if torch.is_grad_enabled() or type(grad) is not Tensor or grad.layout is not torch.strided:
             return grad
-        whole = self.wholes.setdefault(torch._C._current_graph_task_id(), self.like())
+        task = torch._C._current_graph_task_id()
+        whole = self.wholes.get(task)
+        if whole is None:
+            whole = self.wholes[task] = self.like()
         part = whole.narrow(self.dim, place * self.length, grad.shape[self.dim])
         return part.copy_(grad)
 

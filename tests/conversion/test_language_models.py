@@ -179,3 +179,31 @@ def test_without_labels_the_table_says_what_is_missing() -> None:
     conversion = ckptkern.convert(model, batch()["input_ids"], use_cache=False)
     assert [row.name for row in conversion.left] == ["lm_head"]
     assert "with labels" in str(conversion)
+
+
+def test_a_stack_of_converted_layers_saves_every_second_input() -> None:
+    torch.manual_seed(0)
+    settings = BASE | dict(num_hidden_layers=6)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).train()
+    ours = copy.deepcopy(theirs)
+    ckptkern.convert(ours, **batch(), recompute="full")
+    saved = []
+    for every in (None, 2, 3):
+        layers = ours.model.layers
+        if every is not None:
+            layers = layers[0] if isinstance(layers[0], ckptkern.nn.LayerStack) else layers
+            ours.model.layers = nn.ModuleList([ckptkern.nn.LayerStack(layers, every=every)])
+        with saved_tensors(ours) as found:
+            loss = ours(**batch(4)).loss
+        saved.append(sum(shape[-1:] == (32,) for shape, _, _ in found.tensors))
+        loss.backward()
+        ours.zero_grad()
+    assert saved == [6 + 2, 4 + 2, 4 + 2], (
+        saved
+    )  # of every group but the last, and of each layer of the last; norm and head
+    ours.model.layers = nn.ModuleList(ours.model.layers[0])
+    names = ours.state_dict().keys()
+    assert names == theirs.state_dict().keys()
+    ours.model.layers = nn.ModuleList([ckptkern.nn.LayerStack(ours.model.layers, every=2)])
+    mine = {name.replace("layers.0.", "layers."): g for name, g in gradients(ours, **batch(1)).items()}
+    assert_same(mine, gradients(theirs, **batch(1)))

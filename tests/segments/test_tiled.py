@@ -340,6 +340,15 @@ def test_peak_is_input_output_gradients_and_workspace(name, dtype):
     assert step.bytes < unfused.bytes
 
 
+def test_backward_has_one_gradient_of_the_input():
+    fn, x, workspace = nn.LayerNorm(64), tokens((1, 16384, 64), torch.float32), 2**18
+    y = tiled(fn, x, workspace=workspace)
+    dy = torch.randn_like(y)
+    with peak_memory("cpu") as backward:
+        y.backward(dy)
+    assert x.nbytes <= backward.bytes <= x.nbytes + workspace < 2 * x.nbytes
+
+
 def test_workspace_sets_the_length():
     seen = []
     fn = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
