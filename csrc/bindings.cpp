@@ -124,7 +124,7 @@ bool plain(const at::Tensor& tensor) {
 }
 
 // (x, weight, bias, in_features) -> are weight [N, in_features] and bias [N] or None plain tensors on x's device? False too for
-// what this does not judge: subclasses, symbolic sizes.
+// what this leaves to Python: subclasses, symbolic sizes.
 PyObject* layer_fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 4 || !THPVariable_CheckExact(given[0]) || !THPVariable_CheckExact(given[1]) || !PyLong_CheckExact(given[3])) {
     Py_RETURN_FALSE;

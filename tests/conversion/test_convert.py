@@ -14,6 +14,7 @@ from architectures import (
     HEADS,
     WIDTH,
     Buffers,
+    Gated,
     Llama,
     Stack,
     adapted,
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.conversion import binding
+from ckptkern.eager import ACTIVATIONS
 from ckptkern.memory import saved_tensors
 
 by_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
@@ -58,6 +60,40 @@ def test_loss_and_gradients_are_those_of_the_original(name: str, autocast: torch
     assert 0 < after < before, str(conversion)
     assert before - after == pytest.approx(gain, rel=0.05), "the report says what is saved"
     assert all(row.error < 2e-5 for row in conversion.converted)
+
+
+GATES = {
+    f"{name}{i}": gate
+    for name, entry in ACTIVATIONS.items()
+    for i, gate in enumerate([*filter(inspect.isroutine, entry.torchs), entry.act])
+    if name != "identity"
+}
+GATES |= {
+    "gelu, scaled by 1": lambda z: F.gelu(z) * 1.0,
+    "silu in place": lambda z: -z.neg_() * torch.sigmoid(-z),
+    "gelu_tanh": lambda z: 0.5 * z * (1 + torch.tanh(0.7978845608 * (z + 0.044715 * z**3))),
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_activations_that_a_forward_calls_or_writes_out(gate: str, gated: bool) -> None:
+    """Each of torch's functions, and what each activation is written out, in a forward and not in a module of it."""
+    mlp = Gated(GATES[gate])
+    if not gated:
+        with_forward(mlp, lambda mlp, x: mlp.down_proj(mlp.activation(mlp.gate_proj(x))))
+    (row,) = ckptkern.convert(nn.Sequential(mlp), torch.randn(2, 6, WIDTH)).converted
+    assert row.replaced_by == "mlp_block"
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [F.elu, torch.clone, lambda z: z * F.dropout(torch.sigmoid(z), 0.0), lambda z: z * torch.sigmoid(z).detach()],
+)
+def test_other_gates_are_left(gate: Callable[[Tensor], Tensor]) -> None:
+    """A dropout inside may be switched on later."""
+    (row,) = ckptkern.convert(nn.Sequential(Gated(gate)), torch.randn(2, 6, WIDTH)).left
+    assert row.reason.startswith("not a gated product")
 
 
 @by_architecture
