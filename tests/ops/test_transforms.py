@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from blocks import BLOCKS, COMPILED, blocks, calls, in_turn, variants
+from blocks import BLOCKS, COMPILED, Block, blocks, calls, in_turn, variants
 from cases import (
     LAYERS,
     SEED,
@@ -44,19 +44,21 @@ LEARNED = variants(("full",), ("learned bias", "low-rank decoder"))
 # -- the library ops ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setup", STEPS)
+@pytest.mark.parametrize("setup", STEPS + in_turn() + calls())
 def test_opcheck(setup):
-    """Schema, fakes, aot dispatch with dynamic shapes, on the arguments of a step; the first two on one that mixes dtypes.
+    """Schema, fakes, aot dispatch with dynamic shapes, on the arguments of a step; the first two on one that mixes dtypes, and
+    of blocks.
 
     That has frozen inputs, and float32 parameters under bf16 autocast: a gradient has its parameter's dtype.
     """
     samples = op_samples(setup, make(setup))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         samples += op_samples(setup, make(setup, frozen=list(make(setup))[1::3]))
-    assert [str(op) for op, _ in samples] == [f"ckptkern.{setup.op.name}_{way}.default" for way in ("fwd", "bwd")] * 2
-    for op, args in samples[:2]:
+    assert [str(op) for op, _ in samples] == [f"ckptkern.{setup.op_name}_{way}.default" for way in ("fwd", "bwd")] * 2
+    whole = 0 if isinstance(setup, Block) else 2
+    for op, args in samples[:whole]:
         torch.library.opcheck(op, args)
-    for op, args in samples[2:]:
+    for op, args in samples[whole:]:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -97,7 +99,9 @@ def test_compiled_equals_eager(setup):
     assert_same(gradients(compiled(setup), tensors), gradients(setup.fused, tensors))
 
 
-@pytest.mark.parametrize("setup", setups(("silu",), ("full",), dropout=(P,)) + blocks(("selective",), names=("llama",)))
+@pytest.mark.parametrize(
+    "setup", setups(("silu",), ("full",), dropout=(P,)) + blocks(("selective",), names=("llama",)) + calls()
+)
 def test_inductor(setup):
     """At "selective" o and the logsumexp pass from graph to graph: their fakes' strides are the real ones."""
     tensors = make(setup)
@@ -158,7 +162,8 @@ def test_one_graph_for_all_batch_sizes_and_seeds(setup):
 @pytest.mark.parametrize(
     "setup",
     setups(("silu",), ("full",), dropout=(P,), ops=("mlp", "gated_mlp", "dropout"))
-    + blocks(("full",), names=("pre-norm",))[2:],
+    + blocks(("full",), names=("pre-norm",))[2:]
+    + [one for one in calls() if one.values[0].drops],
 )
 def test_two_masks_of_one_graph_differ(setup):
     """AOT's CSE merges what looks alike: two draws in one graph are two draws."""
@@ -287,7 +292,7 @@ def test_grad_of_grad(setup):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("setup", setups(ops=LAYERS))
+@pytest.mark.parametrize("setup", setups(ops=LAYERS) + blocks(names=("pre-norm", "bare"), dropout=False))
 def test_per_sample_gradients(setup):
     """vmap(grad) over a batch of samples equals a loop over them."""
     tensors = make(setup, Sizes(lead=(4, 3)))
@@ -295,7 +300,7 @@ def test_per_sample_gradients(setup):
     dy = output_gradient(setup.call(tensors))[0]
     grad = torch.func.grad(loss_of(setup, list(tensors), dy), argnums=tuple(range(len(tensors))))
     batched = torch.func.vmap(grad, in_dims=(0, *[None] * len(parameters)))(x, *parameters)
-    for sample in range(4):
+    for sample in range(len(x)):
         theirs = dict(zip(tensors, grad(x[sample], *parameters), strict=True))
         ours = {name: one[sample] for name, one in zip(tensors, batched, strict=True)}
         assert_same_within_rounding(ours, theirs)  # the library's matmuls of a slice may have other bits
