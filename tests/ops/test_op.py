@@ -108,6 +108,14 @@ def test_gradients_are_as_exact_as_torchs(setup, dtype):
     check_against_float64(setup, make(setup, dtype=dtype))
 
 
+@pytest.mark.parametrize("setup", setups(("silu",), dropout=(P,), ops=("linear_act", "mlp", "gated_mlp")))
+def test_every_subset_of_biases(setup):
+    biases = [name for name in make(setup) if "bias" in name]
+    for missing in subsets(biases):
+        tensors = {name: t for name, t in make(setup, dtype=torch.float64).items() if name not in missing}
+        assert_same_within_rounding(gradients(setup.fused, tensors), gradients(setup.unfused, tensors))
+
+
 # Every op at every size, with and without biases in turn.
 UNALIGNED_CASES = [
     pytest.param(*setup.values, sizes, (i + j) % 2 == 0, id=f"{setup.id}-{name}")
