@@ -42,11 +42,7 @@ def test_same_initialisation_and_state_dict(name, args, options):
         assert ours.dropout1.p == theirs.dropout1.p == 0.1
 
 
-PADDING = {
-    "MultiheadAttention": "key_padding_mask",
-    ENCODER.name: "src_key_padding_mask",
-    DECODER.name: "memory_key_padding_mask",
-}
+PADDING = {ATTENTION[0].name: "", ENCODER.name: "src_", DECODER.name: "memory_"}
 
 
 @pytest.mark.parametrize("kind", [*ATTENTION, *LAYERS], ids=str)
