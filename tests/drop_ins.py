@@ -6,11 +6,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+
+import ckptkern
+
+E, H, HIDDEN, B, T, S = 12, 3, 20, 2, 5, 7  # width, heads, hidden width, samples, tokens, tokens of a memory
 
 
 def pairwise(valid: Callable[[dict[str, Any]], bool] = lambda case: True, **factors: Sequence[Any]) -> list:
@@ -48,6 +52,53 @@ def both_of(ours: type, theirs: type, *args: Any, **kwargs: Any) -> tuple[torch.
     mine.load_state_dict(other.state_dict(), strict=True)
     other.load_state_dict(mine.state_dict(), strict=True)
     return mine, other
+
+
+def tokens(layout: str, length: int, width: int = E, grad: bool = True) -> Tensor:
+    shape = {"unbatched": (length, width), "seq_first": (length, B, width), "batch_first": (B, length, width)}[layout]
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+class Kind(NamedTuple):
+    """A module of torch's by the name of its class; called with a memory or without, and attention with weights or without."""
+
+    name: str
+    memory: bool = False
+    need_weights: bool | None = None  # None: a layer
+
+    def __str__(self) -> str:
+        return f"{self.name}{' with memory' * self.memory}{' with weights' * bool(self.need_weights)}"
+
+    def build(self, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+        args = [E, options.pop("num_heads", H)]
+        if self.need_weights is None:
+            args, options = [*args, HIDDEN], {"dropout": 0.0, "layer_norm_eps": 1e-3} | options
+        return both_of(getattr(ckptkern.nn, self.name), getattr(torch.nn, self.name), *args, **options)
+
+    def inputs(self, layout: str = "seq_first", width: int = E, grad: bool = True) -> dict[str, Tensor]:
+        """x and, of this width, memory."""
+        made = {"x": tokens(layout, T, grad=grad)}
+        return made | ({"memory": tokens(layout, S, width, grad)} if self.memory else {})
+
+    def call(self, module: torch.nn.Module, x: Tensor, memory: Tensor | None = None, **options: Any) -> Tensor:
+        """The output alone."""
+        if self.need_weights is None:
+            return module(*(x,) if memory is None else (x, memory), **options)
+        keys = x if memory is None else memory
+        return module(x, keys, keys, need_weights=self.need_weights, **options)[0]
+
+
+ENCODER, DECODER = Kind("TransformerEncoderLayer"), Kind("TransformerDecoderLayer", memory=True)
+ATTENTION = [Kind("MultiheadAttention", memory, weights) for memory in (False, True) for weights in (False, True)]
+
+
+def raised(call: Callable[[], Any]) -> tuple[type, str] | None:
+    """The class and the message of what call() raises; None if it returns."""
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    return None
 
 
 def run(module: torch.nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -32,8 +32,9 @@ class Grammar(Steps):
             "down_weight": down.weight, "down_bias": down.bias, "dropout_p": self.probability(hidden),
             "resid_dropout_p": self.probability(after),
         }  # fmt: skip
-        if (activation := self.leaves.activation(h)) is not None:
-            up = self.linear(self.strip(h.inputs[0]), "what the activation reads")
+        if (found := self.leaves.activation(h)) is not None:
+            activation, z = found
+            up = self.linear(self.strip(z), "what the activation reads")
             arguments |= {"activation": activation, "up_weight": up.weight, "up_bias": up.bias}
             return Part(arguments | updates(up=up, down=down), up.input)
         if h.is_function(*MULTIPLY) and len(h.inputs) == 2:
@@ -43,11 +44,12 @@ class Grammar(Steps):
     def gated(self, product: Node, arguments: dict[str, Any], down: Layer) -> Part:
         a, b = (self.strip(one) for one in product.inputs)
         for gate, up in ((a, b), (b, a)):
-            activation = self.leaves.activation(gate)
+            found = self.leaves.activation(gate)
             up_layer = self.linear_of(up)
-            if activation is None or up_layer is None:
+            if found is None or up_layer is None:
                 continue
-            gate_node = self.strip(gate.inputs[0])
+            activation, z = found
+            gate_node = self.strip(z)
             gate_layer = self.linear(gate_node, "what the activation reads")
             arguments = arguments | {"activation": activation}
             if gate_node is up:  # one weight for both
@@ -190,11 +192,11 @@ class Grammar(Steps):
         weights, biases, activations = [], [], []
         node = self.strip(node)
         while node.kind != "argument":
-            activations.append(self.leaves.activation(node))
-            if activations[-1] is not None:
-                node = self.strip(node.inputs[0])
+            if (found := self.leaves.activation(node)) is not None:
+                activations.append(found[0])
+                node = self.strip(found[1])
             elif isinstance(self.leaves.module, nn.Linear):
-                activations[-1] = "identity"
+                activations.append("identity")
             else:
                 raise self.refuse("no activation but", node)
             linear = self.linear(node, "what the activation reads")

@@ -16,14 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import eager
 from ..nn.activations import recognised
 from ..nn.dropout import Dropout
-from .trace import Node, Unreadable
+from .trace import Node, Unreadable, leaves_of, recomputed
 
-FUNCTIONS = frozenset(
-    one.__name__ for entry in eager.ACTIVATIONS.values() for one in entry.torchs if not isinstance(one, type)
-)  # torch's, that are activations of ours
+_LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time that a longer formula takes
 
 
 class Weight(NamedTuple):
@@ -133,10 +130,16 @@ class Leaves:
 
     # -- activations
 
-    def activation(self, node: Node) -> str | None:
-        if node.kind == "function" and node.source.rstrip("_") in FUNCTIONS:
-            return recognised(functools.partial(_called, node))
-        return self.once("activation", node, lambda _, leaf, __: recognised(leaf))
+    def activation(self, node: Node) -> tuple[str, Node] | None:
+        """The activation that a leaf, or a function of one tensor that is written out, computes, and the node that it reads."""
+        if node.kind == "function":
+            for z in _elementwise_inputs(node):
+                name = recognised(functools.partial(_evaluated, node, z))
+                if name not in (None, "identity"):
+                    return name, z
+            return None
+        name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
+        return None if name is None else (name, node.inputs[0])
 
     # -- dropout
 
@@ -220,12 +223,27 @@ def node_tensor(leaf: nn.Module) -> Tensor:
     return next((b for b in leaf._buffers.values() if b is not None and b.is_floating_point()), torch.zeros(()))
 
 
-def _called(node: Node, x: Tensor) -> Tensor:
-    """The node's function on x in place of its one tensor."""
+def _elementwise_inputs(node: Node) -> list[Node]:
+    """What a function's result may be an activation of: nodes of its shape behind it, through functions, the nearest first."""
+    found = [node]
+    for one in found:
+        if one.kind == "function" and len(found) <= _LONGEST_ACTIVATION:
+            found += [z for z in dict.fromkeys(one.inputs) if z.shape == node.shape and z not in found]
+    return found[1:]
+
+
+def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
+    """The node computed anew, with `values` in place of the node z."""
+    if node is z:
+        return values.clone()  # functions in place are called as well
+    if node.kind != "function" or "dropout" in node.source:  # whose probability may be 0 for now
+        raise Unreadable("not a function of one tensor")
     function = getattr(F, node.source, None) or getattr(torch, node.source, None) or getattr(Tensor, node.source)
-    args = [x if isinstance(one, Node) else one for one in node.args]
-    kwargs = {name: x if isinstance(one, Node) else one for name, one in (node.kwargs or {}).items()}
-    return function(*args, **kwargs)
+    given = (
+        _evaluated(one, z, values) if isinstance(one, Node) else one for one in leaves_of((node.args, node.kwargs))
+    )
+    args, kwargs = recomputed((node.args, node.kwargs), given)
+    return function(*args, **kwargs or {})
 
 
 def _find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ NO_DROPOUT: Dropout = (None, 0, 1.0, 0)
 class Activation(NamedTuple):
     """act: z -> act(z), differentiable. grad: dy, z -> dy * act'(z). act_ and grad_ write the same over z and over dy.
 
-    For relu, z may be relu's own output: the gradient is the same. temporaries: how many more tensors like z grad_ holds.
-    torchs: torch's functions and module classes that a layer may be given, and that are this activation.
+    For relu, z may be relu's own output: the gradient is the same. temporaries: how many more tensors like z act_ or grad_
+    holds, the greater of the two. torchs: torch's functions and module classes that are this activation.
     """
 
     act: Callable[[Tensor], Tensor]
@@ -40,54 +40,60 @@ class Activation(NamedTuple):
     torchs: tuple[object, ...] = ()
 
 
-def _quick_gelu_slope(z: Tensor) -> Tensor:
+def _activation(
+    act: Callable[[Tensor], Tensor],
+    grad: Callable[[Tensor, Tensor], Tensor],
+    act_: Callable[[Tensor], Tensor] | None = None,
+    grad_: Callable[[Tensor, Tensor], Tensor] | None = None,
+    **rest: Any,
+) -> Activation:
+    """Returns an Activation whose forms in place, where torch has none, copy the results of act and grad."""
+    return Activation(
+        act, grad, act_ or (lambda z: z.copy_(act(z))), grad_ or (lambda dy, z: dy.copy_(grad(dy, z))), **rest
+    )
+
+
+def _quick_gelu_grad(dy: Tensor, z: Tensor) -> Tensor:
     s = torch.sigmoid(1.702 * z)
-    return (1 - s).mul_(z).mul_(1.702).add_(1).mul_(s)
+    return (1 - s).mul_(z).mul_(1.702).add_(1).mul_(s).mul_(dy)
 
 
 ACTIVATIONS = {
-    "relu": Activation(
+    "relu": _activation(
         F.relu,
         lambda dy, z: _aten.threshold_backward.default(dy, z, 0),
         torch.relu_,
         lambda dy, z: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=dy),
         torchs=(F.relu, torch.relu, torch.nn.ReLU),
     ),
-    "relu2": Activation(
+    "relu2": _activation(
         lambda z: F.relu(z).square(),
-        lambda dy, z: dy * F.relu(z).mul_(2),
+        lambda dy, z: F.relu(z).mul_(2).mul_(dy),
         lambda z: torch.relu_(z).square_(),
-        lambda dy, z: dy.mul_(F.relu(z).mul_(2)),
         temporaries=1,
     ),
-    "gelu": Activation(
+    "gelu": _activation(
         F.gelu,
         _aten.gelu_backward.default,
         torch._C._nn.gelu_,
         lambda dy, z: _gelu(dy, z, grad_input=dy),
         torchs=(F.gelu, torch.nn.GELU),  # nn.GELU(approximate="tanh") is gelu_tanh
     ),
-    "gelu_tanh": Activation(
+    "gelu_tanh": _activation(
         lambda z: F.gelu(z, approximate="tanh"),
         lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh"),
         lambda z: torch._C._nn.gelu_(z, approximate="tanh"),
         lambda dy, z: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=dy),
     ),
-    "quick_gelu": Activation(
-        lambda z: z * torch.sigmoid(1.702 * z),
-        lambda dy, z: _quick_gelu_slope(z).mul_(dy),
-        lambda z: z.mul_((1.702 * z).sigmoid_()),
-        lambda dy, z: dy.mul_(_quick_gelu_slope(z)),
-        temporaries=2,
-    ),
-    "silu": Activation(
+    "quick_gelu": _activation(lambda z: z * torch.sigmoid(1.702 * z), _quick_gelu_grad, temporaries=2),
+    "silu": _activation(
         F.silu,
         _aten.silu_backward.default,
         lambda z: F.silu(z, inplace=True),
         lambda dy, z: _aten.silu_backward.grad_input(dy, z, grad_input=dy),
         torchs=(F.silu, torch.nn.SiLU),
     ),
-    "identity": Activation(lambda z: z, lambda dy, z: dy, lambda z: z, lambda dy, z: dy),
+    "identity": _activation(lambda z: z, lambda dy, z: dy, torchs=(torch.nn.Identity,)),
 }
 
 

@@ -67,8 +67,7 @@ def test_each_adapters_dropout_is_read_in_each_call() -> None:
         for i, adapter in enumerate(adapters(one)):
             adapter.dropout.p = float(i % 3 == 0)
     theirs, ours = results(original), results(model)
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key])
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_masks_are_new_in_each_step_and_old_in_each_recompute() -> None:
@@ -125,9 +124,7 @@ def test_what_is_done_to_adapters_later_counts(what: str) -> None:
         for adapter in adapters(one):
             LATER[what](adapter)
     theirs, ours = results(model), results(converted)
-    assert theirs.keys() == ours.keys()
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key])
+    torch.testing.assert_close(ours, theirs)
 
 
 def replaced(adapter: LoRA) -> None:
@@ -165,9 +162,7 @@ def test_tensors_in_containers_are_not_compared() -> None:
     theirs = results(model)
     for adapter in adapters(model):
         adapter.pairs = [[torch.ones(2), torch.ones(2)]]
-    ours = results(model)
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key])
+    torch.testing.assert_close(results(model), theirs)
 
 
 class OneMask(nn.Module):
@@ -213,9 +208,7 @@ def test_two_active_adapters_are_an_activation_checkpoint() -> None:
         adapter._active.append("other")
     theirs = results(model)
     assert fused_of(ckptkern.convert(model, ids())) == ["checkpoint"] * 2
-    ours = results(model)
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key])
+    torch.testing.assert_close(results(model), theirs)
 
 
 class HookedInCalls(nn.Module):
@@ -240,6 +233,4 @@ def test_hooks_that_last_for_a_call_are_not_lost_in_backward() -> None:
     conversion = ckptkern.convert(model, ids())
     assert fused_of(conversion) == ["mlp_block"] * 2
     assert any("last for a call" in row.reason for row in conversion)
-    ours = results(model)
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key])
+    torch.testing.assert_close(results(model), theirs)

@@ -51,9 +51,7 @@ def stack(*layers: nn.Module) -> Stack:
 def assert_converted(model: nn.Module, replaced_by: list[str]) -> None:
     theirs = results(model)
     assert fused_of(ckptkern.convert(model, ids())) == replaced_by
-    ours = results(model)
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results(model), theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt", "bert", "buffers", "decoder"])
@@ -135,9 +133,7 @@ def test_other_layers_are_checked_by_themselves(what: str, attempts: list[str]) 
     theirs = results(model)
     replaced = [row.replaced_by for row in ckptkern.convert(model, ids()) if row.name.count(".") == 1]
     assert replaced[::2] == ["transformer_layer"] * 2
-    ours = results(model)
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results(model), theirs, rtol=1e-4, atol=1e-5)
     different = len(attempts)
     del attempts[:]
     ckptkern.convert(stack(first()), ids())
@@ -152,9 +148,7 @@ def test_a_layer_that_does_another_thing_by_its_number_is_not_taken_for_the_firs
         "layers.0",
         "layers.2",
     ]
-    ours = results(model)
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results(model), theirs, rtol=1e-4, atol=1e-5)
 
 
 class ByLength(Numbered):
@@ -232,9 +226,7 @@ def test_functions_in_attributes_are_compared_by_identity(attempts: list[str]) -
     model = stack(*map(Called, activations))
     theirs = results(model)
     ckptkern.convert(model, ids())
-    ours = results(model)
-    for key in theirs:
-        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results(model), theirs, rtol=1e-4, atol=1e-5)
 
 
 class Node:

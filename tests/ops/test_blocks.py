@@ -26,7 +26,6 @@ from cases import (
     DTYPES,
     MODES,
     SAMPLES,
-    SEED,
     Watch,
     assert_as_exact,
     assert_same,
@@ -39,7 +38,6 @@ from cases import (
     with_saved_transposed,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
@@ -115,24 +113,6 @@ def test_gradients_are_as_exact_as_torchs(block, dtype):
     assert_as_exact(*map(joined_biases, over_samples(block.fused, block.unfused, samples)))
 
 
-@pytest.mark.parametrize("block", blocks(("none", "full")) + variants(("none", "full")))
-def test_every_mode_gives_the_same_bits(block):
-    """Backward overwrites nothing that was saved or given (mamba#939)."""
-    tensors = block.make(torch.bfloat16)
-    assert_same(gradients(block.fused, tensors), gradients(block.with_(recompute="selective").fused, tensors))
-
-
-@pytest.mark.parametrize("block", in_turn())
-def test_strided_inputs_and_output_gradients(block):
-    """dy may have any strides; .sum() sends strides of 0."""
-    dense = block.make()
-    strided = {name: (t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach()) for name, t in dense.items()}
-    strided = {name: t.requires_grad_() for name, t in strided.items()}
-    assert_same_within_rounding(gradients(block.fused, strided), gradients(block.fused, dense))
-    dy = torch.ones(()).expand(block.fused(dense).shape)
-    assert_same_within_rounding(gradients(block.fused, dense, dy), gradients(block.fused, dense, dy.contiguous()))
-
-
 @pytest.mark.parametrize("lead", [(0, 5), (2, 0), (LENGTH,), (1, 1)], ids=str)
 @pytest.mark.parametrize(
     "block",
@@ -190,11 +170,6 @@ def test_causal_attention_with_a_scale_that_is_not_positive(scale, packed):
         torch.testing.assert_close(y, expected)
         return
     assert_same_within_rounding(gradients(block.fused, tensors), gradients(block.unfused, tensors))
-
-
-@pytest.mark.parametrize("block", blocks(("full",)))
-def test_nothing_trained(block):
-    assert not block.fused(block.make(frozen=list(block.make()))).requires_grad
 
 
 def watched(block, tensors) -> Watch:
@@ -328,15 +303,6 @@ def test_parameters_after_the_branch_cost_no_matmul_of_its_gradient(block):
     assert seen.flops - forward.flops == 2 * BATCH * LENGTH * last.matmuls()["out"]
 
 
-@pytest.mark.parametrize("block", in_turn(ALL))
-def test_opcheck(block):
-    names = list(block.make())
-    samples = op_samples(block, block.make()) + op_samples(block, block.make(frozen=names[1::2]))
-    assert [str(op) for op, _ in samples] == [f"ckptkern.{block.op}_{way}.default" for way in ("fwd", "bwd")] * 2
-    for op, args in samples[:2] if block.recompute == "selective" else samples[1:]:
-        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
-
-
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
     """A compiled graph of CUDA tensors carries "auto", which no kernel knows; a layer has one for each sublayer."""
@@ -369,51 +335,6 @@ def test_one_graph_for_all_batch_sizes(block):
         torch.manual_seed(seed)
         assert_same(ours, gradients(block.call, tensors))
     assert counter.frame_count <= 2 + (len(lengths) > 1)  # the first size, then any batch, then any length
-
-
-@pytest.mark.parametrize("block", blocks(names=("pre-norm", "bare"), dropout=False))
-def test_per_sample_gradients(block):
-    """vmap(grad) over samples equals a loop over them."""
-    tensors = {name: t.detach() for name, t in block.make(lead=(3, LENGTH)).items()}
-    x = tensors.pop("x")
-    dy = output_gradient(block.call({"x": x, **tensors}))[0]
-    grad = torch.func.grad(lambda one, t: (block.call({"x": one, **t}) * dy).sum(), argnums=(0, 1))
-    dx, batched = torch.func.vmap(grad, in_dims=(0, None))(x, tensors)
-    for sample in range(3):
-        own_dx, own = grad(x[sample], tensors)
-        assert_same_within_rounding(
-            {"x": dx[sample], **{n: g[sample] for n, g in batched.items()}}, {"x": own_dx, **own}
-        )
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("block", in_turn() + variants(("full",), ("learned bias", "low-rank llama")))
-def test_inside_a_checkpoint(block, reentrant):
-    tensors = block.make()
-
-    def checkpointed(t):
-        torch.manual_seed(SEED)
-        return checkpoint(lambda *v: block.call(dict(zip(t, v, strict=True))), *t.values(), use_reentrant=reentrant)
-
-    assert_same(gradients(checkpointed, tensors), gradients(block.fused, tensors))
-
-
-@pytest.mark.parametrize("block", in_turn(modes=("none", "full")))
-def test_nothing_given_is_overwritten(block):
-    """Neither x nor a parameter nor dy is written; and a change between forward and backward is caught."""
-    before, tensors = block.make(), block.make()
-    y = block.fused({**tensors, "x": tensors["x"] * 1})
-    dy = output_gradient(y)
-    saved_dy = dy.clone()
-    y.backward(dy)
-    assert torch.equal(dy, saved_dy)
-    assert_same({n: t.detach() for n, t in tensors.items()}, {n: t.detach() for n, t in before.items()})
-    for name in ("x", *(n for n in tensors if n.endswith(("weight", "gain")))):
-        y = block.fused(tensors)
-        with torch.no_grad():
-            tensors[name].add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
 
 
 def test_parallel_halves_run_no_backward_of_each_other():

@@ -1,6 +1,7 @@
 """What the ops share: precision and autocast, workspace and chunks, backend, and errors that say what was wanted and came."""
 
 import contextlib
+import inspect
 import itertools
 import os
 import re
@@ -414,6 +415,23 @@ def test_environment_variable(monkeypatch):
     code = "import torch, ckptkern; ckptkern.dropout(torch.ones(2, 2))"
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "RuntimeError: dropout: backend('triton') was asked for, but " in run.stderr
+
+
+DEFAULTS = {
+    "linear_act": dict(bias=None, activation="relu", recompute="selective"),
+    "linear_stack": dict(biases=None, activation="relu", recompute="full", workspace=None),
+    "mlp": dict(activation="gelu", dropout_p=0.0, training=True, recompute="full", workspace=None),
+    "gated_mlp": dict(activation="silu", gate_bias=None, up_bias=None, down_bias=None, dropout_p=0.0, training=True,
+                      recompute="full", workspace=None),
+    "moe_mlp": dict(activation="silu", gate_up_bias=None, down_bias=None, recompute="full", workspace=None),
+    "grouped_gated_mlp": dict(activation="silu", row_weights=None, recompute="full", workspace=None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", DEFAULTS)
+def test_defaults(op):
+    parameters = inspect.signature(getattr(ckptkern, op)).parameters
+    assert {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty} == DEFAULTS[op]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """moe_mlp and grouped_gated_mlp: what all ops promise, on an MoE layer with its router, and what routing adds."""
 
-import inspect
 import itertools
 
 import pytest
@@ -122,18 +121,10 @@ def test_inside_a_checkpoint(setup, reentrant):
     test_op.test_inside_a_checkpoint(setup, reentrant)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_batched_gradients(mode):
-    """is_grads_batched runs another vmap, which torch.func's queries do not see."""
-    index = routing("dropped", 30, 2, 3)
-    t = tensors_of(index, 3, 8, 8, torch.float32)
-    y = ours_of(index, recompute=mode)(t)
-    dys = torch.stack([output_gradient(y, seed) for seed in range(3)])
-    batched = torch.autograd.grad(y, list(t.values()), dys, is_grads_batched=True, retain_graph=True)
-    for i, dy in enumerate(dys):
-        theirs = torch.autograd.grad(y, list(t.values()), dy, retain_graph=True)
-        ours = [one[i] for one in batched]
-        assert_same_within_rounding(dict(zip(t, ours, strict=True)), dict(zip(t, theirs, strict=True)))
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_batched_gradients(setup, create_graph):
+    test_transforms.test_batched_gradients(setup, create_graph)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
@@ -382,16 +373,6 @@ def test_autocast():
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
-
-
-def test_defaults():
-    own = {"recompute": "full", "workspace": None}
-    for function, wanted in (
-        (ckptkern.moe_mlp, {"activation": "silu", "gate_up_bias": None, "down_bias": None, **own}),
-        (ckptkern.grouped_gated_mlp, {"activation": "silu", "row_weights": None, **own}),
-    ):
-        parameters = inspect.signature(function).parameters
-        assert {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty} == wanted
 
 
 X, INDEX, S, W, WD = (

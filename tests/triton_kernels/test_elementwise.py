@@ -8,6 +8,7 @@ import triton
 from kernel_cases import ACTIVATIONS, DTYPES, LAUNCHERS, dropout_of, inputs_of, kernel
 
 from ckptkern import eager, triton_kernels
+from ckptkern.memory import peak_memory
 from ckptkern.triton_kernels import elementwise
 from ckptkern.triton_kernels.tile import Tile
 
@@ -140,15 +141,22 @@ def test_every_activation_has_its_formulas():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_forms_of_an_activation_agree(activation, dtype):
-    """In place or not, act(z) and dy act'(z) have the same bits, in z's own dtype."""
+    """In place or not, act(z) and dy act'(z) have the same bits, in z's own dtype. In place, the result is the argument's
+    memory, and at most `temporaries` more like it are allocated meanwhile."""
     z, dy = torch.randn(64, 33).to(dtype) * 3, torch.randn(64, 33).to(dtype)
-    form = eager.ACTIVATIONS[activation]
-    for result, in_place in (
-        (form.act(z), form.act_(z.clone())),
-        (form.grad(dy, z), form.grad_(dy.clone(), z)),
+    form, held = eager.ACTIVATIONS[activation], []
+    for result, in_place, over, args in (
+        (form.act(z), form.act_, z, ()),
+        (form.grad(dy, z), form.grad_, dy, (z,)),
     ):
+        over = over.clone()
+        with peak_memory("cpu") as peak:
+            written = in_place(over, *args)
+        held.append(round(peak.bytes / over.nbytes))
+        assert written.data_ptr() == over.data_ptr()
         assert result.dtype == dtype
-        assert torch.equal(result, in_place)
+        assert torch.equal(result, over)
+    assert max(held) == form.temporaries, held
 
 
 def test_rows_longer_than_65535_blocks(monkeypatch):
