@@ -3,8 +3,10 @@ computes the loss."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
 from .report import Row
 from .trace import Unreadable, leaves_of
+from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
 NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the head and its loss become one op"
@@ -34,15 +37,25 @@ class Losses(TorchFunctionMode):
         super().__init__()
         self.classes: set[int] = set()
         self.weights: set[int] = set()  # by id
+        self.of_module = False  # does nn.CrossEntropyLoss call it? Dynamo takes that for a function of tensors
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.cross_entropy:
             logits = args[0] if args else kwargs["input"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
+            self.of_module |= any(frame.f_code is nn.CrossEntropyLoss.forward.__code__ for frame in callers(4))
         elif function is F.linear:
             self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
         return function(*args, **kwargs)
+
+
+def callers(count: int) -> Iterator[FrameType]:
+    """The last frames before the caller's."""
+    frame = sys._getframe(2).f_back
+    while frame is not None and (count := count - 1) >= 0:
+        yield frame
+        frame = frame.f_back
 
 
 def scalars(output: Any) -> list[Tensor]:
@@ -66,12 +79,22 @@ class Head(Forward):
         super().__init__(module, recompute)
         self.kind = type(module)
         self.log: list[Wanted] | None = None  # during the example's call
+        self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
 
     def run(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not self.takes(args[0]):
+        compiling = torch.compiler.is_compiling()
+        if (compiling and not self.may_be_traced) or len(args) != 1 or kwargs or not self.takes(args[0]):
             return self.original(*args, **kwargs)
         mode = mode_of(OP, None, self.recompute)
+        if compiling:
+            weight = self.module.weight
+            version = torch.ops.ckptkern.version_of(weight.detach())
+            return TracedLogits(args[0], weight, self.module.bias, version, (), mode, self.workspace)
         return Matmul(args[0], self.module.weight, self.module.bias, mode, self.log, self.workspace).logits()
+
+    @property
+    def may_be_traced(self) -> bool:
+        return self.only_loss and not torch.compiler.is_exporting()
 
     def takes(self, x: Tensor) -> bool:
         module = self.module
@@ -217,4 +240,6 @@ class Heads:
                 stacklevel=6,
             )
         row.replaced_by = OP
-        return row, Head(module, recompute)
+        forward = Head(module, recompute)
+        forward.only_loss = not others and not self.losses.of_module
+        return row, forward

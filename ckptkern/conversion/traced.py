@@ -1,0 +1,288 @@
+"""Defines the LM head's lazy logits under torch.compile, which Dynamo traces as an object of Python and not as a tensor.
+
+`TracedLogits` follows what models do between the LM head and F.cross_entropy, as `logits.Logits` does without a compiler. The
+graph holds the head's input in their place, and linear_cross_entropy in place of the loss. Logits that a compiled model returns
+are such an object too: outside of the graph it is read as the `Logits` of the same matmul.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import ops
+from .logits import Matmul
+
+IN_PLACE = (
+    "ckptkern.convert: a compiled model changes its logits in place, for which they would have to be there. Convert with "
+    "exclude= for this layer"
+)
+_library = torch.library.Library("ckptkern", "FRAGMENT")
+_library.define("version_of(Tensor x) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _library.impl("version_of", lambda x: torch.full((), x._version, dtype=torch.int64, device=x.device), _key)
+_library.impl("version_of", lambda x: torch.empty((), dtype=torch.int64, device=x.device), "Meta")
+
+
+def _followed(method: Callable) -> Callable:
+    """In the graph the method, outside of it that of the `Logits`."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        return getattr(self.read(), name)(*args, **kwargs)
+
+    return run
+
+
+class TracedLogits:
+    """The logits F.linear(x, weight, bias) after `steps`, one number or dtype each: "to", "mul", "div", "tanh".
+
+    x [..., d]: the head's input, of some tokens in the order in which the model sees them. version: the weight's, when x was
+    computed. mode, workspace: of the loss.
+    """
+
+    def __init__(self, x, weight, bias, version, steps=(), mode="full", workspace=None):
+        self.x, self.weight, self.bias, self.version = x, weight, bias, version
+        self.steps, self.mode, self.workspace = steps, mode, workspace
+
+    def of(self, x: Tensor, *steps: tuple) -> TracedLogits:
+        return TracedLogits(x, self.weight, self.bias, self.version, (*self.steps, *steps), self.mode, self.workspace)
+
+    # -- what they are
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.x.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found = self.x.dtype
+        for name, value in self.steps:
+            found = value if name == "to" else found
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def ndim(self) -> int:
+        return self.x.dim()
+
+    @property
+    def requires_grad(self) -> bool:
+        return True
+
+    def dim(self) -> int:
+        return self.x.dim()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    # -- what is followed
+
+    @_followed
+    def float(self) -> TracedLogits:
+        return self.of(self.x, ("to", torch.float32)) if self.dtype.itemsize < 4 else self
+
+    @_followed
+    def contiguous(self) -> TracedLogits:
+        return self
+
+    @_followed
+    def to(self, *args, **kwargs) -> Any:
+        one = (
+            args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if len(kwargs) == 1 and not args else None
+        )
+        if isinstance(one, torch.dtype) and (one == self.dtype or (self.dtype.itemsize < 4 and one == torch.float32)):
+            return self if one == self.dtype else self.float()
+        if isinstance(one, (torch.device, str)) and torch.device(one) == self.device:
+            return self
+        return self.read().to(*args, **kwargs)
+
+    @_followed
+    def view(self, *shape) -> Any:
+        return self.reshape(*shape)
+
+    @_followed
+    def reshape(self, *shape) -> Any:
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if len(sizes) > 1 and not isinstance(sizes[-1], torch.dtype) and sizes[-1] == self.weight.shape[0]:
+            return self.of(self.x.reshape(*sizes[:-1], self.x.shape[-1]))
+        return self.read().reshape(*sizes)
+
+    @_followed
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        last = self.dim() - 1
+        if end_dim % self.dim() < last:
+            return self.of(self.x.flatten(start_dim, end_dim))
+        return self.read().flatten(start_dim, end_dim)
+
+    @_followed
+    def __getitem__(self, index: Any) -> Any:
+        items = index if isinstance(index, tuple) else (index,)
+        plain = all(isinstance(one, (int, slice)) or one is Ellipsis for one in items)
+        whole = items[-1] == slice(None) if Ellipsis in items or len(items) == self.dim() else len(items) < self.dim()
+        return self.of(self.x[index]) if plain and whole else self.read()[index]
+
+    @_followed
+    def __mul__(self, other: Any) -> Any:
+        return self.of(self.x, ("mul", other)) if isinstance(other, (int, float)) else self.read() * other
+
+    @_followed
+    def __rmul__(self, other: Any) -> Any:
+        return self * other
+
+    @_followed
+    def __truediv__(self, other: Any) -> Any:
+        return self.of(self.x, ("div", other)) if isinstance(other, (int, float)) else self.read() / other
+
+    @_followed
+    def tanh(self) -> TracedLogits:
+        return self.of(self.x, ("tanh", None))
+
+    # -- their loss
+
+    def scale_and_cap(self) -> tuple[float, float | None] | None:
+        """Logits are scale z, or cap tanh(scale z); None for what linear_cross_entropy does not compute."""
+        scale, cap = 1.0, None
+        for name, value in self.steps:
+            if name == "tanh":
+                if cap is not None:
+                    return None
+                cap = 1.0
+            elif name != "to":
+                factor = value if name == "mul" else 1 / value
+                scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
+        return scale, cap
+
+    def loss(self, input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+             label_smoothing=0.0):  # fmt: skip
+        """F.cross_entropy."""
+        found = self.scale_and_cap()
+        options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        if (
+            found is None or (found[1] is not None and found[1] <= 0) or size_average is not None or reduce is not None
+            or not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != self.x.shape[:-1]
+            or self.dim() != 2 or (weight is not None and (weight.requires_grad or weight.dtype != self.dtype))
+        ):  # fmt: skip
+            return F.cross_entropy(self.read(), target, weight, size_average, reduce=reduce, **options)
+        scale, cap = found if found[1] is None else (found[0] * found[1], found[1])
+        loss = ops.linear_cross_entropy(
+            self.x, self.weight, target, linear_bias=self.bias, weight=weight, logit_scale=scale,
+            softcap=cap, recompute=self.mode, workspace=self.workspace, **options,
+        )  # fmt: skip
+        narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
+        return loss.to(self.dtype) if narrow else loss
+
+    # -- everything else reads them
+
+    def read(self) -> Tensor:
+        """In the graph their values, outside of it the `Logits` of the same matmul."""
+        if torch.compiler.is_compiling():
+            return self.after(F.linear(self.x, self.weight, self.bias))
+        if self.__dict__.get("read_as") is None:
+            if int(self.version) != self.weight._version:
+                raise RuntimeError(
+                    "ckptkern.convert: the head's weight changed before the logits were computed. Read logits before the "
+                    "optimizer's step, or convert with exclude= for this layer"
+                )
+            logits = Matmul(self.x, self.weight, self.bias, self.mode, workspace=self.workspace).logits()
+            self.__dict__["read_as"] = self.after(logits)
+        return self.__dict__["read_as"]
+
+    def after(self, z: Tensor) -> Tensor:
+        for name, value in self.steps:
+            if name == "to":
+                z = z.to(value)
+            elif name == "tanh":
+                z = z.tanh()
+            else:
+                z = z * value if name == "mul" else z / value
+        return z
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, TracedLogits) and torch.compiler.is_compiling():
+            if function is F.cross_entropy:
+                return first.loss(*args, **kwargs) if args else first.loss(**kwargs)
+            if function is torch.tanh and len(args) == 1 and not kwargs:
+                return first.tanh()
+        if kwargs.get("out") is not None or kwargs.get("inplace") or _changes(function):
+            raise RuntimeError(IN_PLACE)
+        args = tuple(one.read() if isinstance(one, TracedLogits) else one for one in args)
+        kwargs = {name: one.read() if isinstance(one, TracedLogits) else one for name, one in kwargs.items()}
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if _is_in_place(name):
+            raise RuntimeError(IN_PLACE)
+        return getattr(self.read(), name)
+
+    def __repr__(self) -> str:
+        return f"TracedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    __hash__ = object.__hash__
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_")
+
+
+IN_PLACE_FUNCTIONS = frozenset(
+    one for holder in (torch, Tensor, F) for name, one in vars(holder).items() if _is_in_place(name) and callable(one)
+)
+OPERATORS = Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__, Tensor.__setitem__
+COMMON = (
+    *OPERATORS,
+    Tensor.add_,
+    Tensor.sub_,
+    Tensor.mul_,
+    Tensor.div_,
+    Tensor.clamp_,
+    Tensor.masked_fill_,
+    Tensor.copy_,
+)
+
+
+def _changes(function: Callable) -> bool:
+    """Is it in place? Dynamo cannot look for a function in a set: there the common ones."""
+    if not torch.compiler.is_compiling():
+        return function in IN_PLACE_FUNCTIONS or function in OPERATORS
+    for one in COMMON:  # noqa: SIM110
+        if function is one:
+            return True
+    return False
+
+
+def _reading(name: str) -> Callable:
+    def method(self, *args):
+        args = tuple(one.read() if isinstance(one, TracedLogits) else one for one in args)
+        return getattr(self.read(), name)(*args)
+
+    return method
+
+
+def _refusing(self, *args):
+    raise RuntimeError(IN_PLACE)
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "rtruediv", "pow", "neg", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge",
+    "len", "iter", "array",
+):  # fmt: skip
+    setattr(TracedLogits, f"__{_name}__", _reading(f"__{_name}__"))
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow"):
+    setattr(TracedLogits, f"__{_name}__", _refusing)
